@@ -64,7 +64,7 @@ dist:
 	build/tools/bin/python tools/dist.py --torch-index '$(TORCH_INDEX)' --repository '$(REPOSITORY)'
 
 bench: $(VENV)/.test
-	for name in sapo trainer packing ingest pulls scale eclipse noloco exchange budget checkfree recovery crew reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in sapo trainer packing ingest pulls scale eclipse noloco exchange budget checkfree recovery crew crew_paired reroute tolerance corrections hostile; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 fresh:
 	$(PYTHON) -m tests.support.fresh
@@ -74,6 +74,7 @@ sim: $(VENV)/.test
 
 chaos: $(VENV)/.test
 	$(BIN)/python -m tests.support.chaos --count $(or $(CHAOS_COUNT),5)
+	$(BIN)/python -m tests.support.chaos.crews --long
 
 soak: $(VENV)/.test
 	$(BIN)/python -m benchmarks.soak $(SOAK)

@@ -344,7 +344,7 @@ def main() -> int:
                     "mode": "always",
                     "stages": asked.members,
                     "trust": "anyone",
-                    "keep_policy": "memory",
+                    "policy_copy": "memory",
                 },
                 "training": {"max_completion_length": 1024},
             }

@@ -38,7 +38,7 @@ from benchmarks.failures import (
     schedule,
     survive,
 )
-from benchmarks.forks import HEALED, METHODS, PLACES, Size, Trunk, compare, grow
+from benchmarks.forks import METHODS, PLACES, Size, Trunk, compare, grow
 from benchmarks.recoveries import Recovery
 from benchmarks.report import heading, signed, table, write_json
 from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
@@ -46,26 +46,26 @@ from swarmnode.config import LoraSettings
 
 FULL = Size()
 QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, repeated=60, marks=(0, 10), quick=True)
-FINER = ("exact, Adam fresh", "shadow in bfloat16 without Adam, 20 steps old")
+FINER = ("exact, Adam fresh", "checkpoint in bfloat16 without Adam, 20 steps old")
 """Measured at the inner stage only."""
-QUICK_ARMS = ("checkpoint every 10", "shadows every 20", "CheckFree", "CheckFree+")
+QUICK_ARMS = ("checkpoint every 10", "neighbours' checkpoints every 20", "CheckFree", "CheckFree+")
 PARTS = ("single", "failures", "repeated")
 CAP = 2.0
 """Iterations of (b) at most, in units of those to the target without failures."""
 TUNED = (
-    "exact, with Adam (R0)",
-    "shadow, 20 steps old (R2)",
-    "shadow, 50 steps old (R2)",
-    "base weights (R3)",
-    "CheckFree (R4)",
+    "exact, with Adam",
+    "checkpoint, 20 steps old",
+    "checkpoint, 50 steps old",
+    "base weights",
+    "CheckFree",
     "identity",
 )
 ADAPTER = {
-    "exact, with Adam (R0)": "exact, with Adam (R0)",
-    "shadow, 20 steps old (R2)": "shadow, 20 steps old (R2)",
-    "shadow, 50 steps old (R2)": "shadow, 50 steps old (R2)",
-    "base weights (R3)": "base without its adapter (R3)",
-    "CheckFree (R4)": "neighbours' adapters averaged (forced)",
+    "exact, with Adam": "exact, with Adam",
+    "checkpoint, 20 steps old": "checkpoint, 20 steps old",
+    "checkpoint, 50 steps old": "checkpoint, 50 steps old",
+    "base weights": "base without its adapter",
+    "CheckFree": "neighbours' adapters averaged (forced)",
 }
 """Method → what it is for an adapter."""
 
@@ -98,9 +98,7 @@ def single(seed: int, size: Size) -> list[dict[str, Any]]:
         wanted = []
         for place in places:
             for method, recovery in methods.items():
-                wanted.append((method, PLACES[place], recovery, False))
-                if method in HEALED:
-                    wanted.append((f"{method}, healed", PLACES[place], recovery, True))
+                wanted.append((method, PLACES[place], recovery))
         where = {lost: place for place, lost in PLACES.items()}
         for row in compare(trunk, corpus, seed, first, marks, wanted):
             rows.append({"part": name, "place": where[tuple(row["lost"])]} | row)
@@ -117,8 +115,8 @@ def single(seed: int, size: Size) -> list[dict[str, Any]]:
             Staged(build(seed), size.rate, swapped=True), text, seed, 0, size.trunk_steps
         )
         average, copies = (
-            {"CheckFree (R4)": METHODS["CheckFree (R4)"]},
-            {"copy (CheckFree+, R5)": ways.synthesis("copy")},
+            {"CheckFree": METHODS["CheckFree"]},
+            {"copy (CheckFree+)": ways.synthesis("copy")},
         )
         part(
             "trained with swapped order",
@@ -302,13 +300,7 @@ def single_tables(rows: list[dict[str, Any]]) -> str:
 
 
 def methods_of(rows: list[dict[str, Any]]) -> list[str]:
-    """In their order; without the healed form of what is refused everywhere."""
-    done = {r["method"] for r in rows if "jump" in r}
-    return [
-        m
-        for m in dict.fromkeys(r["method"] for r in rows)
-        if m in done or not m.endswith(", healed")
-    ]
+    return list(dict.fromkeys(r["method"] for r in rows))
 
 
 def with_gate(done: list[dict[str, Any]]) -> str:

@@ -3,12 +3,15 @@ benchmarks.crew`
 
 Four real nodes on this machine (supervisor, network process and trainer each) hold the embedded
 policy, made eight layers deep, as four stages. Then, again and again: kill -9 of the trainer of one
-stage, each in turn; the same with its own journal gone, so that it comes back from a neighbour's
-snapshot (R2) and not from the own disk (R0); of two neighbours' trainers at once; of everything
-that a node runs, which is started again at once, as systemd would. (Base, CheckFree:
-`benchmarks.recovery`, `benchmarks.checkfree`.) Measured from outside, ten times a second: seconds
-from the kill to the next step that every stage has taken, the steps that were taken and are gone,
-and the rung that brought the stage back.
+stage, each in turn; the same with its own checkpoint gone, so that it comes back from a
+neighbour's; of two neighbours' trainers at once; of everything that a node runs, which is started
+again at once, as systemd would. (Base, CheckFree: `benchmarks.recovery`, `benchmarks.checkfree`.)
+Measured from outside, ten times a second: seconds from the kill to the next step that every stage
+has taken, the steps that were taken and are gone, and the source that brought the stage back.
+
+The log of the killed node divides these seconds (MARKS): until its supervisor has seen the end,
+until the next process is started, until that has loaded and is connected, until a crew is founded,
+until the weights are there, until the next step.
 
 The same nodes before the first kill, and one node that holds the same policy whole, say what the
 split costs.
@@ -20,12 +23,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import os
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -41,21 +47,37 @@ FORM_SECONDS = 180.0
 RETURN_SECONDS = 120.0
 CALM_SECONDS = 5.0
 """Between two kills: the crew has taken steps again, and copies of the stages have been sent."""
+KINDS = ("trainer", "disk", "neighbours", "node")
 STEPS = 10
 """Of undisturbed training that are timed."""
+
+
+MARKS = {
+    "seen": ("restarting", "trainer"),
+    "process start": ("started", "trainer"),
+    "load": ("trainer connected", ""),
+    "crew": ("assigned", ""),
+    "restore": ("stage ready", ""),
+}
+"""Part of a recovery → the log event that ends it, and the process that the event names."""
+FIRST_STEP = "first step"
 
 
 @dataclass(frozen=True)
 class Recovery:
     kind: str
-    """trainer, disk, neighbours, node."""
+    """One of KINDS."""
     stages: tuple[int, ...]
     seconds: float | None
     """From the kill to the next step of the whole crew; None if there was none within
     RETURN_SECONDS."""
     lost: int
     """Steps that had been taken and are not any more, of the stages that are held."""
-    rungs: tuple[str, ...]
+    sources: tuple[str, ...]
+    parts: dict[str, float] = field(default_factory=dict)
+    """What of `seconds` each of MARKS took, in the first killed node."""
+    load: float = 0.0
+    """Mean number of processes that wanted a core in the last minute."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +132,8 @@ class Crew:
         them is nobody's."""
         holders = [self.holder(stage) for stage in stages]
         before, pids = max(self.steps()), [node.view.trainer_pid for node in holders]
+        log, killed_at = holders[0].log_file, time.time()
+        told = log.stat().st_size
         for node, pid in zip(holders, pids, strict=True):
             if kind == "node":
                 node.kill()
@@ -117,7 +141,7 @@ class Crew:
             elif pid is not None:
                 psutil.Process(pid).kill()
                 if kind == "disk":
-                    shutil.rmtree(node.directory / "trainer" / "stage", ignore_errors=True)
+                    shutil.rmtree(node.directory / "trainer" / "stages", ignore_errors=True)
         least = before
 
         def again() -> bool:
@@ -141,7 +165,9 @@ class Crew:
             tuple(stages),
             seconds,
             max(0, before - after),
-            tuple(node.view.rung for node in holders),
+            tuple(node.view.source for node in holders),
+            parts_of(log, told, killed_at, seconds),
+            os.getloadavg()[0],
         )
 
     def speed(self, arm: str) -> Speed:
@@ -157,6 +183,25 @@ class Crew:
             node.stop()
         for node in self.nodes:
             node.wait(30.0)
+
+
+def parts_of(log: Path, told: int, killed_at: float, seconds: float | None) -> dict[str, float]:
+    """Return the seconds of each part of a recovery, by the lines of `log` after byte `told`."""
+    with log.open("rb") as file:
+        file.seek(told)
+        lines = [json.loads(line) for line in file.read().splitlines() if line.startswith(b"{")]
+    parts, before = {}, killed_at
+    for name, (event, process) in MARKS.items():
+        times = (
+            datetime.fromisoformat(line["timestamp"]).timestamp()
+            for line in lines
+            if line["event"] == event and line.get("process", "") == process
+        )
+        if (at := next((t for t in times if t >= before), None)) is not None:
+            parts[name], before = at - before, at
+    if seconds is not None:
+        parts[FIRST_STEP] = killed_at + seconds - before
+    return parts
 
 
 @contextlib.contextmanager
@@ -176,16 +221,19 @@ def crew(directory: Path, nodes: int, mode: str) -> Iterator[Crew]:
 
 
 def kills(rounds: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Each stage in turn, first and last included, with its disk and without, then neighbours, then
-    whole nodes."""
+    """Each stage in turn, first and last included: its trainer, the whole node, the trainer with
+    its disk; then neighbours."""
     trainers = [("trainer", (stage,)) for stage in range(STAGES)]
     pairs = [("neighbours", (stage, stage + 1)) for stage in range(STAGES - 1)]
     nodes = [("node", (stage,)) for stage in range(STAGES)]
     disks = [("disk", (stage,)) for stage in range(STAGES)]
-    return [*trainers * rounds, *disks * rounds, *pairs * rounds, *nodes * rounds]
+    return [*trainers, *nodes, *disks, *pairs] * rounds
 
 
-def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], list[Recovery]]:
+def measure(
+    directory: Path, wanted: Sequence[tuple[str, tuple[int, ...]]], out: Path | None
+) -> tuple[list[Speed], list[Recovery]]:
+    """Return all results; those that are there are written to `out` after every kill."""
     speeds, recoveries = [], []
     with crew(directory, 1, "off") as whole:
         whole.wait(lambda: whole.nodes[0].view.step > 0, FORM_SECONDS)
@@ -196,25 +244,47 @@ def measure(directory: Path, rounds: int, quick: bool) -> tuple[list[Speed], lis
                 f"the crew did not form: {[node.last_words() for node in split.nodes]}"
             )
         speeds.append(split.speed(f"in {STAGES} stages"))
-        for kind, stages in [("trainer", (2,)), ("disk", (1,))] if quick else kills(rounds):
+        for kind, stages in wanted:
             split.wait(split.running, RETURN_SECONDS)
             time.sleep(CALM_SECONDS)
             split.wait(split.running, RETURN_SECONDS)
             recoveries.append(split.lose(kind, stages))
             print(recoveries[-1], flush=True)
+            if out is not None:
+                write(out, speeds, recoveries)
     return speeds, recoveries
+
+
+def write(out: Path, speeds: Sequence[Speed], recoveries: Sequence[Recovery]) -> None:
+    results = {
+        "speeds": [asdict(s) for s in speeds],
+        "recoveries": [asdict(r) for r in recoveries],
+    }
+    report.write_json(out, results)
+
+
+def part_rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
+    """Median and p95 of each part, of the trainers that were killed alone."""
+    mine = [r for r in recoveries if r.kind in ("trainer", "disk") and r.seconds is not None]
+    out = []
+    for name in (*MARKS, FIRST_STEP):
+        seconds = [r.parts[name] for r in mine if name in r.parts]
+        if seconds:
+            p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
+            out.append([name, str(len(seconds)), f"{p50:.2f}", f"{p95:.2f}"])
+    return out
 
 
 def rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
     out = []
-    for kind in ("trainer", "disk", "neighbours", "node"):
+    for kind in KINDS:
         mine = [r for r in recoveries if r.kind == kind]
         if not mine:
             continue
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
-        rungs = sorted({rung for r in mine for rung in r.rungs})
+        sources = sorted({source for r in mine for source in r.sources})
         counted = ", ".join(
-            f"{rung or 'none'} {sum(r.rungs.count(rung) for r in mine)}" for rung in rungs
+            f"{source or 'none'} {sum(r.sources.count(source) for r in mine)}" for source in sources
         )
         p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
         out.append(
@@ -238,6 +308,9 @@ def main() -> None:
         "--rounds", type=int, default=2, help="how often each of the fifteen kills is done"
     )
     parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, help="only these kinds of kills"
+    )
+    parser.add_argument(
         "--distance", action="store_true", help="nodes that are apart, see benchmarks.crew_distance"
     )
     parser.add_argument(
@@ -257,11 +330,6 @@ def main() -> None:
         "--codecs",
         action="store_true",
         help="int8 against bfloat16 between stages, see benchmarks.crew_codecs",
-    )
-    parser.add_argument(
-        "--restoring",
-        action="store_true",
-        help="a stage from several holders, see benchmarks.crew_restoring",
     )
     parser.add_argument(
         "--members",
@@ -311,17 +379,13 @@ def main() -> None:
             options.steps or 5,
             options.losses,
             options.copies,
+            options.json,
         )
         return
     if options.members:
         from benchmarks import crew_members
 
         crew_members.run(options.steps or 200, options.seeds)
-        return
-    if options.restoring:
-        from benchmarks import crew_restoring
-
-        crew_restoring.run(3)
         return
     if options.codecs:
         from benchmarks import crew_codecs
@@ -334,10 +398,23 @@ def main() -> None:
         crew_copies.run(options.seeds, options.steps or 120, options.json)
         return
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
-        speeds, recoveries = measure(Path(directory), options.rounds, options.quick)
+        wanted = [k for k in kills(options.rounds) if k[0] in options.kinds]
+        if options.quick:
+            wanted = [("trainer", (2,)), ("disk", (1,))]
+        speeds, recoveries = measure(Path(directory), wanted, options.json)
     print(report.heading("crew: a lost stage, and what being split costs"))
-    headers = ["killed", "times", "s, p50", "s, p95", "s, most", "steps lost, most", "rungs taken"]
+    headers = [
+        "killed",
+        "times",
+        "s, p50",
+        "s, p95",
+        "s, most",
+        "steps lost, most",
+        "sources taken",
+    ]
     print(report.table(headers, rows(recoveries)))
+    print()
+    print(report.table(["a trainer's seconds", "kills", "p50", "p95"], part_rows(recoveries)))
     print()
     base = speeds[0].step_seconds
     print(
@@ -346,11 +423,6 @@ def main() -> None:
             [[s.arm, f"{s.step_seconds:.2f}", f"{base / s.step_seconds:.2f}"] for s in speeds],
         )
     )
-    if options.json:
-        report.write_json(
-            options.json,
-            {"speeds": [asdict(s) for s in speeds], "recoveries": [asdict(r) for r in recoveries]},
-        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How activations and gradients travel, and what is learnt: `python -m benchmarks.crew --codecs`.
+"""Codec of activations against what is learnt: `python -m benchmarks.crew --codecs`.
 
 The embedded policy eight layers deep in four stages, all in this process (`crew_copies`), sampled
-token by token through the stages: runs that differ in nothing but the codecs. Held-out reward of
-the trained float32 policy at equal steps.
+token by token through the stages: runs that differ in the codec only. Gradients travel in bfloat16.
+Held-out reward of the trained float32 policy at equal steps.
 """
 
 from __future__ import annotations
@@ -19,12 +19,7 @@ from benchmarks.crew_copies import learning, start
 from swarmnode.stages.wire import ActivationCodec
 from swarmnode.tasks.client import Scorer
 
-CODECS: Final[tuple[tuple[ActivationCodec, ActivationCodec], ...]] = (
-    ("bfloat16", "bfloat16"),
-    ("int8", "bfloat16"),
-    ("int8", "int8"),
-)
-"""(activations, gradients)."""
+CODECS: Final[tuple[ActivationCodec, ...]] = ("bfloat16", "int8")
 
 
 def run(seeds: int, steps: int, out: Path | None, every: int = 20) -> None:
@@ -32,8 +27,8 @@ def run(seeds: int, steps: int, out: Path | None, every: int = 20) -> None:
     begin, found = start(), []
     with Scorer() as scorer:
         for seed in range(1, 1 + seeds):
-            for codec, gradient in CODECS:
-                settings = replace(begin.settings, codec=codec, gradient_codec=gradient)
+            for codec in CODECS:
+                settings = replace(begin.settings, codec=codec)
                 got = trio.run(
                     learning,
                     replace(begin, settings=settings),
@@ -43,28 +38,21 @@ def run(seeds: int, steps: int, out: Path | None, every: int = 20) -> None:
                     every,
                     scorer,
                 )
-                found.append(
-                    {
-                        "codec": codec,
-                        "gradient": gradient,
-                        "seed": seed,
-                        "held_out": got["held_out"],
-                    }
-                )
+                found.append({"codec": codec, "seed": seed, "held_out": got["held_out"]})
                 print(found[-1], flush=True)
-    print(report.heading("crew: how activations and gradients travel"))
-    by = {(one["codec"], one["gradient"], one["seed"]): one["held_out"] for one in found}
-    values = lambda codecs, step: [by[*codecs, seed][step] for seed in range(1, 1 + seeds)]
-    less = lambda codecs, step: [
+    print(report.heading("crew: codec of activations"))
+    by = {(one["codec"], one["seed"]): one["held_out"] for one in found}
+    values = lambda codec, step: [by[codec, seed][step] for seed in range(1, 1 + seeds)]
+    less = lambda codec, step: [
         ours - theirs
-        for ours, theirs in zip(values(codecs, step), values(CODECS[0], step), strict=True)
+        for ours, theirs in zip(values(codec, step), values(CODECS[0], step), strict=True)
     ]
-    columns = [*((values, codecs) for codecs in CODECS), *((less, codecs) for codecs in CODECS[1:])]
+    columns = [*((values, codec) for codec in CODECS), *((less, codec) for codec in CODECS[1:])]
     rows = [
-        [str(step), *(report.spread(of(codecs, step), 3) for of, codecs in columns)]
+        [str(step), *(report.spread(of(codec, step), 3) for of, codec in columns)]
         for step in sorted(found[0]["held_out"])
     ]
-    names = [" / ".join(codecs) for codecs in CODECS]
-    print(report.table(["step", *names, *(f"{name} − {names[0]}" for name in names[1:])], rows))
+    header = ["step", *CODECS, *(f"{codec} − {CODECS[0]}" for codec in CODECS[1:])]
+    print(report.table(header, rows))
     if out:
         report.write_json(out, {"runs": found})

@@ -5,7 +5,7 @@ The embedded policy eight layers deep in four stages, all in this process, over 
 late by so many milliseconds each way (and carry whatever they are given).
 
     speed      64 samples of eight questions, by either way, at each distance; and one update
-    through the crew, which both need
+    through the crew, which both need, with rewards that alternate. With `--seeds 0` nothing else
     learning   the same run by either way, from equal weights, at distance 0: `pipeline` samples the
     present policy through all stages,
                `copies` from an int8 copy of what the policy was one step before. Either is
@@ -39,11 +39,11 @@ from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
-from swarmnode.stages.head import Head
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.transfer import copied, decode_copy, encode_copy, install, layout_of, trained
+from swarmnode.stages.pipeline import CrewSettings, Head
+from swarmnode.stages.policy_copy import copied, decode_copy, encode_copy, install
+from swarmnode.stages.recovery import layout_of, trained
 from swarmnode.stages.wire import ActivationCodec, FrameLimits
-from swarmnode.stages.worker import CrewSettings
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import assemble, own_group
 from swarmnode.trainer.update import normalizer
@@ -148,13 +148,13 @@ def start() -> Start:
         policy = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
     config = policy.base.config
     limits = FrameLimits(hidden=int(config.hidden_size), vocab=int(config.vocab_size), tokens=16384)
-    return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC, CODEC))
+    return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC))
 
 
 async def through_the_crew(
     head: Head, policy: Policy, prompts: Sequence[str], s: Sampling, seed: int
 ) -> list[GroupSample]:
-    """As `trainer.crew.policy.CrewPolicy.generate`."""
+    """As `StageEngine.generate`."""
     heads = [policy.encode_prompt(prompt) for prompt in prompts]
     waves = await head.generate(
         heads,
@@ -299,7 +299,7 @@ async def speed(begin: Start, milliseconds: int, repeats: int, scorer: Scorer) -
     generator, tokens = begin.policy.random_generator(1), []
     async with late_crew(runtimes, begin.settings, begin.limits, milliseconds / 1000) as head:
         for repeat in range(repeats):
-            refs, prompts = questions.ask(t.groups_per_step)
+            _, prompts = questions.ask(t.groups_per_step)
             started = time.perf_counter()
             samples = await through_the_crew(head, begin.policy, prompts, sampling(t), repeat)
             found["pipeline"].append(time.perf_counter() - started)
@@ -307,7 +307,7 @@ async def speed(begin: Start, milliseconds: int, repeats: int, scorer: Scorer) -
             started = time.perf_counter()
             generate(copy.policy, prompts, sampling(t), generator)
             found["copies"].append(time.perf_counter() - started)
-            done = questions.rewards(refs, samples)
+            done = [(s, [float(i % 2) for i in range(t.num_generations)]) for s in samples]
             started = time.perf_counter()
             await learn(head, t, done)
             found["update"].append(time.perf_counter() - started)
@@ -384,6 +384,10 @@ def run(seeds: int, steps: int, out: Path | None, every: int = 20, repeats: int 
             "s of CPU per refresh, all stages",
         ]
         print(report.table(headers, speed_rows(speeds)), flush=True)
+        if out is not None:
+            report.write_json(out, {"speeds": speeds})
+        if not seeds:
+            return
         found = []
         for seed in range(1, seeds + 1):
             for arm in ("pipeline", "copies"):

@@ -5,9 +5,9 @@ Four whole nodes hold the embedded policy, eight layers deep, as four stages. Th
 50 Mbit/s each way (tbf at both ends of it), and everything that is sent to a node arrives so many
 milliseconds later, and so do its answers (`swarmnode.demo.distance.join`). Measured from outside,
 ten times a second: seconds between steps that every stage has taken; then, stage after stage, the
-trainer is killed -9 with its own journal gone, so that its state comes over the lines: seconds from
-the kill to the next step, and of these from its assignment to its weights being there
-(`rung_seconds`).
+trainer is killed -9 with its own checkpoint gone, so that its state comes over the lines: seconds
+from the kill to the next step, and of these from its assignment to its weights being there
+(`source_seconds`).
 
 This policy's state is small. What a 7 B policy would take is computed below it, from the product's
 own sizes of what travels.
@@ -22,7 +22,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import trio
@@ -34,6 +34,7 @@ from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.distance import join
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.run import DemoOptions
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.wire import activation_bytes
 from tests.support.netns import Topology, enter, missing
 
@@ -245,7 +246,7 @@ def small_crew(directory: Path, copies: bool) -> Callable[[int], Settings]:
     def settings_of(number: int) -> Settings:
         settings = crew_settings(options, number, model)
         settings["training"] |= {"eval_every": 10_000}
-        settings["stages"] |= {"keep_policy": "memory" if copies else "off"}
+        settings["stages"] |= {"policy_copy": "memory" if copies else "off"}
         return settings
 
     return settings_of
@@ -284,7 +285,7 @@ def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Apar
             lost = crew.lose("disk", (stage % STAGES,))
             recoveries.append(lost)
             with contextlib.suppress(LookupError):
-                restored.append(crew.holder(stage % STAGES).view.rung_seconds or float("nan"))
+                restored.append(crew.holder(stage % STAGES).view.source_seconds or float("nan"))
             print(milliseconds, lost, restored[-1:], flush=True)
         return Apart(milliseconds, formed, times, tuple(recoveries), tuple(restored), measured)
 
@@ -298,7 +299,7 @@ def rows(found: Sequence[Apart]) -> list[list[str]]:
     out = []
     for one in found:
         seconds = [r.seconds if r.seconds is not None else float("inf") for r in one.recoveries]
-        rungs = sorted({rung for r in one.recoveries for rung in r.rungs})
+        sources = sorted({source for r in one.recoveries for source in r.sources})
         rate = f"{SAMPLES / statistics.median(one.steps):.1f}" if one.steps else "–"
         out.append(
             [
@@ -309,8 +310,8 @@ def rows(found: Sequence[Apart]) -> list[list[str]]:
                 some(one.restored),
                 some(seconds),
                 ", ".join(
-                    f"{rung or 'none'} {sum(r.rungs.count(rung) for r in one.recoveries)}"
-                    for rung in rungs
+                    f"{source or 'none'} {sum(r.sources.count(source) for r in one.recoveries)}"
+                    for source in sources
                 ),
                 some([1000 * s for s in one.measured], ".0f"),
             ]
@@ -334,10 +335,9 @@ def seven_billion() -> list[list[str]]:
     """What a line of so many Mbit/s takes, and nothing else, for a 7 B policy in four stages, of
     hidden size 4,096 with 32 layers."""
     rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt is there once for its eight completions
-    default = StagesConfig()
+    default = CrewSettings(bytes(32), StagesConfig().codec)
     forward, backward = (
-        activation_bytes(codec, rows_of_a_step, 4096)
-        for codec in (default.codec, default.gradient_codec)
+        activation_bytes(codec, rows_of_a_step, 4096) for codec in (default.codec, "bfloat16")
     )
     whole = 7e9 / STAGES
     things = [
@@ -357,11 +357,19 @@ def seven_billion() -> list[list[str]]:
     ]
 
 
-def run(milliseconds: Sequence[int], steps: int, losses: int, copies: bool = False) -> list[Apart]:
+def run(
+    milliseconds: Sequence[int],
+    steps: int,
+    losses: int,
+    copies: bool = False,
+    out: Path | None = None,
+) -> list[Apart]:
     """Measure and print. Raises SystemExit where there can be no namespaces."""
     if why := missing():
         raise SystemExit(why)
     found = [measure_at(one, steps, losses, copies) for one in milliseconds]
+    if out is not None:
+        report.write_json(out, [asdict(one) for one in found])
     print(report.heading(f"crew: at a distance, {RATE // 1000} Mbit/s per node"))
     print(report.table(HEADERS, rows(found)))
     print()

@@ -96,7 +96,7 @@ def nodes_of(directory: Path, seed: int, sharing: bool) -> list[DemoNode]:
     model, nodes = write_model(directory / "model"), []
     for i in range(STAGES):
         settings = crew_settings(DemoOptions(nodes=STAGES, http_port=0), i, model)
-        settings["stages"] |= {"keep_policy": "memory"}
+        settings["stages"] |= {"policy_copy": "memory"}
         settings["training"] |= {"seed": 1000 * seed + i, "eval_every": EVERY}
         settings["sharing"] = {"enabled": sharing}
         nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))

@@ -76,10 +76,9 @@ def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Set
             "mode": "always",
             "stages": STAGES,
             "trust": "anyone",
-            "shadow_every": 1,
-            "keep_policy": "memory" if copies else "off",
+            "checkpoint_every": 1,
+            "policy_copy": "memory" if copies else "off",
             "codec": "int8",
-            "gradient_codec": "int8",
         },
         "http": {"port": 0},
     }
@@ -136,7 +135,8 @@ class Watched:
         """Whether every stage has a snapshot at a neighbour."""
         views = [self.crew.holder(stage).view for stage in range(STAGES)]
         return all(
-            view.shadow_age is not None and view.shadow_age < view.stage_step for view in views
+            view.checkpoint_age is not None and view.checkpoint_age < view.stage_step
+            for view in views
         )
 
 
@@ -178,6 +178,6 @@ def run(milliseconds: int, steps: int, losses: int, rank: int, copies: bool) -> 
                 lost = crew.lose("disk", (stage,), PATIENCE)
                 print(
                     f"\nStage {stage}: {lost}, restored after"
-                    f" {crew.holder(stage).view.rung_seconds} s.",
+                    f" {crew.holder(stage).view.source_seconds} s.",
                     flush=True,
                 )

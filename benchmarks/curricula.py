@@ -1,12 +1,10 @@
-"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups and peers' say of
-each task at each difficulty.
+"""`benchmarks.sapo --curriculum`: which question next, chosen by what own groups say of each task
+at each difficulty.
 
 Every task has four difficulties: what the start policies were shown, a little harder, and twice
-questions too hard for them. Four honest nodes sample four groups in a round; those that share have
-room for four of others, and those of the arms `alone` hear of nobody. Held-out questions are of all
-tasks and difficulties alike. The liars' every word is believed to have passed judgement, and said
-as strongly as it may be: each round they praise the buckets that taught the honest nodes least so
-far. Nobody trains on what they send.
+questions too hard for them. Four nodes sample four groups in a round; those that share have room
+for four of others, and those of the arms `alone` share nothing. Held-out questions are of all tasks
+and difficulties alike.
 
 `python -m benchmarks.curricula` is the choice alone, in seconds: no policy, each bucket has a
 signal with a chance of its own that stays.
@@ -16,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -31,7 +29,6 @@ from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import evaluation_seed, task_seed
-from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire.messages import TaskRef
 
 CURRICULA = (
@@ -39,12 +36,10 @@ CURRICULA = (
     "alone, own evidence",
     "uniform",
     "own evidence",
-    "swarm evidence",
-    "swarm evidence, liars",
 )
 BASE = {name: "alone, uniform" if name.startswith("alone") else "uniform" for name in CURRICULA}
 """What each is compared with."""
-HONEST, LIARS = 4, 2
+HONEST = 4
 OWN_GROUPS = 4
 LEVELS: dict[str, dict[str, list[int]]] = {
     "rg/chain_sum": {"min_digits": [1, 1, 2, 3], "max_digits": [1, 2, 3, 4]},
@@ -59,9 +54,6 @@ LEVELS: dict[str, dict[str, list[int]]] = {
 }
 """What an owner would write under `task.settings`."""
 DIFFICULTIES = range(4)
-PRAISED = 18
-"""Buckets that a liar speaks for in a round: half of all."""
-HALF_RIGHT = (1.0,) * 4 + (0.0,) * 4
 
 
 @dataclass(frozen=True)
@@ -84,10 +76,8 @@ class CurriculumSwarm(Swarm):
         scorer: Scorer,
         eval_questions: int,
     ) -> None:
-        self._kind = curriculum
         self._rngs: dict[int, random.Random] = {}
         self._curricula: dict[int, Curriculum] = {}
-        self._signals: defaultdict[Bucket, list[bool]] = defaultdict(list)
         self.asked: Counter[int] = Counter()
         """Questions by difficulty."""
         alone = curriculum.startswith("alone")
@@ -132,31 +122,7 @@ class CurriculumSwarm(Swarm):
             for group in groups:
                 bucket = Bucket(group.ref.id, group.ref.difficulty)
                 self._curricula[index].own(bucket, is_useful(group.rewards))
-                self._signals[bucket].append(is_useful(group.rewards))
         return own
-
-    def draw(self, node: Node) -> list[TrainingGroup]:
-        heard: list[tuple[str, Bucket, list[float]]] = []
-        count = len(node.judged)
-        drawn = super().draw(node)
-        if self._kind.startswith("swarm"):
-            heard = [
-                (g.peer, Bucket(g.group.task.id, g.group.task.difficulty), g.rewards)
-                for g, o in node.judged[count:]
-                if o == "used"
-            ]
-        for peer, bucket, rewards in heard:
-            self._curricula[node.index].hint(peer, bucket, rewards)
-        if self._kind.endswith("liars"):
-            worst = sorted(
-                self._curricula[node.index].buckets,
-                key=lambda bucket: fmean(self._signals[bucket] or [0.0]),
-            )
-            for liar in range(LIARS):
-                for bucket in worst[:PRAISED]:
-                    self._curricula[node.index].hint(f"liar {liar}", bucket, HALF_RIGHT)
-        self._curricula[node.index].step()
-        return drawn
 
     def _make_exam(self, per_task: int) -> list[list[tuple[TaskRef, str]]]:
         refs = [
@@ -197,12 +163,6 @@ def curriculum_table(results: Sequence[dict[str, Any]], tokens: float) -> str:
                 row("tokens", 0),
             ]
         )
-    honest, lied = of["swarm evidence"], of["swarm evidence, liars"]
-    cost = [
-        100 * (1 - lied[s]["mean_held_out"] / honest[s]["mean_held_out"])
-        for s in seeds
-        if honest[s]["mean_held_out"]
-    ]
     headers = [
         "questions by",
         "held-out",
@@ -217,10 +177,7 @@ def curriculum_table(results: Sequence[dict[str, Any]], tokens: float) -> str:
         f"### curriculum, {results[0]['regime']} ({len(seeds)} seeds, {tokens:.0f} generated tokens"
         " a node)"
     )
-    return (
-        f"{title}\n\n{table(headers, rows)}\n\nWhat liars cost of the mean held-out reward, %:"
-        f" {spread(cost, 1)}."
-    )
+    return f"{title}\n\n{table(headers, rows)}"
 
 
 def run_arm(
@@ -268,28 +225,16 @@ def choose_only(
     chance = {
         bucket: HARD_CHANCE if bucket.difficulty else rng.choice(EASY_CHANCES) for bucket in buckets
     }
-    worst = sorted(buckets, key=lambda bucket: chance[bucket])[: len(buckets) // 2]
     nodes = [
         kind(buckets, 1.0) if evidence == "uniform" else kind(buckets) for _ in range(CHOOSERS)
     ]
     useful: list[bool] = []
     for _ in range(ROUNDS):
-        sent: list[tuple[int, Bucket, list[float]]] = []
-        for number, node in enumerate(nodes):
+        for node in nodes:
             for bucket in (node.choose(rng) for _ in range(OWN_GROUPS)):
                 rewards = [float(rng.random() < chance[bucket]) for _ in range(8)]
                 useful.append(is_useful(rewards))
                 node.own(bucket, useful[-1])
-                sent += [(number, bucket, rewards)] if useful[-1] else []
-        for number, node in enumerate(nodes):
-            others = [each for each in sent if each[0] != number]
-            if evidence.startswith("swarm"):
-                for peer, bucket, rewards in rng.sample(others, min(OWN_GROUPS, len(others))):
-                    node.hint(f"peer {peer}", bucket, rewards)
-            if evidence.endswith("liars"):
-                for liar, bucket in itertools.product(range(LIARS), worst):
-                    node.hint(f"liar {liar}", bucket, HALF_RIGHT)
-            node.step()
     return fmean(useful), fmean(useful[-len(useful) // 3 :])
 
 

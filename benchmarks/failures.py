@@ -20,7 +20,6 @@ from benchmarks import recoveries as ways
 from benchmarks.forks import Size
 from benchmarks.recoveries import SETTINGS, History, Recovery
 from benchmarks.staged import STAGES, Corpus, StageCopy, Staged, build
-from swarmnode.stages.transfer import Run
 
 RATES = {"5 %/h": 9e-4, "10 %/h": 2e-3, "16 %/h": 4e-3, "32 %/h": 8e-3}
 """Of a stage → probability per stage and iteration, as the authors configure their 500 M runs. The
@@ -49,8 +48,8 @@ class Arm:
     name: str
     checkpoint: int = 0
     """Iterations between two; 0: none."""
-    shadow: int = 0
-    """The same of shadows at the neighbours."""
+    neighbours: int = 0
+    """The same of the checkpoints that neighbours store of one stage."""
     inner: Recovery | None = None
     ends: Recovery | None = None
     """None: the first and the last stage do not fail, as in the authors' code for all but
@@ -64,11 +63,11 @@ ARMS = (
     Arm("checkpoint every 10", checkpoint=10, rates=PAPER),
     Arm("checkpoint every 50", checkpoint=50, rates=PAPER),
     Arm("checkpoint every 100", checkpoint=100, rates=PAPER),
-    Arm("shadows every 20", shadow=SETTINGS.snapshot_every),
-    Arm("CheckFree", inner=ways.synthesis("checkfree", Run())),
+    Arm("neighbours' checkpoints every 20", neighbours=SETTINGS.checkpoint_every),
+    Arm("CheckFree", inner=ways.synthesis("checkfree")),
     Arm("CheckFree+", inner=ways.synthesis("checkfree"), ends=ways.synthesis("copy"), swapped=True),
-    Arm("uniform average", inner=ways.synthesis("uniform", Run()), rates=BASELINE),
-    Arm("identity", inner=ways.synthesis("identity", Run()), rates=BASELINE),
+    Arm("uniform average", inner=ways.synthesis("uniform"), rates=BASELINE),
+    Arm("identity", inner=ways.synthesis("identity"), rates=BASELINE),
     Arm("copy of a neighbour", inner=ways.with_true_ends(ways.copied), rates=BASELINE),
     Arm("random", inner=ways.with_true_ends(ways.random_again), rates=BASELINE),
     Arm("zeros", inner=ways.with_true_ends(ways.zeroed), rates=BASELINE),
@@ -114,7 +113,7 @@ def survive(
     start = min(min(hits, default=cap) // EVERY, len(before.checkpoints) - 1)  # in units of EVERY
     trail = Trail(before.curve[:start], before.checkpoints if own else [])
     staged.roll_back(before.checkpoints[start])
-    every = arm.checkpoint or arm.shadow or EVERY
+    every = arm.checkpoint or arm.neighbours or EVERY
     kept = before.checkpoints[start * EVERY // every * every // EVERY]
     reached, suffered = None if target is None else first_at(trail.curve, target), 0
     for i in range(start * EVERY, 0 if reached else cap):
@@ -122,7 +121,7 @@ def survive(
             suffered += 1
             restore(arm, staged, hits[i], kept, seed * 1_000_003 + i)
         staged.step(corpus.batch(seed, i))
-        if (arm.checkpoint or arm.shadow) and (i + 1) % every == 0:
+        if (arm.checkpoint or arm.neighbours) and (i + 1) % every == 0:
             kept = staged.checkpoint()
         if (i + 1) % EVERY == 0:
             trail.curve.append(staged.measure(corpus.held_out))
@@ -150,7 +149,7 @@ def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:
     if arm.checkpoint:
         staged.roll_back(kept)
         return
-    if arm.shadow:
+    if arm.neighbours:
         copies: list[StageCopy] = kept[0]
         if copies[stage].moments:
             staged.put(stage, copies[stage])
@@ -160,7 +159,7 @@ def restore(arm: Arm, staged: Staged, stage: int, kept: Any, seed: int) -> None:
     recovery = arm.ends if stage in (0, STAGES - 1) else arm.inner
     assert recovery is not None
     # of which only this stage's true embedding, norm or head is looked at
-    history = History([now] * STAGES, {}, [], [], [])
+    history = History([now] * STAGES, {}, [], [])
     recovered = recovery(staged, stage, (stage,), history, torch.Generator().manual_seed(seed))
     staged.put(stage, recovered.copy, factor=recovered.factor, warmup=recovered.warmup)
 

@@ -48,20 +48,18 @@ class Size:
 
 
 METHODS: dict[str, Recovery] = {
-    "exact, with Adam (R0)": ways.exact,
+    "exact, with Adam": ways.exact,
     "exact, Adam fresh": ways.exact_fresh,
-    "shadow, 20 steps old (R2)": ways.shadow(20),
-    "shadow, 50 steps old (R2)": ways.shadow(50),
-    "shadow in bfloat16 without Adam, 20 steps old": ways.shadow(20, moments=False),
-    "base weights (R3)": ways.base,
-    "CheckFree (R4)": ways.synthesis("checkfree"),
+    "checkpoint, 20 steps old": ways.checkpoint(20),
+    "checkpoint, 50 steps old": ways.checkpoint(50),
+    "checkpoint in bfloat16 without Adam, 20 steps old": ways.checkpoint(20, moments=False),
+    "base weights": ways.base,
+    "CheckFree": ways.synthesis("checkfree"),
     "uniform average": ways.synthesis("uniform"),
     "identity": ways.synthesis("identity"),
     "copy of a neighbour": ways.with_true_ends(ways.copied),
     "random": ways.with_true_ends(ways.random_again),
 }
-HEALED = {"base weights (R3)", "CheckFree (R4)", "identity"}
-"""Also measured with distillation after it, as the product heals what fails its gate."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +81,22 @@ def grow(
 ) -> Trunk:
     """Trains `steps` steps from batch `first` on. `base`: what was published before; None:
     half-way's weights."""
-    shadows: dict[int, list[StageCopy]] = {}
+    checkpoints: dict[int, list[StageCopy]] = {}
     everything = lambda: [staged.copy_of(i) for i in range(STAGES)]
     for i in range(steps):
         staged.step(corpus.batch(seed, first + i))
         left = steps - 1 - i
         if left in AGES:
-            shadows[left] = everything()
+            checkpoints[left] = everything()
         if base is None and i + 1 == steps // 2:
             base = everything()
     assert base is not None
-    remembered = [
-        corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.memory), steps)
-    ]
-    older, probes = remembered[: -SETTINGS.probes], remembered[-SETTINGS.probes :]
-    pairs = (
-        ways.seen_by_neighbours(staged, older) if not hasattr(staged.model, "peft_config") else []
-    )
-    return Trunk(staged, staged.checkpoint(), History(everything(), shadows, base, probes, pairs))
+    probes = [corpus.batch(seed, first + i) for i in range(max(0, steps - SETTINGS.probes), steps)]
+    return Trunk(staged, staged.checkpoint(), History(everything(), checkpoints, base, probes))
 
 
 def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:
-    """Back to the fork, without the stages `lost`, and recovered; not healed. Raises Refused as the
-    recovery does."""
+    """Go back to the fork, without the stages `lost`, and recover them. Raises Refused."""
     staged = trunk.staged
     staged.roll_back(trunk.checkpoint)
     for stage in lost:
@@ -156,29 +147,20 @@ def compare(
     seed: int,
     first: int,
     marks: Sequence[int],
-    wanted: Iterable[tuple[str, tuple[int, ...], Recovery, bool]],
+    wanted: Iterable[tuple[str, tuple[int, ...], Recovery]],
 ) -> list[dict[str, Any]]:
-    """One row per (name, lost stages, recovery, whether to heal): what it cost, against the control
-    that lost nothing."""
+    """Return one row per (name, lost stages, recovery): what it cost, against the control that lost
+    nothing."""
     trunk.staged.roll_back(trunk.checkpoint)
     before, _, loss_before = probe(trunk)
     control = follow(trunk, corpus, seed, first, marks)
     rows = []
-    for name, lost, recovery, healing in wanted:
-        row: dict[str, Any] = {"seed": seed, "lost": list(lost), "method": name, "healings": 0}
+    for name, lost, recovery in wanted:
+        row: dict[str, Any] = {"seed": seed, "lost": list(lost), "method": name}
         rows.append(row)
         try:
             fork(trunk, lost, recovery)
             _, moved, loss = probe(trunk, before)
-            while (
-                healing
-                and row["healings"] < SETTINGS.healings
-                and not passes(moved, loss - loss_before)
-            ):
-                for stage in lost:
-                    ways.distil(trunk.staged, stage, lost, trunk.history)
-                row["healings"] += 1
-                _, moved, loss = probe(trunk, before)
         except Refused as error:
             row["refused"] = str(error)
             continue

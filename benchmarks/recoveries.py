@@ -1,25 +1,26 @@
 """Every way to get a lost stage back that `benchmarks.checkfree` compares.
 
-What the product refuses is forced here, to measure what refusing saves.
-
 A recovery is (staged, stage, all lost stages, history, generator) → what to put there. It may look
 at any stage that is not lost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from benchmarks.staged import STAGES, WINDOW, StageCopy, Staged
+from benchmarks.staged import STAGES, StageCopy, Staged
 from swarmnode.errors import Refused
-from swarmnode.policy.logprobs import Batch
-from swarmnode.stages.model import StageRuntime, build_stage, packing
-from swarmnode.stages.recovery import Pair, heal
-from swarmnode.stages.transfer import Method, Neighbour, RecoverySettings, Run, synthesise
-from tests.support.split_models import whole_state
+from swarmnode.stages.recovery import (
+    LEARNING_RATE_FACTOR,
+    Neighbour,
+    RecoverySettings,
+    layers_of,
+    synthesise,
+)
 
 SETTINGS = RecoverySettings()
 """What the product does if nobody says otherwise."""
@@ -30,15 +31,12 @@ class History:
     """What others kept before the loss."""
 
     now: list[StageCopy]
-    shadows: dict[int, list[StageCopy]]
+    checkpoints: dict[int, list[StageCopy]]
     """Steps of age → every stage then."""
     base: list[StageCopy]
     """Every stage of what was published last."""
     probes: list[torch.Tensor]
     """The last micro-batches, newest last, (BATCH, WINDOW + 1) each: by them the gate judges."""
-    pairs: list[list[Pair]]
-    """Stage → what came to it and what it made of it in the micro-batches before the probes: its
-    neighbours have that."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +63,14 @@ def exact_fresh(
     return Recovered(history.now[stage].without_moments())
 
 
-def shadow(age: int, moments: bool = True) -> Recovery:
+def checkpoint(age: int, moments: bool = True) -> Recovery:
     """As the product keeps it: float32 with Adam's moments up to `exact_bytes`, bfloat16 without
     above."""
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
     ) -> Recovered:
-        kept = history.shadows[age][stage]
+        kept = history.checkpoints[age][stage]
         return Recovered(kept if moments else kept.without_moments(torch.bfloat16))
 
     return recover
@@ -97,23 +95,40 @@ def neighbours(
     return neighbour(stage - 1), neighbour(stage + 1)
 
 
-def synthesis(method: Method, run: Run = Run(swapped=True)) -> Recovery:  # noqa: B008  (frozen)
+def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Recovery:
     """The product's, in paper mode: fresh optimizer, learning rate × 1.1, no warm-up. Embedding,
     norm and head are true copies.
 
-    The default `run` claims to be trained with swapped stages, so that copies at the ends can be
-    measured where they are refused.
+        checkfree, copy   of an inner stage, and of an end
+        uniform           checkfree with equal weights
+        identity          the residual branches end in zero: the stage passes its input on
     """
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: torch.Generator
     ) -> Recovered:
-        before, after = neighbours(staged, stage, lost)
+        (before, after), spec = neighbours(staged, stage, lost), staged.specs[stage]
         ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
-        made = synthesise(method, staged.specs[stage], before, after, run, ends=ends, paper=True)
-        return Recovered(StageCopy(made.state), made.learning_rate_factor, warmup=0)
+        if method == "identity":
+            layers = layers_of(before if before is not None else after, spec)
+            return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
+        if (method == "copy") != (spec.has_embedding or spec.has_head):
+            raise Refused(f"{method} is not for stage {stage} of {STAGES}")
+        if method == "uniform":
+            before, after = (near and replace(near, squared_norm=1.0) for near in (before, after))
+        made = synthesise(spec, before, after, ends=ends)
+        return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
 
     return recover
+
+
+def pass_on(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return layers whose residual branches end in zero."""
+    branch_ends = ("self_attn.o_proj.", "mlp.down_proj.")
+    return {
+        name: torch.zeros_like(t) if any(end in name for end in branch_ends) else t.clone()
+        for name, t in layers.items()
+    }
 
 
 def with_true_ends(
@@ -158,42 +173,3 @@ def zeroed(
     """Every weight zero, norms included: such a block has no gradient and stays so. The authors'
     code ends there for its baselines."""
     return {n: torch.zeros_like(p) for n, p in staged.trained[stage].items() if ".layers." in n}
-
-
-# ---- healing
-
-
-@torch.no_grad()
-def seen_by_neighbours(staged: Staged, batches: list[torch.Tensor]) -> list[list[Pair]]:
-    """Stage → pairs of the policy as it is now. Each window is a prompt of one character and a
-    completion of the rest."""
-    found: list[list[Pair]] = [[] for _ in range(STAGES)]
-    for tokens in batches:
-        rows, ones = len(tokens), torch.ones(len(tokens), WINDOW, dtype=torch.bool)
-        batch = Batch(tokens[:, :1], ones[:, :1].long(), torch.arange(rows), tokens[:, 1:], ones)
-        out = staged.model(input_ids=tokens[:, :-1], use_cache=False, output_hidden_states=True)
-        packed = [packing(batch).pack(h[:, :1], h[:, 1:]) for h in out.hidden_states]
-        chosen = torch.log_softmax(out.logits, -1).gather(2, tokens[:, 1:, None])[..., 0]
-        for i in range(STAGES):
-            after = chosen[ones] if i == STAGES - 1 else packed[i + 1]
-            found[i].append(Pair(batch, packed[i] if i else None, after, 1.0))
-    return found
-
-
-def distil(staged: Staged, stage: int, lost: tuple[int, ...], history: History) -> None:
-    """The product's local distillation of a recovered stage. Raises Refused where the neighbours
-    that saw it are lost too."""
-    if set(lost) & {stage - 1, stage + 1}:
-        raise Refused("the neighbour that saw what the stage did is lost too")
-    spec, named = staged.specs[stage], staged.trained[stage]
-    model = build_stage(
-        staged.model.config, spec, lambda name: named[str(spec.local(name))].detach().clone()
-    )
-    heal(
-        StageRuntime(spec, model),
-        history.pairs[stage],
-        SETTINGS.healing_steps,
-        SETTINGS.healing_rate,
-    )
-    healed = {str(spec.local(name)): tensor for name, tensor in whole_state(spec, model).items()}
-    staged.put(stage, StageCopy(healed), warmup=SETTINGS.warmup_steps)

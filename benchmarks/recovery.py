@@ -3,8 +3,8 @@ minutes on two cores).
 
 A Llama of random weights, each layer a function of its own, is the hard case for synthesis:
 neighbours know nothing of what was lost. All members, streams and files are real, in one process.
-KL and NLL are the gate's, of the newest step's micro-batches; a stage is healed with older ones. Of
-R0 they are what the last step itself moved the policy by.
+KL and NLL are the gate's, of the newest step's micro-batches. Of the own checkpoint they are what
+the last step itself moved the policy by.
 
 With `--faults` it is real nodes: seconds until a swarm is whole after each fault that processes,
 disks, cables and clocks can have.
@@ -26,30 +26,28 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
-from swarmnode.stages.recovery import judge
-from swarmnode.stages.transfer import RecoverySettings
+from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.recovery import RecoverySettings, judge
 from swarmnode.stages.wire import state_bytes
-from swarmnode.stages.worker import CrewSettings
 from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 CFG = TrainingConfig(per_device_train_tokens=64)
-BASE = RecoverySettings(snapshot_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
+BASE = RecoverySettings(checkpoint_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
 WAYS = {  # name → (settings, whether the node's disk is left)
-    "R0 journal": (BASE, True),
-    "R2 shadow of the last step, exact": (replace(BASE, snapshot_every=1), False),
-    "R2 shadow of the last step, small": (replace(BASE, snapshot_every=1, exact_bytes=0), False),
-    f"R2 shadow {STEPS - AGE} steps old, exact": (replace(BASE, snapshot_every=AGE), False),
-    f"R2 shadow {STEPS - AGE} steps old, small": (
-        replace(BASE, snapshot_every=AGE, exact_bytes=0),
+    "own checkpoint": (BASE, True),
+    "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
+    "neighbour's, of the last step, small": (
+        replace(BASE, checkpoint_every=1, exact_bytes=0),
         False,
     ),
-    "R4 identity": (replace(BASE, synthesis="identity"), False),
-    "R4 uniform": (replace(BASE, synthesis="uniform"), False),
-    "R4 checkfree": (BASE, False),
-    "R4 checkfree, healed once": (replace(BASE, gate_kl=0.0, healings=1), False),
-    "R4 checkfree, healed twice": (replace(BASE, gate_kl=0.0, healings=2), False),
+    f"neighbour's, {STEPS - AGE} steps old, exact": (replace(BASE, checkpoint_every=AGE), False),
+    f"neighbour's, {STEPS - AGE} steps old, small": (
+        replace(BASE, checkpoint_every=AGE, exact_bytes=0),
+        False,
+    ),
+    "checkfree": (replace(BASE, mode="checkfree"), False),
 }
 
 
@@ -89,14 +87,14 @@ async def measure(
             model_of(seed),
             [1, 1, 1, 1],
             Path(directory),
-            CrewSettings(b"b" * 32, "float32", "float32"),
+            CrewSettings(b"b" * 32, "float32"),
             settings,
         )
         async with fleet.up() as crew:
             assert crew is not None
             for number in range(STEPS):
                 await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, rate)
-                fleet.stations[LOST].journal.flush()
+                fleet.stations[LOST].store.flush()
             await quiet()
         fleet.kill(LOST, disk)
         started = time.perf_counter()
@@ -141,7 +139,7 @@ def main() -> None:
         model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE
     ).layouts[LOST]
     print(
-        f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a shadow of"
+        f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a checkpoint of"
         f" {state_bytes(layout, 'exact'):,} bytes exact, {state_bytes(layout, 'small'):,} small"
     )
     for name, (settings, disk) in WAYS.items():

@@ -69,7 +69,7 @@ from swarmnode.wire.swarm import swarm_id
 CREWS, STAGES, LAYERS = 4, 4, 8
 PER = LAYERS // STAGES
 OLD = 20
-"""Steps: the oldest that a shadow is."""
+"""Steps: the oldest that a neighbour's checkpoint is."""
 SHOWN = 0.05
 """Share of accepted format in the supervised steps: `moderate` of benchmarks.regimes."""
 RATE = 1e-3

@@ -521,6 +521,7 @@ class Swarm:
     turns = 1
     """Parts of a round, in each of which as many nodes take their step; 1 is lockstep."""
     round_seconds = ROUND_SECONDS
+    names: Sequence[str] = tuple(TaskConfig().names)
 
     def __init__(
         self,
@@ -534,9 +535,10 @@ class Swarm:
     ) -> None:
         """allowance: for an arm with `as_much_as`, what that one received in each round."""
         self.arm, self.training, self.scorer, self.seed = arm, training, scorer, seed
-        self.names = TaskConfig().names
         self.swarm = swarm_id(f"benchmark-{seed}", {n: task_version(n) for n in self.names})
-        self.nodes = [Node(i, p, arm, training, self.swarm, seed) for i, p in enumerate(policies)]
+        self.nodes = [
+            Node(i, p, arm, self.training_of(p), self.swarm, seed) for i, p in enumerate(policies)
+        ]
         self.now = START_TIME
         self.trace = Trace(arm.name)
         self._allowance = list(itertools.accumulate(allowance))
@@ -544,6 +546,10 @@ class Swarm:
         self._outer_steps = 0
         self.stepping = self.nodes
         self._exam = self._make_exam(eval_questions)
+
+    def training_of(self, policy: Policy) -> TrainingConfig:
+        """How a node with this policy trains."""
+        return self.training
 
     @property
     def counted(self) -> list[Node]:

@@ -24,7 +24,7 @@ from transformers import AutoConfig
 
 from benchmarks.report import heading, table
 from benchmarks.shapes import build
-from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
+from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.policy.device import TRAINED_BYTES, probe, set_up
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate
@@ -86,13 +86,16 @@ def planned_bytes(directory: str, length: int, rank: int) -> float:
     """What a crew's plan counts for it: all that the stage needs, but the weights and what is
     trained of them, and the caches."""
     config, placement = AutoConfig.from_pretrained(directory), probe(PolicyConfig(device="cpu"))
-    training = TrainingConfig(max_completion_length=length)
-    cost = cost_of(training, LoraSettings(r=rank), WeightsConfig(), config, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(WeightsConfig())
+    settings = Config(
+        policy=PolicyConfig(lora=LoraSettings(r=rank)),
+        training=TrainingConfig(max_completion_length=length),
+    )
+    cost = cost_of(settings, config, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(settings.weights)
     weights = model_cost(
         config,
         batch_tokens=1,
-        cached_tokens=cached_tokens(training),
+        cached_tokens=cached_tokens(settings.training),
         weight_bytes=4,
         trained_bytes=trained,
     )

@@ -8,18 +8,7 @@ import struct
 from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
 
 CODEC = ("float32", "bfloat16", "int8")
-REASON = (
-    "micro_batches",
-    "not_finite",
-    "attempt",
-    "timeout",
-    "session",
-    "fingerprint",
-    "rows",
-    "frame",
-    "gone",
-    "device",
-)
+REASON = ("device", "not_finite", "session")
 PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
     "forward": {
@@ -44,15 +33,13 @@ BODIES = {  # type → fields behind `place`
     "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
     "tokens": {"session": bytes, "rows": int},
     "drop": {"session": bytes},
-    "lost": {"session": bytes, "reason": REASON, "source": int},
-    "failed": {"micro_batch": int, "reason": REASON, "source": int},
-    "locate": {"piece": bytes},
-    "located": {"piece": bytes, "arrived": int, "sent": int, "full": bool, "worked": int},
+    "lost": {"session": bytes, "reason": REASON},
+    "failed": {"micro_batch": int, "reason": REASON},
     "embedding": {"attempt": int, "first": int, "rows": int},
     "propose": {"attempt": int, "micro_batches": [int]},
     "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
     "commit": {"attempt": int, "norm": float, "clip": float, "learning_rate": float},
-    "abort": {"attempt": int, "reason": REASON},
+    "abort": {"attempt": int},
     "done": {"attempt": int},
 }
 HEADERS = [{"type": (tag,), "place": PLACE, **fields} for tag, fields in BODIES.items()]
@@ -112,18 +99,10 @@ def body_bytes(header, crew):
     """Section 2.2, and how long the body is."""
     place, rows = header["place"], header.get("rows", 1)
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    counter(
-        place[2],
-        *(
-            header.get(field, 0)
-            for field in ("micro_batch", "attempt", "arrived", "sent", "worked")
-        ),
-    )
-    require(0 <= header.get("source", 0) < COUNTS["stages"])
+    counter(place[2], header.get("micro_batch", 0), header.get("attempt", 0))
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
-    for name in ("session", "piece"):
-        require(len(header.get(name, bytes(EXACT["wave"]))) == EXACT["wave"])
+    require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
     require(len(header.get("fingerprint", bytes(EXACT["fingerprint"]))) == EXACT["fingerprint"])
     for field, value in header.items():
         if isinstance(value, float):
@@ -148,7 +127,6 @@ def body_bytes(header, crew):
         "scores": 8 * rows,
         "tokens": 8 * rows,
         "embedding": activations,
-        "propose": EXACT["description"] * len(header.get("micro_batches", ())),
     }.get(header["type"], 0)
 
 
@@ -192,13 +170,6 @@ def read_body(header, body, crew):
         return {
             "logprobs": finite(body, 2 * rows)[:rows],
             "entropies": finite(body, 2 * rows)[rows:],
-        }
-    if tag == "propose":
-        return {
-            "descriptions": [
-                body[at : at + EXACT["description"]]
-                for at in range(0, len(body), EXACT["description"])
-            ]
         }
     return {}
 
@@ -356,73 +327,37 @@ def stage_fingerprint(base, place, codec):
 
 def stage_commit(step, events):
     """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
-    state = {
-        "step": step,
-        "attempt": 0,
-        "phase": "open",
-        "have": set(),
-        "norm": 0.0,
-        "wanted": None,
-    }
+    state = {"step": step, "attempt": 0, "missing": None, "prepared": False, "norm": 0.0}
     return [commit_answer(state, *event) for event in events]
 
 
 def commit_answer(state, event, *given):
+    """A list of actions; ["garbage"] for a message that ends the crew."""
+    open_proposal = state["missing"] is not None
     if event == "gradient":
-        if state["phase"] != "open" or given[0] in state["have"]:
+        if not open_proposal or given[0] not in state["missing"]:
             return ["ignored"]
-        state["have"].add(given[0])
-        if state["wanted"] is None or state["have"] < state["wanted"][0]:
+        state["missing"].remove(given[0])
+        if state["missing"]:
             return ["added"]
-        wanted, squared_norm = state["wanted"]
-        state["wanted"] = None
-        if state["have"] == wanted:
-            return ["added", *prepared(state, squared_norm)]
-        return ["added", "acknowledge", state["attempt"], "micro_batches", 0.0]
+        if state["norm"] is None:
+            return ["added", "acknowledge", state["attempt"], "not_finite", 0.0]
+        state["prepared"] = True
+        return ["added", "acknowledge", state["attempt"], None, state["norm"]]
+    attempt = given[0]
     if event == "propose":
-        return proposed(state, *given)
-    step, attempt = given
-    if event == "commit":
-        if (step, attempt) == (state["step"] - 1, state["attempt"]):
-            return ["done", attempt]
-        if (step, attempt, state["phase"]) != (state["step"], state["attempt"], "prepared"):
-            return []
-        state.update(step=step + 1, phase="open", have=set(), wanted=None)
-        return ["step", "done", attempt]
-    if step != state["step"] or attempt < state["attempt"]:
+        if open_proposal or attempt <= state["attempt"]:
+            return ["garbage"]
+        state.update(attempt=attempt, missing=set(given[1]), norm=given[2])
         return []
-    state.update(attempt=attempt, phase="open", have=set(), wanted=None)
-    return ["drop"]
-
-
-def proposed(state, step, attempt, micro_batches, squared_norm):
-    """`squared_norm` of the gradients that are here; None where they are not finite."""
-    if (step, attempt) == (state["step"] - 1, state["attempt"]):
-        return ["done", attempt]
-    if step < state["step"] or attempt < state["attempt"]:
-        return []
-    if step > state["step"]:
-        return ["acknowledge", attempt, "attempt", 0.0]
-    if attempt == state["attempt"] and state["phase"] == "prepared":
-        return ["acknowledge", attempt, None, state["norm"]]
-    state["attempt"] = attempt
-    wanted = set(micro_batches)
-    if wanted > state["have"] and state["phase"] == "open":
-        state["wanted"] = wanted, squared_norm
-        return []
-    if wanted != state["have"]:
-        return ["acknowledge", attempt, "micro_batches", 0.0]
-    return prepared(state, squared_norm)
-
-
-def prepared(state, squared_norm):
-    attempt = state["attempt"]
-    state["wanted"] = None
-    if squared_norm is None:
-        state["phase"] = "open"
-        return ["acknowledge", attempt, "not_finite", 0.0]
-    state.update(phase="prepared", norm=squared_norm)
-    return ["acknowledge", attempt, None, squared_norm]
+    due = state["prepared"] if event == "commit" else open_proposal
+    if not due or attempt != state["attempt"]:
+        return ["garbage"]
+    state.update(missing=None, prepared=False)
+    if event == "abort":
+        return ["drop"]
+    state["step"] += 1
+    return ["step", "done", attempt]
 
 
 READERS = {"stage_frame": read_frame}

@@ -4,36 +4,23 @@ import hashlib
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, counter, decode, require
+from check_frames import BYTES, COUNTS, EXACT, Maybe, counter, decode, require
 from check_stages import CODEC, PLACE, hidden_bytes
 
-WHAT = ("shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran")
+WHAT = ("checkpoint", "layers", "tied", "ends", "probes", "copy", "output")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
     "holds": {
-        "loaded": bool,
-        "rung": Maybe(int),
-        "exhausted": bool,
-        "shadow": Maybe(int),
-        "root": bytes,
-        "hash": bytes,
+        "phase": ("starting", "restoring", "candidate", "ready"),
+        "checkpoint": Maybe(int),
         "ends": Maybe(int),
         "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:7], "of": int, "at": int, "until": Maybe(int)},
+    "want": {"what": WHAT[:6], "of": int, "at": int, "root": bytes},
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
-    "have": {
-        "what": WHAT,
-        "step": int,
-        "size": int,
-        "root": bytes,
-        "hash": bytes,
-        "form": ("exact", "small"),
-        "squared_norm": float,
-        "factor": float,
-    },
+    "have": {"what": WHAT, "step": int, "size": int, "root": bytes, "squared_norm": float},
     "chunk": {"at": int, "length": int},
-    "made": {"what": ("shadow", "ends", "probes")},
+    "made": {"what": ("checkpoint", "ends", "probes"), "step": int},
     "kept": {"step": int},
     "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
 }
@@ -52,26 +39,18 @@ def read_message(data, crew):
     place, body = header["place"], data[4 + length :]
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
     counter(place[2], *[value for value in header.values() if type(value) is int])
-    root = (
-        EXACT["record_hash"] if header.get("shadow") is not None or header["type"] == "have" else 0
-    )
-    require(len(header.get("root", b"")) == root)
-    snapshot = header.get("shadow") is not None or (
-        header["type"] == "have" and header["what"] in ("shadow", "copy")
-    )
-    require(len(header.get("hash", b"")) == (EXACT["record_hash"] if snapshot else 0))
+    root = EXACT["record_hash"] if header["type"] == "have" or header.get("at") else 0
+    if header["type"] in ("have", "want"):
+        require(len(header["root"]) == root)
     if header["type"] == "have":
-        require(
-            math.isfinite(header["squared_norm"]) and math.isfinite(header["factor"]), "not_finite"
-        )
-        require(header["squared_norm"] >= 0 and 0 < header["factor"] <= FLOATS["crew_factor"])
+        require(math.isfinite(header["squared_norm"]), "not_finite")
+        require(header["squared_norm"] >= 0)
     require(
         1 <= header.get("length", 1) <= BYTES["stage_chunk"]
         and 0 <= header.get("of", 0) < COUNTS["stages"]
     )
     if header["type"] == "want":
-        require(header["what"] == "shadow" or (header["at"], header["until"]) == (0, None))
-        require(header["until"] is None or header["at"] < header["until"])
+        require(header["what"] == "checkpoint" or header["at"] == 0)
     size = header.get("length", 0)
     if header["type"] == "run":
         require(1 <= header["rows"] <= crew["tokens"])
@@ -85,7 +64,7 @@ def read_message(data, crew):
 
 
 def state_bytes(shapes, form):
-    """Of a shadow of tensors with these shapes."""
+    """Of a checkpoint of tensors with these shapes."""
     elements = sum(math.prod(shape) for shape in shapes)
     return 12 * elements + 4 * len(shapes) if form == "exact" else 2 * elements
 

@@ -228,8 +228,8 @@ class DatasetConfig(Section):
     difficulty: str | None = None
     """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
     verifier: str = "exact"
-    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, or a reward function of your
-    own, `module:function`."""
+    """Verifier: exact, numeric, choice, set, boxed, json, json_schema, majority (which needs no
+    right answers), or a reward function of your own, `module:function`."""
     extract: str = "auto"
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
     marked, else what suits the verifier."""
@@ -324,7 +324,7 @@ class TrainingConfig(Section):
     the faster one, found by measuring, or lockstep for answers of at most 32 tokens), `tis` (the
     default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or `sequence_icepop` (what corrects
     own completions for the policy that sampled them, by token or by sequence), `curriculum` (ask
-    where a signal is likely, by own groups and peers'; a swarm founded with it lets members
+    where a signal is likely, by own groups; a swarm founded with it lets members
     choose), `train_once` (no group of an earlier step is trained on again)."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
     """Advantage estimator."""
@@ -418,33 +418,35 @@ class WeightsConfig(Section):
 
 class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
-    """When the policy is held in stages by a crew of nodes: `auto` where it does not fit this node,
-    `always`, `off` never."""
+    """Whether several nodes hold one policy together, each a block of its layers (a stage). `auto`:
+    only where the policy does not fit this node. `always`: even where it fits. `off`: never."""
     capacity: int = Field(default=0, ge=0)
-    """Bytes that this node gives to a stage, on a CPU with what is saved and averaged of it; 0 is
-    what is measured to be free."""
+    """Most memory in bytes that this node's stage may take. 0 uses the free memory that is measured
+    at the start."""
     stages: int = Field(default=0, ge=0, le=8)
-    """Stages of a crew that this node founds; 0 is what the planner finds fastest."""
+    """Number of stages in a crew that this node proposes. 0 lets the planner choose the fastest
+    split."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
-    """How activations travel, in generation and training alike."""
-    gradient_codec: Literal["float32", "bfloat16", "int8"] = "bfloat16"
-    """How gradients travel."""
-    shadow_every: int = Field(default=20, ge=1)
-    """Committed steps between two copies of a stage at its neighbours."""
-    keep_policy: Literal["off", "disk", "memory", "both"] = "off"
-    """A whole copy of the crew's policy on this node: every stage on its `disk`, so that `swarmnode
-    export` can write the policy here; in `memory` in int8, which this node samples from, as the
-    crew's head instead of token by token through all stages; or both."""
-    paper_mode: Literal["off", "checkfree", "checkfree+"] = "off"
-    """How a stage of a run from scratch comes back: from copies; or made of its neighbours as in
-    the papers, `checkfree` for inner stages, `checkfree+` for all, trained for it with half of the
-    micro-batches in swapped order."""
+    """Number format of the activations that stages send each other. Gradients are sent in float32
+    if this is float32, in bfloat16 otherwise."""
+    recovery: Literal["copies", "checkfree", "checkfree+"] = "copies"
+    """How a lost stage is restored. `copies`: from a checkpoint that a neighbouring stage stores.
+    `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage from the
+    weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half of the
+    micro-batches in swapped order, so that the first and last stage can be rebuilt too."""
+    checkpoint_every: int = Field(default=20, ge=1)
+    """Training steps between two checkpoints that a stage gives its neighbours. If a node and its
+    disk are lost, at most about so many steps of its stage are lost."""
+    policy_copy: Literal["off", "disk", "memory", "both"] = "off"
+    """Whether this node also stores a copy of the whole policy. `disk`: every stage's checkpoint,
+    so that `swarmnode export` works here. `memory`: an int8 copy to sample from, which is much
+    faster than sending each token through all stages. `both`: both."""
     wait_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
-    """How long a node that has learnt something waits for a crew that can go on with it, before it
-    begins anew with the base model."""
+    """How long a node whose stage is trained waits for a crew that can continue with it, before it
+    starts again from the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
-    """With whom this node is in a crew: peers that proved useful or took steps with it, those in
-    `allowed`, or anyone."""
+    """Which peers may be in a crew with this node. `known`: peers whose rollouts were useful or
+    that trained with us before. `allowed`: the peers in `stages.allowed`. `anyone`: all peers."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
 

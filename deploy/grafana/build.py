@@ -206,7 +206,7 @@ NODE: dict[str, list[Panel]] = {
         ),
         p("Micro-batch", (gauge("swarmnode_micro_batch_tokens"), "{{part}}")),
     ],
-    "Accelerator and reference policy": [
+    "Accelerator, reference policy and majority": [
         p(
             "Most memory of the device",
             gauge("swarmnode_device_memory_bytes"),
@@ -214,6 +214,13 @@ NODE: dict[str, list[Panel]] = {
             width=12,
         ),
         p("KL divergence", gauge("swarmnode_kl"), width=12),
+        p(
+            "Majorities for one answer",
+            gauge("swarmnode_top_answer_share"),
+            unit="percentunit",
+            top=1,
+            width=12,
+        ),
     ],
     "Stage": [
         p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=4),
@@ -227,13 +234,16 @@ NODE: dict[str, list[Panel]] = {
         p("Steps", gauge("swarmnode_stage_step"), kind="stat", width=3),
         p(
             "Sources, last day",
-            (f"sum by (rung) (increase(swarmnode_stage_rungs_total{{{I}}}[1d]))", "{{rung}}"),
+            (
+                f"sum by (source) (increase(swarmnode_stage_sources_total{{{I}}}[1d]))",
+                "{{source}}",
+            ),
             kind="stat",
             width=7,
         ),
         p(
-            "Age of the newest peer snapshot, steps",
-            gauge("swarmnode_stage_shadow_age_steps"),
+            "Age of the newest checkpoint at a neighbour, steps",
+            gauge("swarmnode_stage_checkpoint_age_steps"),
             width=6,
         ),
         p(
@@ -241,8 +251,8 @@ NODE: dict[str, list[Panel]] = {
             gauge("swarmnode_stage_copy_age_steps"),
             width=6,
         ),
-        p("Restoring a stage", gauge("swarmnode_stage_rung_seconds"), unit="s", width=6),
-        p("KL over the last recovery", gauge("swarmnode_stage_probe_kl"), width=6),
+        p("Restoring a stage", gauge("swarmnode_stage_source_seconds"), unit="s", width=6),
+        p("KL over the last recovery", gauge("swarmnode_stage_gate_kl"), width=6),
         p(
             "Share of the time that is waited",
             (gauge("swarmnode_stage_bubble_share"), "for other stages, of a step"),
@@ -770,8 +780,9 @@ BOARDS = {
     ),
 }
 COLLAPSED = {
-    "Accelerator and reference policy": (
-        "only with an accelerator; the KL divergence only with training.beta above 0"
+    "Accelerator, reference policy and majority": (
+        "only with an accelerator; the KL divergence only with training.beta above 0; majorities"
+        " only with the verifier majority"
     ),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",

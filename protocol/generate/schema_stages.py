@@ -13,7 +13,6 @@ from swarmnode.stages import wire
 from swarmnode.stages.wire import AnyStateMessage as StateMessage
 from swarmnode.stages.wire import (
     Copy,
-    Edge,
     Frame,
     MicroBatch,
     Probe,
@@ -37,7 +36,6 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
     "state_probe": Probe,
-    "state_edge": Edge,
     "stage_micro_batch": MicroBatch,
     "stage_wave": Questions,
 }

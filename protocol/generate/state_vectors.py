@@ -11,12 +11,11 @@ import torch
 
 from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
 from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
-from swarmnode.stages.transfer import encode_copy
+from swarmnode.stages.policy_copy import encode_copy
 from swarmnode.stages.wire import StageSpec, activation_bytes, root_of, state_bytes
 from swarmnode.weights.layout import make_layout
 
 ROOT = b"\x46" * 32
-HASH = b"\x47" * 32
 NAN = float("nan")
 
 
@@ -24,53 +23,25 @@ def message(tag: str, **fields: Any) -> dict[str, Any]:
     return {"type": tag, "place": PLACE, "request": 5, **fields}
 
 
-HAVE = message(
-    "have",
-    what="shadow",
-    step=40,
-    size=24_576,
-    root=ROOT,
-    hash=HASH,
-    form="exact",
-    squared_norm=0.5,
-    factor=1.1,
-)
+HAVE = message("have", what="checkpoint", step=40, size=24_576, root=ROOT, squared_norm=0.5)
 RUN = message("run", codec="float32", rows=2, about=5)
-HOLDS = message(
-    "holds",
-    loaded=True,
-    rung=None,
-    exhausted=False,
-    shadow=40,
-    root=ROOT,
-    hash=HASH,
-    ends=None,
-    probes=38,
-)
+HOLDS = message("holds", phase="ready", checkpoint=40, ends=None, probes=38)
+WANT = message("want", what="checkpoint", of=2, at=0, root=b"")
 GOOD: list[dict[str, Any]] = [
     message("ask"),
-    message("want", what="shadow", of=1, at=2**20, until=None),
-    message("want", what="shadow", of=1, at=2**20, until=2**20 + 1),
     HOLDS,
-    message(
-        "holds",
-        loaded=False,
-        rung=2,
-        exhausted=True,
-        shadow=None,
-        root=b"",
-        hash=b"",
-        ends=0,
-        probes=None,
-    ),
+    *({**HOLDS, "phase": phase} for phase in ("starting", "restoring", "candidate")),
+    {**HOLDS, "checkpoint": None, "ends": 0, "probes": None},
     *(
-        message("want", what=what, of=2, at=0, until=None)
-        for what in ("shadow", "layers", "tied", "ends", "probes", "edges", "copy")
+        {**WANT, "what": what}
+        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy")
     ),
-    HAVE,
-    {**HAVE, "what": "ran", "hash": b"", "form": "small", "factor": 2.0},
-    {**HAVE, "what": "copy", "form": "small", "squared_norm": 0.0, "factor": 1.0},
-    *(message("made", what=what) for what in ("shadow", "ends", "probes")),
+    {**WANT, "at": 2**20, "root": ROOT},
+    *(
+        {**HAVE, "what": what}
+        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy", "output")
+    ),
+    *(message("made", what=what, step=40) for what in ("checkpoint", "ends", "probes")),
     message("kept", step=40),
     *(
         message("lack", reason=reason)
@@ -157,17 +128,18 @@ def messages() -> Iterator[Vector]:
     )
     yield bad("malformed", "a norm as integer", HAVE, squared_norm=1)
     yield bad("schema", "an unknown message", message("take"))
-    yield bad(
-        "schema", "something unknown to want", message("want", what="keys", of=2, at=0, until=None)
+    yield bad("schema", "an unknown phase", HOLDS, phase="loading")
+    yield bad("schema", "an unknown body", WANT, what="keys")
+    yield bad("schema", "an output that is wanted", WANT, what="output")
+    yield wrong("schema", "a want without a first byte", framed(without(WANT, "at")))
+    yield bad("schema", "layers that are kept", message("made", what="layers", step=40))
+    yield wrong(
+        "schema",
+        "a new checkpoint of no step",
+        framed(without(message("made", what="checkpoint", step=40), "step")),
     )
-    yield bad("schema", "what was run, wanted", message("want", what="ran", of=2, at=0, until=None))
-    yield bad(
-        "schema", "a shadow to an end that is not said", message("want", what="shadow", of=2, at=0)
-    )
-    yield bad("schema", "layers that are made", message("made", what="layers"))
-    yield bad("schema", "an unknown form", HAVE, form="half")
     yield bad("schema", "an unknown codec", RUN, codec="int4")
-    yield bad("schema", "an unknown excuse", message("lack", reason="tired"))
+    yield bad("schema", "an unknown reason", message("lack", reason="tired"))
     yield bad("schema", "the address of a chunk", {**chunk, "address": 0}, b"abc")
     yield wrong("schema", "a have without a root", framed(without(HAVE, "root")))
     yield bad(
@@ -184,45 +156,24 @@ def messages() -> Iterator[Vector]:
         RUN,
         about=48 * (GIVEN["tokens"] + 16) + 1,
     )
-    yield bad(
-        "bounds", "a shadow of stage 64", message("want", what="shadow", of=64, at=0, until=None)
-    )
-    yield bad(
-        "bounds",
-        "a shadow from byte -1 on",
-        message("want", what="shadow", of=2, at=-1, until=None),
-    )
-    yield bad("bounds", "no byte of a shadow", message("want", what="shadow", of=2, at=5, until=5))
-    yield bad("bounds", "a shadow to byte -1", message("want", what="shadow", of=2, at=0, until=-1))
-    yield bad(
-        "bounds", "a shadow to byte 2**63", message("want", what="shadow", of=2, at=0, until=2**63)
-    )
-    yield bad(
-        "bounds", "layers from byte 1 on", message("want", what="layers", of=2, at=1, until=None)
-    )
-    yield bad(
-        "bounds", "the first byte of a copy", message("want", what="copy", of=2, at=0, until=1)
-    )
+    yield bad("bounds", "a checkpoint of stage 64", WANT, of=64)
+    yield bad("bounds", "a checkpoint from byte -1 on", WANT, at=-1, root=ROOT)
+    yield bad("bounds", "a checkpoint from byte 2**63 on", WANT, at=2**63, root=ROOT)
+    yield bad("bounds", "the rest of a checkpoint without its root", WANT, at=5)
+    yield bad("bounds", "the whole of a checkpoint with a root", WANT, root=ROOT)
+    yield bad("bounds", "layers from byte 1 on", WANT, what="layers", at=1, root=ROOT)
     yield bad("bounds", "a chunk of nothing", message("chunk", at=0, length=0))
     yield bad("bounds", "a chunk of 1,048,577 bytes", message("chunk", at=0, length=2**20 + 1))
     yield bad("bounds", "a chunk at -1", message("chunk", at=-1, length=3), b"abc")
     yield bad("bounds", "2**63 bytes", HAVE, size=2**63)
     yield bad("bounds", "a size of -1", HAVE, size=-1)
     yield bad("bounds", "a root of 31 bytes", HAVE, root=ROOT[1:])
-    yield bad("bounds", "a shadow without a root", HOLDS, root=b"")
-    yield bad("bounds", "a root without a shadow", HOLDS, shadow=None, hash=b"")
-    yield bad("bounds", "a shadow without a step hash", HOLDS, hash=b"")
-    yield bad("bounds", "a step hash without a shadow", {**HOLDS, "shadow": None, "root": b""})
-    yield bad("bounds", "a shadow with half a step hash", HAVE, hash=HASH[:16])
-    yield bad("bounds", "probes with a step hash", HAVE, what="probes")
-    yield bad("bounds", "a shadow of step -1", HOLDS, shadow=-1)
+    yield bad("bounds", "a checkpoint of step -1", HOLDS, checkpoint=-1)
     yield bad("bounds", "a request of -1", HAVE, request=-1)
     yield bad("bounds", "the whole id of a crew", HAVE, place=[CREW * 2, *PLACE[1:]])
     yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 64, 40])
-    yield bad("bounds", "a learning rate three times the crew's", HAVE, factor=3.0)
-    yield bad("bounds", "a learning rate of 0", HAVE, factor=0.0)
     yield bad("bounds", "a squared norm below 0", HAVE, squared_norm=-1.0)
-    yield bad("not_finite", "a factor of nan", HAVE, factor=NAN)
+    yield bad("not_finite", "a squared norm of nan", HAVE, squared_norm=NAN)
     yield bad("not_finite", "a squared norm of infinity", HAVE, squared_norm=float("inf"))
 
 
@@ -231,7 +182,7 @@ def derivations() -> Iterator[Vector]:
         layout = make_layout((f"tensor{n}", shape, "float32") for n, shape in enumerate(shapes))
         for form in ("exact", "small"):
             given: dict[str, Any] = {"shapes": shapes, "form": form}
-            name = f"bytes of a shadow of {len(shapes)} tensors, {form}"
+            name = f"bytes of a checkpoint of {len(shapes)} tensors, {form}"
             yield {
                 "name": name,
                 "derive": "state_bytes",

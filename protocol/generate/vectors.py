@@ -861,7 +861,6 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         "What members' network processes say, records of crews, and who may open a stream.",
         (
             crew_vectors.messages,
-            crew_vectors.foundings,
             crew_vectors.streams,
             crew_vectors.derivations,
         ),

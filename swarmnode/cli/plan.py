@@ -121,7 +121,7 @@ def plan(
     saved = "; ".join(f"{name}: {_size(saving_bytes(count))}" for name, count in trained.items())
     lines.append(f"Saving takes there, while the state is written: {saved}.")
     copy = (
-        "In a crew, a whole copy to sample from (stages.keep_policy = memory) takes"
+        "In a crew, a whole copy to sample from (stages.policy_copy = memory) takes"
         f" {_size(shape.parameters)}"
     )
     lines.append(f"{copy}; ten times as fast between homes.")

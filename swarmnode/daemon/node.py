@@ -82,7 +82,6 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         )
         crew = StageService(
             network,
-            key,
             config.stages,
             data_dir,
             NodeCallbacks(

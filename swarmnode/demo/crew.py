@@ -52,7 +52,7 @@ class StageKill:
     """First step of the crew that was taken after the stage was back; None if it never was."""
     seconds: float | None = None
     """From the kill to that step, seen twice a second."""
-    rung: str = ""
+    source: str = ""
 
 
 def crew_settings(
@@ -71,7 +71,7 @@ def crew_settings(
         },
         "policy": {"model": str(model), "threads": 1},
         "training": {"eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
-        "stages": {"mode": "always", "stages": options.nodes, "shadow_every": 5},
+        "stages": {"mode": "always", "stages": options.nodes, "checkpoint_every": 5},
         "http": {"port": options.http_port + number if options.http_port else 0},
     }
 
@@ -197,7 +197,7 @@ class CrewSwarm:
             )
             if back and node is not None and self.step > max(kill.step_before, self._step_seen):
                 self.kills[-1] = replace(
-                    kill, step_after=self.step, seconds=now - kill.at, rung=node.view.rung
+                    kill, step_after=self.step, seconds=now - kill.at, source=node.view.source
                 )
             elif not back:
                 self._step_seen = self.step
@@ -242,7 +242,7 @@ class CrewSwarm:
         """The same in one line."""
         head = next((node.view for node in self.nodes if node.view.stage == 0), View())
         stages = " | ".join(
-            f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.rung}".rstrip()
+            f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.source}".rstrip()
             for n in self.nodes
         )
         return (
@@ -265,7 +265,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     )
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
-    for heading in ("step", "source", "in s", "copy age", "KL", "tokens/s", "restarts"):
+    for heading in ("step", "source", "in s", "age", "KL", "tok/s", "restarts"):
         out.add_column(heading, justify="right")
     for node in sorted(
         nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)
@@ -276,10 +276,10 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
             node_and_peer(node),
             v.stage_phase or v.phase,
             str(v.stage_step),
-            v.rung or "–",
-            _some(v.rung_seconds, ".1f"),
-            _some(v.shadow_age, "d"),
-            _some(v.probe_kl, ".4f"),
+            v.source or "–",
+            _some(v.source_seconds, ".1f"),
+            _some(v.checkpoint_age, "d"),
+            _some(v.gate_kl, ".4f"),
             _some(v.tokens_per_second, ".0f"),
             str(v.restarts),
         )
@@ -288,7 +288,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
 
 def kill_text(kill: StageKill) -> str:
     how = (
-        f"by {kill.rung or '?'}, next step after {kill.seconds:.1f} s"
+        f"by {kill.source or '?'}, next step after {kill.seconds:.1f} s"
         if kill.seconds is not None
         else "not back"
     )
@@ -321,7 +321,7 @@ def judge_crew(
         back = (
             kill.step_after is not None
             and kill.step_after >= kill.step_before + 1 - LOST_STEPS
-            and bool(kill.rung)
+            and bool(kill.source)
         )
         findings.append(Finding(kill_text(kill), back))
     return [*findings, *(Finding(text, False) for text in crashed)]

@@ -70,10 +70,10 @@ class View:
     """Stage that it holds, of which what follows tells; None without a crew."""
     stage_phase: str = ""
     stage_step: int = 0
-    rung: str = ""
-    rung_seconds: float | None = None
-    shadow_age: int | None = None
-    probe_kl: float | None = None
+    source: str = ""
+    source_seconds: float | None = None
+    checkpoint_age: int | None = None
+    gate_kl: float | None = None
     tokens_per_second: float | None = None
     state_bytes: int = 0
     """Sent to other members beside activations."""
@@ -267,10 +267,10 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         stage=crew["stage"],
         stage_phase=own.get("phase", ""),
         stage_step=own.get("step", 0),
-        rung=own.get("rung", ""),
-        rung_seconds=own.get("rung_seconds"),
-        shadow_age=own.get("shadow_age_steps"),
-        probe_kl=own.get("probe_kl"),
+        source=own.get("source", ""),
+        source_seconds=own.get("source_seconds"),
+        checkpoint_age=own.get("checkpoint_age_steps"),
+        gate_kl=own.get("gate_kl"),
         tokens_per_second=own.get("tokens_per_second"),
         state_bytes=snapshot["stages"]["streams"]["sent"].get("state", 0),
     )

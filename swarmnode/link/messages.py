@@ -155,12 +155,14 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
     """Mean reward of own completions by task, of the last step that asked it."""
+    top_answer_share: float | None = None
+    """Share of the latest majorities that chose the most frequent answer; None without a verifier
+    `majority`."""
     signals: dict[str, float] = {}
     """The share of groups with a signal that is expected, by task and difficulty; empty where both
     follow from a question's number."""
-    evidence: dict[str, tuple[float, float]] = {}
-    """What a curriculum's expectations rest on, by the names of `signals`: groups of its own, and
-    what peers' groups count of such."""
+    evidence: dict[str, float] = {}
+    """Own groups that a curriculum's expectations rest on, by the names of `signals`."""
     reward_errors: dict[str, int] = {}
     """Completions whose reward failed, by task, since the process started."""
     last_reward_error: str = ""

@@ -33,6 +33,8 @@ DISK_BYTES = 10 * 2**30
 REJECTED_SHARE = 0.5
 REJECTED_LEAST = 20
 
+COLLAPSED_SHARE = 0.9
+"""Share of majorities with one answer above which the operator is told."""
 NOT_FINITE_STEPS = 5
 STEPS_WITHOUT_UPDATE = 20
 """Steps in a row after which the operator is told that the policy does not change."""
@@ -145,7 +147,7 @@ def policy_loaded(report: Report | None, stages: StagesStatistics) -> bool:
     """Whether a node whose trainer said this last has the policy, or its stage of it, in working
     order."""
     if stages.enabled:
-        return stages.own is not None and stages.own.phase in ("probation", "active")
+        return stages.own is not None and stages.own.phase == "active"
     return report is not None and report.phase != "loading"
 
 
@@ -226,6 +228,11 @@ def troubles(s: NodeSnapshot) -> list[str]:
             else s.scorer.last_reward_error
         )
         found.append(f"a reward failed {failed} times, each counted as 0; the last: {last}")
+    if report is not None and (report.top_answer_share or 0.0) > COLLAPSED_SHARE:
+        found.append(
+            f"{report.top_answer_share:.0%} of the majorities chose one and the same answer: stop,"
+            " and go back to a state before that"
+        )
     if report is not None and report.external_scale < 0.5:
         found.append("peers' groups disagree with what helps this node; fewer are used")
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:

@@ -39,7 +39,7 @@ from swarmnode.stages.wire import (
     FENCE_REASONS,
     FRAME_REASONS,
     NOTES,
-    RUNGS,
+    SOURCES,
     STATE_REFUSALS,
     Kind,
     Request,
@@ -620,6 +620,13 @@ UTILITY = (
         " the token.",
     ),
     Metric(
+        "swarmnode_top_answer_share",
+        "gauge",
+        "trainer.report.top_answer_share",
+        "Share of the latest majorities, of the verifier `majority`, that chose the most frequent"
+        " answer, 0 to 1. Near 1 the policy answers all questions alike.",
+    ),
+    Metric(
         "swarmnode_external_scale",
         "gauge",
         "trainer.report.external_scale",
@@ -1042,8 +1049,9 @@ CREW = (
         "swarmnode_crew_events_total",
         "counter",
         "stages.events",
-        "What happened in this node's crews, by event. `refuted` are false suspicions: each cost a"
-        " pause.",
+        "Events of this node's crews. `refuted`: false suspicions, each costs a pause. `broken`:"
+        " ends of crews. `refused`: failed proposals. `struck`: peers that missed a deadline or"
+        " sent garbage. `behind`: former members that are not in the next crew.",
         ("event",),
         NOTES,
     ),
@@ -1099,26 +1107,26 @@ CREW = (
         when=has_stage,
     ),
     Metric(
-        "swarmnode_stage_rungs_total",
+        "swarmnode_stage_sources_total",
         "counter",
-        "stages.rungs",
-        "Where the weights of this node's stages came from, R0 (its own disk) to R6 (nothing was"
-        " left), best first.",
-        ("rung",),
-        tuple(filter(None, RUNGS)),
+        "stages.sources",
+        "Restorations of this node's stages, by source of the weights.",
+        ("source",),
+        tuple(filter(None, SOURCES)),
     ),
     Metric(
-        "swarmnode_stage_rung_seconds",
+        "swarmnode_stage_source_seconds",
         "gauge",
-        "stages.own.rung_seconds",
+        "stages.own.source_seconds",
         "Seconds that restoring this node's stage took the last time.",
         when=has_stage,
     ),
     Metric(
-        "swarmnode_stage_shadow_age_steps",
+        "swarmnode_stage_checkpoint_age_steps",
         "gauge",
-        "stages.own.shadow_age_steps",
-        "Steps that would be lost with this node's stage, were only its neighbours' copies left.",
+        "stages.own.checkpoint_age_steps",
+        "Steps of this stage that are lost with this node and its disk: those since the newest"
+        " checkpoint at a neighbour.",
         when=has_stage,
     ),
     Metric(
@@ -1129,9 +1137,9 @@ CREW = (
         when=has_stage,
     ),
     Metric(
-        "swarmnode_stage_probe_kl",
+        "swarmnode_stage_gate_kl",
         "gauge",
-        "stages.own.probe_kl",
+        "stages.own.gate_kl",
         "KL divergence between the policy before and after the last recovery, in nats per token."
         " Near 0, nothing was lost.",
         when=has_stage,

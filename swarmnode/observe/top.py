@@ -260,11 +260,9 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
 
 SLOT_STYLES = {
     "active": "green",
-    "absent": "red",
     "failed": "red",
     "suspect": "yellow",
     "loading": "yellow",
-    "probation": "yellow",
 }
 
 
@@ -289,10 +287,10 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
             if crew["recovery_seconds"] is not None
             else ""
         ),
-        f"weights from {own['rung']}" if own.get("rung") else "",
+        f"from {own['source']}" if own.get("source") else "",
         (
-            f"peer snapshot {own['shadow_age_steps']} steps old"
-            if own.get("shadow_age_steps") is not None
+            f"checkpoint {own['checkpoint_age_steps']} steps old"
+            if own.get("checkpoint_age_steps") is not None
             else ""
         ),
     ]

@@ -1,5 +1,12 @@
-"""One stage as a model: split, forward, backward, cached decoding, loss and optimizer. Torch, no
-network.
+"""One pipeline stage of a Hugging Face model. Torch, no network.
+
+check_split      refuse an architecture whose stages would not equal the whole model
+load_stage       build one stage; only its own weights are read
+StageRuntime     forward, backward, log-probabilities, decoding with a cache
+StageOptimizer   AdamW of one stage
+describe         a micro-batch as a frame carries it; batch_of and loss_of are its inverse
+Packing          rows of a micro-batch without padding
+encode, decode   activations as bytes
 """
 
 from __future__ import annotations
@@ -7,11 +14,12 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
@@ -34,12 +42,13 @@ from swarmnode.averaging.codecs import (
     to_bytes,
 )
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import BadMessage, DeviceError, Incompatible, Unavailable
+from swarmnode.errors import BadMessage, ConfigError, DeviceError, Incompatible, Unavailable
 from swarmnode.policy.fingerprint import weight_files
 from swarmnode.policy.footprint import logits_tokens
 from swarmnode.policy.load import rename_checkpointing_flag
 from swarmnode.policy.logprobs import Batch, checkpointed, collate, in_pieces, needs_checkpointing
 from swarmnode.policy.model import cache_keyword
+from swarmnode.policy.ways import reason
 from swarmnode.rl.corrections import against_sampler, own_correction
 from swarmnode.rl.objectives import WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.stages.wire import (
@@ -49,10 +58,11 @@ from swarmnode.stages.wire import (
     Questions,
     StagePart,
     StageSpec,
-    Taken,
     activation_bytes,
     int8_block,
     is_device_error,
+    model_cost,
+    stage_specs,
 )
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
 
@@ -60,117 +70,802 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# Activations and gradients as bytes: float32, bfloat16, or int8 with a scale per 64 values of a
-# token. A crew uses one activation codec in generation and training, because rounding is part of
-# the policy. Error per hop: bfloat16 2⁻⁹ of the value; int8 1/254 of the largest value of its
-# block.
+# A stage is the model's own transformers class with a shorter config. Without a head it has the
+# identity in its place, so its `logits` are the hidden states for the next stage.
 
 
-def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
-    """(R, H) float32, any device. Raises ValueError when a value is not finite: then our own stage
-    is broken."""
-    if not bool(torch.isfinite(rows).all()):
-        raise ValueError("an activation is not finite")
-    if codec == "float32":
-        return to_bytes(rows, "<f4")
-    if codec == "bfloat16":
-        return to_bytes(bfloat16_bits(rows), "<i2")
-    return int8_to_bytes(rows.reshape(-1), int8_block(rows.shape[1]))
+def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedConfig:
+    """Return a copy of the config with these layers only, in this order."""
+    own = copy.deepcopy(config)
+    own.num_hidden_layers = len(indices)
+    for name in _layer_lists(config):
+        setattr(own, name, [getattr(config, name)[index] for index in indices])
+    return own
 
 
-def decode(
-    body: bytes | memoryview, rows: int, hidden: int, codec: ActivationCodec
-) -> torch.Tensor:
-    """(rows, hidden) float32 on the host. Raises BadMessage: size, bounds, not_finite."""
-    if len(body) != activation_bytes(codec, rows, hidden):
-        raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")
-    if codec == "float32":
-        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
-    elif codec == "bfloat16":
-        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
-    else:
-        flat = int8_from_bytes(body, rows * hidden, int8_block(hidden))
-    if not bool(torch.isfinite(flat).all()):
-        raise BadMessage("not_finite", "activations")
-    return flat.view(rows, hidden)
+def _layer_lists(config: PretrainedConfig) -> list[str]:
+    """Names of the config's lists with one value per layer, such as `layer_types`."""
+    return [
+        name
+        for name, value in vars(config).items()
+        if isinstance(value, list | tuple) and len(value) == config.num_hidden_layers
+    ]
 
 
-# Keys and values of the waves in generation, by (session, policy fingerprint). A session belongs to
-# one version of the policy; a dropped session starts again from token ids.
+def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
+    """Return the whole model's config with this stage's layers only."""
+    own = keep_layers(config, range(spec.first, spec.last))
+    own.tie_word_embeddings = spec.tied and spec.stages == 1
+    return own
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """Q prompts padded on the left, each to be answered `num_generations` times."""
+def empty_stage(config: PretrainedConfig, spec: StageSpec, dtype: torch.dtype) -> PreTrainedModel:
+    """Return the stage on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            stage_config(config, spec), dtype=dtype, trust_remote_code=False
+        )
+    cut_ends(model, spec)
+    return model
 
-    ids: torch.Tensor
-    """(Q, P)."""
-    mask: torch.Tensor
-    """(Q, P) 1 on tokens."""
-    num_generations: int
-    names: tuple[int, ...] = ()
-    """(Q · num_generations,) what the completions are called; empty: 0, 1, …"""
+
+def build_stage(
+    config: PretrainedConfig,
+    spec: StageSpec,
+    read: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Build the stage with weights `read(name in the whole model)`, in memory for its own tensors
+    only.
+
+    Raises:
+        Incompatible: the weights do not have the shapes of `config`.
+    """
+    model = empty_stage(config, spec, dtype)
+    state = {}
+    for name, parameter in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        tensor = read(spec.whole(name))
+        if tensor.shape != parameter.shape:
+            raise Incompatible(
+                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+            )
+        state[name] = tensor.to(device=device, dtype=dtype)
+    model.load_state_dict(state, strict=False, assign=True)
+    # its frequencies are in no file
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise Incompatible(f"the value of {name} is in no weights file")
+    model.tie_weights()
+    return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
+
+
+def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
+    """Replace embedding, norm and head by the identity where the stage does not hold them."""
+    if not spec.has_embedding:
+        model.model.embed_tokens = nn.Identity()
+    if not spec.has_head:
+        model.model.norm = nn.Identity()
+        model.lm_head = nn.Identity()
+
+
+def load_stage(
+    directory: Path,
+    spec: StageSpec,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Build the stage from a model's directory. Only its own tensors are read.
+
+    Raises:
+        Unavailable: a tensor is missing or a file is damaged.
+    """
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
+
+
+def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
+    """Return a function that reads one tensor of a model's directory by name. Both raise
+    Unavailable for a missing tensor or a damaged file."""
+    try:
+        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
+        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
+    except SafetensorError as error:
+        raise Unavailable(f"{directory} is damaged: {error}") from None
+
+    def read(name: str) -> torch.Tensor:
+        try:
+            tensor: torch.Tensor = where[name].get_tensor(name)
+        except (SafetensorError, KeyError) as error:
+            raise Unavailable(f"{directory}: no weights {name} ({error})") from None
+        return tensor
+
+    return read
+
+
+def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
+    """Put a LoRA adapter on a stage: base frozen, adapter float32."""
+    from peft import get_peft_model
+
+    rename_checkpointing_flag(type(stage))
+    return get_peft_model(stage, copy.deepcopy(settings)).eval()
+
+
+# The trial of a split: a chain of stages must compute what the whole model computes.
+
+FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
+"""Model types that pass the trial in our tests whatever their settings."""
+TRIAL_VOCABULARY: Final = 64
+TRIAL_WINDOW: Final = 5
+"""Sliding window in tokens, shorter than the trial's rows."""
+TRIAL_KINDS: Final = 8
+"""Most kinds of layers in a trial."""
+TRIAL_TOLERANCE: Final = 1e-5
+"""Largest difference, relative to the largest value if that is above 1; of logits it is 0."""
+TRIAL_ROWS: Final = [
+    ([5, 6, 7, 8, 9, 10, 63], [11, 12, 13, 0]),
+    ([5, 6, 7, 8, 9, 10, 63], [3]),
+    ([2, 4], [1, 20, 21, 22, 23, 5]),
+]
+"""(prompt ids, completion ids)."""
+COUNT_TOLERANCE: Final = 0.05
+"""Part of a layer's parameters that `model_cost` may miss, such as biases."""
+
+Difference = tuple[str, torch.Tensor, torch.Tensor]
+"""Name of a result, its value in the chain of stages, and in the whole model."""
+_refusals: dict[str, str] = {}
+"""For each config tried in this process, why it cannot be split, or nothing."""
+
+
+def check_split(config: PretrainedConfig) -> None:
+    """Check that stages of this model compute what the whole model computes. Reads no weights.
+
+    Both checks use the code that builds and runs stages:
+
+    * At real size, on the meta device: the model is embedding, layers, norm and head. All layers
+      have the same parameters, as many as `model_cost` plans for. No attribute of a layer changes
+      when a stage numbers its layers from 0.
+    * At tiny size, with random weights, in two and three stages: logits are equal to the bit;
+      log-probabilities, gradients and decoding with a cache to 1e-5. The tiny config keeps every
+      value but sizes. Each kind of layer is on both sides of the middle.
+
+    Not seen: effects of long rows, such as other rotary frequencies beyond the trained length;
+    effects of 16 bits or of a device; a forward pass that depends on a layer's number only
+    beyond the tiny depth, and on no attribute.
+
+    Raises:
+        ConfigError: the model cannot be trained in stages. The line says what differs.
+    """
+    key = config.to_json_string(use_diff=False)
+    if key not in _refusals:
+        _refusals[key] = _refusal(config)
+    if _refusals[key]:
+        raise ConfigError(
+            f"a {config.model_type!r} model cannot be trained in stages: {_refusals[key]}; set"
+            f" stages.mode to off, or choose a model of type {', '.join(FAMILIES)}"
+        )
+
+
+def _refusal(config: PretrainedConfig) -> str:
+    try:
+        _check_layers(config)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            whole = _tiny_model(tiny_config(config))
+            depth = whole.config.num_hidden_layers
+            _compare(whole, (depth // 2, depth // 2))
+            _compare(whole, (1, depth - 2, 1), swapped=True)
+    except Incompatible as error:
+        return str(error)
+    except Exception as error:  # noqa: BLE001 (a model's code may raise anything)
+        return f"{type(error).__name__}: {reason(error)}"
+    return ""
+
+
+def _check_layers(config: PretrainedConfig) -> None:
+    """Raise Incompatible unless the model at real size is a row of equal layers."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    parts = {name for name, _ in whole.named_children()} - {"model"}
+    parts |= {name for name, _ in getattr(whole, "model", whole).named_children()}
+    if parts != {"embed_tokens", "layers", "norm", "rotary_emb", "lm_head"}:
+        raise Incompatible(
+            "it does not consist of embed_tokens, layers, norm and lm_head, but of"
+            f" {', '.join(sorted(parts))}"
+        )
+    layers = whole.model.layers
+    shapes = [{name: p.shape for name, p in layer.named_parameters()} for layer in layers]
+    for number, shape in enumerate(shapes):
+        if shape != shapes[0]:
+            raise Incompatible(f"layer {number} has other parameters than layer 0")
+    count = sum(p.numel() for p in layers[0].parameters())
+    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
+    planned = int(cost.layers[0].memory)
+    if abs(count - planned) > COUNT_TOLERANCE * planned:
+        raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
+    if len(layers) == 1:
+        return
+    # all layers but the first, so that each has another number than in the whole model
+    spec = StageSpec(1, 2, 1, len(layers), bool(config.tie_word_embeddings))
+    stage = empty_stage(config, spec, torch.float32).model.layers
+    for number, (mine, its) in enumerate(zip(stage, layers[1:], strict=True), 1):
+        for part, twin in zip(mine.modules(), its.modules(), strict=True):
+            have, want = _attributes(part), _attributes(twin)
+            for name in sorted(have.keys() | want.keys()):
+                if have.get(name) != want.get(name):
+                    raise Incompatible(f"{name} of layer {number} depends on the layer's number")
+
+
+def _attributes(module: nn.Module) -> dict[str, object]:
+    """Return plain values that the module was created with, except its number."""
+    plain = (bool, int, float, str, tuple, type(None))
+    return {"class": type(module)} | {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, plain) and name != "layer_idx" and not name.startswith("_")
+    }
+
+
+def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with tiny sizes and few layers of each kind. Every other value is kept, and
+    the size of a head, to which rotary settings refer."""
+    lists = [getattr(config, name) for name in _layer_lists(config)]
+    kinds: dict[str, int] = {}
+    for number in range(config.num_hidden_layers):
+        kinds.setdefault(repr([values[number] for values in lists]), number)
+    if len(kinds) > TRIAL_KINDS:
+        raise Incompatible(f"its layers are of {len(kinds)} kinds, and a trial has {TRIAL_KINDS}")
+    # mirrored: each kind is on both sides of the middle, and no stage begins as the model does
+    mirrored = [*kinds.values(), *reversed(kinds.values())]
+    tiny = keep_layers(config, mirrored if len(kinds) > 1 else mirrored * 2)
+    heads, width = config.num_attention_heads, config.hidden_size
+    head = getattr(config, "head_dim", None) or width // heads
+    tiny.num_attention_heads = 2
+    tiny.num_key_value_heads = 2 if config.num_key_value_heads == heads else 1
+    tiny.hidden_size = 2 * head if width == heads * head else head
+    tiny.intermediate_size = 40
+    tiny.vocab_size = TRIAL_VOCABULARY
+    if isinstance(tiny.pad_token_id, int):
+        tiny.pad_token_id %= TRIAL_VOCABULARY
+    if getattr(tiny, "sliding_window", None):
+        tiny.sliding_window = TRIAL_WINDOW
+    return tiny
+
+
+@torch.no_grad()
+def _tiny_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a whole model with random weights, norms and biases included."""
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim < 2:
+            parameter.add_(0.3 * noise)
+        else:
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def _compare(whole: PreTrainedModel, layers: tuple[int, ...], swapped: bool = False) -> None:
+    """Raise Incompatible unless a chain of stages with so many layers equals the whole model.
+
+    swapped: embedding and head are run alone, as in a swapped run, and layers are checkpointed.
+    """
+    read = whole.state_dict().__getitem__
+    chain = [
+        StageRuntime(spec, build_stage(whole.config, spec, read))
+        for spec in stage_specs(whole.config, layers)
+    ]
+    batch = replace(collate(TRIAL_ROWS, 0), recompute=swapped)
+    for results in (_logits, _decoding, partial(_training, swapped=swapped)):
+        for name, have, want in results(whole, chain, batch):
+            gap = float((have - want).abs().max()) if have.shape == want.shape else math.inf
+            largest = max(1.0, float(want.abs().max()))
+            if not gap <= (0.0 if results is _logits else TRIAL_TOLERANCE * largest):
+                raise Incompatible(f"in {len(layers)} stages {name} differ by {gap:.2g}")
+
+
+@torch.no_grad()
+def _logits(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch
+) -> Iterator[Difference]:
+    mask = batch.prompt_mask
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    x = batch.prompt_ids
+    for stage in chain:
+        x = stage.run(x, mask, positions)
+    ids = {"input_ids": batch.prompt_ids, "attention_mask": mask, "position_ids": positions}
+    yield "logits", x, whole(**ids).logits
+
+
+@torch.no_grad()
+def _decoding(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch
+) -> Iterator[Difference]:
+    """Stages with caches, token by token, against the whole model without a cache."""
+    tokens = torch.tensor([[14, 3, 60, 7], [8, 8, 2, 31]])  # (Q, 4)
+    ids = torch.cat([batch.prompt_ids, tokens], 1)
+    mask = torch.cat([batch.prompt_mask, torch.ones_like(tokens)], 1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
+    x = None
+    for stage in chain:
+        x = stage.prefill(b"", b"", Prompts(batch.prompt_ids, batch.prompt_mask, 1), x)
+    for column, token in enumerate(tokens.T, batch.prompt_ids.shape[1]):
+        x = token
+        for stage in chain:
+            x = stage.decode(b"", b"", list(range(len(tokens))), x)
+        yield "logits from caches", x, want[:, column]
+
+
+def _training(
+    whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, swapped: bool
+) -> Iterator[Difference]:
+    """Log-probabilities and gradients of their weighted mean, against each row by itself."""
+    temperature, shape = 0.8, batch.completion_ids.shape
+    weight = torch.linspace(-1.0, 1.5, shape.numel()).view(shape) / shape.numel()
+    want = torch.zeros(shape)
+    whole.zero_grad()
+    for row, (prompt, completion) in enumerate(TRIAL_ROWS):
+        logits = whole(input_ids=torch.tensor([prompt + completion])).logits[0]
+        logprobs = (logits[len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+        want[row, : len(completion)] = logprobs[range(len(completion)), completion]
+    (want * weight).sum().backward()
+
+    # forward to the last hop, which has the loss
+    hops: list[tuple[StageRuntime, StagePart]] = [(stage, "all") for stage in chain]
+    if swapped:
+        ends: list[tuple[StagePart, StagePart]] = [("embed", "layers"), ("layers", "head")]
+        hops[:1], hops[-1:] = ([(chain[i], part) for part in ends[i]] for i in (0, -1))
+    inputs: list[torch.Tensor | None] = [None]
+    for stage, part in hops[:-1]:
+        inputs.append(stage.forward(batch, inputs[-1], part))
+    have = torch.zeros(0)
+
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        nonlocal have
+        have = logprobs.detach()
+        return (logprobs * weight).sum()
+
+    (stage, part), x = hops.pop(), inputs.pop()
+    gradient = stage.learn(batch, x, temperature, loss, part)
+    yield "log-probabilities", have, want.detach()
+    for (stage, part), x in zip(reversed(hops), reversed(inputs), strict=True):
+        assert gradient is not None
+        gradient = stage.backward(batch, x, gradient, part)
+    gradients = dict.fromkeys((name for name, _ in whole.named_parameters()), torch.zeros(()))
+    for stage in chain:
+        for name, parameter in stage.model.named_parameters():
+            # each end has a part of a tied embedding's gradient
+            gradients[stage.spec.whole(name)] = gradients[stage.spec.whole(name)] + parameter.grad
+    for name, parameter in whole.named_parameters():
+        assert parameter.grad is not None
+        yield f"gradients of {name}", gradients[name], parameter.grad
+
+
+# The stage's computation.
+#
+#     R rows of a packed micro-batch, H hidden size, V vocabulary
+#     first stage    token ids         → hidden (R, H)
+#     middle stage   hidden (R, H)     → hidden (R, H)
+#     last stage     hidden (R, H)     → log-probabilities (N, T), or logits of the next token
+#
+# In a swapped run (CheckFree+) the first and the last stage also run their embedding, layers or
+# head alone: `part`. A stage keeps inputs and no graphs: backward runs forward again. Large models
+# run completions one by one, with checkpointed layers.
+
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(log-probabilities (N, T), entropies (N, T)) → scalar."""
+
+
+class StageRuntime:
+    """One stage on this machine.
+
+    Args:
+        model: The result of `load_stage` or `adapt`.
+        dtype: What it computes in, float32 or bfloat16.
+        known_logits: Cuts logits to the tokens that the tokenizer has
+            (`PolicyText.known_logits`).
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        model: Any,  # noqa: ANN401
+        *,
+        dtype: torch.dtype = torch.float32,
+        known_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+    ) -> None:
+        self.spec = spec
+        self.known_logits = known_logits
+        self.model = model
+        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        """The transformers model; an adapter is inside its layers."""
+        self.dtype = dtype
+        self.device = next(model.parameters()).device
+        self.hidden_size = int(model.config.hidden_size)
+        self.sessions = Sessions()
+        self.worked = 0
+        """Signs of progress: each forward, backward and decoding step, and each call of `works`."""
+        self.tokens = 0
+        """Tokens that were run forward, for any purpose."""
+        self._layers: Any = None
+
+    def works(self) -> None:
+        """Count progress inside a piece of work, which takes minutes on a CPU. Called by
+        `policy.layers.report_layers`."""
+        self.worked += 1
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Return the trained parameters."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def embedding(self) -> torch.nn.Parameter | None:
+        """Return the tied tensor that the other end holds too; None where it is not trained. Each
+        end has a part of its gradient."""
+        if not self.spec.shares_embedding:
+            return None
+        module = (
+            self.model.get_input_embeddings()
+            if self.spec.has_embedding
+            else self.model.get_output_embeddings()
+        )
+        weight = module.weight
+        assert isinstance(weight, torch.nn.Parameter)
+        return weight if weight.requires_grad else None
+
+    def run(
+        self,
+        x: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        cache: DynamicCache | None = None,
+        keep: int = 0,
+        part: StagePart = "all",
+    ) -> torch.Tensor:
+        """Run the stage on padded rows.
+
+        Args:
+            x: Ids (N, L) on stage 0, else hidden states (N, L, H).
+            mask: (N, cached + L), 1 on tokens.
+            positions: (N, L).
+            keep: Positions whose logits are returned, from the end; 0 for all.
+            part: "layers" runs hidden states to hidden states on every stage.
+
+        Returns:
+            Hidden states (N, L, H), or logits (N, keep, V) on the last stage.
+        """
+        whole = part == "all"
+        inputs = (
+            {"inputs_embeds": x.to(self.model.dtype)} if x.is_floating_point() else {"input_ids": x}
+        )
+        if self.spec.has_head and whole:
+            inputs["logits_to_keep"] = keep  # type: ignore[assignment]
+        model = self.model if whole else self._without_ends()
+        with self._autocast():
+            output = model(
+                **inputs,
+                attention_mask=mask,
+                position_ids=positions,
+                use_cache=cache is not None,
+                **{cache_keyword(self._base.__class__.forward): cache},
+            )
+        return self.known_logits(output.logits) if self.spec.has_head and whole else output.logits
+
+    def _without_ends(self) -> Any:  # noqa: ANN401
+        """Return the same layers in a model without norm and head."""
+        if self._layers is None:
+            self._layers, inner = _shallow(self._base), _shallow(self._base.model)
+            inner.norm = self._layers.lm_head = torch.nn.Identity()
+            self._layers.model = inner
+        return self._layers
+
+    @property
+    def _lora_rank(self) -> int:
+        return max(
+            (config.r for config in getattr(self.model, "peft_config", {}).values()), default=0
+        )
+
+    @torch.no_grad()
+    def forward(
+        self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all"
+    ) -> torch.Tensor:
+        """Return the hidden states (R, H) for the next stage. `x` (R, H), None where token ids go
+        in. Not for the last stage's head."""
+        self.worked += 1
+        out = self.hidden(batch, x, part)
+        self.tokens += len(out)
+        return out
+
+    def backward(
+        self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: StagePart = "all"
+    ) -> torch.Tensor | None:
+        """Add to the weights' gradients and return the gradient of `x`, None on stage 0.
+
+        gradient: (R, H), of the result of `forward`.
+        """
+        self.worked += 1
+        inputs = None if x is None else x.detach().requires_grad_()
+        hidden = self.hidden(batch, inputs, part)
+        if hidden.requires_grad:  # False on a first stage in which nothing is trained
+            hidden.backward(gradient.to(hidden.device))
+        return None if inputs is None else inputs.grad
+
+    def learn(
+        self,
+        batch: Batch,
+        x: torch.Tensor | None,
+        temperature: float,
+        loss: LossFunction,
+        part: StagePart = "all",
+    ) -> torch.Tensor | None:
+        """Run forward, loss and backward of the last stage. Return the gradient of `x`, None where
+        this is the only stage."""
+        self.worked += 2
+        inputs = None if x is None else x.detach().requires_grad_()
+        loss(*self.logprobs(batch, inputs, temperature, part)).backward()
+        return None if inputs is None else inputs.grad
+
+    @torch.no_grad()
+    def score(
+        self, batch: Batch, x: torch.Tensor | None, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probabilities and entropies of the last stage, (N, T) each, without
+        gradient."""
+        self.worked += 1
+        return self.logprobs(batch, x, temperature)
+
+    @torch.no_grad()
+    def prefill(
+        self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Open a session. `x` (prompt tokens, H), None on stage 0. Returns hidden states of the
+        same shape, or logits (Q, V) on the last stage."""
+        self.worked += 1
+        where = prompts.mask.nonzero(as_tuple=True)
+        self.tokens += len(where[0])
+        positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.model.config)
+        padded = (
+            prompts.ids
+            if x is None
+            else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
+        )
+        out = self.run(padded, prompts.mask, positions, cache, keep=1)
+        self.sessions.open(session, fingerprint, cache, prompts)
+        return out[:, -1] if self.spec.has_head else out[where].float()
+
+    @torch.no_grad()
+    def decode(
+        self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor
+    ) -> torch.Tensor:
+        """Run one more token of each of `rows`. Other rows leave the session.
+
+        Args:
+            x: Ids (n,) on stage 0, else hidden states (n, H).
+
+        Returns:
+            Hidden states (n, H), or logits (n, V) on the last stage.
+
+        Raises:
+            BadMessage: as `Sessions.step`.
+        """
+        self.worked += 1
+        self.tokens += len(rows)
+        kept = self.sessions.step(session, fingerprint, rows)
+        out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
+        return out[:, -1] if self.spec.has_head else out[:, 0].float()
+
+    def _autocast(self) -> AbstractContextManager:
+        return (
+            nullcontext()
+            if self.dtype == torch.float32
+            else torch.autocast(self.device.type, self.dtype)
+        )
+
+    def hidden(self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all") -> torch.Tensor:
+        """`forward` with gradient."""
+        where = packing(batch)
+        if part == "embed":
+            embed = self.model.get_input_embeddings()
+            with self._autocast():
+                return where.pack(
+                    embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1])
+                ).float()
+        return where.pack(*self._both(batch, where, x, part)).float()
+
+    def _both(
+        self, batch: Batch, where: Packing, x: torch.Tensor | None, part: StagePart
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return hidden states of the prompts (Q, P, H) and of the completions (N, T − 1, H), None
+        where T is 1."""
+        prompts, later = (
+            where.unpack(x) if x is not None else (batch.prompt_ids, batch.completion_ids[:, :-1])
+        )
+        if part == "head":
+            return prompts, later
+        if torch.is_grad_enabled() and (
+            batch.recompute or needs_checkpointing(self._base, self.dtype, self._lora_rank, batch)
+        ):
+            with checkpointed(self._base):
+                return self._one_by_one(batch, prompts, later, part)
+        return self._prompts_once(batch, prompts, later, part)
+
+    def _one_by_one(
+        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_both`, each completion behind its prompt and without a cache, so that layers can be run
+        again in the backward pass."""
+        first: dict[int, torch.Tensor] = {}
+        rest = []
+        for row, owner in enumerate(batch.prompt_of.tolist()):
+            real, count = batch.prompt_mask[owner].bool(), int(batch.completion_mask[row].sum()) - 1
+            asked = prompts[owner][real]
+            # (L,) or (L, H)
+            ids = asked if later is None else torch.cat([asked, later[row, :count]])
+            positions = torch.arange(len(ids), device=ids.device)[None]
+            out = self.run(ids[None], torch.ones_like(positions), positions, part=part)[0]  # (L, H)
+            if owner not in first:
+                padding = out.new_zeros(len(real) - len(asked), out.shape[1])
+                first[owner] = torch.cat([padding, out[: len(asked)]])
+            if later is not None:
+                padding = out.new_zeros(later.shape[1] - count, out.shape[1])
+                rest.append(torch.cat([out[len(asked) :], padding]))
+        shared = torch.stack([first[owner] for owner in range(len(prompts))])
+        return shared, torch.stack(rest) if rest else None
+
+    def _prompts_once(
+        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`_both`, with prompts first and completions on their keys and values."""
+        positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
+        cache = DynamicCache(config=self.model.config)
+        first = self.run(prompts, batch.prompt_mask, positions, cache, part=part)
+        if batch.completion_ids.shape[1] == 1:
+            return first, None
+        assert later is not None
+        owner = batch.prompt_of
+        cache.batch_select_indices(owner.cpu())
+        seen = torch.cat(
+            [batch.prompt_mask[owner], batch.completion_mask[:, :-1].to(batch.prompt_mask.dtype)], 1
+        )
+        after = positions[owner, -1:] + 1 + torch.arange(later.shape[1], device=owner.device)
+        return first, self.run(later, seen, after, cache, part=part)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            logits = self._base.lm_head(self._base.model.norm(hidden.to(self.model.dtype)))
+        return self.known_logits(logits)
+
+    def logprobs(
+        self, batch: Batch, x: torch.Tensor | None, temperature: float, part: StagePart = "all"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`score` with gradient."""
+        where = packing(batch)
+        self.tokens += where.rows
+        first, later = self._both(batch, where, x, "head" if part == "head" else "layers")
+        row = torch.arange(len(batch.completion_ids), device=first.device)
+        column = torch.zeros_like(row)
+        states = [first[:, -1][batch.prompt_of]]  # (N, H), predict the first tokens
+        if later is not None:
+            states.append(later[where.completions])
+            row = torch.cat([row, where.completions[0]])
+            column = torch.cat([column, where.completions[1] + 1])
+        piece = logits_tokens(self.model.config.vocab_size, self.device.type)
+        chosen, spread = in_pieces(
+            self._head, torch.cat(states), batch.completion_ids[row, column], temperature, piece
+        )
+        zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
+        return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
+
+
+def _shallow(module: Any) -> Any:  # noqa: ANN401
+    """Return a new module with the same parameters and submodules, which can be replaced."""
+    new = copy.copy(module)
+    new._modules = dict(module._modules)
+    return new
+
+
+# The stage's optimizer, which outlives crews.
 
 
 @dataclass
-class Session:
-    fingerprint: bytes
-    cache: DynamicCache
-    rows: list[int]
-    """(n,) which of the N completions are still being generated; ascending."""
-    mask: torch.Tensor
-    """(n, tokens so far)."""
-    position: torch.Tensor
-    """(n, 1) of the latest token."""
+class LrScale:
+    """Learning rate of one stage relative to the crew's."""
+
+    factor: float = 1.0
+    warmup: int = 0
+    """Steps over which it rises to the factor after the optimizer was created."""
+    taken: int = 0
+
+    def next(self) -> float:
+        self.taken += 1
+        return self.factor * (1.0 if self.taken >= self.warmup else self.taken / self.warmup)
 
 
-class Sessions:
-    def __init__(self) -> None:
-        self._sessions: dict[bytes, Session] = {}
+class StageOptimizer:
+    """AdamW of one stage.
 
-    def __len__(self) -> int:
-        return len(self._sessions)
+    Args:
+        most: Highest learning rate of any step.
+    """
 
-    def open(
-        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
-    ) -> None:
-        """Keeps a prefilled cache of Q prompts, repeated for their completions. One that was open
-        under this name is replaced."""
-        cache.batch_repeat_interleave(prompts.num_generations)
-        mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
-        position = mask.sum(1, keepdim=True) - 1
-        self._sessions[session] = Session(
-            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
-        )
+    def __init__(self, runtime: StageRuntime, most: float = math.inf) -> None:
+        self.adam = make_adam(runtime)
+        self.lr_scale = LrScale()
+        self.squared_norm = 0.0
+        """Of the last gradient of the layers, before clipping: CheckFree's weight of this stage."""
+        self.lock = threading.Lock()
+        """Held while the weights move."""
+        self.moving = trio.Lock()
+        """Held from counting a step until it is taken."""
+        self._runtime = runtime
+        self._most = most
 
-    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """The session, one token further, with `rows` only. Raises BadMessage: session (not open),
-        fingerprint (another policy), rows."""
-        kept = self._sessions.get(session)
-        if kept is None:
-            raise BadMessage("session", "not open here")
-        if kept.fingerprint != fingerprint:
-            raise BadMessage("fingerprint", "the session belongs to another policy")
-        if rows != kept.rows:
-            where = {row: i for i, row in enumerate(kept.rows)}
-            if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):
-                raise BadMessage("rows", "not a rising choice of the rows that are left")
-            index = torch.tensor([where[row] for row in rows])
-            kept.cache.batch_select_indices(index)
-            kept.mask, kept.position, kept.rows = kept.mask[index], kept.position[index], rows
-        kept.mask = torch.cat([kept.mask, torch.ones_like(kept.position)], 1)
-        kept.position = kept.position + 1
-        return kept
+    def measure(self) -> float | None:
+        """Return the squared norm of the final gradients; None where it is not finite. Only the
+        first stage counts a tied embedding."""
+        shared, index = self._runtime.embedding(), self._runtime.spec.index
+        squared = layers = 0.0
+        for name, parameter in self._runtime.model.named_parameters():
+            if parameter.grad is not None and not (parameter is shared and index > 0):
+                # squared on the host: MPS has no float64
+                part = float(torch.linalg.vector_norm(parameter.grad.float())) ** 2
+                squared += part
+                layers += part if ".layers." in name else 0.0
+        if not math.isfinite(squared):
+            return None
+        self.squared_norm = layers
+        return squared
 
-    def drop(self, session: bytes) -> None:
-        self._sessions.pop(session, None)
+    def step(self, clip: float, learning_rate: float) -> bool:
+        """Take a step. Return False if the learning rate was cut to the bound.
 
-    def clear(self) -> None:
-        """When the weights move, or the crew pauses."""
-        self._sessions.clear()
+        Raises:
+            DeviceError: the device failed during the step.
+        """
+        if self.adam is None:
+            return True
+        try:
+            with self.lock:
+                return self._move(self.adam, clip, learning_rate)
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            raise DeviceError(f"half of a step: {error}") from error
+
+    def _move(self, adam: torch.optim.AdamW, clip: float, learning_rate: float) -> bool:
+        for parameter in self._runtime.parameters():
+            if parameter.grad is not None and clip < 1.0:
+                parameter.grad.mul_(clip)
+        own = self.lr_scale.next()
+        rates = [learning_rate * (1.0 if group["shared"] else own) for group in adam.param_groups]
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = min(rate, self._most)
+        adam.step()
+        return max(rates) <= self._most
 
 
-# The tail's share of a step: from log-probabilities to the loss and the head's sums.
+def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
+    """Return the optimizer of the stage's trained parameters; None without any.
+
+    A tied embedding always takes the crew's learning rate, so that its two copies stay equal.
+    """
+    shared = runtime.embedding()
+    own = [p for p in runtime.parameters() if p is not shared]
+    groups = [
+        {"params": params, "shared": ends}
+        for params, ends in ((own, False), ([] if shared is None else [shared], True))
+        if params
+    ]
+    return torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY) if groups else None
+
+
+# Micro-batches: rows to learn from, their description in a frame, and their loss.
 
 
 @dataclass(frozen=True)
@@ -183,17 +878,16 @@ class LearnRow:
     advantage: float
     weight: float = 1.0
     group: int = 0
-    """Completions of one group go into one micro-batch where it can hold them, and share its
-    prompt."""
+    """Completions of one group share their prompt, and a micro-batch where they fit."""
     sampled: bool = False
-    """`old_logprobs` are of what sampled it, and corrected for."""
+    """`old_logprobs` are of the model that sampled it, and are corrected for."""
 
 
 def describe(
     rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None
 ) -> MicroBatch:
-    """(prompt ids, completion ids) as a frame carries them; equal prompts become one, in
-    `policy.logprobs.collate`'s order."""
+    """Return (prompt ids, completion ids) as a frame carries them. Equal prompts become one, in the
+    order of `policy.logprobs.collate`."""
     prompts: dict[tuple[int, ...], int] = {}
     owner = tuple(prompts.setdefault(tuple(prompt), len(prompts)) for prompt, _ in rows)
     return MicroBatch(
@@ -208,6 +902,7 @@ def describe(
 
 
 def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
+    """Return the arguments of the loss as a frame carries them."""
     objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
     return Loss(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
@@ -225,7 +920,7 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
 
 
 def batch_of(work: MicroBatch, device: torch.device) -> Batch:
-    """The padded batch that `work`, checked, describes. Padding is token 0: masked everywhere."""
+    """Return the padded batch of a checked description. Padding is token 0, masked everywhere."""
     prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
     completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
     return collate(
@@ -246,7 +941,7 @@ def prompts_of(questions: Questions, device: torch.device) -> Prompts:
 def loss_of(
     work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
-    """Loss to go backward from, and the sums of `Learnt`. logprobs, entropy (N, T)."""
+    """Return the loss, and the sums of `Learnt`. logprobs, entropy (N, T)."""
     loss = work.loss
     assert loss is not None
     mask = batch.completion_mask
@@ -298,13 +993,13 @@ def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:
 #     prompts      (Q, P)      padded on the left    tokens, one prompt after another
 #     completions  (N, T − 1)  padded on the right   tokens but the last, one after another
 #
-# Each prompt runs once for its G completions, as in `policy.logprobs`. One row is one token, so
+# Each prompt runs once for its G completions, as in `policy.logprobs`. A row is a token, so
 # quantisation does not depend on the batch.
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the rows of a batch are."""
+    """Places of the rows in a padded batch."""
 
     prompts: tuple[torch.Tensor, ...]
     """(row, column) of each prompt token."""
@@ -323,7 +1018,7 @@ class Packing:
         return head if completions is None else torch.cat([head, completions[self.completions]])
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The inverse; zeros on padding."""
+        """Invert `pack`, with zeros on padding."""
         questions, width, count, longest = self.shape
         head, tail = rows.split([len(self.prompts[0]), len(self.completions[0])])
         prompts = rows.new_zeros(questions, width, rows.shape[1]).index_put(self.prompts, head)
@@ -335,510 +1030,124 @@ class Packing:
 
 
 def packing(batch: Batch) -> Packing:
+    """Return where the rows of `batch` are."""
     prompts = batch.prompt_mask.nonzero(as_tuple=True)
     completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
     (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
     return Packing(prompts, completions, (questions, width, count, longest))
 
 
-# The stage's computation: forward, backward by recomputation, cached steps of generation.
-#
-#     R rows of a packed micro-batch, H hidden size, V vocabulary
-#     stage 0        token ids             → hidden (R, H)
-#     body           hidden (R, H)         → hidden (R, H)
-#     last stage     hidden (R, H)         → log-probabilities (N, T), or the next token's logits
-#
-# In a swapped run an end stage also runs its embedding, its layers or its head alone. A stage keeps
-# inputs, not graphs: backward runs forward again with gradient (as hivemind and Petals do). Large
-# models run completions one by one with checkpointed layers.
-
-LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(log-probabilities (N, T), entropies (N, T)) → scalar."""
+# Caches of generation. A session belongs to one version of the policy; a dropped session starts
+# again from token ids.
 
 
-class StageRuntime:
-    """One stage on this machine. `model` is as `load_stage` makes it; `dtype` what it computes in,
-    float32 or bfloat16.
+@dataclass(frozen=True)
+class Prompts:
+    """Q prompts padded on the left, each with `num_generations` completions."""
 
-    Args:
-        known_logits: takes the logits of all rows of the model and returns those of the tokens that
-            the tokenizer has (`PolicyText.known_logits`).
-    """
-
-    def __init__(
-        self,
-        spec: StageSpec,
-        model: Any,  # noqa: ANN401
-        *,
-        dtype: torch.dtype = torch.float32,
-        known_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
-    ) -> None:
-        self.spec = spec
-        self.known_logits = known_logits
-        self.model = model
-        self._base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        """The transformers model; an adapter, if any, is in its layers."""
-        self.dtype = dtype
-        self.device = next(model.parameters()).device
-        self.hidden_size = int(model.config.hidden_size)
-        self.sessions = Sessions()
-        self.worked = 0
-        """Forwards, backwards and steps of decoding that were begun, and whatever else `works` was
-        told."""
-        self.tokens = 0
-        """Tokens that were run forward: in training, for scores, in prompts and one by one."""
-        self._layers: Any = None
-
-    def works(self) -> None:
-        """A sign that a piece of work goes on, for `policy.layers.report_layers`: of a real model
-        one takes minutes on a CPU."""
-        self.worked += 1
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The trained ones."""
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    def embedding(self) -> torch.nn.Parameter | None:
-        """The tied tensor that the other end holds too, where it is trained; its gradient is half
-        of the truth."""
-        if not self.spec.shares_embedding:
-            return None
-        module = (
-            self.model.get_input_embeddings()
-            if self.spec.has_embedding
-            else self.model.get_output_embeddings()
-        )
-        weight = module.weight
-        assert isinstance(weight, torch.nn.Parameter)
-        return weight if weight.requires_grad else None
-
-    def run(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        cache: DynamicCache | None = None,
-        keep: int = 0,
-        part: StagePart = "all",
-    ) -> torch.Tensor:
-        """Ids (N, L) on stage 0, else hidden states (N, L, H) → hidden states (N, L, H), or logits
-        (N, keep or L, V) on the last stage. With `part` "layers" hidden states to hidden states on
-        every stage.
-
-        mask (N, everything up to and with L) is 1 on tokens; positions (N, L).
-        """
-        whole = part == "all"
-        inputs = (
-            {"inputs_embeds": x.to(self.model.dtype)} if x.is_floating_point() else {"input_ids": x}
-        )
-        if self.spec.has_head and whole:
-            inputs["logits_to_keep"] = keep  # type: ignore[assignment]
-        model = self.model if whole else self._without_ends()
-        with self._autocast():
-            output = model(
-                **inputs,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=cache is not None,
-                **{cache_keyword(self._base.__class__.forward): cache},
-            )
-        return self.known_logits(output.logits) if self.spec.has_head and whole else output.logits
-
-    def _without_ends(self) -> Any:  # noqa: ANN401
-        """The same layers in a model that lacks norm and head."""
-        if self._layers is None:
-            self._layers, inner = _shallow(self._base), _shallow(self._base.model)
-            inner.norm = self._layers.lm_head = torch.nn.Identity()
-            self._layers.model = inner
-        return self._layers
-
-    @property
-    def _lora_rank(self) -> int:
-        return max(
-            (config.r for config in getattr(self.model, "peft_config", {}).values()), default=0
-        )
-
-    @torch.no_grad()
-    def forward(
-        self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all"
-    ) -> torch.Tensor:
-        """`x` (R, H), None where token ids go in → (R, H) for the next stage. Not for the last
-        stage's head."""
-        self.worked += 1
-        out = self.hidden(batch, x, part)
-        self.tokens += len(out)
-        return out
-
-    def backward(
-        self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: StagePart = "all"
-    ) -> torch.Tensor | None:
-        """Adds to the weights' gradients; `gradient` (R, H) of what `forward` gave → gradient of
-        `x`, None on stage 0."""
-        self.worked += 1
-        inputs = None if x is None else x.detach().requires_grad_()
-        hidden = self.hidden(batch, inputs, part)
-        if hidden.requires_grad:  # not so on a stage 0 in which nothing is trained
-            hidden.backward(gradient.to(hidden.device))
-        return None if inputs is None else inputs.grad
-
-    def learn(
-        self,
-        batch: Batch,
-        x: torch.Tensor | None,
-        temperature: float,
-        loss: LossFunction,
-        part: StagePart = "all",
-    ) -> torch.Tensor | None:
-        """Last stage: forward, loss and backward in one → gradient of `x`, None where this is the
-        only stage."""
-        self.worked += 2
-        inputs = None if x is None else x.detach().requires_grad_()
-        loss(*self.logprobs(batch, inputs, temperature, part)).backward()
-        return None if inputs is None else inputs.grad
-
-    @torch.no_grad()
-    def score(
-        self, batch: Batch, x: torch.Tensor | None, temperature: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Last stage, without gradient: log-probabilities and entropies, (N, T) each."""
-        self.worked += 1
-        return self.logprobs(batch, x, temperature)
-
-    @torch.no_grad()
-    def prefill(
-        self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Opens a session: `x` (prompt tokens, H), None on stage 0 → the same, or logits (Q, V) on
-        the last stage."""
-        self.worked += 1
-        where = prompts.mask.nonzero(as_tuple=True)
-        self.tokens += len(where[0])
-        positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
-        cache = DynamicCache(config=self.model.config)
-        padded = (
-            prompts.ids
-            if x is None
-            else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
-        )
-        out = self.run(padded, prompts.mask, positions, cache, keep=1)
-        self.sessions.open(session, fingerprint, cache, prompts)
-        return out[:, -1] if self.spec.has_head else out[where].float()
-
-    @torch.no_grad()
-    def decode(
-        self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor
-    ) -> torch.Tensor:
-        """One token further for `rows` of the session: ids (n,) on stage 0, else (n, H) → (n, H),
-        or logits (n, V) on the last stage.
-
-        Rows that are left out are dropped from the cache for good. Raises BadMessage as
-        `Sessions.step` does.
-        """
-        self.worked += 1
-        self.tokens += len(rows)
-        kept = self.sessions.step(session, fingerprint, rows)
-        out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
-        return out[:, -1] if self.spec.has_head else out[:, 0].float()
-
-    def _autocast(self) -> AbstractContextManager:
-        return (
-            nullcontext()
-            if self.dtype == torch.float32
-            else torch.autocast(self.device.type, self.dtype)
-        )
-
-    def hidden(self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all") -> torch.Tensor:
-        """As `forward`, with gradient."""
-        where = packing(batch)
-        if part == "embed":
-            embed = self.model.get_input_embeddings()
-            with self._autocast():
-                return where.pack(
-                    embed(batch.prompt_ids), embed(batch.completion_ids[:, :-1])
-                ).float()
-        return where.pack(*self._both(batch, where, x, part)).float()
-
-    def _both(
-        self, batch: Batch, where: Packing, x: torch.Tensor | None, part: StagePart
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Hidden states of the prompts (Q, P, H) and of the completions (N, T − 1, H), None where T
-        is 1."""
-        prompts, later = (
-            where.unpack(x) if x is not None else (batch.prompt_ids, batch.completion_ids[:, :-1])
-        )
-        if part == "head":
-            return prompts, later
-        if torch.is_grad_enabled() and needs_checkpointing(
-            self._base, self.dtype, self._lora_rank, batch
-        ):
-            with checkpointed(self._base):
-                return self._one_by_one(batch, prompts, later, part)
-        return self._prompts_once(batch, prompts, later, part)
-
-    def _one_by_one(
-        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_both`: each completion behind a prompt of its own, without a cache, so that layers
-        can be run again in the backward pass."""
-        first: dict[int, torch.Tensor] = {}
-        rest = []
-        for row, owner in enumerate(batch.prompt_of.tolist()):
-            real, count = batch.prompt_mask[owner].bool(), int(batch.completion_mask[row].sum()) - 1
-            asked = prompts[owner][real]
-            # (L,) or (L, H)
-            ids = asked if later is None else torch.cat([asked, later[row, :count]])
-            positions = torch.arange(len(ids), device=ids.device)[None]
-            out = self.run(ids[None], torch.ones_like(positions), positions, part=part)[0]  # (L, H)
-            if owner not in first:
-                padding = out.new_zeros(len(real) - len(asked), out.shape[1])
-                first[owner] = torch.cat([padding, out[: len(asked)]])
-            if later is not None:
-                rest.append(
-                    torch.cat(
-                        [out[len(asked) :], out.new_zeros(later.shape[1] - count, out.shape[1])]
-                    )
-                )
-        return torch.stack([first[owner] for owner in range(len(prompts))]), torch.stack(
-            rest
-        ) if rest else None
-
-    def _prompts_once(
-        self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `_both`: prompts, then the completions on their keys and values."""
-        positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
-        cache = DynamicCache(config=self.model.config)
-        first = self.run(prompts, batch.prompt_mask, positions, cache, part=part)
-        if batch.completion_ids.shape[1] == 1:
-            return first, None
-        assert later is not None
-        owner = batch.prompt_of
-        cache.batch_select_indices(owner.cpu())
-        seen = torch.cat(
-            [batch.prompt_mask[owner], batch.completion_mask[:, :-1].to(batch.prompt_mask.dtype)], 1
-        )
-        after = positions[owner, -1:] + 1 + torch.arange(later.shape[1], device=owner.device)
-        return first, self.run(later, seen, after, cache, part=part)
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
-            logits = self._base.lm_head(self._base.model.norm(hidden.to(self.model.dtype)))
-        return self.known_logits(logits)
-
-    def logprobs(
-        self, batch: Batch, x: torch.Tensor | None, temperature: float, part: StagePart = "all"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `score`, with gradient."""
-        where = packing(batch)
-        self.tokens += where.rows
-        first, later = self._both(batch, where, x, "head" if part == "head" else "layers")
-        row = torch.arange(len(batch.completion_ids), device=first.device)
-        column = torch.zeros_like(row)
-        states = [first[:, -1][batch.prompt_of]]  # (N, H), they predict the first tokens
-        if later is not None:
-            states.append(later[where.completions])
-            row = torch.cat([row, where.completions[0]])
-            column = torch.cat([column, where.completions[1] + 1])
-        piece = logits_tokens(self.model.config.vocab_size, self.device.type)
-        chosen, spread = in_pieces(
-            self._head, torch.cat(states), batch.completion_ids[row, column], temperature, piece
-        )
-        zeros = torch.zeros(batch.completion_ids.shape, device=chosen.device)
-        return zeros.index_put((row, column), chosen), zeros.index_put((row, column), spread)
-
-
-def _shallow(module: Any) -> Any:  # noqa: ANN401
-    """A module of its own with the same parameters and, until they are replaced, the same parts."""
-    new = copy.copy(module)
-    new._modules = dict(module._modules)
-    return new
-
-
-# The stage's AdamW, which outlives crews, with its learning rate and the record of the last step.
+    ids: torch.Tensor
+    """(Q, P)."""
+    mask: torch.Tensor
+    """(Q, P) 1 on tokens."""
+    num_generations: int
+    names: tuple[int, ...] = ()
+    """(Q · num_generations,) numbers of the completions; empty for 0, 1, …"""
 
 
 @dataclass
-class LrScale:
-    """Learning rate of one stage relative to the crew's."""
+class Session:
+    """Cache of one wave of completions."""
 
-    factor: float = 1.0
-    warmup: int = 0
-    """Steps over which it rises to the factor, because the optimizer is new."""
-    taken: int = 0
-
-    def next(self) -> float:
-        self.taken += 1
-        return self.factor * (1.0 if self.taken >= self.warmup else self.taken / self.warmup)
-
-
-class StageOptimizer:
-    """most: no step is taken with a higher learning rate."""
-
-    def __init__(self, runtime: StageRuntime, most: float = math.inf) -> None:
-        self.adam = make_adam(runtime)
-        self.lr_scale = LrScale()
-        self.squared_norm = 0.0
-        """The last raw gradient's over the layers, before clipping: CheckFree weights this stage by
-        it."""
-        self.last_commit = Taken()
-        self.lock = threading.Lock()
-        """Held while the weights move."""
-        self.moving = trio.Lock()
-        """Held from where a step is counted to where it is taken."""
-        self._runtime = runtime
-        self._most = most
-
-    def measure(self) -> float | None:
-        """Squared norm of the final gradients, to which the tail adds nothing for a tied embedding;
-        None where it is not finite."""
-        shared, index = self._runtime.embedding(), self._runtime.spec.index
-        squared = layers = 0.0
-        for name, parameter in self._runtime.model.named_parameters():
-            if parameter.grad is not None and not (parameter is shared and index > 0):
-                # the sum of squares is made on the host: MPS has no float64
-                part = float(torch.linalg.vector_norm(parameter.grad.float())) ** 2
-                squared += part
-                layers += part if ".layers." in name else 0.0
-        if not math.isfinite(squared):
-            return None
-        self.squared_norm = layers
-        return squared
-
-    def step(self, clip: float, learning_rate: float) -> bool:
-        """Whether the learning rate was within the bound. Raises DeviceError where the device fails
-        in the middle."""
-        if self.adam is None:
-            return True
-        try:
-            with self.lock:
-                return self._move(self.adam, clip, learning_rate)
-        except (RuntimeError, MemoryError) as error:
-            if not is_device_error(error):
-                raise
-            raise DeviceError(f"half of a step: {error}") from error
-
-    def _move(self, adam: torch.optim.AdamW, clip: float, learning_rate: float) -> bool:
-        for parameter in self._runtime.parameters():
-            if parameter.grad is not None and clip < 1.0:
-                parameter.grad.mul_(clip)
-        own = self.lr_scale.next()
-        rates = [learning_rate * (1.0 if group["shared"] else own) for group in adam.param_groups]
-        for group, rate in zip(adam.param_groups, rates, strict=True):
-            group["lr"] = min(rate, self._most)
-        adam.step()
-        return max(rates) <= self._most
+    fingerprint: bytes
+    cache: DynamicCache
+    rows: list[int]
+    """(n,) unfinished completions, ascending."""
+    mask: torch.Tensor
+    """(n, tokens so far)."""
+    position: torch.Tensor
+    """(n, 1) of the latest token."""
 
 
-def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
-    """The optimizer of what is trained here; None where that is nothing.
+class Sessions:
+    """Open sessions by name."""
 
-    A tied embedding goes at the crew's learning rate alone, or its two copies would part.
-    """
-    shared = runtime.embedding()
-    own = [p for p in runtime.parameters() if p is not shared]
-    groups = [
-        {"params": params, "shared": ends}
-        for params, ends in ((own, False), ([] if shared is None else [shared], True))
-        if params
-    ]
-    return torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY) if groups else None
+    def __init__(self) -> None:
+        self._sessions: dict[bytes, Session] = {}
 
+    def __len__(self) -> int:
+        return len(self._sessions)
 
-# The split: the model's own transformers class with a shorter configuration. A stage without the
-# head has the identity in its place, so its `logits` are the hidden state for the next stage.
+    def open(
+        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
+    ) -> None:
+        """Store a prefilled cache of Q prompts, repeated for their completions. Replaces a session
+        of this name."""
+        cache.batch_repeat_interleave(prompts.num_generations)
+        mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
+        position = mask.sum(1, keepdim=True) - 1
+        self._sessions[session] = Session(
+            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
+        )
 
+    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
+        """Return the session with room for one more token of each of `rows`, and without others.
 
-def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
-    """The whole model's config with this stage's layers only."""
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = spec.layers
-    if getattr(config, "layer_types", None):  # which layers see a sliding window only
-        own.layer_types = list(config.layer_types[spec.first : spec.last])
-    own.tie_word_embeddings = spec.tied and spec.stages == 1
-    return own
+        Raises:
+            BadMessage: session (not open), fingerprint (another policy), rows.
+        """
+        kept = self._sessions.get(session)
+        if kept is None:
+            raise BadMessage("session", "not open here")
+        if kept.fingerprint != fingerprint:
+            raise BadMessage("fingerprint", "the session belongs to another policy")
+        if rows != kept.rows:
+            where = {row: i for i, row in enumerate(kept.rows)}
+            if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):
+                raise BadMessage("rows", "not an ascending choice of the remaining rows")
+            index = torch.tensor([where[row] for row in rows])
+            kept.cache.batch_select_indices(index)
+            kept.mask, kept.position, kept.rows = kept.mask[index], kept.position[index], rows
+        kept.mask = torch.cat([kept.mask, torch.ones_like(kept.position)], 1)
+        kept.position = kept.position + 1
+        return kept
 
+    def drop(self, session: bytes) -> None:
+        self._sessions.pop(session, None)
 
-def build_stage(
-    config: PretrainedConfig,
-    spec: StageSpec,
-    read: Callable[[str], torch.Tensor],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """The stage with weights `read(name in the whole model)`. Memory is taken for its own tensors
-    only.
-
-    Raises Incompatible when the weights do not have the shapes of `config`.
-    """
-    own = stage_config(config, spec)
-    # shapes without memory: the ends that are cut off would be the largest tensors
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(own, dtype=dtype)
-    cut_ends(model, spec)
-    # buffers that no file holds
-    model.model.rotary_emb = type(model.model.rotary_emb)(config=own).to(device)
-    state = {}
-    for name, parameter in model.state_dict().items():
-        if name == "lm_head.weight" and own.tie_word_embeddings:
-            continue
-        tensor = read(spec.whole(name))
-        if tensor.shape != parameter.shape:
-            raise Incompatible(
-                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
-            )
-        state[name] = tensor.to(device=device, dtype=dtype)
-    model.load_state_dict(state, strict=False, assign=True)
-    model.tie_weights()
-    return model.requires_grad_(True).eval()  # no dropout, as in `policy.load`
+    def clear(self) -> None:
+        """Drop all sessions: the weights change, or the crew pauses."""
+        self._sessions.clear()
 
 
-def cut_ends(model: PreTrainedModel, spec: StageSpec) -> None:
-    """Whatever of embedding, norm and head is not this stage's is replaced by nothing."""
-    if not spec.has_embedding:
-        model.model.embed_tokens = nn.Identity()
-    if not spec.has_head:
-        model.model.norm = nn.Identity()
-        model.lm_head = nn.Identity()
+# Activations and gradients as bytes: float32, bfloat16, or int8 with a scale per 64 values. A crew
+# generates and trains with one activation codec, because rounding is part of the policy. Error per
+# hop: bfloat16 2⁻⁹ of the value, int8 1/254 of the largest value of its block.
 
 
-def load_stage(
-    directory: Path,
-    spec: StageSpec,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-) -> PreTrainedModel:
-    """The stage from a model's directory; only its own tensors are read.
-
-    Raises Unavailable when a tensor is not there or a file is damaged.
-    """
-    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
+def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
+    """Return the bytes of (R, H) float32 on any device. Raises ValueError for a value that is not
+    finite."""
+    if not bool(torch.isfinite(rows).all()):
+        raise ValueError("an activation is not finite")
+    if codec == "float32":
+        return to_bytes(rows, "<f4")
+    if codec == "bfloat16":
+        return to_bytes(bfloat16_bits(rows), "<i2")
+    return int8_to_bytes(rows.reshape(-1), int8_block(rows.shape[1]))
 
 
-def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
-    """What reads one tensor of a model's directory, by its name. Raises Unavailable, then or now,
-    where it is not there or damaged."""
-    try:
-        handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
-        where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
-    except SafetensorError as error:
-        raise Unavailable(f"{directory} is damaged: {error}") from None
-
-    def read(name: str) -> torch.Tensor:
-        try:
-            tensor: torch.Tensor = where[name].get_tensor(name)
-        except (SafetensorError, KeyError) as error:
-            raise Unavailable(f"{directory}: no weights {name} ({error})") from None
-        return tensor
-
-    return read
-
-
-def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
-    """`stage` under a LoRA adapter of peft's `settings`: base frozen, adapter float32."""
-    from peft import get_peft_model
-
-    rename_checkpointing_flag(type(stage))
-    return get_peft_model(stage, copy.deepcopy(settings)).eval()
+def decode(
+    body: bytes | memoryview, rows: int, hidden: int, codec: ActivationCodec
+) -> torch.Tensor:
+    """Return (rows, hidden) float32 on the host. Raises BadMessage: size, bounds, not_finite."""
+    if len(body) != activation_bytes(codec, rows, hidden):
+        raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")
+    if codec == "float32":
+        flat = torch.from_numpy(np.frombuffer(body, "<f4").copy())
+    elif codec == "bfloat16":
+        flat = bfloat16_values(torch.from_numpy(np.frombuffer(body, "<i2").copy()))
+    else:
+        flat = int8_from_bytes(body, rows * hidden, int8_block(hidden))
+    if not bool(torch.isfinite(flat).all()):
+        raise BadMessage("not_finite", "activations")
+    return flat.view(rows, hidden)

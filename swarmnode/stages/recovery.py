@@ -1,143 +1,542 @@
-"""Restore a lost stage: ask the members, try the sources in order, judge, heal, report. Torch.
+"""Checkpoints of stages, and how a stage is restored from them. Torch.
 
-    loading      the best remaining source; its tensors are checked and loaded
-    probation    the last micro-batches run through all stages; a stage that fails is healed, or the
-                 next source follows
-    rejoin       `Restored.install` gives the new worker its optimizer, learning rate and norm
+The holders of the stages before and after a stage (its neighbours, on a ring) store a checkpoint of
+it every `checkpoint_every` steps. Sources of a restored stage, in order; the first that passes the
+gate is taken:
 
-Two stages may be restored at once: each is judged through the other's candidate. A source that does
-not fit this device counts as absent.
+    current own checkpoint    of the crew's step or the one before
+    any checkpoint            on this node or another member, the nearest in step first
+    base                      the base model; with LoRA an untrained adapter
+
+With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
+checkpoint that is not current.
+
+The gate runs the last committed micro-batches again through all stages and bounds the KL divergence
+from the policy before.
+
+The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
+CheckFree, and `StageRecovery` is what the trainer calls. Then follow a stage's state as bytes,
+checkpoints on disk, the recorder that fills them, and the exchange between trainers, which begins
+at `StatePeer`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 
+import msgspec
 import numpy as np
+import structlog
 import torch
 import trio
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from swarmnode.errors import Incompatible, PeerError, Refused, StateError, Unavailable
-from swarmnode.policy.fingerprint import fingerprint
-from swarmnode.policy.logprobs import Batch
+from swarmnode.averaging.lora import A_MARK
+from swarmnode.errors import (
+    BadMessage,
+    Incompatible,
+    PeerError,
+    PeerTimeout,
+    Refused,
+    StateError,
+    Unavailable,
+)
+from swarmnode.files import held, sync_directory
+from swarmnode.policy.load import lora_settings
 from swarmnode.policy.micro import free_memory, is_oom
-from swarmnode.stages.model import LrScale, StageRuntime, batch_of, decode, load_stage
-from swarmnode.stages.transfer import (
-    ASK_AGAIN_SECONDS,
-    ASK_SECONDS,
-    Found,
-    Journal,
-    Kept,
-    RecoveryOrder,
-    RecoverySettings,
-    Run,
-    Source,
-    SourceKind,
-    StageState,
-    StatePeer,
-    Tensors,
-    Verdict,
-    host_copy,
-    load_moments,
-    load_weights,
-    ring,
-    run_one,
-    synthesise,
-    trained,
-    work_of,
+from swarmnode.stages import wire
+from swarmnode.stages.model import (
+    LrScale,
+    StageRuntime,
+    adapt,
+    batch_of,
+    cut_ends,
+    decode,
+    encode,
+    load_stage,
+    stage_config,
+    tensors_of,
+)
+from swarmnode.stages.pipeline import Compute, Observer, StageWorker, in_thread
+from swarmnode.stages.policy_copy import (
+    BaseTensors,
+    Parts,
+    copied,
+    copy_bytes,
+    decode_copy,
+    encode_copy,
 )
 from swarmnode.stages.wire import (
+    ABOUT_ITEM_BYTES,
+    CHUNK_BYTES,
     ActivationCodec,
-    Edge,
+    Fence,
+    Form,
     FrameLimits,
+    Have,
     Holds,
+    MicroBatch,
+    Place,
     Probe,
+    Routes,
     StageSpec,
+    activation_bytes,
     is_device_error,
+    read_f32,
+    read_micro_batch,
+    root_of,
+    state_bytes,
 )
-from swarmnode.stages.worker import StageWorker
-from swarmnode.wire.tensors import unpack_logprobs
+from swarmnode.weights.layout import Layout, elements, make_layout
+from swarmnode.wire import strict
+from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from swarmnode.config import StagesConfig
+    from swarmnode.stages.trainer import CrewModel, Stage, StageAveraging
+
+log = structlog.get_logger("swarmnode.crew")
+
+Tensors = Mapping[str, torch.Tensor]
+RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
+"""As `stages.recovery`."""
+SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
+"""Of `wire.SOURCES`."""
+Notify = Callable[[Literal["loading"], str], None]
+"""Called with the source that is tried next."""
+
+
+@dataclass(frozen=True)
+class RecoverySettings:
+    """Constants of recovery, and what the operator chooses. A crew agrees on `mode`."""
+
+    checkpoint_every: int = 20
+    """Committed steps between two checkpoints on the neighbours' disks."""
+    keep_policy: bool = False
+    """This node stores checkpoints of all stages, not only of its ring neighbours."""
+    mode: RecoveryMode = "copies"
+    """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
+    checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
+    probes: int = 8
+    """Committed micro-batches that are remembered for the gate."""
+    gate_kl: float = 0.02
+    """Nats per token of KL(before ‖ restored)."""
+    gate_nll: float = 0.05
+    """Nats per token."""
+    copy_factor: float = 10.0
+    """Factor of both bounds for an old checkpoint. It lacks some steps, so it differs more; the
+    base lacks all of them."""
+    warmup_steps: int = 10
+    """Steps over which the learning rate of a stage with a fresh optimizer rises."""
+    exact_bytes: int = 256 * 1024 * 1024
+    """A checkpoint up to this size goes to neighbours in float32 with Adam's moments; a larger one
+    in bfloat16 without."""
+    edge_bytes: int = 256 * 1024 * 1024
+    """Received activations that are remembered for the probe of an average."""
+    seconds: float = 120.0
+    """A transfer fails after this time without a byte."""
+    neighbour_seconds: float = 3600.0
+    """How long a stage waits for another stage that is being restored. Half of a 7 B model in
+    bfloat16 takes 19 minutes at 50 Mbit/s."""
+
+    def keeps_copies(self, spec: StageSpec) -> bool:
+        """Return True if this stage comes back from checkpoints, not from its neighbours."""
+        return self.mode == "copies" or (
+            self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides whether a crew may restore its stages as the papers do."""
+
+    pretrained: bool = False
+    """Training began with a published base."""
+    adapter: bool = False
+    """Only a LoRA adapter is trained."""
+
+
+def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
+    return RecoverySettings(
+        cfg.checkpoint_every, cfg.policy_copy in ("disk", "both"), mode=cfg.recovery
+    )
+
+
+def check_paper(mode: RecoveryMode, stages: int, run: Run) -> None:
+    """Check that a crew may restore its stages as the papers do.
+
+    Args:
+        stages: As configured, 0 for any number.
+
+    Raises:
+        Refused: An adapter is trained, or there are too few stages.
+    """
+    if mode == "copies":
+        return
+    if run.adapter:
+        raise Refused(
+            f"{mode} averages whole weights, and only an adapter is trained here: set"
+            " stages.recovery to copies"
+        )
+    least = 3 if mode == "checkfree" else 4
+    if stages < least:
+        raise Refused(
+            f"{mode} needs {least} or more stages, and stages.stages is {stages}: raise it, or set"
+            " stages.recovery to copies"
+        )
+    if run.pretrained:
+        log.warning(
+            "a published base's own stage is usually closer than its neighbours' average",
+            recovery=mode,
+            remedy="set stages.recovery to copies",
+        )
+
+
+# Restore one stage: load each source in turn and judge it, until one passes. A source that is
+# loaded is the candidate. Stages that are restored at the same time run each other's micro-batches
+# with their candidates, so a verdict waits until all of them have one.
+
+ASK_SECONDS: Final = 10.0
+RETRY_SECONDS: Final = (0.25, 5.0)
+"""Between two requests to a stage that is being restored: first, and at most."""
+BaseWeights = Callable[[], Tensors]
+"""Reads the weights that training began with, by the stage's names. Raises LocalError."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source from which the stage can be restored."""
+
+    name: SourceName
+    step: int | None = None
+    """Committed steps in a checkpoint; None for other sources."""
+    holder: int | None = None
+    """Stage whose holder has it; None for this machine."""
+    current: bool = False
+    """An own checkpoint of the crew's step or the one before: the gate asks for finite numbers
+    only. The probes are older than the last step, so even the exact stage differs from them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The state of a stage that was loaded from a source."""
+
+    state: StageState
+    lr_scale: LrScale
+    outer: Tensors = field(default_factory=dict)
+    """State of averaging at the same step."""
+    rng: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Restored:
+    source: Source
+    verdict: Verdict | None
+    """None where no member had a probe."""
+    passed: bool
+    """False if no source passed the gate and this one was taken anyway."""
+    tried: tuple[tuple[SourceName, str], ...]
+    """Sources that were refused before, and why."""
+    candidate: Candidate
+
+    def install(self, worker: StageWorker) -> None:
+        """Give the worker its moments, norm, learning rate and random generator. The weights are
+        in the runtime already."""
+        load_moments(worker, self.candidate.state)
+        worker.optimizer.squared_norm = self.candidate.state.squared_norm
+        worker.optimizer.lr_scale = replace(self.candidate.lr_scale)
+        if self.candidate.rng is not None:
+            torch.set_rng_state(self.candidate.rng)
+
+
+async def restore(
+    peer: StatePeer,
+    *,
+    step: int,
+    base: BaseWeights | None,
+    notify: Callable[[str], None] = lambda source: None,
+) -> Restored:
+    """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
+
+    If no source passes the gate, the first one with finite results is taken.
+
+    Raises:
+        Refused: No source can be used; the message has each source's reason.
+        PeerError: A stage that is needed for judging is gone.
+    """
+    stage = peer.stage
+    stage.phase, stage.restored = "restoring", None
+    holds = await peer.fetch.ask()
+    probes = await _newest_probes(peer, holds, step)
+    tried: list[tuple[SourceName, str]] = []
+    fallback: tuple[Source, Candidate, Verdict] | None = None
+    for source in _sources(stage, holds, step, base is not None):
+        notify(source.name)
+        candidate: Candidate | None = None
+        try:
+            candidate = await _put_in_place(peer, source, holds, base)
+            verdict = await judge(peer, probes) if probes else None
+        except PeerError as error:
+            if candidate is not None:
+                raise  # a stage that judges is gone, and the crew with it
+            reason = str(error)
+        except (StateError, Unavailable, Refused, OSError) as error:
+            reason = str(error)
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            reason = "out of memory" if is_oom(error) else f"device: {error}"
+            free_memory()
+        else:
+            if passes(source, verdict, stage.settings):
+                stage.phase = "ready"
+                return Restored(source, verdict, True, tuple(tried), candidate)
+            assert verdict is not None
+            reason = f"KL {verdict.kl:.3g}, NLL {verdict.nll_rise:+.3g} nats per token"
+            if fallback is None and verdict.finite:
+                fallback = source, candidate, verdict
+        tried.append((source.name, reason))
+        stage.phase, stage.restored = "restoring", None
+    reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a copy"
+    if fallback is None:
+        raise Refused(f"no source is left for this stage: {reasons}")
+    source, candidate, verdict = fallback
+    log.warning(
+        "no source passed the gate, taking the first finite one", taken=source.name, reason=reasons
+    )
+    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
+    stage.phase, stage.restored = "ready", candidate.state
+    return Restored(source, verdict, False, tuple(tried), candidate)
+
+
+def _sources(
+    stage: LocalStage, holds: Mapping[int, Holds], step: int, has_base: bool
+) -> list[Source]:
+    """Return the sources of this stage, the best first."""
+    copies = [
+        Source("neighbour", held.checkpoint, holder)
+        for holder, held in holds.items()
+        if held.checkpoint is not None
+    ]
+    if (own := stage.stored(stage.spec.index)) is not None:
+        current = own.own and step - 1 <= own.step <= step
+        copies.append(Source("checkpoint" if own.own else "neighbour", own.step, None, current))
+    age = lambda copy: abs(step - (copy.step or 0))
+    copies.sort(key=lambda copy: (not copy.current, age(copy), copy.holder is not None))
+    mode = stage.settings.mode
+    if mode != "copies" and not stage.settings.keeps_copies(stage.spec):
+        copies = [*(copy for copy in copies if copy.current), Source(mode)]
+    return [*copies, Source("base")] if has_base else copies
+
+
+async def _put_in_place(
+    peer: StatePeer, source: Source, holds: Mapping[int, Holds], base: BaseWeights | None
+) -> Candidate:
+    """Load the stage from `source`. Raises PeerError, StateError, Unavailable, Refused, OSError."""
+    stage = peer.stage
+    candidate = await _load(peer, source, holds, base)
+    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
+    stage.phase, stage.restored = "candidate", candidate.state
+    if stage.runtime.embedding() is not None:
+        candidate = await _tie(peer, candidate, holds)
+    return candidate
+
+
+async def _load(
+    peer: StatePeer, source: Source, holds: Mapping[int, Holds], base: BaseWeights | None
+) -> Candidate:
+    stage, spec = peer.stage, peer.stage.spec
+    if source.name in ("checkpoint", "neighbour"):
+        if source.holder is None:
+            return await peer.channel.compute(stage.read_checkpoint)
+        return stage.warming_up(await peer.fetch.state(source.holder, "checkpoint", spec.index))
+    if source.name == "base":
+        assert base is not None
+        return stage.warming_up(StageState(0, await peer.channel.compute(base)))
+    made = await _synthesise(peer, holds)
+    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+
+
+async def _synthesise(peer: StatePeer, holds: Mapping[int, Holds]) -> dict[str, torch.Tensor]:
+    """Make the stage of its neighbours. Raises Refused if they cannot give it now."""
+    spec = peer.stage.spec
+    for near in (spec.index - 1, spec.index + 1):
+        if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
+            raise Refused(f"neighbour stage {near} is lost too")
+    ends = None
+    if end_names(spec):
+        holders = [(held.ends, near) for near, held in holds.items() if held.ends is not None]
+        if not holders:
+            raise Refused("no member keeps a copy of this end's embedding or head")
+        ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
+
+    async def neighbour(stage: int) -> Neighbour:
+        layers = await peer.fetch.state(stage, "layers", stage)
+        return Neighbour(layers.weights, layers.squared_norm)
+
+    before = None if spec.has_embedding else await neighbour(spec.index - 1)
+    after = None if spec.has_head else await neighbour(spec.index + 1)
+    return await peer.channel.compute(lambda: synthesise(spec, before, after, ends=ends))
+
+
+async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]) -> Candidate:
+    """Return the candidate with the other end's embedding and moments: both ends must have the same
+    tied embedding. If both ends are lost, they use that of stage 0."""
+    stage, spec = peer.stage, peer.stage.spec
+    other = spec.stages - 1 if spec.has_embedding else 0
+    if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
+        return candidate
+    theirs, state = await peer.fetch.state(other, "tied", other), candidate.state
+    (name,) = theirs.weights
+    merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
+    state = replace(
+        state,
+        weights=merge(state.weights, theirs.weights),
+        first=merge(state.first, theirs.first),
+        second=merge(state.second, theirs.second),
+        counts=merge(state.counts, theirs.counts),
+    )
+    await peer.channel.compute(partial(load_weights, stage.runtime, state.weights))
+    stage.restored = state
+    return replace(candidate, state=state)
+
+
+async def _newest_probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
+    """Return the probes of the newest committed step, from the last stage if it has them, else from
+    any member."""
+    own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
+    found = {own: peer.stage.recorder.probes}
+    for holder, there in holds.items():
+        if there.probes is not None:
+            with contextlib.suppress(PeerError):
+                found[holder] = await peer.fetch.probes(holder)
+    committed = [
+        (max(probe.step for probe in known), holder == tail, -holder, known)
+        for holder, probes in found.items()
+        if (known := [probe for probe in probes if probe.step < step])
+    ]
+    return max(committed)[3] if committed else []
+
+
+def base_stage(directory: Path, spec: StageSpec) -> BaseWeights:
+    """Return a reader of the stage's weights in a model's directory."""
+    return lambda: {n: host_copy(p) for n, p in load_stage(directory, spec).named_parameters()}
+
+
+def base_adapter(runtime: StageRuntime) -> BaseWeights:
+    """Return a reader of the untrained adapter, which is in `runtime` before anything is
+    restored."""
+    untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
+    return lambda: untrained
+
 
 # The gate: the last committed micro-batches run again through all stages.
 #
 #     r = log π_new(token) − log π_old(token)     over tokens that were trained on
 #     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 #
-# π_old is the tail's output before the step of that micro-batch. Only the newest step's micro-
-# batches count: later learning would look like damage. A damaged policy earns equal rewards
-# everywhere, so training cannot repair it.
+# π_old is the last stage's output before the step that trained on the micro-batch. Only the newest
+# step's micro-batches count: what was learnt after an older one would look like damage. A damaged
+# policy earns equal rewards for all answers, so training cannot repair it.
 
-AT_ONCE = 2
-"""Probes on their way through the stages."""
-LEAST, ROWS = 2, 2048
-"""Probes, and rows of them, that are enough: a token's r of a stage in order is some hundredths, so
-that their mean square is known to a tenth, and at 7 B more would be minutes of a home's line, for
-each source that is tried."""
+LEAST_PROBES, PROBE_ROWS = 2, 2048
+"""Enough probes, and enough rows in them. r of a restored stage has a standard deviation of some
+hundredths, so 2,048 rows give its mean square to a tenth. More rows would take minutes on a home
+line at 7 B."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Nats per token by which the policy changed; not finite if a number was not."""
+
+    kl: float
+    nll_rise: float
+    tokens: int
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.kl) and math.isfinite(self.nll_rise)
+
+
+def passes(source: Source, verdict: Verdict | None, settings: RecoverySettings) -> bool:
+    """Return True if the gate lets a stage from `source` train.
+
+    Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
+    finite numbers are enough. Otherwise both bounds apply, times `copy_factor` for a checkpoint.
+    """
+    if verdict is None:
+        return True
+    if source.current or settings.mode != "copies":
+        return verdict.finite
+    room = settings.copy_factor if source.name in ("checkpoint", "neighbour") else 1.0
+    return verdict.kl < room * settings.gate_kl and verdict.nll_rise < room * settings.gate_nll
 
 
 async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
-    """`peer.stage.runtime` in its place among the others. `probes` is not empty.
+    """Run the newest of `probes`, which is not empty, through all stages.
 
-    Raises PeerError when a stage is gone or never gets ready, and what `is_device_error` knows.
+    Raises:
+        PeerError: A stage is gone, or is not restored in time.
+        RuntimeError: As `is_device_error` knows.
     """
-    shifts: list[np.ndarray] = []
-    errors: list[Exception] = []
-    waiting = enough(probes)
-
-    async def work() -> None:
-        while waiting and not errors:
-            try:
-                shifts.append(await _shift(peer, waiting.pop()))
-            except (PeerError, ValueError) as error:
-                errors.append(error)
-            except (RuntimeError, MemoryError) as error:
-                if not is_device_error(error):
-                    raise
-                errors.append(error)
-
-    async with trio.open_nursery() as nursery:
-        for _ in range(AT_ONCE):
-            nursery.start_soon(work)
-    for error in errors:
-        if not isinstance(error, (Incompatible, ValueError)):
-            raise error
-    if errors:
-        return Verdict(float("inf"), float("inf"), 0, finite=False)
+    shifts = []
+    for probe in enough(probes):
+        try:
+            shifts.append(await _shift(peer, probe))
+        except (Incompatible, ValueError):  # a number is not finite
+            return Verdict(math.inf, math.inf, 0)
     return verdict_of(np.concatenate(shifts))
 
 
 def enough(probes: Sequence[Probe]) -> list[Probe]:
-    """The last of the newest step's."""
+    """Return the last probes of the newest step, as many as the gate needs."""
     newest, rows, chosen = max(probe.step for probe in probes), 0, list[Probe]()
     for probe in reversed([probe for probe in probes if probe.step == newest]):
-        if len(chosen) < LEAST or rows < ROWS:
+        if len(chosen) < LEAST_PROBES or rows < PROBE_ROWS:
             chosen.append(probe)
             rows += probe.rows
     return chosen
 
 
 def verdict_of(shift: np.ndarray) -> Verdict:
-    """shift: (tokens,) r as above."""
+    """Args: shift: (tokens,) r as above."""
     shift = shift.astype(np.float64)
     return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
 
 
 async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
-    """(tokens,) r. Raises ValueError or Incompatible where numbers are not finite, here or
-    elsewhere."""
-    micro_batch = work_of(probe, peer.stage.limits)
-    old = unpack_logprobs(probe.logprobs)
+    """Return (tokens,) r. Raises ValueError or Incompatible if a number of any stage is not
+    finite."""
+    work, old = work_of(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
     x = b""
     for stage in range(peer.stage.spec.stages):
         if stage == peer.stage.spec.index:
             x = await peer.channel.compute(
-                partial(run_one, peer.stage.runtime, micro_batch, x, peer.stage.codec)
+                partial(run_one, peer.stage.runtime, work, x, peer.stage.codec)
             )
         else:
             x = await peer.fetch.run_at(stage, probe, len(old), x)
@@ -147,665 +546,1803 @@ async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
     return new - old
 
 
-# Local distillation: a damaged stage learns the lost stage's recorded inputs and outputs.
+def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: ActivationCodec) -> bytes:
+    """Run one micro-batch through one stage, without gradient.
+
+    Args:
+        x: Activations in the crew's codec; empty at stage 0.
+
+    Returns:
+        Activations; at the tail log-probabilities of the completion tokens, float32.
+
+    Raises:
+        BadMessage: `x` is not activations of this micro-batch.
+        ValueError: The stage's own numbers are not finite.
+    """
+    batch = batch_of(work, runtime.device)
+    entered = (
+        None
+        if runtime.spec.has_embedding
+        else decode(x, work.rows, runtime.hidden_size, codec).to(runtime.device)
+    )
+    if not runtime.spec.has_head:
+        return encode(runtime.forward(batch, entered), codec)
+    logprobs = (
+        runtime.score(batch, entered, work.temperature)[0][batch.completion_mask].float().cpu()
+    )
+    if not bool(torch.isfinite(logprobs).all()):
+        raise ValueError("a log-probability is not finite")
+    return pack_logprobs(logprobs.numpy())
+
+
+# Synthesis of a stage without a copy: CheckFree and CheckFree+ (arXiv 2506.15461 §3).
 #
-#     inner stage, head    squared error of its output, relative to the size of the recorded output
-#     tail                 squared error of its log-probabilities against the recorded ones
+#     inner stage   W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}),  ω_j = ‖∇W_j‖²,
+#                   then lr_i ← 1.1 lr_i   (algorithm 1)
+#     an end        first ← second, last ← last but one; embedding, norm and head from
+#                   neighbours' copies (CheckFree+)
+#
+# ω is the squared norm of the last raw gradient. The authors' code takes it after clipping to a
+# common norm, which makes both weights equal as soon as both clip.
 
-SMALLEST: Final = 0.01
-"""A tensor that is smaller is treated as if it had this root mean square: a new adapter's B is
-zero."""
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One committed micro-batch as the lost stage had it."""
-
-    batch: Batch
-    x: torch.Tensor | None
-    """(R, H) that came to it; None for the head, which has the ids."""
-    y: torch.Tensor
-    """(R, H) that it made of it; at the tail (tokens,) log-probabilities."""
-    temperature: float
+LEARNING_RATE_FACTOR: Final = 1.1
+"""Algorithm 1, line 4; once, not for each recovery."""
 
 
 @dataclass(frozen=True)
-class Healing:
-    steps: int
-    before: float
-    """Mean of the loss over all pairs."""
-    after: float
+class Neighbour:
+    """The layers of a stage next to the lost one, and their last gradient norm."""
+
+    layers: Mapping[str, torch.Tensor]
+    """Its layers' tensors by their local names, `model.layers.0.…`; others are ignored."""
+    squared_norm: float
+    """‖∇W‖² over those layers at the last step, before clipping."""
 
 
-def pairs_of(
-    runtime: StageRuntime,
-    edges: Sequence[Edge],
-    probes: Sequence[Probe],
-    limits: FrameLimits,
-    codec: ActivationCodec,
-    judged: int,
-) -> list[Pair]:
-    """What can be put together from neighbours' `edges` and, at the tail, `probes`; the newest
-    last. They were checked.
+def synthesise(
+    spec: StageSpec,
+    before: Neighbour | None,
+    after: Neighbour | None,
+    *,
+    ends: Tensors | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return weights for the lost stage `spec`, by local name, in new memory.
 
-    The last `judged` probes are left out: the stage is judged by them.
+    Args:
+        before: Stage `spec.index - 1`.
+        after: Stage `spec.index + 1`.
+        ends: True copies of the embedding, or of norm and head, by local name.
+
+    Raises:
+        Refused: A neighbour or the true copy is missing.
+        Incompatible: The neighbours' layers are not this stage's.
     """
-    spec = runtime.spec
-    number = lambda item: (item.step, item.micro_batch)  # a new roster counts micro-batches anew
-    inputs = {number(edge): edge for edge in edges if edge.target == spec.index}
-    outputs: dict[tuple[int, int], Edge | Probe] = {
-        number(edge): edge for edge in edges if edge.source == spec.index
+    if spec.has_embedding or spec.has_head:
+        layers = layers_of(after if spec.has_embedding else before, spec)
+        state = {name: tensor.clone() for name, tensor in layers.items()}
+    else:
+        state = average(before, after, spec)
+    for name in end_names(spec):
+        if ends is None or name not in ends:
+            raise Refused(f"{name} is in one stage only: it needs a true copy, and none is left")
+        state[name] = ends[name].clone()
+    return state
+
+
+def average(
+    before: Neighbour | None, after: Neighbour | None, spec: StageSpec
+) -> dict[str, torch.Tensor]:
+    """Return the average of algorithm 1, line 3, computed in float64. Two zero gradients weigh
+    alike."""
+    left, right = layers_of(before, spec), layers_of(after, spec)
+    assert before is not None
+    assert after is not None
+    weights = (before.squared_norm, after.squared_norm)
+    if left.keys() != right.keys() or any(left[n].shape != right[n].shape for n in left):
+        raise Incompatible("the neighbours' layers are not alike")
+    if not all(math.isfinite(w) and w >= 0 for w in weights):
+        raise Incompatible(f"squared gradient norms of {weights[0]} and {weights[1]}")
+    share = weights[0] / sum(weights) if sum(weights) else 0.5
+    return {
+        n: (share * left[n].double() + (1.0 - share) * right[n].double()).to(left[n].dtype)
+        for n in left
     }
-    if spec.has_head:
-        outputs = {number(probe): probe for probe in probes}
-    judges = {number(probe) for probe in probes[-judged:]}
-    out = []
-    for key, after in sorted(outputs.items(), key=lambda item: item[0]):
-        before = inputs.get(key)
-        if key in judges:
-            continue
-        if before is None and not spec.has_embedding:
-            continue
-        if before is not None and (before.about, before.rows) != (after.about, after.rows):
-            continue  # two neighbours that do not agree what it was
-        work = work_of(after, limits)
-        unpack = lambda edge: decode(edge.body, edge.rows, runtime.hidden_size, codec).to(
-            runtime.device
-        )
-        y = (
-            torch.tensor(unpack_logprobs(after.logprobs), device=runtime.device)
-            if isinstance(after, Probe)
-            else unpack(after)
-        )
-        x = None if spec.has_embedding else unpack(before)
-        out.append(Pair(batch_of(work, runtime.device), x, y, work.temperature))
-    return out
 
 
-def heal(runtime: StageRuntime, pairs: Sequence[Pair], steps: int, rate: float) -> Healing:
-    """`steps` of AdamW over `pairs` in turn, at `rate` of each tensor's root mean square, falling
-    to zero. Where that did not help, the weights are as before.
+def layers_of(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.Tensor]:
+    """Return a neighbour's layers.
 
-    A tied embedding is left alone: the other end has it too. `pairs` is not empty.
+    Raises:
+        Refused: The neighbour is lost too.
+        Incompatible: It has another number of layers, or numbers that are not finite.
     """
-    shared = runtime.embedding()
-    parameters = [p for p in runtime.parameters() if p is not shared]
-    kept = [p.detach().clone() for p in parameters]
-    before = _mean(runtime, pairs)
-    sizes = [
-        rate * max(float(p.detach().float().square().mean().sqrt()), SMALLEST) for p in parameters
-    ]
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in parameters], weight_decay=0.0)
-    for step in range(steps):
-        for group, size in zip(optimizer.param_groups, sizes, strict=True):
-            group["lr"] = size * (1.0 - step / steps)
-        loss = _loss(runtime, pairs[step % len(pairs)])
-        loss.backward()
-        optimizer.step()
-        for parameter in runtime.parameters():
-            parameter.grad = None
-    after = _mean(runtime, pairs)
-    if not after < before:
-        with torch.no_grad():
-            for parameter, old in zip(parameters, kept, strict=True):
-                parameter.copy_(old)
-        after = before
-    return Healing(steps, before, after)
+    if neighbour is None:
+        raise Refused(f"stage {spec.index}'s neighbour is lost too")
+    found = {name: tensor for name, tensor in neighbour.layers.items() if ".layers." in name}
+    count = len({name.split(".layers.")[1].split(".")[0] for name in found})
+    if count != spec.layers:
+        raise Incompatible(f"a neighbour of {count} layers for a stage of {spec.layers}")
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in found.values()):
+        raise Incompatible("a neighbour's weights are not finite")
+    return found
+
+
+def end_names(spec: StageSpec) -> list[str]:
+    """Return the local names of the tensors that an end stage has beside its layers."""
+    names = ["model.embed_tokens.weight"] if spec.has_embedding else []
+    if spec.has_head:
+        tied_here = spec.tied and spec.stages == 1
+        names += ["model.norm.weight"] if tied_here else ["model.norm.weight", "lm_head.weight"]
+    return names
+
+
+# The trainer's view of recovery, across crews.
+
+
+class StageRecovery:
+    """Keeps this node's checkpoints and restores its stage.
+
+    Args:
+        directory: The trainer's.
+        averaging: Returns the averaging of the stage that is held now.
+        more: Returns other fields of `facts` for a step of the crew.
+        connect: Opens a state stream to each other stage; raises PeerError.
+        owner: `trainer.state.owner` of the policy, for exports.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        settings: RecoverySettings,
+        model: CrewModel,
+        averaging: Callable[[], StageAveraging | None] = lambda: None,
+        more: Callable[[int], dict[str, int]] = lambda step: {},
+        *,
+        connect: Callable[[wire.Assigned], Awaitable[dict[int, trio.abc.Stream]]],
+        owner: str,
+    ) -> None:
+        self.outer: Tensors = {}
+        """State of averaging from the own checkpoint; empty after any other source."""
+        self.peer: StatePeer | None = None
+        """This node's end of the state streams, while there is a crew."""
+        self._directory = directory / CHECKPOINTS
+        self._store = CheckpointStore(self._directory)
+        self._settings = settings
+        self._model = model
+        self._averaging = averaging
+        self._more = more
+        self._connect = connect
+        self._owner = owner
+        self._layouts: tuple[Layout, ...] = ()
+        self._arrivals: dict[int, Arrival] = {}
+        self._recorder: Recorder | None = None
+        self._taken_anyway = 0
+
+    def copies(self) -> tuple[wire.Copy, ...]:
+        """Return the newest checkpoints on this node's disk. In a thread."""
+        coming = self._store.coming  # read before the files, since it may become one meanwhile
+        found = {about.path: about for about in find_checkpoints(self._directory)}
+        if coming is not None:
+            found[coming.path] = coming
+        newest = sorted(found.values(), key=lambda about: -about.step)[: wire.COPIES - 1]
+        return tuple(
+            wire.Copy(
+                lineage=bytes.fromhex(about.identity.lineage),
+                first=about.identity.block(about.stage)[0],
+                last=about.identity.block(about.stage)[1],
+                step=about.step,
+                where="disk" if about.own else "neighbour",
+            )
+            for about in newest
+        )
+
+    def prepare(self, assigned: wire.Assigned) -> None:
+        """Open what this node has on disk for the assigned stage. In a thread."""
+        self._recorder = None  # it holds a checkpoint of the stage before
+        self._store.flush()
+        model = self._model
+        lora = lora_settings(model.policy) if model.terms.lora.r else None
+        specs = wire.stage_specs(model.config, assigned.layers)
+        layouts = stage_layouts(model.config, specs, lora, model.terms.frozen_a)
+        identity = CheckpointIdentity(assigned.lineage.hex(), assigned.layers, self._owner)
+        if layouts != self._layouts:
+            self._arrivals.clear()
+        self._layouts = layouts
+        kept = kept_stages(assigned.stage, len(specs), self._settings)
+        self._store.begin(identity, kept)
+
+    def built(self, stage: Stage) -> None:
+        """A stage with the base model's weights is in memory."""
+        averaging = self._averaging()
+        self.outer = {}
+        self._recorder = Recorder(
+            stage.runtime.spec,
+            self._settings,
+            self._layouts,
+            self._store,
+            averaging.tensors if averaging is not None else dict,
+        )
+        stage.observers.append(self._recorder)
+
+    @contextlib.asynccontextmanager
+    async def open(self, assigned: wire.Assigned, stage: Stage) -> AsyncIterator[None]:
+        """Open the state streams, over which this node requests and serves checkpoints, and close
+        them with the context. Raises PeerError."""
+        assert self._recorder is not None
+        averaging = self._averaging()
+        streams = await self._connect(assigned)
+        try:
+            local = LocalStage(
+                stage.runtime,
+                self._model.limits(),
+                self._layouts,
+                self._model.terms.codec,
+                self._recorder,
+                self._store,
+                base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
+                arrivals=self._arrivals,
+            )
+            place = Place(assigned.crew[: wire.CREW_BYTES], assigned.stage, assigned.step)
+            fence = Fence(place, len(assigned.layers))
+            self.peer = peer = StatePeer(local, fence, streams, stage.meter)
+            async with trio.open_nursery() as nursery:
+                await nursery.start(peer.run)
+                if averaging is not None:
+                    averaging.probe.open(peer)
+                yield
+                nursery.cancel_scope.cancel()
+        finally:
+            self.peer = self._recorder.sharing = None
+            if averaging is not None:
+                averaging.probe.close()
+            with trio.CancelScope(shield=True):
+                for stream in streams.values():
+                    await trio.aclose_forcefully(stream)
+
+    async def restore(
+        self, stage: Stage, assigned: wire.Assigned, notify: Notify
+    ) -> tuple[str, float | None]:
+        """Fill `stage` and return (source, KL of the gate).
+
+        Raises:
+            Refused: No source is left.
+            PeerError: A member that is needed is gone.
+        """
+        assert self.peer is not None
+        restored = await restore(
+            self.peer,
+            step=assigned.step,
+            base=self._base(stage),
+            notify=lambda source: notify("loading", source),
+        )
+        self._arrivals.pop(assigned.stage, None)
+        restored.install(stage.worker)
+        self.outer = restored.candidate.outer
+        self._taken_anyway += not restored.passed
+        for source, why in restored.tried:
+            log.info("source refused", source=source, reason=why)
+        log.info(
+            "weights restored",
+            source=restored.source.name,
+            step=assigned.step,
+            source_step=restored.source.step,
+        )
+        return restored.source.name, None if restored.verdict is None else restored.verdict.kl
+
+    def _base(self, stage: Stage) -> BaseWeights:
+        """Return a reader of the weights that training began with. Before anything is restored."""
+        if self._model.terms.lora.r > 0:
+            return base_adapter(stage.runtime)
+        return base_stage(self._model.directory, stage.runtime.spec)
+
+    def attach(self, assigned: wire.Assigned, worker: StageWorker) -> None:
+        """The stage has its weights; `worker` has not begun."""
+        assert self.peer is not None
+        self.peer.attach(worker, assigned.step)
+
+    def progress(self) -> int:
+        """Return a number that grows while weights arrive or the disk is written: such a stage is
+        not stuck."""
+        writing = int(time.monotonic()) if self._store.busy else 0
+        return writing + (self.peer.channel.progress if self.peer is not None else 0)
+
+    def facts(self, step: int) -> dict[str, int]:
+        """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and `more`."""
+        kept = self.peer.sharing.kept if self.peer is not None else {}
+        if kept:
+            newest = max(kept.values())
+            ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
+        elif self.peer is not None and self.peer.channel.streams:
+            ages = {"checkpoint_age_steps": step}  # the loss of this stage would cost all steps
+        else:
+            ages = {}
+        return {**ages, **self._more(step)}
+
+    def refused(self) -> dict[str, int]:
+        """Return counts of `wire.STATE_REFUSALS`."""
+        counts = Counter(self.peer.channel.refused if self.peer is not None else {})
+        if self._taken_anyway:
+            counts["gate"] = self._taken_anyway
+        return dict(counts)
+
+    def fault(self) -> tuple[int, str] | None:
+        """Return the stage that sent garbage on a state stream, and the reason."""
+        return self.peer.channel.fault if self.peer is not None else None
+
+    def forget(self) -> None:
+        """The weights in memory are not a stage any more: never write them."""
+        if self._recorder is not None:
+            self._recorder.unwritten = None
+
+    def close(self) -> None:
+        """Write the last step of the stage and stop: the trainer ends."""
+        if self._recorder is not None:
+            self._recorder.write_last()
+            self._recorder = None
+        self._store.close()
+
+
+# A stage's training state in host memory, as bytes, and back:
+#
+#     exact    weights ‖ first moments ‖ second moments ‖ counts, float32: 12 bytes/parameter
+#     small    weights, bfloat16: 2 bytes/parameter, relative error 2⁻⁹; a new optimizer
+#     plain    weights, float32: parts of a stage that travel for CheckFree
+#
+# Under LoRA that is the adapter, otherwise every tensor of the stage.
+
+BLOCK_VALUES: Final = 2**20
+"""Values that are checked at a time."""
+
+
+@dataclass(frozen=True)
+class StageState:
+    """One stage after `step` committed steps; tensors by the stage's own names."""
+
+    step: int
+    weights: Tensors
+    first: Tensors = field(default_factory=dict)
+    """AdamW's first moments; empty where they are not kept. Likewise `second` and `counts`."""
+    second: Tensors = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """Steps that AdamW has taken for each tensor."""
+    squared_norm: float = 0.0
+
+
+def layout_of(model: torch.nn.Module) -> Layout:
+    return make_layout(
+        (name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad
+    )
+
+
+def stage_layouts(
+    config: PretrainedConfig,
+    specs: Sequence[StageSpec],
+    lora: LoraConfig | None = None,
+    frozen_a: bool = False,
+) -> tuple[Layout, ...]:
+    """Return the layout of what is trained in each stage, from shapes only.
+
+    Args:
+        frozen_a: Every node derives the adapter's A, which is not trained.
+    """
+    layouts = []
+    for spec in specs:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                stage_config(config, spec), dtype=torch.float32
+            )
+            cut_ends(model, spec)
+            model.tie_weights()
+            model = model if lora is None else adapt(model, lora)
+        layout = layout_of(model)
+        layouts.append(tuple(t for t in layout if not (frozen_a and A_MARK in t.name)))
+    return tuple(layouts)
+
+
+def form_of(layout: Layout, settings: RecoverySettings) -> Form:
+    """Return the form in which a stage goes to its neighbours."""
+    return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
+
+
+def trained(runtime: StageRuntime) -> dict[str, torch.Tensor]:
+    """Return the live tensors that are trained."""
+    return {name: p for name, p in runtime.model.named_parameters() if p.requires_grad}
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
+
+
+def live_state(worker: StageWorker) -> StageState:
+    """Return the worker's state between two steps. Its tensors are the live ones, not copies."""
+    adam = worker.optimizer.adam
+    weights, first, second, counts = trained(worker.runtime), {}, {}, {}
+    for name, parameter in weights.items():
+        if moments := adam.state.get(parameter) if adam is not None else None:
+            first[name], second[name] = moments["exp_avg"], moments["exp_avg_sq"]
+            counts[name] = float(moments["step"])
+    return StageState(
+        worker.participant.step, weights, first, second, counts, worker.optimizer.squared_norm
+    )
+
+
+def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
+    """Overwrite what is trained.
+
+    Raises:
+        Incompatible: Names or shapes differ, or a value is not finite. Nothing has changed then.
+    """
+    own = trained(runtime)
+    if weights.keys() != own.keys():
+        raise Incompatible(f"weights for another stage: {sorted(weights.keys() ^ own.keys())[:3]}")
+    for name, tensor in weights.items():
+        if tensor.shape != own[name].shape:
+            raise Incompatible(f"{name} is {tuple(tensor.shape)}, not {tuple(own[name].shape)}")
+        if not bool(torch.isfinite(tensor).all()):
+            raise Incompatible(f"{name} is not finite")
+    with torch.no_grad():
+        for name, tensor in weights.items():
+            own[name].copy_(tensor)
+
+
+def load_moments(worker: StageWorker, state: StageState) -> None:
+    """Give AdamW the moments of the tensors that have them."""
+    adam = worker.optimizer.adam
+    if adam is None:
+        return
+    for name, parameter in trained(worker.runtime).items():
+        if state.counts.get(name, 0.0) > 0:
+            adam.state[parameter] = {
+                "step": torch.tensor(state.counts[name], dtype=torch.float32),
+                "exp_avg": state.first[name].to(parameter.device, parameter.dtype, copy=True),
+                "exp_avg_sq": state.second[name].to(parameter.device, parameter.dtype, copy=True),
+            }
 
 
 @torch.no_grad()
-def _mean(runtime: StageRuntime, pairs: Sequence[Pair]) -> float:
-    return sum(float(_loss(runtime, pair)) for pair in pairs) / len(pairs)
+def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
+    """Return `state_bytes(layout, form)` bytes. Tensors that are missing are zero."""
+    body = bytearray(state_bytes(layout, form))
+    if not body:
+        return body
+    flat = as_tensor(body).view(torch.bfloat16 if form == "small" else torch.float32)
+    at = 0
+    for tensors in (state.weights, state.first, state.second)[: 3 if form == "exact" else 1]:
+        for spec in layout:
+            if spec.name in tensors:
+                flat[at : at + spec.elements].copy_(tensors[spec.name].reshape(-1))
+            at += spec.elements
+    if form == "exact":
+        flat[at:] = torch.tensor([state.counts.get(spec.name, 0.0) for spec in layout])
+    return body
 
 
-def _loss(runtime: StageRuntime, pair: Pair) -> torch.Tensor:
-    if runtime.spec.has_head:
-        logprobs = runtime.logprobs(pair.batch, pair.x, pair.temperature)[0][
-            pair.batch.completion_mask
-        ]
-        return (logprobs - pair.y).square().mean()
-    out = runtime.hidden(pair.batch, pair.x)
-    return (out - pair.y).square().mean() / pair.y.square().mean().clamp_min(1e-12)
+def check_state(body: torch.Tensor, layout: Layout, form: Form) -> None:
+    """Check the body (bytes,) of a checkpoint, a block at a time.
 
-
-# Restoration of one stage.
-
-PAUSE_SECONDS: Final = 30.0
-
-T = TypeVar("T")
-Base = Callable[[], Tensors]
-"""The stage that training began with, or under LoRA its untrained adapter, by the stage's own
-names. Raises LocalError."""
-Notify = Callable[[Literal["loading", "probation"], SourceKind], None]
-
-
-@dataclass(frozen=True)
-class Replica:
-    """The same stage of another crew, verbatim: replicas that were averaged are two policies, and
-    their mean is a third."""
-
-    weights: Tensors
-    """φ."""
-    outer: Tensors = field(default_factory=dict)
-    """Whatever the outer step keeps; handed through."""
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What was done, and what the new member needs; `install` it before it runs."""
-
-    kind: SourceKind
-    step: int | None
-    """Committed steps in the weights; None where that cannot be said."""
-    holder: int | None
-    """Stage that had them; None: this machine, a replica, or made of neighbours."""
-    verdict: Verdict | None
-    """None where nobody had a probe."""
-    healings: tuple[Healing, ...]
-    tried: tuple[tuple[SourceKind, str], ...]
-    """What was refused before, and why."""
-    kept: Kept
-
-    def install(self, worker: StageWorker) -> None:
-        """Moments, norm, learning rate, generator. The weights are in the runtime already."""
-        load_moments(worker, self.kept.state)
-        worker.optimizer.squared_norm = self.kept.state.squared_norm
-        worker.optimizer.lr_scale = replace(self.kept.lr_scale)
-        if self.kept.rng is not None:
-            torch.set_rng_state(self.kept.rng)
-
-
-async def restore(
-    peer: StatePeer,
-    *,
-    step: int,
-    run: Run,
-    hash: bytes = b"",
-    journal: Journal | None = None,
-    base: Base | None = None,
-    replica: Callable[[], Awaitable[Replica]] | None = None,
-    notify: Notify = lambda phase, kind: None,
-) -> Restored:
-    """The stage `peer.stage.runtime` as good as it can be had; `step` is how many the crew has
-    committed, `hash` their step hash. `peer.run` must be running.
-
-    Without a `base` there is no R3: a run from scratch has none that is worth anything.
-
-    Raises Refused where no source is left (R6), with every source's reason, and PeerError when a
-    stage that is needed for judging is gone.
+    Raises:
+        BadMessage: size, not_finite, bounds (a second moment or a count below zero).
     """
-    settings = peer.stage.settings
-    peer.stage.phase, peer.stage.kind, peer.stage.restored, peer.stage.exhausted = (
-        "empty",
-        SourceKind.NONE,
-        None,
-        False,
-    )
-    holds = await _ask(peer)
-    kept = {
-        stage: holds[stage]
-        for stage in ring(peer.stage.spec.index, peer.stage.spec.stages)
-        if stage in holds
+    if len(body) != state_bytes(layout, form):
+        raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
+    values = body.view(torch.bfloat16 if form == "small" else torch.float32)
+    weights = elements(layout)
+    for start in range(0, len(values), BLOCK_VALUES):
+        block = values[start : start + BLOCK_VALUES]
+        if not bool(torch.isfinite(block).all()):
+            raise BadMessage("not_finite", "a state")
+        if form == "exact" and bool((block[max(0, 2 * weights - start) :] < 0).any()):
+            raise BadMessage("bounds", "a second moment or a count below zero")
+
+
+def decode_state(
+    body: torch.Tensor, layout: Layout, form: Form, step: int, squared_norm: float
+) -> StageState:
+    """Return the state that `body` (bytes,) encodes. Raises BadMessage as `check_state` does."""
+    check_state(body, layout, form)
+    flat = body.view(torch.bfloat16).float() if form == "small" else body.view(torch.float32)
+    size = elements(layout)
+    if form != "exact":
+        return StageState(step, _by_name(flat, layout), squared_norm=squared_norm)
+    weights, first, second = (_by_name(flat[i * size : (i + 1) * size], layout) for i in range(3))
+    counts = {
+        spec.name: steps
+        for spec, steps in zip(layout, flat[3 * size :].tolist(), strict=True)
+        if steps > 0
     }
-    if hash:  # what is of the very step and has another hash is of another continuation
-        kept = {stage: h for stage, h in kept.items() if h.shadow != step or h.hash == hash}
-        journal = (
-            None
-            if journal is not None and journal.step == step and journal.hash != hash
-            else journal
-        )
-    found = Found(
-        journal=journal.step if journal is not None else None,
-        replica=replica is not None,
-        snapshots={stage: h.shadow for stage, h in kept.items() if h.shadow is not None},
-        roots={stage: h.root for stage, h in kept.items() if h.shadow is not None},
-        base=base is not None,
-        alive=frozenset(stage for stage, h in holds.items() if h.loaded),
-        ends=frozenset(stage for stage, h in holds.items() if h.ends is not None),
+    keep = lambda tensors: {name: tensors[name] for name in counts}
+    return StageState(step, weights, keep(first), keep(second), counts, squared_norm)
+
+
+def _by_name(flat: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
+    """Split `flat` into the tensors of `layout`, without copying."""
+    pieces = flat.split([spec.elements for spec in layout])
+    return {spec.name: piece.view(spec.shape) for spec, piece in zip(layout, pieces, strict=True)}
+
+
+def as_tensor(body: bytearray) -> torch.Tensor:
+    """Return a (bytes,) view."""
+    return torch.frombuffer(body, dtype=torch.uint8)
+
+
+# Checkpoints on this node's disk: `directory`/<lineage>/<first layer>-<last layer>.safetensors
+#
+#     body       the state as above, uint8: exact of the own stage; of a neighbour's as it arrived
+#     outer.*    own stage: state of averaging with other crews, of the same moment
+#     rng        own stage: torch's random generator
+#     about      metadata, JSON: `CheckpointAbout`
+#
+# A new checkpoint of a block of layers replaces the old one. A file that the present crew does not
+# keep is deleted once this crew has taken as many steps as are in it.
+
+
+CHECKPOINTS: Final = "stages"
+"""Directory of checkpoints below the trainer's."""
+STEP_BYTES: Final = 2 * 10**9
+"""Mean bytes that own checkpoints may write per step: 1.4 TB a day at a step in two minutes. A disk
+is made for about 600 TB."""
+
+
+def kept_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
+    """Return the stages whose checkpoints the holder of `stage` keeps, its own first."""
+    if settings.keep_policy:
+        return (stage, *(other for other in range(stages) if other != stage))
+    return (stage, *ring(stage, stages))
+
+
+def ring(stage: int, stages: int) -> tuple[int, ...]:
+    """Return both neighbours of `stage` on the ring of all stages, each once."""
+    return tuple(
+        dict.fromkeys(n for n in ((stage - 1) % stages, (stage + 1) % stages) if n != stage)
     )
-    order = RecoveryOrder(found, peer.stage.spec, step, run, settings)
-    loader = _Loader(peer, holds, step, run, journal, base, replica)
-    return await _Recovery(peer, order, loader, await _probes(peer, holds, step), notify).run()
+
+
+def checkpoint_interval(layouts: Iterable[Layout]) -> int:
+    """Return the steps between two own checkpoints: the least power of two at which the largest
+    stage writes at most STEP_BYTES per step.
+
+    All stages of a crew count, so all members write after the same steps, and a crew that ends
+    everywhere at once finds one step on all disks.
+    """
+    largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
+    return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
+
+
+@dataclass(frozen=True)
+class CheckpointIdentity:
+    """What the checkpoints of one crew belong to."""
+
+    lineage: str
+    """Hex."""
+    layers: tuple[int, ...]
+    """Number of layers of each stage."""
+    owner: str = ""
+    """`trainer.state.owner` of the policy."""
+
+    def block(self, stage: int) -> tuple[int, int]:
+        """Return the first layer of `stage`, and the layer after its last."""
+        first = sum(self.layers[:stage])
+        return first, first + self.layers[stage]
+
+    def path(self, stage: int) -> Path:
+        """Return the file of `stage`, relative to the store's directory."""
+        first, last = self.block(stage)
+        return Path(self.lineage, f"{first}-{last}.safetensors")
+
+
+class CheckpointAbout(msgspec.Struct, frozen=True):
+    """Metadata of a checkpoint."""
+
+    identity: CheckpointIdentity
+    stage: int
+    own: bool
+    """This node trained it; otherwise its stage sent it."""
+    form: Form
+    step: int
+    squared_norm: float
+    lr_scale: LrScale = msgspec.field(default_factory=LrScale)
+    root: str = ""
+    """Hash of the body, hex."""
+
+    @property
+    def path(self) -> Path:
+        return self.identity.path(self.stage)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    about: CheckpointAbout
+    body: torch.Tensor
+    """(bytes,)"""
+    more: Tensors = field(default_factory=dict)
+    """`outer.*` and `rng`."""
+
+
+class CheckpointStore:
+    """Reads and writes checkpoints; a thread of its own writes those of the own stage."""
+
+    def __init__(self, directory: Path) -> None:
+        self.coming: CheckpointAbout | None = None
+        """Own checkpoint that is being written."""
+        self.error: str | None = None
+        """Why the last write of the own stage failed."""
+        self._directory = directory
+        self._identity: CheckpointIdentity | None = None
+        self._kept: dict[Path, CheckpointAbout | None] = {}
+        """Files of the present crew."""
+        self._lock = threading.Lock()
+        """One file is written or read at a time."""
+        self._thread = ThreadPoolExecutor(1, "stage checkpoint")
+        self._writing: Future[None] | None = None
+
+    def begin(self, identity: CheckpointIdentity, stages: Iterable[int]) -> None:
+        """Keep checkpoints of these stages of a crew from now on."""
+        with self._lock:
+            self._identity = identity
+            self._kept = {
+                path: _read_about(self._directory / path) for path in map(identity.path, stages)
+            }
+
+    def about(self, stage: int) -> CheckpointAbout | None:
+        """Return the metadata of the checkpoint of `stage`; None if there is none."""
+        return None if self._identity is None else self._kept.get(self._identity.path(stage))
+
+    def read(self, stage: int) -> Checkpoint:
+        """Return the checkpoint of `stage`. Raises StateError for a damaged file, which is
+        deleted."""
+        assert self._identity is not None
+        path = self._identity.path(stage)
+        with self._lock:
+            try:
+                return read_checkpoint(self._directory, path)
+            except StateError:
+                self._kept[path] = None
+                with contextlib.suppress(OSError):
+                    (self._directory / path).unlink(missing_ok=True)
+                raise
+
+    def describe(
+        self, stage: int, form: Form, step: int, squared_norm: float, own: LrScale | None = None
+    ) -> CheckpointAbout:
+        """Return metadata for a checkpoint of the present crew; `own` of a stage that this node
+        trains."""
+        assert self._identity is not None
+        scale = LrScale() if own is None else replace(own)
+        return CheckpointAbout(
+            self._identity, stage, own is not None, form, step, squared_norm, scale
+        )
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
+        about = msgspec.structs.replace(
+            checkpoint.about, root=root_of(checkpoint.body.numpy().data).hex()
+        )
+        path = self._directory / about.path
+        tensors = {"body": checkpoint.body, **checkpoint.more}
+        unfinished = path.with_name(f".{path.name}.tmp")
+        with self._lock:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                metadata = {"about": json.dumps(msgspec.to_builtins(about))}
+                save_file(tensors, unfinished, metadata=metadata)
+                with open(unfinished, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(unfinished, path)
+            except (SafetensorError, OSError) as error:
+                with contextlib.suppress(OSError):
+                    unfinished.unlink(missing_ok=True)
+                raise OSError(str(error)) from None
+            sync_directory(path.parent)
+            if about.path in self._kept:
+                self._kept[about.path] = about
+            if about.own:
+                self._clear_away(about.step)
+
+    @property
+    def busy(self) -> bool:
+        return self._writing is not None and not self._writing.done()
+
+    def write_soon(self, checkpoint: Checkpoint) -> bool:
+        """Write the own stage in the background. Return False if the disk is busy."""
+        if self.busy:
+            return False
+        self.coming = checkpoint.about
+        self._writing = self._thread.submit(self._write_own, checkpoint)
+        return True
+
+    def flush(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None  # and with it the checkpoint's memory
+
+    def close(self) -> None:
+        self.flush()
+        self._thread.shutdown()
+
+    def _write_own(self, checkpoint: Checkpoint) -> None:
+        try:
+            self.write(checkpoint)
+            self.error = None
+        except OSError as error:
+            if str(error) != self.error:  # once, not after each step
+                log.warning(
+                    "own checkpoint not written, a restart would lose steps", error=str(error)
+                )
+            self.error = str(error)
+        finally:
+            self.coming = None
+
+    def _clear_away(self, step: int) -> None:
+        """Delete what the present crew does not keep and that has no more than `step` steps."""
+        try:
+            for path in self._directory.glob("*/.*.tmp"):
+                path.unlink(missing_ok=True)
+            for path in self._directory.glob("*/*.safetensors"):
+                relative = path.relative_to(self._directory)
+                if relative in self._kept:
+                    continue
+                about = _read_about(path)
+                if about is None or about.step <= step:
+                    path.unlink(missing_ok=True)
+            for directory in self._directory.iterdir():
+                if directory.is_dir() and not any(directory.iterdir()):
+                    directory.rmdir()
+        except OSError as error:
+            log.warning("old checkpoints not deleted", error=str(error))
+
+
+def find_checkpoints(directory: Path) -> list[CheckpointAbout]:
+    """Return the metadata of all checkpoints in a store's directory that can be read."""
+    found = [_read_about(path) for path in sorted(directory.glob("*/*.safetensors"))]
+    return [about for about in found if about is not None]
+
+
+def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
+    """Read one file of a store's directory. Raises StateError if it is missing or damaged."""
+    with _opened(directory / path) as (about, file):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
+        if about.path != path or root_of(body.numpy().data).hex() != about.root:
+            raise ValueError("another hash")
+    return Checkpoint(about, body, tensors)
+
+
+def _read_about(path: Path) -> CheckpointAbout | None:
+    """Return a file's metadata; None if it is missing or damaged."""
+    if not path.exists():
+        return None
+    try:
+        with _opened(path) as (about, _):
+            return about
+    except StateError as error:
+        log.warning("ignoring a damaged checkpoint", error=str(error))
+        return None
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[CheckpointAbout, safe_open]]:
+    """Open a checkpoint. Raises StateError if it is missing or damaged."""
+    try:
+        with held(path) as name, safe_open(name, "pt", device="cpu") as file:
+            about = msgspec.json.decode(file.metadata()["about"], type=CheckpointAbout)
+            if not 0 <= about.stage < len(about.identity.layers):
+                raise ValueError("no such stage")
+            yield about, file
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+        raise StateError(f"{path} is damaged: {error}") from None
+
+
+# The recorder observes one worker. It stores the last committed micro-batches, as probes for the
+# gate and as edges for the probe of an average, and copies the stage between two steps.
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A committed micro-batch as it came to this stage."""
+
+    micro_batch: int
+    step: int
+    rows: int
+    about: bytes
+    """`MicroBatch`."""
+    body: bytes
+    """Activations in the crew's codec; empty at stage 0."""
+
+
+@dataclass(frozen=True)
+class SharedCheckpoint:
+    """The last checkpoint of the own stage for its neighbours, in memory."""
+
+    step: int
+    squared_norm: float
+    body: bytearray
+
+
+class Recorder(Observer):
+    """Observer of one worker. Without a store it records micro-batches but no checkpoints.
+
+    Swapped micro-batches are not recorded: they pass the layers in another order than the policy.
+
+    Args:
+        outer: Returns the state of averaging, whose tensors never change.
+    """
+
+    def __init__(
+        self,
+        spec: StageSpec,
+        settings: RecoverySettings,
+        layouts: Sequence[Layout] = (),
+        store: CheckpointStore | None = None,
+        outer: Callable[[], Tensors] = dict,
+    ) -> None:
+        self.spec = spec
+        self.settings = settings
+        self.probes: list[Probe] = []
+        """Oldest first. The last stage records them, its neighbours have copies."""
+        self.edges: deque[Edge] = deque(maxlen=settings.probes)
+        self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
+        """checkfree+: end stage → (step, true copies of its embedding, or norm and head)."""
+        self.shared: SharedCheckpoint | None = None
+        self.copy: tuple[int, bytes] | None = None
+        """(step, int8 copy) if a member has asked since the last step."""
+        self.unwritten: tuple[StageWorker, CheckpointAbout] | None = None
+        """Worker whose last step is not written, and that step."""
+        self.sharing: Sharing | None = None
+        """Set while there are state streams."""
+        self._layout = layouts[spec.index] if layouts else ()
+        self._store = store
+        self._outer = outer
+        self._every = checkpoint_interval(layouts)
+        self._announced = 0
+        self._pending: dict[int, tuple[bytes, bytes]] = {}
+        """Description and body of the last micro-batches of the step that is under way."""
+        self._logprobs: dict[int, bytes] = {}
+        self._routes = Routes(spec.stages, settings.mode == "checkfree+")
+
+    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
+        if self._routes.of(micro_batch) != self._routes.of(0):
+            return
+        self._pending[micro_batch] = about, body
+        # a step may have a thousand micro-batches, and only the last are remembered
+        size = lambda: sum(len(body) for _, body in self._pending.values())
+        while len(self._pending) > self.settings.probes or (
+            len(self._pending) > 1 and size() > self.settings.edge_bytes
+        ):
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            self._logprobs.pop(oldest, None)
+
+    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
+        if micro_batch in self._pending:
+            self._logprobs[micro_batch] = pack_logprobs(logprobs.numpy())
+
+    def dropped(self) -> None:
+        self._pending.clear()
+        self._logprobs.clear()
+
+    def committed(self, worker: StageWorker) -> None:
+        self.copy = None
+        self._remember(worker.participant.step - 1)
+        if self._store is not None:
+            self._checkpoint(worker, self._store)
+        if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
+            state = dict(worker.runtime.model.named_parameters())
+            copies = {name: host_copy(state[name]) for name in end_names(self.spec)}
+            self.ends[self.spec.index] = worker.participant.step, copies
+
+    def stepped(self) -> None:
+        if self.sharing is None:
+            return
+        if self.shared is not None and self.shared.step != self._announced:
+            self._announced = self.shared.step
+            self.sharing.announce("checkpoint", self.shared.step)
+        if self.spec.index in self.ends:
+            self.sharing.announce("ends", self.ends[self.spec.index][0])
+        if self.spec.has_head and self.probes:
+            self.sharing.announce("probes", self.probes[-1].step)
+
+    def _remember(self, step: int) -> None:
+        for number, (about, body) in sorted(self._pending.items()):
+            rows = strict.decode(about, MicroBatch).rows
+            if number in self._logprobs:
+                self.probes.append(Probe(number, step, rows, about, self._logprobs[number]))
+            self.edges.append(Edge(number, step, rows, about, body))
+        self.dropped()
+        del self.probes[: -self.settings.probes]
+        while sum(len(edge.body) for edge in self.edges) > self.settings.edge_bytes:
+            self.edges.popleft()
+
+    def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
+        """Copy the stage if it is to be written or shared after this step."""
+        optimizer, step, body = worker.optimizer, worker.participant.step, None
+        about = store.describe(
+            self.spec.index, "exact", step, optimizer.squared_norm, optimizer.lr_scale
+        )
+        self.unwritten = worker, about
+        if step % self._every == 0 and not store.busy:
+            body = self._write(worker, about, store)
+        if self.settings.keeps_copies(self.spec) and step % self.settings.checkpoint_every == 0:
+            self.share(worker, body)
+
+    def _write(
+        self, worker: StageWorker, about: CheckpointAbout, store: CheckpointStore
+    ) -> bytearray:
+        body = encode_state(live_state(worker), self._layout, "exact")
+        more = {f"outer.{name}": tensor for name, tensor in self._outer().items()}
+        more["rng"] = torch.get_rng_state()
+        if store.write_soon(Checkpoint(about, as_tensor(body), more)):
+            self.unwritten = None
+        return body
+
+    def share(self, worker: StageWorker, exact: bytearray | None = None) -> None:
+        """Copy the stage for its neighbours, between two steps. `exact` is its exact form."""
+        state, form = live_state(worker), form_of(self._layout, self.settings)
+        if exact is None or form != "exact":
+            self.shared = None  # two of them may not fit
+            exact = encode_state(state, self._layout, form)
+        self.shared = SharedCheckpoint(state.step, state.squared_norm, exact)
+
+    def write_last(self) -> None:
+        """Write the worker's last step if that is not done: the trainer ends. A step that has begun
+        to move the weights since is not written."""
+        if self._store is None or self.unwritten is None:
+            return
+        self._store.flush()
+        worker, about = self.unwritten
+        with worker.optimizer.lock:
+            if worker.optimizer.lr_scale == about.lr_scale:  # counts each step as it begins
+                self._write(worker, about, self._store)
+
+
+def work_of(item: Probe | Edge, limits: FrameLimits) -> MicroBatch:
+    """Return a probe's or an edge's micro-batch. Raises BadMessage as `read_micro_batch` does."""
+    return read_micro_batch(item.about, item.rows, limits, "learn")
+
+
+# The local stage, as the exchange below reads and fills it.
+
+Part = Literal["checkpoint", "layers", "ends", "tied"]
+"""Bodies that are states of a stage or of a part of it: all that is trained; the layers alone; the
+embedding, or norm and head; the tied embedding with its moments."""
 
 
 @dataclass
-class _Recovery:
-    """One stage's way through its sources."""
+class Arrival:
+    """A body that has partly arrived. It outlives a crew, so a transfer is resumed."""
 
-    peer: StatePeer
-    order: RecoveryOrder
-    loader: _Loader
-    probes: list[Probe]
-    notify: Notify
-    first: Source | None = None
-    """The best source that was there."""
+    root: bytes = b""
+    """Hash of the whole body; empty before anything arrived."""
+    body: bytearray = field(default_factory=bytearray)
+    at: int = 0
+    """Bytes before this one are there."""
 
-    async def run(self) -> Restored:
+    def begin(self, root: bytes, size: int) -> None:
+        """Continue with a body, or start over if it is another one."""
+        if (root, size) != (self.root, len(self.body)):
+            self.root, self.body, self.at = root, bytearray(size), 0
+
+
+@dataclass
+class LocalStage:
+    """This member's stage, its checkpoints and its phase.
+
+    Attributes:
+        layouts: What is trained in each stage (`stage_layouts`).
+        worker: None until it runs.
+        base: Reads the base model's tensors; None where an adapter is trained.
+        restored: What the weights were restored from, until there is a worker.
+        arrivals: Checkpoints that have partly arrived, by stage.
+    """
+
+    runtime: StageRuntime
+    limits: FrameLimits
+    layouts: Sequence[Layout]
+    codec: ActivationCodec
+    recorder: Recorder
+    store: CheckpointStore | None = None
+    worker: StageWorker | None = None
+    phase: wire.StatePhase = "starting"
+    base: BaseTensors | None = None
+    restored: StageState | None = None
+    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    _encoding: trio.Lock = field(default_factory=trio.Lock)
+
+    @property
+    def spec(self) -> StageSpec:
+        return self.recorder.spec
+
+    @property
+    def settings(self) -> RecoverySettings:
+        return self.recorder.settings
+
+    def stored(self, stage: int) -> CheckpointAbout | None:
+        """Return the metadata of the checkpoint of `stage` on this disk."""
+        return None if self.store is None else self.store.about(stage)
+
+    def read_checkpoint(self) -> Candidate:
+        """Read the checkpoint of the own stage. Raises StateError, BadMessage."""
+        assert self.store is not None
+        found = self.store.read(self.spec.index)
+        about, layout = found.about, self.layouts[self.spec.index]
+        state = decode_state(found.body, layout, about.form, about.step, about.squared_norm)
+        if not about.own:
+            return self.warming_up(state)
+        outer = {
+            name.removeprefix("outer."): tensor
+            for name, tensor in found.more.items()
+            if name.startswith("outer.")
+        }
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
+            raise StateError("the state of averaging in our checkpoint is not finite")
+        return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
+
+    def warming_up(self, state: StageState) -> Candidate:
+        """Return a candidate whose learning rate warms up if its optimizer is new."""
+        return Candidate(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
+
+    def spec_of(self, stage: int) -> StageSpec:
+        """Return a spec that says which end `stage` is; its layers do not matter."""
+        return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
+
+    def shape(self, what: Part, of: int) -> tuple[Layout, Form]:
+        """Return the tensors and the form of a body about stage `of`. A tied embedding has this
+        end's name, whichever end sent it."""
+        layout = self.layouts[of]
+        if what == "checkpoint":
+            return layout, form_of(layout, self.settings)
+        if what == "layers":
+            return tuple(spec for spec in layout if ".layers." in spec.name), "plain"
+        if what == "ends":
+            names = end_names(self.spec_of(of))
+            return tuple(spec for spec in layout if spec.name in names), "plain"
+        name = "model.embed_tokens.weight" if self.spec.has_embedding else "lm_head.weight"
+        return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "exact"
+
+    def size(self, of: int, have: Have) -> int:
+        """Return the length that a body about stage `of` must have. Raises BadMessage."""
+        least = 0
+        match have.what:
+            case "probes":
+                tokens = self.limits.tokens
+                each = ABOUT_ITEM_BYTES * (tokens + 16) + 4 * tokens + 256
+                most = self.settings.probes * each + 16
+            case "copy":
+                layout = copied(self.spec_of(of), self.layouts[of])
+                most = copy_bytes(layout, adapter=self.base is None)
+                least = most if self.base is None else 0
+            case "output":
+                raise BadMessage("schema", "an output that is part of a stage")
+            case what:
+                return state_bytes(*self.shape(what, of))
+        if not least <= have.size <= most:
+            raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
+        return have.size
+
+    def read_probes(self, body: bytearray) -> list[Probe]:
+        """Raises BadMessage."""
+        probes: list[Probe] = strict.decode(bytes(body), list[Probe])
+        if not 1 <= len(probes) <= self.settings.probes:
+            raise BadMessage("bounds", f"{len(probes)} probes")
+        for probe in probes:
+            tokens = sum(work_of(probe, self.limits).completion_lengths)
+            read_f32("logprobs", probe.logprobs, tokens)
+        return probes
+
+    async def copy(self, compute: Compute) -> tuple[int, bytes]:
+        """Return (step, int8 copy of the weights), encoded once between two steps.
+
+        Raises:
+            StateError: Nothing is trained here, or a step was taken meanwhile.
+            Unavailable: The base model cannot be read.
+        """
+        if self.worker is None:
+            raise StateError("nothing is trained here yet")
+        layout = copied(self.spec, self.layouts[self.spec.index])
+        participant = self.worker.participant
+        async with self._encoding:
+            async with self.worker.optimizer.moving:  # never in the middle of a step
+                step = participant.step
+            if self.recorder.copy is None or self.recorder.copy[0] != step:
+                self.recorder.copy = None
+                body = await compute(
+                    lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base)
+                )
+                if participant.step != step:
+                    raise StateError("a step was taken while it was copied")
+                self.recorder.copy = step, body
+            return self.recorder.copy
+
+
+# The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
+#
+# `StatePeer` is this member. `Fetcher` sends requests, `Server` answers them, `Sharing` announces
+# and fetches new checkpoints, and `Channel` has the streams. A body is what a request returns, in
+# chunks. Chunks of several bodies take turns. A request fails when nothing arrives for `seconds`.
+# Invalid input is counted. After MISBEHAVED invalid messages of a stage its stream is closed, and a
+# closed stream ends the crew.
+
+SERVED_AT_ONCE: Final = 5
+"""Requests of one peer."""
+SERVED_PER_STEP: Final = 64
+"""Bodies of one kind for one peer between two steps. A stage that is restored asks for a few."""
+MISBEHAVED: Final = 16
+BACKGROUND_PAUSE: Final = (7.0, 30.0)
+"""(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
+`min(factor × duration of the chunk, seconds)`. Two neighbours together take a quarter of a line."""
+WRITE_BYTES: Final = 2 * CHUNK_BYTES
+"""A stream must accept this many bytes within `seconds`."""
+NO_FAULT: Final = ("closed", "truncated", "does not read", "the crew is over")
+"""Reasons of a stream's end for which no stage gets a strike."""
+
+Incoming = tuple[wire.AnyStateMessage, bytes]
+Handler = Callable[[int, wire.AnyStateMessage, bytes], None]
+
+
+class StatePeer:
+    """This member's end of the state streams in one crew."""
+
+    def __init__(
+        self,
+        stage: LocalStage,
+        fence: Fence,
+        streams: Mapping[int, trio.abc.Stream],
+        compute: Compute = in_thread,
+    ) -> None:
+        step = lambda: (
+            stage.worker.participant.step if stage.worker is not None else fence.place.step
+        )
+        self.stage = stage
+        self.channel = Channel(fence, streams, stage.limits, stage.settings.seconds, compute, step)
+        self.fetch = Fetcher(self.channel, stage)
+        self.sharing = Sharing(self.channel, stage, self.fetch)
+        self._server = Server(self.channel, stage)
+        stage.recorder.sharing = self.sharing
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        await self.channel.run(self._received, task_status)
+
+    def attach(self, worker: StageWorker, step: int) -> None:
+        """The stage has its weights, and `worker` runs it from `step` on."""
+        self.stage.worker, self.stage.restored = worker, None
+        self.stage.phase = "ready"
+        self.sharing.begin(step)
+
+    def _received(self, stage: int, message: wire.AnyStateMessage, body: bytes) -> None:
+        match message:
+            case wire.Made():
+                self.sharing.made(stage, message)
+            case wire.Kept():
+                self.sharing.kept[stage] = message.step
+            case wire.Ask() | wire.Want() | wire.Run():
+                self._server.serve(stage, message, body)
+
+
+class Fetcher:
+    """Asks other members. Every method raises PeerError as `Channel.fetch` does."""
+
+    def __init__(self, channel: Channel, stage: LocalStage) -> None:
+        self._channel = channel
+        self._stage = stage
+
+    async def ask(self) -> dict[int, Holds]:
+        """Return what each stage that answers has stored of this stage. Repeat the query, for at
+        most ASK_SECONDS, while a stage does not yet know whether it must be restored."""
+        found: dict[int, Holds] = {}
+
+        async def one(stage: int) -> None:
+            with contextlib.suppress(PeerError):  # it counts as a stage that has nothing
+                found[stage] = await self._channel.ask(stage, ASK_SECONDS)
+
+        until = trio.current_time() + ASK_SECONDS
         while True:
-            if rivals := self.order.rivals():
-                self.order.prefer(await self._better(rivals))
-            try:
-                source = self.order.next()
-            except Refused:
-                got = await self._fitting(self.first, self._wait())
-                if got is None and (last := self.order.last_resort()) is not None:
-                    got = await self._fitting(last, self._try(last))
-                if got is None:
-                    raise
-                return got
-            if (got := await self._fitting(source, self._try(source))) is not None:
-                return got
+            async with trio.open_nursery() as nursery:
+                for stage in self._channel.streams:
+                    nursery.start_soon(one, stage)
+            starting = any(held.phase == "starting" for held in found.values())
+            if not starting or trio.current_time() >= until:
+                return found
+            await trio.sleep(RETRY_SECONDS[0])
 
-    async def _fitting(self, source: Source | None, work: Awaitable[T | None]) -> T | None:
-        """`work` with `source`. None where the device cannot do it: the source is refused, and what
-        it took is free again."""
+    async def body(self, holder: int, what: wire.Wanted, of: int) -> tuple[Have, bytearray]:
+        """Return a body about stage `of` from the member of stage `holder`."""
+
+        def size(have: Have) -> int:
+            if have.step > self._channel.step + 1:  # stages are at most one step apart
+                raise BadMessage("bounds", f"{have.what} of step {have.step}, which is to come")
+            return self._stage.size(of, have)
+
+        arrivals = self._stage.arrivals
+        arrival = arrivals.setdefault(of, Arrival()) if what == "checkpoint" else Arrival()
+        want = wire.Want(self._channel.place, 0, what, of, 0, b"")
+        found = await self._channel.fetch(holder, want, size, arrival=arrival)
+        if what == "checkpoint":
+            arrivals.pop(of, None)
+        return found
+
+    async def state(self, holder: int, what: Part, of: int) -> StageState:
+        """Return stage `of`, or a part of it, as `holder` has it. Waits for a stage that is being
+        restored."""
+        have, body = await self._patiently(holder, lambda: self.body(holder, what, of))
+        layout, form = self._stage.shape(what, of)
+        decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
+        with self._channel.counting(holder):
+            return await self._channel.compute(decode)
+
+    async def probes(self, holder: int) -> list[Probe]:
+        """Return at most `settings.probes`, oldest first."""
+        _, body = await self.body(holder, "probes", holder)
+        with self._channel.counting(holder):
+            return self._stage.read_probes(body)
+
+    async def copy(self, spec: StageSpec) -> tuple[int, int, Parts]:
+        """Return (bytes received, step, weights) of a stage as it is now. The own stage is encoded
+        and decoded likewise, without a stream; it raises as `LocalStage.copy` does."""
+        layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
+        body: bytes | bytearray
+        if spec.index == self._stage.spec.index:
+            came, (step, body) = 0, await self._stage.copy(self._channel.compute)
+        else:
+            have, body = await self.body(spec.index, "copy", spec.index)
+            came, step = have.size, have.step
+        with self._channel.counting(spec.index):
+            parts = await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
+        return came, step, parts
+
+    async def run_at(self, stage: int, edge: Probe | Edge, tokens: int, x: bytes) -> bytes:
+        """Run one micro-batch through `stage` as it is now, as `run_one` does. Waits for a stage
+        that is being restored.
+
+        Args:
+            tokens: Completion tokens of the micro-batch.
+
+        Raises:
+            Incompatible: The stage's numbers are not finite.
+        """
+        local = self._stage
+        size = (
+            4 * tokens
+            if stage == local.spec.stages - 1
+            else activation_bytes(local.codec, edge.rows, local.runtime.hidden_size)
+        )
+        codec = local.codec if stage else None
+        run = wire.Run(self._channel.place, 0, codec, edge.rows, len(edge.about))
+        ask = lambda: self._channel.fetch(stage, run, lambda have: size, edge.about + x)
+        _, body = await self._patiently(stage, ask)
+        return bytes(body)
+
+    async def _patiently(
+        self, stage: int, ask: Callable[[], Awaitable[tuple[Have, bytearray]]]
+    ) -> tuple[Have, bytearray]:
+        """Ask again while the stage is being restored."""
+        until = trio.current_time() + self._stage.settings.neighbour_seconds
+        pause, most = RETRY_SECONDS
+        while True:
+            try:
+                return await ask()
+            except StageLoading:
+                if trio.current_time() >= until:
+                    raise PeerTimeout(f"stage {stage} was not restored in time") from None
+            await trio.sleep(pause)
+            pause = min(2 * pause, most)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A body that is there: what reads it, and its fields of `Have`."""
+
+    step: int
+    read: Callable[[], bytes | bytearray | memoryview]
+    squared_norm: float = 0.0
+
+
+class Server:
+    """Answers other members."""
+
+    def __init__(self, channel: Channel, stage: LocalStage) -> None:
+        self._channel = channel
+        self._stage = stage
+        self._serving: Counter[int] = Counter()
+        self._served: Counter[tuple[int, str]] = Counter()
+        """(stage, kind) → bodies since the last step."""
+        self._served_step = -1
+
+    def serve(self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes) -> None:
+        """Answer one request in the background."""
+        if self._serving[stage] >= SERVED_AT_ONCE:
+            self._channel.refused["busy"] += 1
+            self._channel.post(stage, wire.Lack(self._channel.place, message.request, "busy"))
+            return
+        self._serving[stage] += 1
+        self._channel.spawn(partial(self._serve, stage, message, body))
+
+    async def _serve(
+        self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes
+    ) -> None:
+        """Answer one request. A failure is counted and answered."""
+        lack: wire.LackReason | None = "failed"
         try:
-            return await work
+            with self._channel.failing(), self._channel.counting(stage):
+                if isinstance(message, wire.Ask):
+                    await self._channel.send(stage, self._holds(stage, message.request))
+                    lack = None
+                else:
+                    lack = await self._give(stage, message, body)
+        except BadMessage:
+            lack = "refused"
+        except PeerError:
+            return  # the stage is gone
+        finally:
+            self._serving[stage] -= 1
+        if lack is not None:
+            self._channel.post(stage, wire.Lack(self._channel.place, message.request, lack))
+
+    def _holds(self, stage: int, request: int) -> Holds:
+        checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
+        ends, probes = recorder.ends.get(stage), recorder.probes
+        return Holds(
+            self._channel.place,
+            request,
+            self._stage.phase,
+            checkpoint.step if checkpoint is not None else None,
+            ends[0] if ends is not None else None,
+            probes[-1].step if probes else None,
+        )
+
+    async def _give(
+        self, stage: int, asked: wire.Want | wire.Run, body: bytes
+    ) -> wire.LackReason | None:
+        """Send a body; return a reason where there is none to send."""
+        want = asked if isinstance(asked, wire.Want) else None
+        what: wire.What = "output" if want is None else want.what
+        phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
+        runs = phase in ("candidate", "ready")
+        if (what in ("layers", "tied", "copy") and phase != "ready") or (want is None and not runs):
+            return "loading"
+        found = await self._find(stage, asked, body)
+        if found is None:
+            return "none"
+        if self._too_often(stage, what):
+            return "refused"
+        data = memoryview(await channel.compute(found.read))
+        root = await channel.compute(lambda: root_of(data))
+        have = Have(
+            channel.place, asked.request, what, found.step, len(data), root, found.squared_norm
+        )
+        at = want.at if want is not None and want.root == root else 0
+        if at >= len(data):
+            raise BadMessage("bounds", f"byte {at} of {len(data)}")
+        to_keep = want is not None and (want.what, want.of) == ("checkpoint", own)
+        await channel.send_body(stage, have, data, at, background=to_keep)
+        return None
+
+    def _too_often(self, stage: int, what: str) -> bool:
+        if self._served_step != self._channel.step:
+            self._served.clear()
+            self._served_step = self._channel.step
+        self._served[stage, what] += 1
+        repeated = self._served[stage, what] > SERVED_PER_STEP
+        self._channel.refused["repeated"] += repeated
+        return repeated
+
+    async def _find(self, stage: int, asked: wire.Want | wire.Run, body: bytes) -> Answer | None:
+        """Return what `stage` asks for; None where it is not here. Raises BadMessage."""
+        local, recorder, step = self._stage, self._stage.recorder, self._channel.step
+        spec, worker = local.spec, local.worker
+        if isinstance(asked, wire.Run):
+            if asked.codec != (None if spec.has_embedding else local.codec):
+                raise BadMessage("schema", "not activations of this crew")
+            work = read_micro_batch(body[: asked.about], asked.rows, local.limits, "learn")
+            x = body[asked.about :]
+            return Answer(step, lambda: run_one(local.runtime, work, x, local.codec))
+        of = asked.of
+        if of not in (stage, spec.index):
+            return None
+        match asked.what:
+            case "checkpoint" if of == spec.index and recorder.shared is not None:
+                shared = recorder.shared
+                return Answer(shared.step, lambda: shared.body, shared.squared_norm)
+            case "checkpoint" if of != spec.index and (store := local.store) is not None:
+                if (stored := store.about(of)) is not None:
+                    read = lambda: store.read(of).body.numpy().data
+                    return Answer(stored.step, read, stored.squared_norm)
+            case "ends" if of in recorder.ends:
+                ends_step, tensors = recorder.ends[of]
+                state = StageState(ends_step, tensors)
+                return Answer(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
+            case "probes" if recorder.probes:
+                probes = list(recorder.probes)
+                return Answer(probes[-1].step, lambda: strict.encode(probes))
+            case "copy":
+                copy_step, copy = await local.copy(self._channel.compute)
+                return Answer(copy_step, lambda: copy)
+            case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "copies":
+                norm = 0.0 if worker is None else worker.optimizer.squared_norm
+                return Answer(step, lambda: self._encode_now("layers"), norm)
+            case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
+                if local.shape("tied", of)[0]:
+                    return Answer(step, lambda: self._encode_now("tied"))
+        return None
+
+    def _encode_now(self, what: Part) -> bytearray:
+        """Encode a part of our stage as it is."""
+        local = self._stage
+        if local.worker is not None:
+            state = live_state(local.worker)
+        else:
+            state = local.restored or StageState(self._channel.step, {})
+            state = replace(state, weights=trained(local.runtime))
+        return encode_state(state, *local.shape(what, local.spec.index))
+
+
+class Sharing:
+    """Storage of each other's checkpoints, ends and probes.
+
+    A stage announces a new body. The members that store it fetch one body of each stage and kind at
+    a time, and skip a body that is superseded meanwhile.
+    """
+
+    def __init__(self, channel: Channel, stage: LocalStage, fetch: Fetcher) -> None:
+        self.kept: dict[int, int] = {}
+        """Stage → committed steps in this stage's checkpoint on the disk of its holder."""
+        self._channel = channel
+        self._stage = stage
+        self._fetch = fetch
+        self._newest: dict[tuple[int, wire.Given], wire.Made] = {}
+        """(stage, kind) that is being fetched → its newest announcement."""
+        self._room = trio.Lock()
+        """There is memory for one checkpoint at a time."""
+
+    def announce(self, what: wire.Given, step: int) -> None:
+        for stage in self._channel.streams:
+            self._channel.post(stage, wire.Made(self._channel.place, 0, what, step))
+
+    def begin(self, step: int) -> None:
+        """Offer our checkpoint to this crew's members; make one if there is none that is new
+        enough."""
+        recorder, settings = self._stage.recorder, self._stage.settings
+        if self._stage.store is None or not settings.keeps_copies(self._stage.spec) or not step:
+            return
+        shared = recorder.shared
+        if shared is not None and step - settings.checkpoint_every < shared.step <= step:
+            self.announce("checkpoint", shared.step)
+        elif self._channel.streams:
+            self._channel.spawn(self._share)
+
+    async def _share(self) -> None:
+        worker, recorder = self._stage.worker, self._stage.recorder
+        assert worker is not None
+        with self._channel.failing():
+            async with worker.optimizer.moving:  # never in the middle of a step
+                await self._channel.compute(partial(recorder.share, worker))
+            assert recorder.shared is not None
+            self.announce("checkpoint", recorder.shared.step)
+
+    def made(self, stage: int, made: wire.Made) -> None:
+        """Another member has a new body: fetch it if it belongs here."""
+        own, stages = self._stage.spec.index, self._stage.spec.stages
+        if made.what == "checkpoint":
+            kept = kept_stages(own, stages, self._stage.settings)
+            is_kept = self._stage.store is not None and stage in kept
+        elif made.what == "ends":
+            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
+        else:
+            is_kept = stage == stages - 1 and stage in ring(own, stages)
+        if not is_kept:
+            return
+        is_fetching = (stage, made.what) in self._newest
+        self._newest[stage, made.what] = made
+        if not is_fetching:
+            self._channel.spawn(partial(self._follow, stage, made.what))
+
+    async def _follow(self, stage: int, what: wire.Given) -> None:
+        """Fetch and keep bodies of one kind until the newest that was announced is here."""
+        tried: wire.Made | None = None
+        while (made := self._newest[stage, what]) is not tried:
+            tried = made
+            try:
+                async with self._room if what == "checkpoint" else contextlib.nullcontext():
+                    step = await self._take(stage, made)
+                if what == "checkpoint":
+                    self._channel.post(stage, wire.Kept(self._channel.place, 0, step))
+            except PeerError:
+                pass  # the next body will be announced as well
+            except OSError as error:
+                log.warning("neighbour's checkpoint not stored", stage=stage, error=str(error))
+                self._channel.refused["failed"] += 1
+        del self._newest[stage, what]
+
+    async def _take(self, stage: int, made: wire.Made) -> int:
+        """Have the body that was announced, or a later one; return its step."""
+        stored = self._stage.stored(stage) if made.what == "checkpoint" else None
+        if stored is not None and not stored.own and stored.step == made.step:
+            return made.step
+        have, body = await self._fetch.body(stage, made.what, stage)
+        with self._channel.counting(stage):
+            await self._channel.compute(lambda: self._keep(stage, have, body))
+        return have.step
+
+    def _keep(self, stage: int, have: Have, body: bytearray) -> None:
+        """Keep a body of `stage`. Raises BadMessage, OSError."""
+        local, recorder = self._stage, self._stage.recorder
+        if have.what == "probes":
+            recorder.probes[:] = local.read_probes(body)
+        elif have.what == "ends":
+            state = decode_state(as_tensor(body), *local.shape("ends", stage), have.step, 0.0)
+            recorder.ends[stage] = have.step, dict(state.weights)
+        else:
+            assert local.store is not None
+            layout, form = local.shape("checkpoint", stage)
+            check_state(as_tensor(body), layout, form)
+            about = local.store.describe(stage, form, have.step, have.squared_norm)
+            local.store.write(Checkpoint(about, as_tensor(body)))
+
+
+class StageLoading(PeerError):
+    """Raised when the stage that was asked is still being restored."""
+
+
+class Channel:
+    """The state streams of one member in one crew: messages, requests and bodies.
+
+    Args:
+        step: Returns the committed steps.
+    """
+
+    def __init__(
+        self,
+        fence: Fence,
+        streams: Mapping[int, trio.abc.Stream],
+        limits: FrameLimits,
+        seconds: float,
+        compute: Compute,
+        step: Callable[[], int],
+    ) -> None:
+        self.compute = compute
+        self.streams = dict(streams)
+        self.gone: dict[int, str] = {}
+        """Stage → why its stream ended."""
+        self.refused: Counter[str] = Counter()
+        """By `wire.STATE_REFUSALS`."""
+        self.fault: tuple[int, str] | None = None
+        """Stage that sent garbage, and the reason."""
+        self.progress = 0
+        """Grows with each part of a body that arrives."""
+        self._fence = fence
+        self._limits = limits
+        self._seconds = seconds
+        self._step = step
+        self._outboxes = {stage: trio.open_memory_channel[bytes](0) for stage in streams}
+        self._readers = {stage: trio.CancelScope() for stage in streams}
+        self._requests: dict[tuple[int, int], trio.MemorySendChannel[Incoming]] = {}
+        """(stage, number) → where its answers go."""
+        self._last_request = 0
+        self._bad: Counter[int] = Counter()
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def step(self) -> int:
+        return self._step()
+
+    @property
+    def place(self) -> Place:
+        return Place(self._fence.place.crew, self._fence.place.stage, self.step)
+
+    async def run(
+        self, handle: Handler, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Read and write the streams. `handle` gets what is no answer."""
+        try:
+            async with trio.open_nursery() as nursery:
+                self._nursery = nursery
+                for stage in self.streams:
+                    nursery.start_soon(self._read, stage, handle)
+                    nursery.start_soon(self._write, stage)
+                task_status.started()
+                await trio.sleep_forever()  # answers come and go
+        finally:
+            self._nursery = None
+            for stage in self.streams:
+                self._lose(stage, "the crew is over")
+
+    def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
+        """Start `work` in the background. Return False if `run` is over or has not begun."""
+        if self._nursery is None:
+            return False
+        self._nursery.start_soon(work)
+        return True
+
+    async def ask(self, stage: int, seconds: float) -> Holds:
+        """Return what `stage` has of ours. Raises PeerError."""
+        with self.counting(stage), self._request(stage) as (number, answers):
+            await self.send(stage, wire.Ask(self.place, number))
+            answer, _ = await self._receive(stage, answers, seconds)
+            if not isinstance(answer, Holds):
+                raise BadMessage("schema", "an answer to another question")
+            return answer
+
+    async def fetch(
+        self,
+        stage: int,
+        message: wire.Want | wire.Run,
+        size: Callable[[Have], int],
+        body: bytes = b"",
+        arrival: Arrival | None = None,
+    ) -> tuple[Have, bytearray]:
+        """Return a body with the hash that was promised.
+
+        Args:
+            size: Returns the length that the body must have. Raises BadMessage for another body.
+            arrival: What has arrived already; the rest is asked for.
+
+        Raises:
+            PeerError: BadMessage for a body that is not what it has to be, PeerTimeout,
+                StageLoading, Incompatible if the peer could not compute it.
+        """
+        arrival = arrival or Arrival()
+        if isinstance(message, wire.Want) and arrival.at:
+            # if all have arrived, the last byte is sent again
+            arrival.at = min(arrival.at, len(arrival.body) - 1)
+            message = msgspec.structs.replace(message, at=arrival.at, root=arrival.root)
+        what = message.what if isinstance(message, wire.Want) else "output"
+        with self.counting(stage):
+            with self._request(stage) as (number, answers):
+                message = msgspec.structs.replace(message, request=number)
+                await self.send(stage, message, body)
+                have, _ = await self._receive(stage, answers, self._seconds)
+                if not isinstance(have, Have) or have.what != what:
+                    raise BadMessage("schema", f"no {what}")
+                if have.size < 1 or have.size != size(have):
+                    raise BadMessage("size", f"{have.size} bytes of {what}")
+                arrival.begin(have.root, have.size)
+                while arrival.at < have.size:
+                    chunk, data = await self._receive(stage, answers, self._seconds)
+                    length = min(CHUNK_BYTES, have.size - arrival.at)
+                    if not isinstance(chunk, wire.Chunk) or (
+                        (chunk.at, chunk.length) != (arrival.at, length)
+                    ):
+                        raise BadMessage("size", "a chunk out of place")
+                    arrival.body[arrival.at : arrival.at + length] = data
+                    arrival.at += length
+                    self.progress += 1
+            if await self.compute(lambda: root_of(arrival.body)) != have.root:
+                arrival.begin(b"", 0)
+                raise BadMessage("hash", f"{what} from stage {stage}")
+        return have, arrival.body
+
+    @contextlib.contextmanager
+    def _request(self, stage: int) -> Iterator[tuple[int, trio.MemoryReceiveChannel[Incoming]]]:
+        """Number a request, and receive its answers while the context is open."""
+        self._last_request += 1
+        key = stage, self._last_request
+        self._requests[key], answers = trio.open_memory_channel[Incoming](0)
+        try:
+            yield key[1], answers
+        finally:
+            del self._requests[key]
+            answers.close()
+
+    async def _receive(
+        self, stage: int, answers: trio.MemoryReceiveChannel[Incoming], seconds: float
+    ) -> Incoming:
+        """Return the next message for a request. Raises PeerError where there is none."""
+        try:
+            with trio.fail_after(seconds):
+                message, body = await answers.receive()
+        except trio.TooSlowError:
+            raise PeerTimeout(f"stage {stage} sent nothing for {seconds:.0f} s") from None
+        except trio.EndOfChannel:
+            raise self._lost(stage) from None
+        if isinstance(message, wire.Lack):
+            kind = {"loading": StageLoading, "failed": Incompatible}.get(message.reason, PeerError)
+            raise kind(f"stage {stage}: {message.reason}")
+        return message, body
+
+    def post(self, stage: int, message: wire.AnyStateMessage) -> None:
+        """Send a message without waiting."""
+
+        async def send() -> None:
+            with contextlib.suppress(PeerError):
+                await self.send(stage, message)
+
+        self.spawn(send)
+
+    async def send(
+        self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
+    ) -> None:
+        """Wait for the stream's turn and send. Raises PeerError."""
+        if stage in self.gone or stage not in self.streams:
+            raise self._lost(stage)
+        try:
+            await self._outboxes[stage][0].send(wire.pack_state(message, body))
+        except trio.BrokenResourceError:
+            raise self._lost(stage) from None
+
+    async def send_body(
+        self, stage: int, have: Have, body: memoryview, at: int, background: bool
+    ) -> None:
+        """Send a body from byte `at` on, in chunks. Raises PeerError."""
+        await self.send(stage, have)
+        pause, most = BACKGROUND_PAUSE
+        for start in range(at, len(body), CHUNK_BYTES):
+            began, part = trio.current_time(), body[start : start + CHUNK_BYTES]
+            await self.send(stage, wire.Chunk(self.place, have.request, start, len(part)), part)
+            if background:
+                await trio.sleep(min(most, pause * (trio.current_time() - began)))
+
+    async def _write(self, stage: int) -> None:
+        stream, outbox = self.streams[stage], self._outboxes[stage][1]
+        try:
+            async for data in outbox:
+                for at in range(0, len(data), WRITE_BYTES):
+                    with trio.fail_after(self._seconds):
+                        await stream.send_all(data[at : at + WRITE_BYTES])
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._lose(stage, "closed")
+        except trio.TooSlowError:
+            self._lose(stage, "does not read")
+
+    async def _read(self, stage: int, handle: Handler) -> None:
+        reason, stream = "closed", self.streams[stage]
+        try:
+            with self._readers[stage]:
+                while (got := await wire.read_state(stream, self._limits)) is not None:
+                    message, body = got
+                    if self._fence.check(message.place, stage, None):
+                        continue
+                    if not isinstance(message, wire.StateAnswer):
+                        handle(stage, message, body)
+                    elif (asked := self._requests.get((stage, message.request))) is not None:
+                        with contextlib.suppress(trio.BrokenResourceError):  # it has ended
+                            await asked.send(got)
+        except BadMessage as error:
+            reason = error.reason
+            self.refused[reason] += 1
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        self._lose(stage, reason)
+        await trio.aclose_forcefully(stream)
+
+    @contextlib.contextmanager
+    def counting(self, stage: int) -> Iterator[None]:
+        """Count a BadMessage that `stage` is to blame for."""
+        try:
+            yield
+        except BadMessage as error:
+            self.refuse(stage, error)
+            raise
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Count what this node's disk or device cannot do."""
+        try:
+            yield
+        except (StateError, Unavailable, OSError, ValueError):
+            self.refused["failed"] += 1
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
                 raise
-            why = "out of memory" if is_oom(error) else f"the device: {error}"
-        for parameter in self.peer.stage.runtime.parameters():
-            parameter.grad = None
-        free_memory()
-        self._drop(source, why)
-        return None
+            self.refused["failed"] += 1
 
-    def _drop(self, source: Source | None, why: str) -> None:
-        """What is in the stage is nobody's."""
-        peer = self.peer
-        peer.stage.phase, peer.stage.kind, peer.stage.restored = "empty", SourceKind.NONE, None
-        if source is not None:
-            self.order.refuse(source, why)
+    def refuse(self, stage: int, error: BadMessage) -> None:
+        """Count what `stage` sent and should not have."""
+        self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
+        self._bad[stage] += 1
+        if self._bad[stage] >= MISBEHAVED:
+            self._lose(stage, "misbehaved")
 
-    async def _better(self, rivals: tuple[Source, ...]) -> Source | None:
-        """Each as it is, without healing; the one that the gate likes best. None where nothing can
-        judge them, or none is left."""
-        found: list[tuple[float, Source]] = []
-        for source in rivals if self.probes else ():
-            verdict = await self._fitting(source, self._look(source))
-            if verdict is not None:
-                found.append((self.order.damage(verdict), source))
-        return min(found, key=lambda one: one[0])[1] if found else None
+    def _lose(self, stage: int, reason: str) -> None:
+        """End the stream of `stage` and all requests to it."""
+        if stage in self.gone or stage not in self.streams:
+            return
+        self.gone[stage] = reason
+        if reason not in NO_FAULT:
+            self.fault = self.fault or (stage, reason)
+        self._readers[stage].cancel()
+        self._outboxes[stage][1].close()
+        for (of, _), answers in self._requests.items():
+            if of == stage:
+                answers.close()
 
-    async def _look(self, source: Source) -> Verdict | None:
-        if await self._put_in_stage(source) is None:
-            return None
-        self.notify("probation", source.kind)
-        return await self._judge(source, 0)
-
-    async def _try(self, source: Source) -> Restored | None:
-        """None where it did not serve; the order knows why."""
-        peer, settings = self.peer, self.peer.stage.settings
-        candidate = await self._put_in_stage(source)
-        if candidate is None:
-            return None
-        self.notify("probation", source.kind)
-        healings: list[Healing] = []
-        as_it_came: Verdict | None = None
-        while True:
-            verdict = await self._judge(source, len(healings)) if self.probes else None
-            as_it_came = verdict if not healings else as_it_came
-            what = self.order.judge(source, verdict, len(healings))
-            if what == "rejoin":
-                return self._done(source, candidate, verdict, healings)
-            healing = await _heal(peer, self.probes, settings) if what == "heal" else None
-            if healing is None:
-                self.loader.judged.add((source.kind, source.holder))
-                self.order.failed(source, as_it_came, _refusal(verdict, len(healings)))
-                self._drop(None, "")
-                return None
-            healings.append(healing)
-            fresh = {
-                name: host_copy(tensor) for name, tensor in trained(peer.stage.runtime).items()
-            }
-            candidate = Kept(
-                _without_moments(candidate.state, fresh, peer), _new_lr_scale(settings)
-            )
-            peer.stage.restored = candidate.state
-
-    async def _put_in_stage(self, source: Source) -> Kept | None:
-        """What `source` gives, in the stage. None where it is not there or not what it was said to
-        be."""
-        peer = self.peer
-        self.notify("loading", source.kind)
-        try:
-            candidate = await self.loader.load(source)
-            await peer.channel.compute(
-                lambda: load_weights(peer.stage.runtime, candidate.state.weights)
-            )
-            peer.stage.phase, peer.stage.kind, peer.stage.restored = (
-                "candidate",
-                source.kind,
-                candidate.state,
-            )
-            await _tie(peer, candidate, self.loader.holds)
-        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
-            self._drop(source, str(error))
-            return None
-        self.first = self.first or source
-        return candidate
-
-    async def _judge(self, source: Source, healings: int) -> Verdict:
-        """A verdict that this stage has to answer for: none that another one, restored with a worse
-        source, may have brought about."""
-        until, pauses = trio.current_time() + self.peer.stage.settings.neighbour_seconds, _pauses()
-        while True:
-            # asked first: one that gets ready meanwhile may have spoilt the verdict before
-            unfinished = await self._unfinished()
-            verdict = await judge(self.peer, self._judges())
-            if (
-                self.order.judge(source, verdict, healings) == "rejoin"
-                or trio.current_time() >= until
-            ):
-                return verdict
-            others = [
-                (h.rung, -stage)
-                for stage, h in unfinished
-                if h.rung is not None and not h.exhausted
-            ]
-            if not others or max(others) < (int(source.kind), -self.peer.stage.spec.index):
-                return verdict
-            await trio.sleep(next(pauses))
-
-    async def _wait(self) -> Restored | None:
-        """Nothing is left, but what failed may have failed through another stage that is being
-        restored: with the best source that there was, until that one has found a better. None where
-        there is no other, or it did not help."""
-        peer, source = self.peer, self.first
-        until, pauses = trio.current_time() + peer.stage.settings.neighbour_seconds, _pauses()
-        if (
-            source is None
-            or not await self._unfinished()
-            or (candidate := await self._put_in_stage(source)) is None
-        ):
-            return None
-        peer.stage.exhausted = True
-        while True:
-            others = await self._unfinished()  # before the verdict, as in `_judge`
-            verdict = await judge(peer, self._judges()) if self.probes else None
-            if self.order.judge(source, verdict, 0) == "rejoin":
-                return self._done(source, candidate, verdict, [])
-            if all(h.exhausted for _, h in others) or trio.current_time() >= until:
-                peer.stage.phase = "empty"
-                return None
-            await trio.sleep(next(pauses))
-
-    async def _unfinished(self) -> list[tuple[int, Holds]]:
-        """Other stages that answer and are being restored."""
-        return [(stage, h) for stage, h in (await self.peer.fetch.ask()).items() if not h.loaded]
-
-    def _judges(self) -> list[Probe]:
-        return self.probes[-self.peer.stage.settings.probes :]
-
-    def _done(
-        self, source: Source, candidate: Kept, verdict: Verdict | None, healings: list[Healing]
-    ) -> Restored:
-        self.peer.stage.phase, self.peer.stage.kind, self.peer.stage.exhausted = (
-            "whole",
-            None,
-            False,
-        )
-        return Restored(
-            source.kind,
-            source.step,
-            source.holder,
-            verdict,
-            tuple(healings),
-            tuple(self.order.tried),
-            candidate,
-        )
-
-
-@dataclass
-class _Loader:
-    """What each source gives. judged: (kind, holder) of what was in the stage and did not pass."""
-
-    peer: StatePeer
-    holds: Mapping[int, Holds]
-    step: int
-    run: Run
-    journal: Journal | None
-    base: Base | None
-    replica: Callable[[], Awaitable[Replica]] | None
-    judged: set[tuple[SourceKind, int | None]] = field(default_factory=set)
-
-    async def load(self, source: Source) -> Kept:
-        """Raises PeerError, StateError, Unavailable, Refused, OSError where the source is not what
-        it was said to be."""
-        spec, settings = self.peer.stage.spec, self.peer.stage.settings
-        match source.kind:
-            case SourceKind.JOURNAL:
-                assert self.journal is not None
-                return await self.peer.channel.compute(self.journal.read)
-            case SourceKind.REPLICA:
-                assert self.replica is not None
-                theirs = await self.replica()
-                return Kept(StageState(0, theirs.weights), _new_lr_scale(settings), theirs.outer)
-            case SourceKind.SNAPSHOT:
-                assert source.holder is not None
-                state = await self._snapshot(source.holder)
-                return Kept(state, LrScale() if state.counts else _new_lr_scale(settings))
-            case SourceKind.BASE:
-                assert self.base is not None
-                weights = await self.peer.channel.compute(self.base)
-                last = await self._last_adapter(weights) if self.run.adapter else None
-                return Kept(
-                    StageState(0, weights) if last is None else last, _new_lr_scale(settings)
-                )
-        before = None if spec.has_embedding else await self.peer.fetch.layers(spec.index - 1)
-        after = None if spec.has_head else await self.peer.fetch.layers(spec.index + 1)
-        ends = None
-        if spec.has_embedding or spec.has_head:
-            newest = max((h.ends, -stage) for stage, h in self.holds.items() if h.ends is not None)
-            ends = await self.peer.fetch.ends(-newest[1])
-        assert source.method is not None
-        method = source.method
-        paper = not settings.keeps_copies(spec)
-        made = await self.peer.channel.compute(
-            lambda: synthesise(method, spec, before, after, self.run, ends=ends, paper=paper)
-        )
-        lr_scale = LrScale(made.learning_rate_factor) if paper else _new_lr_scale(settings)
-        return Kept(StageState(0, made.state), lr_scale)
-
-    async def _snapshot(self, holder: int) -> StageState:
-        """From all who name the same one, our neighbours first."""
-        named = lambda holds: (holds.shadow, holds.root, holds.hash)
-        same = [
-            stage
-            for stage, holds in self.holds.items()
-            if named(holds) == named(self.holds[holder])
-        ]
-        near, step = (
-            ring(self.peer.stage.spec.index, self.peer.stage.spec.stages),
-            self.holds[holder].shadow,
-        )
-        assert step is not None
-        return await self.peer.fetch.snapshot(
-            sorted(same, key=lambda stage: (stage not in near, stage)),
-            step,
-            self.holds[holder].root,
-        )
-
-    async def _last_adapter(self, base: Tensors) -> StageState | None:
-        """The newest adapter of this stage of this crew up to `step`, however old: as a source of
-        its own it could not be had, and is asked for again. None where there is none that fits. Not
-        one that was judged: it would not pass on the same base either, and an untrained one may.
-        """
-        known = [
-            (h.shadow, SourceKind.SNAPSHOT, stage)
-            for stage, h in self.holds.items()
-            if h.shadow is not None
-        ]
-        journal = self.journal
-        here = (
-            [(journal.step, SourceKind.JOURNAL, None)]
-            if journal is not None and journal.step is not None
-            else []
-        )
-        for age, kind, holder in sorted([*here, *known], key=lambda one: -one[0]):
-            if age > self.step or (kind, holder) in self.judged:
-                continue
-            try:
-                if holder is not None:
-                    state = await self._snapshot(holder)
-                else:
-                    assert journal is not None
-                    state = (await self.peer.channel.compute(journal.read)).state
-            except (PeerError, StateError, OSError):
-                continue  # the next newest, or the untrained one
-            if {n: t.shape for n, t in state.weights.items()} == {
-                n: t.shape for n, t in base.items()
-            }:
-                return StageState(state.step, state.weights)
-        return None
-
-
-def _pauses() -> Iterator[float]:
-    """Between two verdicts with the same weights here: each costs everybody a few micro-batches,
-    and who runs them sets a bound."""
-    pause = ASK_AGAIN_SECONDS
-    while True:
-        yield pause
-        pause = min(2 * pause, PAUSE_SECONDS)
-
-
-async def _tie(peer: StatePeer, candidate: Kept, holds: Mapping[int, Holds]) -> None:
-    """A tied embedding is one tensor with one optimizer: both are the other end's. Where both ends
-    are lost, they are the head's."""
-    spec = peer.stage.spec
-    if peer.stage.runtime.embedding() is None:
-        return
-    other = holds.get(spec.stages - 1 if spec.has_embedding else 0)
-    if spec.has_embedding and (other is None or not other.loaded):
-        return
-    theirs = await peer.fetch.tied()
-    state = candidate.state
-    (name,) = theirs.weights
-    merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
-    candidate.state = replace(
-        state,
-        weights=merge(state.weights, theirs.weights),
-        first=merge(state.first, theirs.first),
-        second=merge(state.second, theirs.second),
-        counts=merge(state.counts, theirs.counts),
-    )
-    await peer.channel.compute(lambda: load_weights(peer.stage.runtime, candidate.state.weights))
-    peer.stage.restored = candidate.state
-
-
-async def _ask(peer: StatePeer) -> dict[int, Holds]:
-    """Once every stage that answers knows whether it has its weights: one that is just being
-    assigned is no lost neighbour."""
-    until = trio.current_time() + ASK_SECONDS
-    while True:
-        holds = await peer.fetch.ask()
-        if (
-            all(h.loaded or h.rung is not None for h in holds.values())
-            or trio.current_time() >= until
-        ):
-            return holds
-        await trio.sleep(ASK_AGAIN_SECONDS)
-
-
-async def _probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
-    """What two have of the tail and its ring neighbours, ourselves among them; else the tail's,
-    else the newest: of steps that were taken. By them a stage is judged, so no one's word decides
-    which, and nobody else is asked."""
-    tail, own = peer.stage.spec.stages - 1, peer.stage.spec.index
-    found = {own: list(peer.stage.recorder.probes)}
-
-    async def one(stage: int) -> None:
-        with contextlib.suppress(PeerError):
-            found[stage] = await peer.fetch.probes(stage)
-
-    async with trio.open_nursery() as nursery:
-        for stage in (tail, *ring(tail, peer.stage.spec.stages)):
-            if stage in holds and holds[stage].probes is not None:
-                nursery.start_soon(one, stage)
-    taken = {
-        stage: [probe for probe in probes if probe.step < step] for stage, probes in found.items()
-    }
-    times = Counter(probe for probes in taken.values() for probe in set(probes))
-    if twice := sorted(
-        (probe for probe, count in times.items() if count > 1),
-        key=lambda probe: (probe.step, probe.micro_batch),
-    ):
-        return twice
-    return taken.get(tail) or max(
-        taken.values(), key=lambda probes: max((probe.step for probe in probes), default=-1)
-    )
-
-
-async def _heal(peer: StatePeer, probes: list[Probe], settings: RecoverySettings) -> Healing | None:
-    """None where the neighbours kept nothing to heal it by."""
-    edges = []
-    for stage in (peer.stage.spec.index - 1, peer.stage.spec.index + 1):
-        if 0 <= stage < peer.stage.spec.stages:
-            try:
-                edges += await peer.fetch.edges(stage)
-            except PeerError:
-                return None
-    at = peer.stage
-    pairs = await peer.channel.compute(
-        lambda: pairs_of(at.runtime, edges, probes, at.limits, at.codec, settings.probes)
-    )
-    if not pairs:
-        return None
-    peer.stage.phase = "empty"  # weights that change between two questions are nobody's
-    try:
-        return await peer.channel.compute(
-            lambda: heal(peer.stage.runtime, pairs, settings.healing_steps, settings.healing_rate)
-        )
-    finally:
-        peer.stage.phase = "candidate"
-
-
-def _without_moments(state: StageState, weights: Tensors, peer: StatePeer) -> StageState:
-    """Other weights, a new optimizer; but for a tied embedding, which was not touched."""
-    shared = peer.stage.runtime.embedding()
-    names = {name for name, tensor in trained(peer.stage.runtime).items() if tensor is shared}
-    keep = lambda tensors: {name: t for name, t in tensors.items() if name in names}
-    return replace(
-        state,
-        weights=weights,
-        first=keep(state.first),
-        second=keep(state.second),
-        counts=keep(state.counts),
-    )
-
-
-def _new_lr_scale(settings: RecoverySettings) -> LrScale:
-    return LrScale(warmup=settings.warmup_steps)
-
-
-def _refusal(verdict: Verdict | None, healings: int) -> str:
-    healed = f" after {healings} healings" if healings else ""
-    if verdict is None:
-        return "there is no probe to judge it by"
-    if not verdict.finite:
-        return f"its numbers are not finite{healed}"
-    return f"KL {verdict.kl:.3g}, NLL +{verdict.nll_rise:.3g} nats per token{healed}"
-
-
-def base_stage(directory: Path, spec: StageSpec, expected: bytes) -> Base:
-    """R3 for whole weights: from a model's directory, once its fingerprint is `expected` (32 bytes,
-    `policy.fingerprint`)."""
-
-    def read() -> Tensors:
-        found = fingerprint(directory)
-        if found != expected:
-            raise StateError(
-                f"{directory} holds {found.hex()[:16]}…, not the model that training began with,"
-                f" {expected.hex()[:16]}…"
-            )
-        return {name: host_copy(p) for name, p in load_stage(directory, spec).named_parameters()}
-
-    return read
-
-
-def base_adapter(runtime: StageRuntime) -> Base:
-    """R3 under LoRA: the untrained adapter that is in `runtime` now, where no later one is known.
-    Make it before anything is restored."""
-    untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
-    return lambda: untrained
+    def _lost(self, stage: int) -> PeerError:
+        return PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")

@@ -8,15 +8,11 @@ size to allocate.
 
 from __future__ import annotations
 
-import bisect
-import dataclasses
 import hashlib
 import math
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
@@ -40,7 +36,7 @@ from swarmnode.wire.fields import (
     check_positive,
     check_rising,
 )
-from swarmnode.wire.limits import LOGPROB_SLACK, PEER_ID_BYTES, SIGNATURE_BYTES
+from swarmnode.wire.limits import LOGPROB_SLACK, PEER_ID_BYTES
 
 if TYPE_CHECKING:  # a base installation has no numpy
     import numpy as np
@@ -70,7 +66,6 @@ CHUNK_BYTES: Final = 1024 * 1024
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
-DESCRIPTION_BYTES: Final = caps.DESCRIPTION_BYTES
 MICRO_BATCHES: Final = caps.MICRO_BATCHES
 STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -78,20 +73,10 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal[
-    "micro_batches",
-    "not_finite",
-    "attempt",
-    "timeout",
-    "session",
-    "fingerprint",
-    "rows",
-    "frame",
-    "gone",
-    "device",
-]
-"""`frame`: what came is not what it has to be, or not now. `device`: ours cannot do it, as when
-memory runs out."""
+RefusalReason = Literal["device", "not_finite", "session"]
+"""Why a stage refuses a piece of work that its neighbour sent correctly. `device`: its own device
+cannot compute it, as when memory runs out. `not_finite`: its own result is not finite. `session`:
+the wave's cache is not here."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -109,9 +94,10 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
 
 
 class Forward(Header, frozen=True, tag="forward"):
-    """Stage i → i + 1. Body: description of the micro-batch (`work.MicroBatch`) ‖ activations."""
+    """Stage → next stage of the route. Body: description (`MicroBatch`) ‖ activations."""
 
     micro_batch: int
+    """Number that the head gives; never used twice in one crew."""
     purpose: Purpose
     codec: ActivationCodec
     rows: int
@@ -120,7 +106,8 @@ class Forward(Header, frozen=True, tag="forward"):
 
 
 class Backward(Header, frozen=True, tag="backward"):
-    """Stage i → i − 1. Body: gradient of what `Forward` brought."""
+    """Stage → previous stage of the route. Body: gradient of the activations that `Forward`
+    brought."""
 
     micro_batch: int
     codec: ActivationCodec
@@ -128,7 +115,7 @@ class Backward(Header, frozen=True, tag="backward"):
 
 
 class Learnt(Header, frozen=True, tag="learnt"):
-    """Tail → head: sums over one micro-batch's trained tokens."""
+    """Last stage → head: sums over one micro-batch's trained tokens."""
 
     micro_batch: int
     loss: float
@@ -136,14 +123,14 @@ class Learnt(Header, frozen=True, tag="learnt"):
     entropy: float
     tokens: float
     weights: float
-    """What the tokens weigh."""
+    """Sum of the tokens' weights."""
     squares: float
-    """The squares of that."""
+    """Sum of the weights' squares."""
 
 
 class Scores(Header, frozen=True, tag="scores"):
-    """Tail → head. Body: log-probability of each completion token, completion after completion,
-    f32; then entropies."""
+    """Last stage → head. Body: log-probability of each completion token, completion after
+    completion, float32; then entropies."""
 
     micro_batch: int
     rows: int
@@ -151,7 +138,7 @@ class Scores(Header, frozen=True, tag="scores"):
 
 
 class Prefill(Header, frozen=True, tag="prefill"):
-    """Stage i → i + 1. Body: `work.Questions` ‖ activations."""
+    """Stage i → i + 1: a wave begins. Body: `Questions` ‖ activations."""
 
     session: bytes
     fingerprint: bytes
@@ -161,7 +148,8 @@ class Prefill(Header, frozen=True, tag="prefill"):
 
 
 class Decode(Header, frozen=True, tag="decode"):
-    """Stage i → i + 1: one token further. Body: which completions, u32 each ‖ activations."""
+    """Stage i → i + 1: one token further. Body: names of the completions, u32 each ‖
+    activations."""
 
     session: bytes
     fingerprint: bytes
@@ -170,62 +158,36 @@ class Decode(Header, frozen=True, tag="decode"):
 
 
 class Tokens(Header, frozen=True, tag="tokens"):
-    """Tail → head. Body: a token id for each completion that is left, u32 ‖ their
-    log-probabilities, f32."""
+    """Last stage → head. Body: a token id for each unfinished completion, u32 ‖ their
+    log-probabilities, float32."""
 
     session: bytes
     rows: int
 
 
 class Drop(Header, frozen=True, tag="drop"):
-    """Head → all: a wave is over."""
+    """Head → all: a wave has ended."""
 
     session: bytes
 
 
 class Lost(Header, frozen=True, tag="lost"):
-    """Any → head: this wave cannot go on here; begin it again from token ids."""
+    """Any stage → head: it refuses this wave; the head begins it again from token ids."""
 
     session: bytes
     reason: RefusalReason
-    source: int
-    """The stage whose frame it was that could not be used; the sender's own, where it is its own
-    matter."""
 
 
 class Failed(Header, frozen=True, tag="failed"):
-    """Any → head: this micro-batch cannot go on here."""
+    """Any stage → head: it refuses this micro-batch."""
 
     micro_batch: int
     reason: RefusalReason
-    source: int
-    """As in `Lost`."""
-
-
-class Locate(Header, frozen=True, tag="locate"):
-    """Head → all: how far is this piece of work? It is answered at once, whatever is being
-    computed."""
-
-    piece: bytes
-    """A wave's session, or a micro-batch's number in as many bytes, big-endian."""
-
-
-class Located(Header, frozen=True, tag="located"):
-    """Any → head."""
-
-    piece: bytes
-    arrived: int
-    """Times that it came from another stage."""
-    sent: int
-    """Times that it was sent to another stage, or put in the queue of one that does not read."""
-    full: bool
-    """The queue of one of them is so long that nothing new is begun which would go there."""
-    worked: int
-    """Grows while the sender computes, layer by layer, and while it sends."""
 
 
 class Embedding(Header, frozen=True, tag="embedding"):
-    """Head ↔ tail: rows first … first + rows − 1 of a tied embedding's gradient, float32."""
+    """Head ↔ last stage: rows first … first + rows − 1 of a tied embedding's gradient,
+    float32."""
 
     attempt: int
     first: int
@@ -233,45 +195,45 @@ class Embedding(Header, frozen=True, tag="embedding"):
 
 
 class ProposeStep(Header, frozen=True, tag="propose"):
-    """Head → all, before the work itself: what the step is made of. Body: the hash of each
-    micro-batch's description."""
+    """Head → all, before the work itself: the step consists of exactly these micro-batches."""
 
     attempt: int
     micro_batches: tuple[int, ...]
 
 
 class Acknowledge(Header, frozen=True, tag="acknowledge"):
-    """Any → head: gradients of exactly these are here, or why not."""
+    """Any stage → head: the gradients of exactly these micro-batches are here, or a refusal."""
 
     attempt: int
     refused: RefusalReason | None
     squared_norm: float
-    """This stage's raw gradient's, before any clipping; only the head counts a tied embedding."""
+    """Of this stage's raw gradient, before clipping; only the head counts a tied embedding."""
 
 
 class Commit(Header, frozen=True, tag="commit"):
+    """Head → all, once every stage has acknowledged: take the step."""
+
     attempt: int
     norm: float
-    """The whole policy's raw gradient's."""
+    """Of the whole policy's raw gradient."""
     clip: float
     learning_rate: float
 
 
 class Abort(Header, frozen=True, tag="abort"):
-    """Head → all: drop the gradients of this attempt."""
+    """Head → all, at the first refusal: drop the gradients of this attempt."""
 
     attempt: int
-    reason: RefusalReason
 
 
 class Done(Header, frozen=True, tag="done"):
-    """Any → head: the step is taken here."""
+    """Any stage → head: the step is taken here."""
 
     attempt: int
 
 
 Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost | Failed
-Control = Embedding | ProposeStep | Acknowledge | Commit | Abort | Done | Locate | Located
+Control = Embedding | ProposeStep | Acknowledge | Commit | Abort | Done
 Frame = Compute | Control
 
 
@@ -315,15 +277,8 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 8 * frame.rows
         case Embedding():
             return 4 * frame.rows * limits.hidden
-        case ProposeStep():
-            return DESCRIPTION_BYTES * len(frame.micro_batches)
         case _:
             return 0
-
-
-def description_hash(about: bytes) -> bytes:
-    """16 bytes: by which a stage knows that a micro-batch's description is the head's."""
-    return hashlib.blake2b(about, digest_size=DESCRIPTION_BYTES).digest()
 
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
@@ -344,14 +299,8 @@ async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame,
     return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
 
 
-_FRAME_LENGTHS: Final = {
-    "session": SESSION_BYTES,
-    "piece": SESSION_BYTES,
-    "fingerprint": FINGERPRINT_BYTES,
-}
-_COUNTERS: Final = dict.fromkeys(
-    ("micro_batch", "attempt", "arrived", "sent", "worked"), ANY_COUNTER
-)
+_FRAME_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER)
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _AMOUNTS: Final = {
@@ -378,12 +327,7 @@ def check_place(place: Place) -> None:
 def _check_frame(frame: Frame, limits: FrameLimits) -> None:
     check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    ranges = {
-        "rows": (1, limits.tokens),
-        "about": (1, about),
-        "source": (0, STAGES - 1),
-        **_COUNTERS,
-    }
+    ranges = {"rows": (1, limits.tokens), "about": (1, about), **_COUNTERS}
     check_fields(frame, _FRAME_LENGTHS, {**ranges, **_AMOUNTS})
     if isinstance(frame, Embedding):
         check_between("first", frame.first, 0, limits.vocab - frame.rows)
@@ -393,272 +337,74 @@ def _check_frame(frame: Frame, limits: FrameLimits) -> None:
         check_counter("micro_batches", frame.micro_batches[-1])
 
 
-# Step commit, two pure state machines:
+# Step commit. Every message arrives once and in order: streams are reliable, and a lost stream ends
+# the crew.
 #
-#     head:    propose(set) ──▶ all stages        take the step of exactly these micro-batches
-#     stage:   acknowledge ──▶ head               prepared: it waits for the decision; or a refusal
-#     head:    commit ──▶ all after all acknowledged; abort ──▶ all at the first refusal or timeout
-#     stage:   optimizer step, done ──▶ head      abort: gradients are dropped, weights stay
+#     head:    ProposeStep(attempt, set) ──▶ all     take the step of exactly these micro-batches
+#     stage:   Acknowledge ──▶ head                  with the norm of its gradient, or a refusal
+#     head:    Commit ──▶ all, once all have acknowledged; Abort ──▶ all at the first refusal
+#     stage:   optimizer step, Done ──▶ head         Abort: gradients are dropped, weights stay
 #
-# The head takes its own step at the first `done`. When a head dies, the survivors decide alone: a
-# step that any of them took is taken by all that prepared it. Attempts number the tries of one
-# step; messages of a lower attempt are ignored. Every message may arrive twice.
-
-Phase = Literal["open", "preparing", "prepared"]
-HASH_BYTES: Final = 32
-NO_HASH: Final = bytes(HASH_BYTES)
-"""The step hash of the base: no step was taken."""
-STEP_DOMAIN: Final = b"swarmnode/crew-step/1"
-DECISION_SECONDS: Final = 30.0
-"""A stage that has prepared and heard nothing for so long acknowledges again."""
-
-
-class Taken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the last step was taken: what a stage that has prepared for it needs to take it too."""
-
-    attempt: int = 0
-    clip: float = 1.0
-    learning_rate: float = 0.0
-
-
-def step_hash(
-    before: bytes, crew: bytes, step: int, attempt: int, micro_batches: Iterable[int]
-) -> bytes:
-    """32 bytes: what the weights are after `step` steps, the last of which took these micro-batches
-    in this attempt of this crew.
-
-    `crew`: 16 bytes, as in `Place`. `before`: the hash one step earlier.
-    """
-    numbers = b"".join(n.to_bytes(8, "big") for n in (step, attempt, *sorted(micro_batches)))
-    return hashlib.blake2b(STEP_DOMAIN + before + crew + numbers, digest_size=HASH_BYTES).digest()
-
-
-# What a stage does next.
-Next = Literal["prepare", "take", "confirm"]
-"""`prepare`: bring the gradients into their final form (sum a tied embedding's halves, measure the
-norm), then call `prepared`. `take`: optimizer step, then send `done`. `confirm`: send `done` again,
-this commit was taken before."""
-
-
-@dataclass(frozen=True)
-class StepAnswer:
-    """Send an acknowledgement."""
-
-    attempt: int
-    refused: RefusalReason | None
-    squared_norm: float = 0.0
+# The head begins nothing new before every stage is done. Attempts number the proposals of one crew.
 
 
 class Participant:
-    """One stage's side. `hash`: the step hash of what it begins with; `crew`: as in `step_hash`."""
+    """One stage's part in the step commit: which gradients are still missing, and the decision.
 
-    def __init__(self, step: int = 0, hash: bytes = NO_HASH, crew: bytes = b"") -> None:
+    `propose`, `commit` and `abort` raise BadMessage("bounds") where no correct head sends them.
+    """
+
+    def __init__(self, step: int = 0) -> None:
         self.step = step
-        """Steps taken."""
-        self.hash = hash
-        self.crew = crew
-        self.phase: Phase = "open"
+        """Committed steps."""
         self.attempt = 0
-        self._have: set[int] = set()
-        self._wanted: set[int] = set()
-        """What was proposed and is not all here."""
-        self.lost = False
-        """Gradients were here, or on their way, and will not come again in this attempt."""
-        self._norm = 0.0
-        self._since = 0.0
+        """Of the latest proposal."""
+        self.prepared = False
+        """Whether the proposal is acknowledged and undecided."""
+        self.newest = -1
+        """Highest micro-batch number of all proposals. Numbers rise from one to the next."""
+        self._missing: set[int] | None = None
+        """Micro-batches of the proposal without a gradient; None without a proposal."""
+
+    @property
+    def proposed(self) -> bool:
+        """Whether there is a proposal that is neither acknowledged nor decided."""
+        return self._missing is not None and not self.prepared
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of such a proposal are here."""
+        return self.proposed and not self._missing
+
+    def propose(self, attempt: int, micro_batches: Iterable[int]) -> None:
+        if self._missing is not None or attempt <= self.attempt:
+            raise BadMessage("bounds", f"attempt {attempt} proposed after {self.attempt}")
+        self.attempt, self._missing = attempt, set(micro_batches)
+        self.newest = max(self.newest, *self._missing)
 
     def may_accumulate(self, micro_batch: int) -> bool:
-        """Whether the gradient of `micro_batch` may be added now: never twice, and never once a
-        proposal is being answered."""
-        return self.phase == "open" and micro_batch not in self._have
+        """Return True if the proposal has this micro-batch and its gradient is not here yet."""
+        return self._missing is not None and micro_batch in self._missing
 
     def accumulated(self, micro_batch: int) -> None:
-        """Its gradient was added. Raises ValueError where it must not have been."""
-        if not self.may_accumulate(micro_batch):
-            raise ValueError(f"micro-batch {micro_batch} must not be added")
-        self._have.add(micro_batch)
+        """Count the gradient of `micro_batch`. Raises KeyError unless `may_accumulate`."""
+        (self._missing or set()).remove(micro_batch)
 
-    def propose(
-        self, step: int, attempt: int, micro_batches: Iterable[int]
-    ) -> Next | StepAnswer | None:
-        if step < self.step:
-            return "confirm" if step == self.step - 1 and attempt == self.attempt else None
-        if step > self.step or attempt < self.attempt:
-            return StepAnswer(attempt, "attempt") if attempt >= self.attempt else None
-        if attempt == self.attempt and self.phase != "open":
-            return StepAnswer(attempt, None, self._norm) if self.phase == "prepared" else None
-        self.attempt, wanted = attempt, set(micro_batches)
-        if self._have == wanted:
-            self.phase = "preparing"
-            return "prepare"
-        if self.lost or self.phase != "open" or not self._have <= wanted:
-            return StepAnswer(attempt, "micro_batches")
-        self._wanted = wanted
-        return None
-
-    def complete(self) -> Next | StepAnswer | None:
-        """To be asked after each gradient: whether it was the last of those that were proposed.
-        What has not come is not refused: whoever let a gradient through before it had one would
-        have us blamed."""
-        if self.phase != "open" or not self._wanted or self._have < self._wanted:
-            return None
-        if self._have != self._wanted:
-            self._wanted = set()
-            return StepAnswer(self.attempt, "micro_batches")
-        self.phase = "preparing"
-        return "prepare"
-
-    def prepared(self, attempt: int, squared_norm: float | None, now: float) -> StepAnswer | None:
-        """Gradients are final; `squared_norm` is None where they are not finite. None where the
-        attempt is over."""
-        if self.phase != "preparing" or attempt != self.attempt:
-            return None
-        if squared_norm is None:
-            self.phase, self._wanted = "open", set()
-            return StepAnswer(attempt, "not_finite")
-        self.phase, self._norm, self._since = "prepared", squared_norm, now
-        return StepAnswer(attempt, None, squared_norm)
-
-    def commit(self, step: int, attempt: int) -> Next | None:
-        if step == self.step - 1 and attempt == self.attempt:
-            return "confirm"
-        if step != self.step or attempt != self.attempt or self.phase != "prepared":
-            return None
-        self.hash = self._hash_after()
-        self._clear()
+    def commit(self, attempt: int) -> None:
+        """Count the step. The caller takes it."""
+        if not self.prepared or attempt != self.attempt:
+            raise BadMessage("bounds", f"commit of attempt {attempt}, which is not prepared")
         self.step += 1
-        return "take"
+        self.clear()
 
-    def abort(self, step: int, attempt: int) -> bool:
-        """Whether the gradients are to be zeroed."""
-        if step != self.step or attempt < self.attempt:
-            return False
-        self.attempt = attempt
-        self._clear()
-        return True
+    def abort(self, attempt: int) -> None:
+        """Forget the proposal. The caller drops the gradients."""
+        if self._missing is None or attempt != self.attempt:
+            raise BadMessage("bounds", f"abort of attempt {attempt}, which is not proposed")
+        self.clear()
 
-    def lose(self) -> bool:
-        """Whether the gradients may be dropped without a decision, e.g. because a neighbour is
-        gone; then they count as dropped.
-
-        What was prepared has to stay: others may have taken the step already.
-        """
-        if self.phase == "prepared":
-            return False
-        lost = bool(self._have or self._wanted) or self.lost
-        self._clear()
-        self.lost = lost
-        return True
-
-    @property
-    def next_hash(self) -> bytes:
-        """The step hash after the step that it has prepared for; empty where it has not."""
-        return self._hash_after() if self.phase == "prepared" else b""
-
-    def _hash_after(self) -> bytes:
-        return step_hash(self.hash, self.crew, self.step + 1, self.attempt, self._have)
-
-    def tick(self, now: float) -> StepAnswer | None:
-        """Asks again for a decision that does not come."""
-        if self.phase != "prepared" or now - self._since < DECISION_SECONDS:
-            return None
-        self._since = now
-        return StepAnswer(self.attempt, None, self._norm)
-
-    def _clear(self) -> None:
-        self.phase = "open"
-        self._have.clear()
-        self._wanted, self.lost = set(), False
-
-
-# What the head does next.
-@dataclass(frozen=True)
-class Decided:
-    """Send commit, or abort with the reason, to `stages`: all, or the one that asks again."""
-
-    attempt: int
-    refused: RefusalReason | None
-    squared_norm: float
-    """The whole policy's; 0 for an abort."""
-    stages: tuple[int, ...]
-
-
-@dataclass
-class Coordinator:
-    """The head's side: one proposal at a time."""
-
-    stages: int
-    attempt: int = 0
-    norms: dict[int, float] = field(default_factory=dict)
-    """Squared norms of the present attempt, by stage."""
-    decision: Decided | None = None
-    """For all stages, of the present attempt or of the last one: they may ask again for it whatever
-    is done since."""
-    _done: set[int] = field(default_factory=set)
-    _open: bool = False
-
-    def begin(self) -> int:
-        """Number of a new attempt. Raises ValueError while one is undecided."""
-        if self._open:
-            raise ValueError("a proposal is undecided")
-        self.attempt += 1
-        self.norms.clear()
-        self._done.clear()
-        self.decision, self._open = None, True
-        return self.attempt
-
-    def acknowledged(
-        self, stage: int, attempt: int, refused: RefusalReason | None, squared_norm: float
-    ) -> Decided | None:
-        """A decision for all where this one makes it; the old decision for a stage that asks
-        again."""
-        if attempt != self.attempt or not 0 <= stage < self.stages:
-            return None
-        if self.decision is not None:
-            return Decided(attempt, self.decision.refused, self.decision.squared_norm, (stage,))
-        if not self._open:
-            return None
-        if refused is not None:
-            return self._decide(refused)
-        self.norms[stage] = squared_norm
-        return self._decide(None) if len(self.norms) == self.stages else None
-
-    @property
-    def silent(self) -> frozenset[int]:
-        """Stages that have not acknowledged the present attempt."""
-        return frozenset(range(self.stages)) - self.norms.keys()
-
-    @property
-    def unfinished(self) -> frozenset[int]:
-        """Stages that have not said that they took the step of the present attempt."""
-        return frozenset(range(self.stages)) - self._done
-
-    @property
-    def over(self) -> bool:
-        """Whether the present attempt is aborted, or all stages have said that they took the
-        step."""
-        return self.decision is not None and (
-            self.decision.refused is not None or not self.unfinished
-        )
-
-    def give_up(self, reason: RefusalReason) -> Decided | None:
-        """Abort, where nothing is decided yet."""
-        return self._decide(reason) if self._open else None
-
-    def done(self, stage: int, attempt: int) -> bool:
-        """Whether the head may now take its own step: the first other stage has. A head without
-        others commits alone."""
-        if attempt != self.attempt or self.decision is None or self.decision.refused is not None:
-            return False
-        first = not self._done - {0} and stage != 0
-        self._done.add(stage)
-        return first
-
-    def _decide(self, refused: RefusalReason | None) -> Decided:
-        self._open = False
-        norm = sum(self.norms.values()) if refused is None else 0.0
-        self.decision = Decided(self.attempt, refused, norm, tuple(range(self.stages)))
-        return self.decision
+    def clear(self) -> None:
+        self.prepared, self._missing = False, None
 
 
 # The order in which a micro-batch visits the stages:
@@ -747,17 +493,9 @@ def returning(route: Route, sender: int, stage: int) -> int | None:
 
 # The layers, embedding, norm and head of each stage, and their tensor names in the whole model.
 
-MODEL_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures that are nothing but embedding → equal layers → norm → head. Others that look so
-scale the embedding between its module and the first layer, or let a layer's number decide what it
-is: cut in two they would compute something else."""
-
 
 class ModelShape(Protocol):
     """What is needed of transformers' configuration of a model."""
-
-    @property
-    def model_type(self) -> str: ...
 
     num_hidden_layers: int
     hidden_size: int
@@ -839,10 +577,9 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
     """The stages of a model with transformers config `config`, stage i with `layers[i]` of its
     layers.
 
-    Raises ConfigError for an architecture outside MODEL_TYPES, an empty stage, or layers that are
-    not the model's.
+    Raises ConfigError for an empty stage, or layers that are not the model's. That the model can be
+    split is for `model.check_split` to say.
     """
-    check_model_type(config)
     if not layers or min(layers) < 1 or sum(layers) != config.num_hidden_layers:
         raise ConfigError(
             f"stages of {list(layers)} layers do not make the model's {config.num_hidden_layers}"
@@ -853,14 +590,6 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
         StageSpec(i, len(layers), end - count, end, tied)
         for i, (count, end) in enumerate(zip(layers, ends, strict=True))
     )
-
-
-def check_model_type(config: ModelShape) -> None:
-    """Raises ConfigError for an architecture that cannot be split."""
-    if config.model_type not in MODEL_TYPES:
-        raise ConfigError(
-            f"a {config.model_type!r} model cannot be held in stages; {', '.join(MODEL_TYPES)} can"
-        )
 
 
 # The description that travels with activations: token ids, lengths, and at the tail the loss's
@@ -1083,17 +812,13 @@ class Fence:
         """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None
         where it counts.
 
-        `step` is None for frames of the commit itself, which `Coordinator` orders by step and
-        attempt: they are about being a step apart.
+        `step` is None for frames of the step commit, which attempts order: the stages are a step
+        apart while one is taken.
         """
         reason = self._reason(place, sender, step)
         if reason:
             self.dropped[reason] += 1
         return reason
-
-    def passes(self, place: Place, sender: int, step: int) -> bool:
-        """What `check` would say, without counting."""
-        return self._reason(place, sender, step) is None
 
     def _reason(self, place: Place, sender: int, step: int | None) -> str | None:
         if place.crew != self.place.crew:
@@ -1130,24 +855,20 @@ def is_device_error(error: BaseException) -> bool:
     )
 
 
-# The plan: contiguous blocks of layers that minimise the slowest stage's time within the members'
-# memory. Dynamic programming over sets of at most eight members; the least bound is found by
-# halving.
+# Cost of a model's parts and capacity of members: the input of the plan in `crew.py`.
 
 MEMBERS: Final = 8
-"""Members considered for one crew, at most."""
+"""The most members of one crew."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one layer, the embedding or the head costs whoever holds it."""
+    """Cost of one layer, the embedding or the head for its holder."""
 
     memory: float
-    """Bytes: weights, gradients, optimizer, the cache of its share of the waves in flight, and what
-    a micro-batch leaves in it."""
+    """Bytes: weights, gradients, optimizer, activations, and the cache of the waves in flight."""
     work: float
-    """What a micro-batch takes, forward and backward; in units of which a member does `speed` per
-    second."""
+    """Of a micro-batch, forward and backward, in the unit of `Capacity.speed`."""
 
 
 @dataclass(frozen=True)
@@ -1157,274 +878,38 @@ class ModelCost:
     head: Part
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
-    """What a stage sends of a micro-batch: activations to the next one, gradients to the one
-    before."""
+    """Bytes that a stage sends of a micro-batch: activations and gradients."""
     stage: float = 0.0
-    """Bytes that any stage needs besides, however many layers it holds: while one of them is
-    computed."""
+    """Further bytes that any stage needs, for the layer that is being computed."""
     batches: float = 1.0
     """Micro-batches of a step."""
     crossings: float = 0.0
-    """How often, for each micro-batch of a step, everybody waits for the way through all stages and
-    back: once for each token that is sampled, and while the pipeline fills and drains."""
+    """Times per micro-batch that all stages wait for the way through all of them and back: once for
+    each sampled token, and while the pipeline fills and drains."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What a member can do."""
+    """Memory and speed of a member."""
 
     memory: float
-    """Bytes it can give."""
+    """Bytes."""
     speed: float
     """Work per second, > 0."""
     hop_seconds: float = 0.0
-    """What it takes to send one micro-batch's activations on, where work does not hide it; measured
-    by the network process."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    members: tuple[int, ...]
-    """Which member is stage 0, 1, …"""
-    layers: tuple[int, ...]
-    """How many layers each of them holds."""
-    slowest_seconds: float
-    """What a micro-batch takes in the slowest stage."""
+    """Time to send one micro-batch's activations, measured by the network process."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
-    """Bytes that whoever holds `stage` of these blocks needs."""
-    return model.stage + sum(part.memory for part in _parts(model, layers, stage))
+    """Return the bytes that the holder of `stage` of these blocks needs."""
+    return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
 
 
-def stage_work(model: ModelCost, layers: Sequence[int], stage: int) -> float:
-    """What all micro-batches of a step take in `stage` of these blocks."""
-    return model.batches * sum(part.work for part in _parts(model, layers, stage))
-
-
-def _parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
+def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
+    """Return the parts of the model in `stage` of these blocks."""
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
     return [*model.layers[start : start + layers[stage]], *ends]
-
-
-def make_plan(model: ModelCost, members: Sequence[Capacity], stages: int = 0) -> Plan:
-    """The fastest plan; among equals the one with the fewest stages, then the one that uses earlier
-    members. Deterministic.
-
-    `stages` asks for exactly so many; 0 for as many as is fastest. Asked for a number, it is the
-    fastest where layers cost alike.
-
-    Raises Refused when no crew of these members can hold the model, ValueError for more than
-    MEMBERS.
-    """
-    if len(members) > MEMBERS:
-        raise ValueError(f"at most {MEMBERS} members")
-    search = _Search(model, members)
-    found = search.within(sys.float_info.max, stages)
-    if found is None:
-        need = model.stage + model.embedding.memory + search.memory[-1] + model.head.memory
-        have = sum(member.memory for member in members)
-        raise Refused(
-            f"{len(members)} members with {have:.3g} bytes together cannot hold the model's"
-            f" {need:.3g} in blocks of layers"
-        )
-    too_fast = 0.0  # nothing is known to be faster than this
-    while (
-        better := search.within(math.nextafter(found.slowest_seconds, -1.0), stages)
-    ) is not None:
-        found = better
-        middle = too_fast + (found.slowest_seconds - too_fast) / 2
-        if (better := search.within(middle, stages)) is None:
-            too_fast = middle
-        else:
-            found = better
-    return search.earliest(found)
-
-
-@lru_cache(maxsize=8)
-def plan_apart(
-    model: ModelCost,
-    members: tuple[Capacity, ...],
-    apart: tuple[tuple[float, ...], ...],
-    stages: int = 0,
-) -> Plan:
-    """As `make_plan`, of members that are `apart[i][j]` seconds, one way; the nearest to us come
-    first.
-
-    Each further member makes the slowest stage faster and the way through all of them longer: as
-    many as make a step fastest. Their order is the one, of those no slower, with the shortest way.
-    Raises as `make_plan` does.
-    """
-    if not any(any(row) for row in apart):
-        return make_plan(model, members, stages)
-    best: tuple[float, Plan] | None = None
-    for count in range(max(1, stages), len(members) + 1):
-        try:
-            plan, way = _nearest(model, members, make_plan(model, members[:count], stages), apart)
-        except Refused:
-            if best is None and count == len(members):
-                raise
-            continue
-        seconds = plan.slowest_seconds + model.crossings * way
-        if best is None or seconds < best[0]:
-            best = seconds, plan
-    return best[1] if best is not None else make_plan(model, members, stages)
-
-
-def _nearest(
-    model: ModelCost, members: Sequence[Capacity], plan: Plan, apart: Sequence[Sequence[float]]
-) -> tuple[Plan, float]:
-    """The order of the plan's members with the shortest way, none of whose stages is slower than
-    its slowest; the blocks stay as they are, since crews that are cut alike can average. And the
-    seconds of that way, once through all of them and back to the first."""
-    search, chosen, bound = _Search(model, members), plan.members, plan.slowest_seconds
-    blocks = [*pairwise(accumulate((0, *plan.layers)))]
-
-    def way(order: Sequence[int]) -> float:
-        return sum(apart[one][other] for one, other in pairwise(order))
-
-    # (those placed, the last of them) → the shortest order
-    ends: dict[tuple[int, int], tuple[int, ...]] = {}
-    for used in range(1, 1 << len(chosen)):
-        for number, index in enumerate(chosen):
-            if used >> number & 1 and search.seconds(index, *blocks[used.bit_count() - 1]) <= bound:
-                rest = used & ~(1 << number)
-                before = (
-                    [(*ends[rest, other], index) for other in chosen if (rest, other) in ends]
-                    if rest
-                    else [(index,)]
-                )
-                if before:
-                    ends[used, index] = min(before, key=way)
-    order = min(
-        [chosen, *(order for (used, _), order in ends.items() if used == (1 << len(chosen)) - 1)],
-        key=way,
-    )
-    return Plan(order, plan.layers, bound), way(order) + apart[order[-1]][order[0]]
-
-
-class _Search:
-    """Plans none of whose stages takes longer than a bound: of a set of members, only how far they
-    reach counts, and further is always better. So a search is at most MEMBERS · 2^MEMBERS steps,
-    whatever the model."""
-
-    def __init__(self, model: ModelCost, members: Sequence[Capacity]) -> None:
-        self.model, self.members, self.count = model, members, len(model.layers)
-        self.memory = [0.0, *accumulate(part.memory for part in model.layers)]
-        self.work = [0.0, *accumulate(part.work for part in model.layers)]
-
-    def within(self, bound: float, stages: int) -> Plan | None:
-        """The plan with the fewest stages, then of the earliest members. `stages`: exactly so many;
-        0 for any number."""
-        reach = [-1] * (1 << len(self.members))
-        reach[0] = 0
-        fewest = len(self.members) + 1
-        for used, start in enumerate(reach):
-            placed = used.bit_count() + 1
-            if start < 0 or placed >= fewest or (stages and placed > stages):
-                continue
-            for index in range(len(self.members)):
-                if used >> index & 1:
-                    continue
-                if stages in (0, placed) and self.seconds(index, start, self.count) <= bound:
-                    fewest = placed
-                    break
-                end = self._reach(index, start, self.count - max(1, stages - placed), bound)
-                if end > start:
-                    reach[used | 1 << index] = max(end, reach[used | 1 << index])
-        if fewest > len(self.members):
-            return None
-        order = self._order(0, 0, fewest, bound, set())
-        assert order is not None
-        ends = self.ends(order, bound)
-        assert ends is not None
-        blocks = [*pairwise((0, *ends))]
-        slowest = max(
-            self.seconds(index, *block) for index, block in zip(order, blocks, strict=True)
-        )
-        return Plan(order, tuple(end - start for start, end in blocks), slowest)
-
-    def seconds(self, index: int, start: int, end: int) -> float:
-        """What a micro-batch takes in layers [start, end) at this member; infinite where they do
-        not fit."""
-        member, last = self.members[index], end == self.count
-        memory, work = (
-            self.model.stage + self.memory[end] - self.memory[start],
-            self.work[end] - self.work[start],
-        )
-        if start == 0:
-            memory, work = memory + self.model.embedding.memory, work + self.model.embedding.work
-        if last:
-            memory, work = memory + self.model.head.memory, work + self.model.head.work
-        return (
-            math.inf
-            if memory > member.memory
-            else work / member.speed + (0.0 if last else member.hop_seconds)
-        )
-
-    def _reach(self, index: int, start: int, most: int, bound: float) -> int:
-        """How far this member can go on from `start`, at most to `most`, which is not the end;
-        `start` where it cannot take a layer."""
-        member, first = self.members[index], self.model.embedding if start == 0 else Part(0.0, 0.0)
-        room = self.memory[start] + member.memory - self.model.stage - first.memory
-        time = self.work[start] + (bound - member.hop_seconds) * member.speed - first.work
-        end = min(bisect.bisect_right(self.memory, room), bisect.bisect_right(self.work, time)) - 1
-        end = max(start, min(end, most))  # but for rounding
-        while end < most and self.seconds(index, start, end + 1) <= bound:
-            end += 1
-        while end > start and self.seconds(index, start, end) > bound:
-            end -= 1
-        return end
-
-    def _order(
-        self, used: int, start: int, left: int, bound: float, dead: set[tuple[int, int]]
-    ) -> tuple[int, ...] | None:
-        """`left` members that hold what is left from `start` on, the earliest; None without."""
-        if (used, start) in dead:
-            return None
-        for index in range(len(self.members)):
-            if used >> index & 1:
-                continue
-            if left == 1:
-                if self.seconds(index, start, self.count) <= bound:
-                    return (index,)
-                continue
-            end = self._reach(index, start, self.count - left + 1, bound)
-            rest = (
-                self._order(used | 1 << index, end, left - 1, bound, dead) if end > start else None
-            )
-            if rest is not None:
-                return (index, *rest)
-        dead.add((used, start))
-        return None
-
-    def ends(self, order: tuple[int, ...], bound: float, start: int = 0) -> tuple[int, ...] | None:
-        """Where each of these stops when each takes as much as it can, from `start` on; None where
-        that does not hold the rest."""
-        ends = [start]
-        for position, index in enumerate(order[:-1]):
-            ends.append(self._reach(index, ends[-1], self.count - len(order) + position + 1, bound))
-            if ends[-1] <= ends[-2]:
-                return None
-        if not ends[-1] < self.count or self.seconds(order[-1], ends[-1], self.count) > bound:
-            return None
-        return (*ends[1:], self.count)
-
-    def earliest(self, plan: Plan) -> Plan:
-        """As fast as `make_plan`, with as little as can be in its first stages."""
-        order, bound, cuts = plan.members, plan.slowest_seconds, [0]
-        for position in range(1, len(order)):
-            start, rest = cuts[-1], order[position:]
-            fits = (
-                e
-                for e in range(start + 1, self.count)
-                if self.seconds(order[position - 1], start, e) <= bound
-            )
-            cuts.append(next(e for e in fits if self.ends(rest, bound, e) is not None))
-        return Plan(
-            order, tuple(after - before for before, after in pairwise((*cuts, self.count))), bound
-        )
 
 
 def model_cost(
@@ -1442,7 +927,6 @@ def model_cost(
     value); `trained_bytes` per weight for gradient and optimizer, 0 for a frozen base. Forward,
     recomputed forward and backward are 8 operations per weight and token.
     """
-    check_model_type(config)
     width, head = (
         config.hidden_size,
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
@@ -1464,26 +948,24 @@ def model_cost(
     )
 
 
-# The crew record: immutable, signed by every member; the layers of each and the step it continues
-# from.
+# The crew record: immutable. Its hash is the crew's id.
 #
-#     lineage      drawn when training leaves the base; every later crew of the same policy keeps it
-#     step hash    H(step hash before, crew, step, attempt, micro-batches)
-#     copy         a node has layers first … last − 1 of (lineage, step, step hash)
-#
-# Two continuations of one crew share the lineage and differ in the step hash.
+#     lineage      drawn when training leaves the base; later crews of the same policy keep it
+#     step         (lineage, number): steps that were committed since the base
+#     copy         a node has layers first … last − 1 of (lineage, step)
 
+HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
 LAYERS: Final = 1024
 COPIES: Final = 4 * MEMBERS
-"""In one offer, at most."""
-RECORD_DOMAIN: Final = b"swarmnode/crew-record/2"
-MEMBER_DOMAIN: Final = b"swarmnode/crew-member/1"
-NO_CREW: Final = bytes(HASH_BYTES)
+"""The most copies in one offer."""
+RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
+AMOUNT: Final = 1e30
+"""The largest memory or speed that a peer may claim."""
 
 Where = Literal["memory", "disk", "neighbour"]
-"""Where a copy is: in the trainer's memory, in this node's own journal, or kept here for a ring
-neighbour."""
+"""Where a copy is: in the trainer's memory, in this node's own checkpoint, or in a checkpoint that
+this node stores for a ring neighbour."""
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1499,17 +981,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lineage: bytes
     """32 bytes."""
     model: bytes
-    """32 bytes: the base weights, and what members must have alike, codecs included
-    (`trainer.crew.model.crew_terms`)."""
-    previous: bytes
-    """32 bytes: the step hash that it goes on from; NO_HASH where training begins."""
+    """32 bytes: the base weights, and the settings that members must have alike
+    (`trainer.crew_terms`)."""
     step: int
-    """Committed steps in that."""
-    taken: Taken
+    """Committed steps that the crew continues from; 0 is the base."""
     members: tuple[Member, ...]
-    """The members by stage: their blocks of layers follow each other."""
+    """By stage; their blocks of layers follow each other."""
     nonce: bytes
-    """8 random bytes of the proposer: the same members may found another crew at the same step."""
+    """8 random bytes: the same members may form another crew at the same step."""
 
 
 class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -1520,119 +999,21 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     last: int
     """Layers first … last − 1."""
     step: int
-    hash: bytes
-    """The step hash."""
     where: Where
-    taken: Taken
-    """How `hash` came about."""
-    next: bytes
-    """The hash after one more step, where the sender has prepared for it and would take it; empty
-    otherwise."""
 
     @property
     def layers(self) -> tuple[int, int]:
         return self.first, self.last
 
 
-class Signed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    peer: str
-    signature: bytes
-
-
-class Founded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="founded"):
-    """A record with the signature of each of its members: a crew."""
-
-    record: Record
-    signatures: tuple[Signed, ...]
-    """In the order of stages."""
-
-
-Verify = Callable[[str, bytes, bytes], bool]
-"""(peer, data, signature) → whether it is that peer's."""
-
-
 def crew_id(record: Record) -> bytes:
-    """32 bytes. Frames carry the first 16."""
+    """Return the crew's id, 32 bytes. Frames carry the first 16."""
     return hashlib.blake2b(RECORD_DOMAIN + strict.encode(record), digest_size=HASH_BYTES).digest()
 
 
-def member_bytes(crew: bytes) -> bytes:
-    """What a member signs."""
-    return MEMBER_DOMAIN + crew
-
-
 def peers_of(record: Record) -> tuple[str, ...]:
-    """The members' peer ids by stage."""
+    """Return the members' peer ids by stage."""
     return tuple(member.peer for member in record.members)
-
-
-def stage_of(record: Record, peer: str) -> int | None:
-    """The stage that `peer` holds; None where it is no member."""
-    return next((stage for stage, member in enumerate(record.members) if member.peer == peer), None)
-
-
-def check_founded(founded: Founded, verify: Verify) -> None:
-    """Whether each member has signed. Raises BadMessage("signature")."""
-    if tuple(signed.peer for signed in founded.signatures) != peers_of(founded.record):
-        raise BadMessage(
-            "signature", "not the members' signatures, each once and in the order of stages"
-        )
-    data = member_bytes(crew_id(founded.record))
-    for signed in founded.signatures:
-        if not verify(signed.peer, data, signed.signature):
-            raise BadMessage("signature", f"of {signed.peer}")
-
-
-_RECORD_LENGTHS: Final = {
-    "lineage": HASH_BYTES,
-    "model": HASH_BYTES,
-    "previous": HASH_BYTES,
-    "hash": HASH_BYTES,
-    "nonce": NONCE_BYTES,
-}
-_RECORD_RANGES: Final = {"step": ANY_COUNTER, "first": (0, LAYERS - 1), "last": (1, LAYERS)}
-AMOUNT: Final = 1e30
-"""The largest memory, speed or learning rate that anybody may claim."""
-
-
-def check_record(record: Record) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
-    check_fields(record, _RECORD_LENGTHS, _RECORD_RANGES)
-    check_taken(record.taken)
-    if (record.step == 0) != (record.previous == NO_HASH):
-        raise BadMessage("bounds", "training begins at step 0, and only there")
-    check_between("members", len(record.members), 1, MEMBERS)
-    for member in record.members:
-        check_name("peer", member.peer, PEER_ID_BYTES)
-        check_between("layers", member.layers, 1, LAYERS)
-    if len(set(peers_of(record))) != len(record.members):
-        raise BadMessage("bounds", "a peer twice")
-
-
-def check_signed(signatures: tuple[Signed, ...]) -> None:
-    """Raises BadMessage("bounds")."""
-    check_between("signatures", len(signatures), 1, MEMBERS)
-    for signed in signatures:
-        check_name("peer", signed.peer, PEER_ID_BYTES)
-        check_length("signature", signed.signature, SIGNATURE_BYTES)
-
-
-def check_copies(copies: tuple[Copy, ...]) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
-    check_between("copies", len(copies), 0, COPIES)
-    for copy in copies:
-        check_fields(copy, _RECORD_LENGTHS, _RECORD_RANGES)
-        check_taken(copy.taken)
-        check_length("next", copy.next, HASH_BYTES if copy.next else 0)
-        if copy.first >= copy.last or (copy.step == 0) != (copy.hash == NO_HASH):
-            raise BadMessage("bounds", "a copy of nothing")
-
-
-def check_taken(taken: Taken) -> None:
-    """Raises BadMessage("bounds"), BadMessage("not_finite")."""
-    check_counter("attempt", taken.attempt)
-    check_between("clip", taken.clip, 0, 1)
-    check_between("learning_rate", taken.learning_rate, 0, AMOUNT)
 
 
 # Messages between trainer and network process:
@@ -1640,26 +1021,19 @@ def check_taken(taken: Taken) -> None:
 #     trainer                                        network process
 #     Offering      free memory and copies held   ─▶ offered to peers
 #                   build and restore the stage   ◀─ Assigned      a crew with this node was founded
-#     StageStatus   loading, probation, active, … ─▶ heartbeats
+#     StageStatus   loading, active, failed       ─▶ heartbeats
 #                   drop work in progress, wait   ◀─ Suspended     a member is suspected
 #                   start or continue             ◀─ Resumed       all stages are active
-#     Blames        stages that spoil steps       ─▶ their holders are left out
+#     StageFault    this crew cannot continue     ─▶ the crew ends; a strike for the stage's holder
 #                   stop; weights stay in memory  ◀─ Released      the crew has ended
 #
 # Either side may restart at any moment. A trainer that connects sends Offering when it is in no
 # crew, and StageStatus when it is.
 
-StagePhase = Literal["loading", "probation", "active", "failed"]
-RUNGS = ("", "R0", "R1", "R2", "R3", "R4", "R5", "R6")
-"""Where a stage's weights came from; empty for a founding member, who has the base model's."""
-
-
-def socket_file(data_dir: Path) -> Path:
-    """The Unix socket that `service.StreamProxy` listens on."""
-    return data_dir / "run" / "stages.sock"
-
-
-# ---- trainer → network ---------------------------------------------------------------------------
+StagePhase = Literal["loading", "active", "failed"]
+"""`active`: the stage can take the next step. `failed`: no source of its weights is left."""
+SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
+"""Where a stage's weights came from; empty until it has them."""
 
 
 class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
@@ -1667,41 +1041,38 @@ class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
     Released, and whenever a number changes."""
 
     model: bytes
-    """32 bytes: which weights, and what a crew that trains them must have alike
-    (`trainer.crew.model.crew_terms`)."""
+    """32 bytes, as in `Record`."""
     capacity: Capacity
     cost: ModelCost
-    """What the model's parts cost, so that whoever founds a crew can plan it."""
+    """Of the whole model: every node can plan a crew."""
     copies: tuple[Copy, ...] = ()
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
-    """At every change, and each second while there is a stage. None means not measured (yet)."""
+    """Sent at every change, and each second while there is a stage. None means not measured."""
 
     crew: bytes
-    """32 bytes."""
     stage: int
     phase: StagePhase
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Counts anything that was done: frames handled, micro-batches, steps. One that stands still is
-    a trainer that hangs."""
-    rung: str = ""
-    """One of RUNGS."""
-    rung_seconds: float | None = None
-    """From Assigned to the stage being loaded by that rung."""
-    shadow_step: int | None = None
-    """The step of the newest copy that a neighbour has of this stage."""
-    shadow_age_steps: int | None = None
-    """Steps that its loss would cost where only shadows are left: all of them while nobody has a
-    copy. None in a crew of one."""
+    """Grows with each frame, micro-batch and step. A trainer with work in hand and a constant
+    progress hangs."""
+    source: str = ""
+    """One of SOURCES."""
+    source_seconds: float | None = None
+    """From Assigned to the stage being loaded from that source."""
+    checkpoint_step: int | None = None
+    """The step of the newest checkpoint of this stage that a neighbour stores."""
+    checkpoint_age_steps: int | None = None
+    """Steps of this stage that are lost with its node: all of them while no neighbour has a
+    checkpoint. None in a crew of one."""
     copy_age_steps: int | None = None
-    """Steps by which the whole copy that this node samples from is behind its crew; None where
-    there is none."""
+    """Steps by which the whole copy that this node samples from is behind its crew."""
     copy_bytes: int | None = None
-    """What came for its last refresh."""
-    probe_kl: float | None = None
+    """Bytes received for its last refresh."""
+    gate_kl: float | None = None
     """Nats per token, of the gate after the last recovery."""
     bubble_share: float | None = None
     """The share of the last step in which this stage waited."""
@@ -1709,58 +1080,44 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     reason: str = ""
     """Why it failed, for people."""
     load: int = 0
-    """Pieces of work in hand: nothing done while there are some is a trainer that hangs."""
+    """Pieces of work in hand."""
     dropped: dict[str, int] = {}
-    """Frames that counted for nothing, by FENCE_REASONS and FRAME_REASONS; of this trainer
-    process."""
+    """Dropped frames by FENCE_REASONS and FRAME_REASONS; of this trainer process."""
     state_refused: dict[str, int] = {}
-    """What others sent on state streams that is not what it has to be, and what they asked for and
-    did not get, by reason; in this crew."""
+    """Bad messages and refused requests on state streams, by reason; in this crew."""
 
 
-class Blames(msgspec.Struct, frozen=True, tag="stages_blames"):
-    """The head's trainer: steps fail again and again, and always because of this stage, or of one
-    of these that contradict each other."""
+class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
+    """This crew cannot continue. Every trainer sends it from its own observation."""
 
     crew: bytes
-    stages: tuple[int, ...]
+    stage: int | None
+    """The stage that failed. None where a deadline of the head expired and the head does not know
+    which stage missed it."""
     reason: str
-    seconds: float = 0.0
-    """For how long it has been spoiling steps, among others that were taken."""
-    beside: tuple[int, ...] = ()
-    """Stages that contradict these: all of them are bad, if these are not."""
-
-
-# ---- network → trainer ---------------------------------------------------------------------------
 
 
 class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
-    """A crew with this node in it: hold this stage. A later one replaces an earlier one, and its
-    streams are others."""
+    """A crew with this node in it: hold this stage. Replaces the assignment before."""
 
     crew: bytes
     """32 bytes. Frames carry the first 16."""
     lineage: bytes
-    """32 bytes."""
     stage: int
     layers: tuple[int, ...]
-    """The layers of every stage: what `stage_specs` wants."""
+    """The layers of every stage: the input of `stage_specs`."""
     members: tuple[str, ...]
-    """Peer id that holds each stage."""
+    """The peer id of each stage's holder."""
     step: int
-    """Committed steps that the crew goes on from; 0 is the base model."""
-    hash: bytes
-    """32 bytes: the step hash of these."""
-    taken: Taken
-    """How the last of them was taken: a stage in memory that has prepared for it takes it now."""
+    """Committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
-    step_seconds: float = 900.0
-    """So long the crew may take no step until its other members give up its head."""
+    step_seconds: float = 300.0
+    """A step that takes longer has failed."""
 
 
 class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):
-    """Pause: begin nothing. Weights, optimizer and streams stay."""
+    """Pause: start nothing. Weights, optimizer and streams stay."""
 
     reason: str
 
@@ -1770,30 +1127,12 @@ class Resumed(msgspec.Struct, frozen=True, tag="stages_resumed"):
 
 
 class Released(msgspec.Struct, frozen=True, tag="stages_released"):
-    """The crew is over. What is in memory and on disk stays, for the next one."""
+    """The crew is over. Memory and disk stay, for the next one."""
 
     reason: str
 
 
-# ---- over the Unix socket of `service.StreamProxy` -----------------------------------------------
-
-Kind = Literal["frames", "state"]
-"""What a stream is for."""
-
-
-class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer → network, the first and only message of a connection: `u32be length ‖ msgpack`. What
-    follows is the stream itself, both ways, to the trainer of `stage`; until that has opened its
-    own end, what is written waits. The network process closes the connection when the stream is
-    lost, when there is a newer crew, and when somebody opens the same again."""
-
-    crew: bytes
-    stage: int
-    """The other one's."""
-    kind: Kind
-
-
-FromTrainer = Offering | StageStatus | Blames
+FromTrainer = Offering | StageStatus | StageFault
 ToTrainer = Assigned | Suspended | Resumed | Released
 
 
@@ -1801,67 +1140,61 @@ ToTrainer = Assigned | Suspended | Resumed | Released
 #
 #     request      answer
 #     Offer        Noted                  free memory and the copies held
-#     Propose      Signature | Refuse     an invitation to a crew
-#     Founded      Noted | Refuse         all have signed
-#     Heartbeat    Alive | Refuse         every second
+#     Propose      Accept | Refuse        an invitation to a crew
+#     Heartbeat    Alive | Refuse         every second; proves that the sender is in that crew
 #     Leave        Noted
 #
 # One message is one frame of the request protocol, canonical msgpack with the tag `type` first, at
-# most MESSAGE_BYTES. Every value is checked before use.
+# most MESSAGE_BYTES. Every value is checked before use. The connection authenticates the sender.
 
-MESSAGE_BYTES: Final = 64 * 1024
+MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
-WITHOUT: Final = 16
-"""Peers that one offer names, at most."""
 
-MemberPhase = Literal["absent", "loading", "probation", "active", "failed"]
-"""How a stage is at its holder. `absent`: the trainer is gone, its network process is there.
-`active`: it could take the next step. `failed`: no source of its weights is left."""
-Refusal = Literal["busy", "crew", "trust", "model", "behind", "record"]
-"""`busy`: promised to another proposer. `crew`: in a crew that works, or not in that one. `trust`:
-not with one of those. `model`: we train another. `behind`: what we have is newer, and may still be
-founded from. `record`: it does not name us, or its proposer."""
+Refusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
+"""`busy`: the sender is in a crew, or forms one. `crew`: it is not in that crew. `model`: it trains
+another. `room`: the stage does not fit its memory. `newer`: the record would discard its steps, and
+it has not waited long enough. `trust`: its operator excludes a member. `struck`: a member has a
+strike, and a crew is possible without that member. `record`: the record does not name the receiver,
+or not the proposer."""
 
 
 class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """How the sender's stage is doing in the crew that the message names."""
+    """The sender's stage in the crew that the message names."""
 
-    phase: MemberPhase = "absent"
+    phase: StagePhase = "loading"
     step: int = 0
-    """Steps taken."""
+    """Committed steps."""
     progress: int = 0
-    """Grows with each piece of work done."""
+    """Grows with each piece of work."""
+    load: int = 0
+    """Pieces of work in hand."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Said to everybody connected, at once when it changes, and again every few seconds while it
-    holds."""
+    """Sent to all connected peers, at once when it changes, and again every few seconds."""
 
     model: bytes
     memory: float
-    """Bytes that a stage may take; 0 takes the offer back: the sender is in a crew, or has no
-    trainer."""
+    """Bytes for a stage; 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
     """Work per second, see `Capacity`."""
     hop_seconds: float
     copies: tuple[Copy, ...] = ()
-    without: tuple[str, ...] = ()
-    """Peers with whom the sender would not be in a crew now."""
 
 
 class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
     record: Record
 
 
-class Signature(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="signature"):
+class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
+    """The sender is a member from now on, and sends heartbeats."""
+
     crew: bytes
-    signature: bytes
 
 
 class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
     reason: Refusal
-    crew: bytes = NO_CREW
-    """The crew that it is about."""
+    crew: bytes = bytes(HASH_BYTES)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
@@ -1870,29 +1203,26 @@ class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="he
 
 
 class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"):
-    """Answer to a heartbeat, with the answerer's own status."""
+    """Answer to a heartbeat, with the sender's own status."""
 
     crew: bytes
     status: Status
 
 
 class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
-    """The sender holds nothing of this crew from now on."""
+    """The sender has left this crew."""
 
     crew: bytes
     reason: str = ""
-    because: str = ""
-    """The member because of whom it leaves, where it is not its own matter."""
 
 
 class Noted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
-    """It arrived, and there is nothing to say."""
+    """The message arrived."""
 
 
-Request = Offer | Propose | Founded | Heartbeat | Leave
-CrewAnswer = Noted | Signature | Refuse | Alive
+Request = Offer | Propose | Heartbeat | Leave
+CrewAnswer = Noted | Accept | Refuse | Alive
 CrewMessage = Request | CrewAnswer
-MessageT = TypeVar("MessageT")
 
 
 def encode_message(message: CrewMessage) -> bytes:
@@ -1913,117 +1243,90 @@ def decode_answer(data: bytes) -> CrewAnswer:
     return message
 
 
-def check_signature(record: Record, peer: str, answer: Signature, verify: Verify) -> None:
-    """Whether `peer`, asked to sign `record`, has. Raises BadMessage("signature")."""
-    crew = crew_id(record)
-    if answer.crew != crew or not verify(peer, member_bytes(crew), answer.signature):
-        raise BadMessage("signature", "of a member")
-
-
-_MESSAGE_LENGTHS: Final = {"crew": HASH_BYTES, "model": HASH_BYTES, "signature": SIGNATURE_BYTES}
+_MESSAGE_LENGTHS: Final = {
+    **dict.fromkeys(("crew", "model", "lineage"), HASH_BYTES),
+    "nonce": NONCE_BYTES,
+}
 _MESSAGE_RANGES: Final = {
-    **dict.fromkeys(("step", "progress"), ANY_COUNTER),
+    **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
     **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, AMOUNT)),
+    "first": (0, LAYERS - 1),
+    "last": (1, LAYERS),
 }
 
 
 def check_message(message: CrewMessage) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed; also
-    for our own, before they are sent."""
+    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed."""
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
-            check_copies(message.copies)
-            check_between("without", len(message.without), 0, WITHOUT)
-            for peer in message.without:
-                check_name("peer", peer, PEER_ID_BYTES)
+            check_between("copies", len(message.copies), 0, COPIES)
+            for copy in message.copies:
+                check_fields(copy, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
+                if copy.first >= copy.last:
+                    raise BadMessage("bounds", "a copy of no layers")
         case Propose():
-            check_record(message.record)
-        case Founded():
-            check_record(message.record)
-            check_signed(message.signatures)
+            record = message.record
+            check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
+            check_between("members", len(record.members), 1, MEMBERS)
+            for member in record.members:
+                check_name("peer", member.peer, PEER_ID_BYTES)
+                check_between("layers", member.layers, 1, LAYERS)
+            if len(set(peers_of(record))) != len(record.members):
+                raise BadMessage("bounds", "a peer twice")
         case Heartbeat() | Alive():
             check_fields(message.status, {}, _MESSAGE_RANGES)
         case Leave():
             check_between("reason", len(message.reason), 0, REASON_BYTES)
-            if message.because:
-                check_name("because", message.because, PEER_ID_BYTES)
             if not all(" " <= character <= "~" for character in message.reason):
                 raise BadMessage("bounds", "reason")
 
 
-# Events and actions of crew control. Each Received gets exactly one SendAnswer. Actions run in
-# order. The service sends a Tick every `tick_seconds`; its lateness measures how slow this process
-# is.
-
-NOTES = (
-    "proposed",
-    "founded",
-    "running",
-    "paused",
-    "suspected",
-    "refuted",
-    "broken",
-    "refused",
-    "blamed",
-    "left",
-)
+# Settings, events and actions of crew control (`crew.py`). Each Received gets exactly one
+# SendAnswer. Actions run in order.
 
 
 class Settings(msgspec.Struct, frozen=True):
-    """Seconds, unless it says otherwise."""
+    """Seconds, where the name has no other unit."""
 
     stages: int = 0
-    """The number of stages of a crew that begins with the base; 0 is what the planner finds
-    best."""
+    """The number of stages of a crew that starts from the base; 0 is as many as is fastest."""
     lost_seconds: float = 120.0
-    """A node that has learnt something begins anew after so long without a crew."""
+    """A node that has taken steps starts from the base after this time without a crew."""
     tick_seconds: float = 0.5
     heartbeat_seconds: float = 1.0
     offer_seconds: float = 10.0
-    """Between two offers to the same peer where nothing has changed; an offer counts for three
-    times as long."""
-    foreign_seconds: float = 300.0
-    """No offer to a peer that does not speak of crews, for so long."""
+    """Between two equal offers to a peer; an offer expires after three times this."""
     gather_seconds: float = 3.0
-    """A crew that begins with the base is proposed when no new offer came for so long, or after
-    three times that."""
+    """A crew that starts from the base is proposed this time after the last new offer, at most
+    three times this after it became possible."""
     turn_seconds: float = 3.0
-    """A proposal lives so long, and who is next in turn waits so long."""
+    """The member of rank r proposes after r times this."""
     exact_seconds: float = 12.0
-    """An older copy of a stage will do after so long: its holder's own is exact, and may be on its
-    way back."""
+    """A crew that discards steps is proposed after this time: their holder may be restarting."""
     join_seconds: float = 6.0
-    """A member that has not been heard in a new crew after so long has not joined."""
-    gone_seconds: float = 5.0
-    """A member without a connection is given up after so long."""
-    evict_seconds: float = 13.0
-    """Any other silent member."""
+    """Deadline for the first heartbeat of every member of a crew that forms."""
+    suspect_seconds: float = 6.0
+    """Silence of a member that pauses the crew."""
+    gone_seconds: float = 13.0
+    """Silence of a member that ends the crew."""
     prepare_seconds: float = 300.0
-    """A stage that is being restored, and shows no sign of progress."""
+    """Deadline for progress of a stage that is being restored."""
     restore_bytes_per_second: float = 1e6
-    """It may take prepare_seconds and its memory by this rate in all, whatever progress it
-    reports."""
-    step_seconds: float = 900.0
-    """A crew that runs and takes no step for so long is left."""
-    slow_steps: float = 10.0
-    """Or for so many times what its training takes, by the plan: completions and evaluations are
-    computed besides, token by token."""
-    slow_lines: float = 2.0
-    """And for so many times what the way of all tokens through all stages takes messages, whose
-    time it has measured."""
-    bar_seconds: float = 10.0
-    """How long a peer is left out because of which a crew ended or was not founded, at least: as
-    long as it cost, doubled each time. The time that it works with us is taken off."""
+    """The deadline of the whole restoration is prepare_seconds and its memory at this rate."""
+    step_seconds: float = 120.0
+    """The least deadline of a step."""
+    strike_seconds: float = 10.0
+    """Plans exclude a peer with n strikes for this times 2^n, at most an hour."""
     most_peers: int = 64
-    """Whose offers are remembered."""
+    """Peers whose offers are stored."""
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed."""
+    """Sent every `tick_seconds`; its lateness measures the lag of this process."""
 
     heard: Mapping[str, float] = {}
-    """Member → when bytes of whatever kind last came from it."""
+    """Member → when bytes of any kind last came from it."""
 
 
 class Received(msgspec.Struct, frozen=True):
@@ -2034,21 +1337,23 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """What came back for a Send: None for a timeout, a refused dial, or an answer that was no
-    message."""
+    """The outcome of a Send. `answer` is None for a timeout, a refused dial or a bad answer."""
 
     peer: str
     request: Request
     answer: CrewAnswer | None
-    foreign: bool = False
-    """It does not speak this protocol at all."""
-    seconds: float | None = None
-    """What a message takes to it, one way, by how long this answer took; None without one."""
+    seconds: float = 0.0
+    """From the request to its outcome."""
+
+
+class Garbage(msgspec.Struct, frozen=True):
+    """`peer` sent bytes that are no crew message."""
+
+    peer: str
 
 
 class StreamLost(msgspec.Struct, frozen=True):
-    """A stage stream to `peer` in this crew broke or was reset. Not for those that the end of the
-    crew or a newer one ended."""
+    """A stage stream to `peer` in this crew broke or was reset, but not by us."""
 
     peer: str
     crew: bytes
@@ -2061,33 +1366,24 @@ class PeerGone(msgspec.Struct, frozen=True):
 
 
 class PeerBack(msgspec.Struct, frozen=True):
-    """`peer` is connected; also said of everybody connected at the start."""
+    """`peer` is connected; also sent for each connected peer at the start."""
 
     peer: str
 
 
 class TrainerLeft(msgspec.Struct, frozen=True):
-    """The trainer's connection ended, or its process did."""
+    """The trainer's connection ended."""
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """This node wants to stop politely: hold nothing more, offer nothing more."""
+    """This node stops in order: it holds and offers nothing more."""
 
     reason: str
 
 
-Event = (
-    Tick
-    | Received
-    | Answered
-    | StreamLost
-    | PeerGone
-    | PeerBack
-    | FromTrainer
-    | TrainerLeft
-    | Drain
-)
-"""What our trainer says is an event as it is."""
+TrainerEvent = FromTrainer | TrainerLeft
+PeerEvent = Received | Answered | Garbage | StreamLost | PeerGone | PeerBack
+Event = Tick | PeerEvent | TrainerEvent | Drain
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
@@ -2097,7 +1393,7 @@ class SendAnswer(msgspec.Struct, frozen=True):
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Ask `peer`; tell what came of it as Answered. Later ones need not wait for earlier ones."""
+    """Send this request; its outcome comes as Answered. Requests do not wait for each other."""
 
     peer: str
     message: Request
@@ -2110,25 +1406,52 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+NOTES = (
+    "proposed",
+    "founded",
+    "running",
+    "paused",
+    "suspected",
+    "refuted",
+    "broken",
+    "refused",
+    "struck",
+    "behind",
+)
+"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal failed.
+`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
+
 Action = SendAnswer | Send | ToTrainer | Note
-"""What our trainer is to be told is an action as it is, and says what becomes of stage streams:
-from an Assigned on (its `socket` is empty, whoever owns the socket fills it in) they are welcome of
-this crew and of no other, after a Released of none."""
+"""Stage streams belong to the crew of the last Assigned (its `socket` is empty, the service fills
+it in); after Released there are none."""
 
 
 # The first messages of a stage stream, each `u32be length ‖ canonical msgpack`. The rest of the
 # stream belongs to the trainers.
 
 OPEN_BYTES: Final = 512
-"""Open, StreamOpen, StreamReady: encoded, at most."""
+"""The most bytes of an encoded Open, StreamOpen or StreamReady."""
 REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
+Kind = Literal["frames", "state"]
+"""What a stream is for."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
+class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Trainer → network on the Unix socket, the only message of a connection. The stream to the
+    trainer of `stage` follows, both ways. The network process closes the connection when the stream
+    is lost, when the crew ends, and when the trainer opens the same again."""
+
+    crew: bytes
+    stage: int
+    """The other stage."""
+    kind: Kind
+
+
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dialler → acceptor, the first message of a stream: u32be length ‖ canonical msgpack."""
+    """Dialler → acceptor, the first message of a stream."""
 
     crew: bytes
     from_stage: int
@@ -2137,12 +1460,12 @@ class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Acceptor → dialler: the trainer is there. What follows, both ways, is theirs."""
+    """Acceptor → dialler: its trainer is there."""
 
     crew: bytes
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class StreamPeers:
     """A crew as far as streams are concerned, seen from one of its stages."""
 
@@ -2153,8 +1476,13 @@ class StreamPeers:
     """Peer id by stage."""
 
 
+def socket_file(data_dir: Path) -> Path:
+    """Return the Unix socket that `service.StreamProxy` listens on."""
+    return data_dir / "run" / "stages.sock"
+
+
 def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
-    """Why a stream that `peer` opened is not taken, of REFUSALS; empty for one that is welcome."""
+    """Return why a stream that `peer` opened is refused, of REFUSALS; empty if it is taken."""
     if peers is None or opened.crew != peers.crew:
         return "crew"
     if opened.to_stage != peers.stage or not 0 <= opened.from_stage < peers.stage:
@@ -2163,45 +1491,41 @@ def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
 
 
 async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
-    """The first message on a stream; what follows it stays there. Raises BadMessage, PeerError."""
+    """Return the first message on a stream; what follows it stays there. Raises BadMessage,
+    PeerError."""
     data = b""
-    while (end := _end(data)) is None or len(data) < end:
+    end = 4
+    while len(data) < end or end == 4:
         more = await stream.receive()
         if not more:
             raise PeerError("the stream ended before its first message")
         data += more
+        if end == 4 and len(data) >= 4:
+            length = int.from_bytes(data[:4], "big")
+            if not 0 < length <= OPEN_BYTES:
+                raise BadMessage("oversize", f"a first message of {length} bytes")
+            end = 4 + length
     stream.unread(data[end:])
     message: StructT = strict.decode(data[4:end], kind)
     return message
 
 
 async def read_open(unix: trio.SocketStream) -> Open | None:
-    """None when the trainer said nothing. Raises BadMessage, and what the socket raises."""
+    """Return None when the trainer sent nothing. Raises BadMessage, and what the socket raises."""
     opened: Open | None = await headed.read_header(
         unix, lambda data: strict.decode(data, Open), OPEN_BYTES
     )
     return opened
 
 
-def _end(data: bytes) -> int | None:
-    """Where the message at the start of `data` ends; None where its length is not there yet. Raises
-    BadMessage("oversize")."""
-    if len(data) < 4:
-        return None
-    length = int.from_bytes(data[:4], "big")
-    if not 0 < length <= OPEN_BYTES:
-        raise BadMessage("oversize", f"a first message of {length} bytes")
-    return 4 + length
-
-
 # State messages between trainers:
 #
-#     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk
+#     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk or a Run
 #
-#     Ask ──▶ Holds                    the sources that exist for the asker's stage
-#     Want ──▶ Have, Chunk … | Lack    a body of a stage, or a part of a snapshot
+#     Ask ──▶ Holds                    what a member has for the asker's stage
+#     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a byte on
 #     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-#     Made ──▶                         a new snapshot exists; its keeper sends Want, then Kept
+#     Made ──▶                         a new checkpoint exists; its keeper sends Want, then Kept
 #
 # No body arrives unrequested. Its length follows from the model or has a cap, and a different
 # `size` is refused before allocation. A chunk has at most 1 MiB; a body is used only after its hash
@@ -2219,63 +1543,59 @@ STATE_REASONS: Final = (
     "truncated",
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
-STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated")
-"""Beside what is sent: too many requests at a time; our own disk's, device's or numbers' matter;
-one thing too often."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
+"""STATE_REASONS and what is counted beside them: `busy`, too many requests at a time; `failed`, our
+disk or device could not do what was asked; `repeated`, one body too often; `gate`, our stage was
+restored from a source that failed the gate, because no source passed."""
 ROOT_BYTES: Final = 32
-FACTOR: Final = 2.0
-"""No stage says that it learns with more than so many times the crew's learning rate."""
-Form = Literal["exact", "small"]
-"""A snapshot is float32 with AdamW's moments and counts, or bfloat16 without."""
-What = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy", "ran"]
-Given = Literal["shadow", "ends", "probes"]
-"""What others keep of a stage."""
-Wanted = Literal["shadow", "layers", "tied", "ends", "probes", "edges", "copy"]
+Form = Literal["exact", "small", "plain"]
+"""exact: float32 with AdamW's moments and counts. small: bfloat16, and plain: float32, without."""
+StatePhase = Literal["starting", "restoring", "candidate", "ready"]
+"""starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
+weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""
+What = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
+Given = Literal["checkpoint", "ends", "probes"]
+"""Bodies that other members keep of a stage."""
+Wanted = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
 class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     place: Place
     request: int
-    """Numbered by whoever began; answers repeat it."""
+    """Number that the requester chose; answers repeat it. 0 in Made and Kept."""
 
 
 class Ask(StateMessage, frozen=True, tag="ask"):
-    pass
+    """What do you have for my stage?"""
 
 
 class Holds(StateMessage, frozen=True, tag="holds"):
-    """All of the asker's stage; None where there is nothing."""
+    """Answer to Ask. None where there is nothing."""
 
-    loaded: bool
-    """The answering stage has its weights, and they are good."""
-    rung: int | None
-    """It is being restored, and has a candidate of this kind (`transfer.SourceKind`), which is
-    being judged; 6 while it has none."""
-    exhausted: bool
-    """And nothing else left to try."""
-    shadow: int | None
-    """Committed steps in it."""
-    root: bytes
-    """32 bytes, the snapshot's; empty without one. Two neighbours that name the same need not be
-    judged."""
-    hash: bytes
-    """32 bytes: its step hash; empty without one."""
+    phase: StatePhase
+    """Of the answering stage."""
+    checkpoint: int | None
+    """Committed steps in the checkpoint of the asker's stage."""
     ends: int | None
+    """Committed steps in the copy of the asker's embedding, or norm and head."""
     probes: int | None
+    """Committed steps when the newest probe was computed."""
 
 
 class Want(StateMessage, frozen=True, tag="want"):
     what: Wanted
     of: int
-    """Whose, of what one stage keeps of another (Given); else the asked stage."""
+    """Stage whose body it is: the asker's or the asked."""
     at: int
-    until: int | None
-    """Its bytes `at` … `until` − 1, of a shadow; None: to its end. 0 and None of anything else."""
+    """First byte; above 0 of a checkpoint only, to resume a transfer."""
+    root: bytes
+    """32 bytes, the hash of the body that is resumed, if `at` is above 0; otherwise empty. Another
+    body is sent from its first byte."""
 
 
 class Run(StateMessage, frozen=True, tag="run"):
-    """Body: a description (`work.MicroBatch`) ‖ activations."""
+    """Body: a description (`MicroBatch`) ‖ activations."""
 
     codec: ActivationCodec | None
     """None for the first stage, which takes no activations."""
@@ -2285,21 +1605,16 @@ class Run(StateMessage, frozen=True, tag="run"):
 
 
 class Have(StateMessage, frozen=True, tag="have"):
-    """It has `size` bytes; those that were wanted follow in chunks."""
+    """The body has `size` bytes; those from the requested byte on follow in chunks."""
 
     what: What
     step: int
     """Committed steps in it."""
     size: int
     root: bytes
-    """32 bytes, blake2b of all."""
-    hash: bytes = b""
-    """32 bytes: the step hash of a snapshot or a copy; empty of anything else."""
-    form: Form = "exact"
+    """32 bytes: blake2b of the whole body."""
     squared_norm: float = 0.0
-    """The stage's last raw gradient's over its layers: CheckFree weights it by this."""
-    factor: float = 1.0
-    """Its learning rate is the crew's times this, as it says itself: nobody trains by it."""
+    """Squared norm of the stage's last raw gradient over its layers: CheckFree's weight."""
 
 
 class Chunk(StateMessage, frozen=True, tag="chunk"):
@@ -2312,44 +1627,34 @@ class Lack(StateMessage, frozen=True, tag="lack"):
 
 
 class Made(StateMessage, frozen=True, tag="made"):
-    """There is a new one of the sender's. `request` is 0."""
+    """The sender has a new body for others to keep."""
 
     what: Given
+    step: int
+    """Committed steps in it."""
 
 
 class Kept(StateMessage, frozen=True, tag="kept"):
-    """The receiver's shadow of this step is stored here. `request` is 0."""
+    """The receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
 
-AnyStateMessage = Ask | Holds | Want | Run | Have | Chunk | Lack | Made | Kept
+StateAnswer = Holds | Have | Chunk | Lack
+AnyStateMessage = Ask | Want | Run | Made | Kept | StateAnswer
 
 
 class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch that was learnt from, and what the policy said of it then."""
+    """A micro-batch that was trained on, and the policy's log-probabilities before that step."""
 
     micro_batch: int
     step: int
     """Committed steps when it was computed."""
     rows: int
     about: bytes
-    """`work.MicroBatch`."""
+    """`MicroBatch`."""
     logprobs: bytes
-    """f32 for each completion token, by the whole policy as it was then."""
-
-
-class Edge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Activations of a committed micro-batch on their way from one stage to another."""
-
-    micro_batch: int
-    step: int
-    source: int
-    target: int
-    rows: int
-    about: bytes
-    body: bytes
-    """In the crew's codec."""
+    """f32 for each completion token."""
 
 
 def root_of(body: bytes | bytearray | memoryview) -> bytes:
@@ -2357,9 +1662,9 @@ def root_of(body: bytes | bytearray | memoryview) -> bytes:
 
 
 def state_bytes(layout: Layout, form: Form) -> int:
-    """How long a snapshot is: weights, first and second moments and a count for each tensor; or
-    weights in two bytes each."""
-    return 12 * elements(layout) + 4 * len(layout) if form == "exact" else 2 * elements(layout)
+    """Return the length of a state. The exact form has a float32 count for each tensor."""
+    per_value = {"exact": 12, "small": 2, "plain": 4}[form]
+    return per_value * elements(layout) + (4 * len(layout) if form == "exact" else 0)
 
 
 def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:
@@ -2369,8 +1674,11 @@ def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> byte
 async def read_state(
     stream: headed.Reader, limits: FrameLimits
 ) -> tuple[AnyStateMessage, bytes] | None:
-    """The next message and its body; None at the end. Raises BadMessage: oversize, malformed,
-    schema, bounds, truncated."""
+    """Return the next message and its body; None at the end.
+
+    Raises:
+        BadMessage: oversize, malformed, schema, bounds, truncated.
+    """
     message: AnyStateMessage | None = await headed.read_header(
         stream, lambda data: strict.decode(data, AnyStateMessage), HEADER_BYTES
     )
@@ -2390,9 +1698,7 @@ async def read_state(
 
 
 _STATE_RANGES: Final = {
-    **dict.fromkeys(
-        ("request", "step", "size", "at", "until", "rung", "shadow", "ends", "probes"), ANY_COUNTER
-    ),
+    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, STAGES - 1),
 }
@@ -2409,16 +1715,10 @@ def _check_state_message(message: AnyStateMessage, limits: FrameLimits) -> None:
             "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16)),
         },
     )
-    if isinstance(message, Want) and (message.at, message.until) != (0, None):
-        if message.what != "shadow":
+    if isinstance(message, Want):
+        if message.at and message.what != "checkpoint":
             raise BadMessage("bounds", f"a part of {message.what}")
-        if message.until is not None:
-            check_between("until", message.until, message.at + 1, math.inf)
-    if isinstance(message, Holds):
-        check_length("root", message.root, 0 if message.shadow is None else ROOT_BYTES)
-        check_length("hash", message.hash, 0 if message.shadow is None else HASH_BYTES)
+        check_length("root", message.root, ROOT_BYTES if message.at else 0)
     if isinstance(message, Have):
         check_length("root", message.root, ROOT_BYTES)
-        check_length("hash", message.hash, HASH_BYTES if message.what in ("shadow", "copy") else 0)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)
-        check_positive("factor", message.factor, FACTOR)

@@ -40,8 +40,7 @@ from swarmnode.wire.messages import (
 
 AGREED = (
     "stages.codec",
-    "stages.gradient_codec",
-    "stages.paper_mode",
+    "stages.recovery",
     "training.advantage",
     "training.loss_type",
     "weights.fragments",

@@ -4,7 +4,7 @@ ASCII."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 VERSION = "1"
@@ -25,6 +25,8 @@ class Item:
     reward: Callable[[str], Value]
     arguments: tuple[str, ...] = ()
     """Names of what an owner's reward function is given."""
+    votes: Callable[[Sequence[str | None]], list[float]] | None = None
+    """Rewards of a whole group, in place of `reward`, where each depends on the others."""
 
 
 def copy_item(seed: int, digits: int) -> Item:

@@ -41,7 +41,7 @@ from swarmnode.files import write_atomically
 from swarmnode.tasks import own, seeds, taskset
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.verifiers import VERIFIERS, Verifier
+from swarmnode.tasks.verifiers import MAJORITY, VERIFIERS, Verifier, votes
 
 if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
@@ -268,9 +268,11 @@ def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row,
                 columns = _columns(line)
                 _check_names(config, columns)
                 prompt = _prompt(config.prompt, columns)
-                if verifier is not None:
+                further: dict[str, Any] = {}
+                if config.verifier == MAJORITY and config.answer not in columns:
+                    answer = ""
+                elif verifier is not None:
                     answer = _checked_answer(config.answer, columns, config.verifier, verifier)
-                    further = {}
                 else:
                     _check_given(columns, first)
                     answer = _text(columns.get(config.answer, ""))
@@ -324,8 +326,8 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
-    """The columns that the configuration names are there. A reward function needs no answer, so the
-    default name of that column may be missing then."""
+    """The columns that the configuration names are there. A reward function and a majority need no
+    answer, so the default name of that column may be missing then."""
     for key, name in (
         ("prompt", config.prompt),
         ("answer", config.answer),
@@ -335,7 +337,7 @@ def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
             continue
         if (
             key == "answer"
-            and config.verifier not in VERIFIERS
+            and config.verifier not in set(VERIFIERS) - {MAJORITY}
             and key not in config.model_fields_set
         ):
             continue
@@ -649,7 +651,10 @@ class DatasetTask:
             )
         assert self._verifier is not None
         verifier = self._verifier
-        return Item(question, answer, lambda text: verifier.reward(text, answer))
+        by_vote = self._settings.verifier == MAJORITY
+        # held-out rows with a right answer measure what the majority is worth
+        group = votes if by_vote and not (answer and seeds.is_evaluation(seed)) else None
+        return Item(question, answer, lambda text: verifier.reward(text, answer), votes=group)
 
     def _given(
         self, prompt: str, answer: str, columns: Mapping[str, object]
@@ -677,7 +682,7 @@ class DatasetTask:
                     given = self._given(prompt, answer, columns)
                     question = self._template.replace("{prompt}", prompt)
                     own.total(self._reward.reward(question, answer, given), self.weights)
-                elif self._verifier is not None:
+                elif self._verifier is not None and answer:
                     self._verifier.check(answer)
             except Exception as error:
                 raise ConfigError(

@@ -11,6 +11,7 @@ from swarmnode.tasks.answers import extract
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import evaluation_seed, task_seed
+from swarmnode.tasks.verifiers import MAJORITY
 from swarmnode.wire.messages import TaskRef
 
 QUESTIONS = 10
@@ -60,7 +61,7 @@ def try_task(
         asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)
         rights = [
             result.answer or None
-            if isinstance(result, Scored) and spec.generator != "json_schema"
+            if isinstance(result, Scored) and spec.generator not in ("json_schema", MAJORITY)
             else None
             for result in asked
         ]

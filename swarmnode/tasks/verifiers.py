@@ -1,6 +1,8 @@
 """What an answer is worth, given the right one: `VERIFIERS[name](answer, gold)` is 1.0 or 0.0.
 Nothing of an answer is ever executed.
 
+`majority` needs no right answer: `votes(answers)` rewards the answer that most of a group share.
+
 An answer is a stranger's text of at most 4 KiB and arrives here in the scorer's sandbox. Every
 function is linear in it, and raises nothing but ValueError, LookupError, ArithmeticError or
 RecursionError, which are 0 like a wrong answer. A dataset's own gold answers go through `check`
@@ -12,7 +14,8 @@ from __future__ import annotations
 import decimal
 import json
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -25,6 +28,8 @@ RELATIVE_TOLERANCE = Decimal("1e-6")
 DIGITS = 100
 """A longer number is not looked at."""
 NESTING = 32
+MAJORITY = "majority"
+"""The verifier that needs no right answers."""
 _TRAPS = [decimal.InvalidOperation, decimal.DivisionByZero, decimal.Overflow]
 _CONTEXT = decimal.Context(prec=DIGITS + 10, Emax=9999, Emin=-9999, traps=_TRAPS)
 _CHOICE = re.compile(r"[\s(\[]*([A-Za-z])[\s)\].:]*")
@@ -63,6 +68,48 @@ def numeric(answer: str, gold: str) -> bool:
     return _CONTEXT.abs(_CONTEXT.subtract(value, wanted)) <= RELATIVE_TOLERANCE * max(
         abs(value), abs(wanted)
     )
+
+
+def same_vote(answer: str, gold: str) -> bool:
+    """The same number, or the same text, case and white space around it aside."""
+    return ballot(answer) == ballot(gold)
+
+
+def ballot(answer: str) -> str:
+    """Return what an answer votes for, in one spelling: a number's value, or the text.
+
+    Raises ValueError or ArithmeticError for an empty answer and for a number that is out of range.
+    """
+    text = answer.rpartition("####")[2].strip().casefold()  # as in `quantity`
+    if not text:
+        raise ValueError("there is nothing in it")
+    if not NUMBER.fullmatch(text):
+        return text
+    value, unit = quantity(text)
+    return f"{_CONTEXT.plus(value).normalize(_CONTEXT)}{unit}"
+
+
+def votes(answers: Sequence[str | None]) -> list[float]:
+    """Return 1.0 for each answer of a group that votes with most of it, and 0.0 for the others.
+
+    Where two ballots lead together, nobody has won and all rewards are 0. The order of the answers
+    does not count, so that every receiver computes the same.
+
+    Source: TTRL (arXiv 2504.16084), majority voting as reward.
+
+    Args:
+        answers: (G,) None for one that is not looked at.
+    """
+    cast: list[str | None] = []
+    for answer in answers:
+        try:
+            cast.append(ballot(answer) if answer is not None else None)
+        except (ValueError, ArithmeticError):
+            cast.append(None)
+    leading = Counter(vote for vote in cast if vote is not None).most_common(2)
+    if not leading or (len(leading) == 2 and leading[0][1] == leading[1][1]):
+        return [0.0] * len(cast)
+    return [float(vote == leading[0][0]) for vote in cast]
 
 
 def choice(answer: str, gold: str) -> bool:
@@ -141,6 +188,7 @@ VERIFIERS: dict[str, Verifier] = {
     "boxed": Verifier(boxed, "boxed"),
     "json": Verifier(equal_json),
     "json_schema": Verifier(fits_schema, check_gold=check_schema),
+    MAJORITY: Verifier(same_vote, "last_number"),
 }
 VERSION = "1"
 """Enters the task version: change it when a verdict above, or what `answers` finds, changes."""

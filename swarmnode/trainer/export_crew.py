@@ -1,11 +1,8 @@
-"""The policy of a crew, from the copies of its stages on this node's disk
-(`stages.recovery.snapshots`): what `trainer.export` reads where the policy is held in stages.
+"""The policy of a crew, from the checkpoints of its stages on this node's disk: what
+`trainer.export` reads where the policy is trained in stages.
 
-    trainer/shadows/<crew>/ran                      which layers each stage has, of what
-    trainer/shadows/<crew>/stage-<i>.safetensors    stage i after some step
-
-Whole weights are written a stage after the other, each a file of the export, so that no more than
-one is in memory.
+Whole weights are written one stage after the other, each a file of the export, so that only one
+stage is in memory.
 """
 
 from __future__ import annotations
@@ -16,19 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
-from swarmnode.averaging.lora import A_MARK
 from swarmnode.errors import BadMessage, StateError, Unavailable
-from swarmnode.stages.transfer import (
-    RAN,
-    SNAPSHOTS,
-    copy_file,
+from swarmnode.stages.recovery import (
+    CHECKPOINTS,
+    CheckpointIdentity,
     decode_state,
-    read_copy,
+    find_checkpoints,
+    read_checkpoint,
     stage_layouts,
 )
 from swarmnode.stages.wire import stage_specs
@@ -37,92 +32,80 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 
-class About(msgspec.Struct, frozen=True):
-    """What a crew trains: the content of `ran`."""
-
-    layers: tuple[int, ...]
-    """Number of layers of each stage."""
-    owner: str
-    """`trainer.state.owner`."""
-
-
 @dataclass(frozen=True)
 class CrewCopies:
+    """The checkpoints of one crew on this node's disk."""
+
     directory: Path
-    about: About
+    about: CheckpointIdentity
+    steps: dict[int, int]
+    """Stage → committed steps in its checkpoint."""
     written: float
-    """Modification time of the newest copy."""
+    """Modification time of the newest checkpoint."""
 
     @property
     def missing(self) -> list[int]:
-        """Stages of which there is no copy here."""
-        return [
-            stage
-            for stage in range(len(self.about.layers))
-            if not copy_file(self.directory, stage).exists()
-        ]
+        """Stages without a checkpoint here."""
+        return [stage for stage in range(len(self.about.layers)) if stage not in self.steps]
 
 
 def find_copies(trainer: Path) -> CrewCopies | None:
-    """The copies of the last crew that took a step with this node, in its trainer's directory; None
-    where there was none."""
-    found = []
-    for ran in (trainer / SNAPSHOTS).glob(f"*/{RAN}"):
-        try:
-            about = msgspec.json.decode(ran.read_bytes(), type=About)
-        except (OSError, msgspec.MsgspecError):
-            continue  # Damaged, or written by another version.
-        copies = [
-            path.stat().st_mtime
-            for stage in range(len(about.layers))
-            if (path := copy_file(ran.parent, stage)).exists()
-        ]
-        found.append(CrewCopies(ran.parent, about, max(copies, default=0.0)))
+    """Return the checkpoints of the crew that wrote last on this disk; None if there are none.
+
+    Args:
+        trainer: The trainer's directory.
+    """
+    directory = trainer / CHECKPOINTS
+    crews: dict[CheckpointIdentity, dict[int, int]] = {}
+    for about in find_checkpoints(directory):
+        crews.setdefault(about.identity, {})[about.stage] = about.step
+    written = lambda crew: max((directory / crew.path(i)).stat().st_mtime for i in crews[crew])
+    found = [CrewCopies(directory, crew, steps, written(crew)) for crew, steps in crews.items()]
     return max(found, key=lambda crew: crew.written, default=None)
 
 
 def read_stages(
     crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
-    """(stage, tensors by their names in the whole model, committed steps) of one stage after the
-    other; a snapshot in bfloat16 as such.
+    """Yield (stage, tensors by their names in the whole model, committed steps), one stage after
+    the other; a checkpoint in bfloat16 as such.
 
-    adapter: if one was trained; shared_a: its A is that which all nodes have, and not in the
-    copies. Raises Unavailable where a stage is missing, StateError where a copy is damaged.
+    Args:
+        adapter: Settings of the adapter, if one was trained.
+        shared_a: All nodes derive the adapter's A, and it is not in the checkpoints.
+
+    Raises:
+        Unavailable: A stage is missing.
+        StateError: A checkpoint is damaged.
     """
     if crew.missing:
         raise Unavailable(
             f"of {len(crew.about.layers)} stages this node has no copy of"
             f" {', '.join(map(str, crew.missing))}: it keeps its own and its neighbours'. Run it"
-            " with stages.keep_policy = disk until the crew has copied its stages, then export"
+            " with stages.policy_copy = disk until the crew has copied its stages, then export"
             " again"
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)
-    layouts = stage_layouts(hf, specs, adapter)
-    if shared_a:
-        layouts = tuple(
-            tuple(tensor for tensor in layout if A_MARK not in tensor.name) for layout in layouts
-        )
+    layouts = stage_layouts(hf, specs, adapter, shared_a)
     for spec, layout in zip(specs, layouts, strict=True):
-        snapshot, body = read_copy(crew.directory, spec.index)
+        path = crew.about.path(spec.index)
+        found = read_checkpoint(crew.directory, path)
         try:
-            state = decode_state(
-                body, layout, snapshot.form, snapshot.step, snapshot.squared_norm, snapshot.factor
-            )
+            state = decode_state(found.body, layout, found.about.form, found.about.step, 0.0)
         except BadMessage as error:
-            raise StateError(f"{copy_file(crew.directory, spec.index)}: {error}") from None
-        dtype = torch.float32 if snapshot.form == "exact" else torch.bfloat16
-        yield (
-            spec.index,
-            {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()},
-            snapshot.step,
-        )
+            raise StateError(f"{path}: {error}") from None
+        dtype = torch.float32 if found.about.form == "exact" else torch.bfloat16
+        tensors = {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}
+        yield spec.index, tensors, found.about.step
 
 
 def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
-    """The weights and their configuration into `target`; each stage's committed steps. Raises as
-    `read_stages` does, and OSError."""
+    """Write the weights and their configuration into `target`; return each stage's committed steps.
+
+    Raises:
+        OSError: And as `read_stages` does.
+    """
     where: dict[str, str] = {}
     steps, size, dtypes = [], 0, set()
     count = len(crew.about.layers)
@@ -148,7 +131,7 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
 def adapter_of(
     crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """(what is trained under LoRA, each stage's committed steps). Raises as `read_stages` does."""
+    """Return (the adapter, each stage's committed steps). Raises as `read_stages` does."""
     weights: dict[str, torch.Tensor] = {}
     steps = []
     for _, tensors, step in read_stages(crew, base, adapter, shared_a):

@@ -42,6 +42,7 @@ from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
+from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
@@ -160,6 +161,7 @@ class Loop:
         self._external = ExternalGroups(
             link, engine, self._plan, sharing, training.temperature, drops.external
         )
+        self._winning = WinningAnswers()
         self._evaluation = Evaluation(config.task, training, scorer, drops.held_out)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
@@ -278,7 +280,6 @@ class Loop:
 
         self._reporter.enter("training")
         judgement = self._external.exchange(experience.messages, self._counters.policy_version)
-        self._questions.take_hints(judgement)
         training = self._training
         rate = learning_rate(training, self._counters.step)
         fresh = [*experience.trained, *judgement.accepted]
@@ -304,6 +305,7 @@ class Loop:
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
         drift = self._external.quota.drift()
+        self._winning.sampled(experience.messages)
         ended = time.monotonic()
         self._plan.stepped(ended - started)
         self._reporter.last = msgspec.structs.replace(
@@ -315,6 +317,7 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
             generation_lag=_mean([float(lag) for lag in experience.lags]),
             generation_rows=experience.rows,
+            top_answer_share=self._winning.top_share,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
             replayed_groups=len(again),

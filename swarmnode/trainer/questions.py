@@ -9,7 +9,6 @@ from swarmnode.rl.curricula import Bucket, Curriculum
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
@@ -69,9 +68,9 @@ class Questions:
             for (task, difficulty), share in self._curriculum.expected().items()
         }
 
-    def evidence(self) -> dict[str, tuple[float, float]]:
-        """What that rests on, by the same names: own groups, and what peers' groups count of such.
-        Empty where nothing is chosen by it."""
+    def evidence(self) -> dict[str, float]:
+        """Return how many own groups that rests on, by the same names. Empty where nothing is
+        chosen by it."""
         if self._curriculum is None or self._alike:
             return {}
         return {
@@ -83,16 +82,3 @@ class Questions:
         """What an own group earned. rewards: (G,)."""
         if self._curriculum is not None:
             self._curriculum.own(Bucket(ref.id, ref.difficulty), is_useful(rewards))
-
-    def take_hints(self, judgement: Judgement) -> None:
-        """A step's groups from peers: those that are trained on say where a signal is."""
-        if self._curriculum is None:
-            return
-        for group, outcome in judgement.outcomes:
-            if outcome == "used":
-                self._curriculum.hint(
-                    group.peer,
-                    Bucket(group.group.task.id, group.group.task.difficulty),
-                    group.rewards,
-                )
-        self._curriculum.step()

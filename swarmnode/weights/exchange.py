@@ -97,6 +97,10 @@ PEER_SHARE: Final = 0.4
 """One of n equally good candidates is accepted at most once in n times this share of the gap
 between two outer steps. An honest peer proposes to each of n candidates once in n gaps. With 0.6,
 two nodes would refuse each other every second time."""
+TURN_GAPS: Final = 1.5
+"""A peer is asked after the others if its last swap with this node began less than this many gaps
+ago. Otherwise, two of three nodes that train in step would always choose each other while their
+edge ranks first, and the third node would never be averaged."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
@@ -364,7 +368,9 @@ class Exchange:
 
         def later(peer: str) -> tuple[bool, bool, bool]:
             is_busy = self._known(peer).busy_until > now
-            return is_busy, peer not in best, self._seconds_until_welcome(peer, now) > 0
+            had_turn = now < self._known(peer).swapped_at + TURN_GAPS * self._gap
+            blocked = self._seconds_until_welcome(peer, now) > 0
+            return is_busy, peer not in best, blocked or had_turn
 
         free = (peer for peer in self._candidates if self._known(peer).backoff.until <= now)
         return sorted(free, key=later)

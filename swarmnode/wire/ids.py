@@ -77,11 +77,11 @@ WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/3"
 """Request/response: the signed manifest of slow weights, and where to fetch them. Not in
 `PROTOCOLS`."""
 
-CREWS_PROTOCOL = "/swarmnode/crews/9"
-"""Request/response: offers, records of crews to sign, heartbeats. Not in `PROTOCOLS`: whoever holds
+CREWS_PROTOCOL = "/swarmnode/crews/10"
+"""Request/response: offers, proposals of crews, heartbeats. Not in `PROTOCOLS`: whoever holds
 a whole policy does without."""
 
-STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/9"
+STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/10"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"

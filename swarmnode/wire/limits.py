@@ -74,8 +74,6 @@ STAGE_ABOUT_ITEM_BYTES = 48
 STAGE_ACTIVATION_BLOCK = 64
 """Values of one token that share a scale under `int8`, at most."""
 CREW_PREFIX_BYTES = 16
-DESCRIPTION_BYTES = 16
-"""Hash of a micro-batch's description."""
 """A frame has the first half of its crew's id."""
 WAVE_BYTES = 16
 """The name of a wave."""

@@ -16,7 +16,7 @@ from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
-from swarmnode.stages.wire import FACTOR, FENCE_REASONS, MEMBERS, STATE_REASONS, STEP_DOMAIN
+from swarmnode.stages.wire import FENCE_REASONS, MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
@@ -67,8 +67,6 @@ def test_domain_strings_are_those_of_the_registry():
         "evaluation": ids.DOMAIN_EVALUATION,
         "task": ids.DOMAIN_TASK,
         "crew_record": wire.RECORD_DOMAIN,
-        "crew_member": wire.MEMBER_DOMAIN,
-        "crew_step": STEP_DOMAIN,
     }
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
 
@@ -145,7 +143,6 @@ def test_caps_are_those_of_the_registry():
         "chunk_hash": limits.CHUNK_HASH_BYTES,
         "crew": wire.HASH_BYTES,
         "crew_prefix": limits.CREW_PREFIX_BYTES,
-        "description": limits.DESCRIPTION_BYTES,
         "record_hash": wire.HASH_BYTES,
         "crew_nonce": wire.NONCE_BYTES,
         "wave": limits.WAVE_BYTES,
@@ -177,7 +174,6 @@ def test_caps_are_those_of_the_registry():
         "stages": limits.STAGES,
         "crew_members": MEMBERS,
         "copies": wire.COPIES,
-        "crew_without": wire.WITHOUT,
         "layers": wire.LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
@@ -189,7 +185,6 @@ def test_caps_are_those_of_the_registry():
         "logprob_slack": limits.LOGPROB_SLACK,
         "spread": limits.SPREAD,
         "groups_per_second": limits.GROUPS_PER_SECOND,
-        "crew_factor": FACTOR,
         "crew_amount": 1e30,
     }
     assert REGISTRY["seconds"] == {
@@ -246,9 +241,8 @@ def test_every_limit_is_in_the_registry():
         wire.HASH_BYTES,
         wire.HASH_BYTES,
         wire.COPIES,
-        wire.WITHOUT,
     ]
-    ours += [wire.NONCE_BYTES, FACTOR, said.BLOCKS]
+    ours += [wire.NONCE_BYTES, said.BLOCKS]
     ours += [wire.LAYERS, MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
@@ -269,7 +263,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
-        "reject": {*wire.FRAME_REASONS, *STATE_REASONS, "signature"},
+        "reject": {*wire.FRAME_REASONS, *STATE_REASONS},
         "ignore": {*FENCE_REASONS, *wire.REFUSALS, "repeated"} - {"malformed"},
     }
 

@@ -36,16 +36,13 @@ from swarmnode.stages.wire import (
     FENCE_REASONS,
     FRAME_REASONS,
     Fence,
-    Founded,
     Place,
     Record,
     Routes,
-    check_founded,
     crew_id,
     policy_fingerprint,
     root_of,
     state_bytes,
-    step_hash,
 )
 from swarmnode.tasks.frames import prepare
 from swarmnode.tasks.registry import task_version
@@ -59,7 +56,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
-from swarmnode.wire.envelope import content_id, peer_id, signed_by, unseal
+from swarmnode.wire.envelope import content_id, peer_id, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -221,16 +218,8 @@ def route(given: dict) -> tuple:
 
 def unplain(record: dict) -> dict:
     """A record of a crew as it was before its bytes were written in hex."""
-    fields = ("lineage", "model", "previous", "nonce")
+    fields = ("lineage", "model", "nonce")
     return {name: bytes.fromhex(item) if name in fields else item for name, item in record.items()}
-
-
-def read_founded(frame: bytes) -> dict:
-    founded = wire.decode_request(frame)
-    if not isinstance(founded, Founded):
-        raise BadMessage("schema", "no founding")
-    check_founded(founded, signed_by)
-    return {"crew": crew_id(founded.record)}
 
 
 def read_stream_open(frame: bytes, given: dict) -> dict:
@@ -280,8 +269,6 @@ def judge(
             value = hexed(STAGES[read_as](frame, given))
         elif read_as in MESSAGES:
             value = plain(decode(frame, *MESSAGES[read_as]))
-        elif read_as == "crews_founded":
-            value = hexed(read_founded(frame))
         elif read_as in CREWS:
             value = plain(CREWS[read_as](frame))
         elif read_as in WEIGHTS:
@@ -409,15 +396,6 @@ def test_swarmnode_derives_what_is_recorded(vector):
         "copy_plain": lambda: state_vectors.copy_plain(given["base"], given["now"]),
         "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
         "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), Record)).hex(),
-        "step_hash": (
-            lambda: step_hash(
-                bytes.fromhex(given["before"]),
-                bytes.fromhex(given["crew"]),
-                given["step"],
-                given["attempt"],
-                given["micro_batches"],
-            ).hex()
-        ),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
         "builtin_question": lambda: [(made := task_vectors.item(**given)).prompt, made.answer],
@@ -485,7 +463,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     }
     accepted = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "accept"}
     refused = {vector["read_as"] for _, vector in FRAMES if vector["verdict"] == "reject"}
-    others = {"crews_founded", "state_manifest", "manifest", "session", "summary"}
+    others = {"state_manifest", "manifest", "session", "summary"}
     readers = {"group", *MESSAGES, *WEIGHTS, *STAGES, *CREWS, *others}
     assert accepted == refused == readers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,10 +12,9 @@ import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.stages import wire
-from swarmnode.stages.head import Head
 from swarmnode.stages.model import StageRuntime
+from swarmnode.stages.pipeline import CrewSettings, Head, Links, StageWorker, inline
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ async def open_crew(
     crew: bytes = b"\0" * wire.CREW_BYTES,
     compute: Any = inline,
     seconds: float = 600.0,
+    step_seconds: float = math.inf,
     step: int = 0,
     far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:
@@ -55,7 +56,8 @@ async def open_crew(
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
         fence = Fence(Place(crew, i, step), count)
         if i == 0:
-            members.append(Head(runtime, links, fence, settings, compute, seconds=seconds))
+            deadlines = {"seconds": seconds, "step_seconds": step_seconds}
+            members.append(Head(runtime, links, fence, settings, compute, **deadlines))
         else:
             members.append(StageWorker(runtime, links, fence, settings, compute))
     async with trio.open_nursery() as nursery:

@@ -11,27 +11,35 @@ from swarmnode.stages.trainer import (
     CrewTerms,
     Stage,
     StageAveraging,
+    StageRecovery,
+    connect_all,
     crew_terms,
     open_model,
+    recovery_settings,
 )
 from swarmnode.trainer.engine import adapter_shape
 
 
 def terms_of(config: Config) -> CrewTerms:
-    return crew_terms(config.stages, config.policy.lora, config.weights, config.training)
+    return crew_terms(config)
 
 
 def opened(config: Config) -> AbstractContextManager[CrewModel]:
-    return open_model(
-        config.policy,
-        config.stages,
-        config.training,
-        config.weights,
-        terms_of(config),
-        config.node.data_dir,
-    )
+    return open_model(config)
 
 
 def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:
     adapter = adapter_shape(config.policy.lora, shares_a(config.policy.lora, config.weights))
     return StageAveraging(config.weights, adapter, config.node.data_dir, stage, send, **more)
+
+
+def recovery_of(config: Config, model: CrewModel, directory, averaging=lambda: None):
+    """Recovery of a stage, with state streams through the sockets of a network process."""
+    return StageRecovery(
+        directory,
+        recovery_settings(config.stages),
+        model,
+        averaging,
+        connect=lambda assigned: connect_all(assigned, "state"),
+        owner=model.owner,
+    )

@@ -26,15 +26,13 @@ from swarmnode.link.messages import Drawn, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
-    Blames,
     Offering,
     Open,
     Released,
     Resumed,
+    StageFault,
     StageStatus,
-    Taken,
 )
 
 LINEAGE = b"\x07" * 32
@@ -57,8 +55,9 @@ class Node:
     reports: list[Any] = field(default_factory=list)
     hellos: list[Any] = field(default_factory=list)
     averaging: list[Any] = field(default_factory=list)
-    rungs: list[str] = field(default_factory=list)
-    blames: list[Blames] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)
+    """Where its stage came from in each crew, if it was not in memory."""
+    faults: list[StageFault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.link = LinkServer(self.directory, self)
@@ -90,8 +89,10 @@ class Node:
                 self.network.offered(self, message)
             case StageStatus():
                 self.network.said(self, message)
-            case Blames():
-                self.blames.append(message)
+            case StageFault():
+                self.faults.append(message)
+                if message.crew == self.network.crew:
+                    self.network.end(message.reason)
 
 
 class CrewNetwork:
@@ -130,7 +131,7 @@ class CrewNetwork:
                 node.link.send_to_trainer(Released(why))
 
     def _found(self) -> None:
-        """At the newest step that everybody has, or would take; without one, at the newest that
+        """At the newest step that everybody has, or lacks by one; without one, at the newest that
         anybody has."""
         self.founded += 1
         self.crew = self.founded.to_bytes(16, "big") * 2
@@ -138,26 +139,16 @@ class CrewNetwork:
             stream.socket.close()
         self._sockets.clear()
         self._parked.clear()
-        step, digest, taken = self._newest()
+        step = self._newest()
         members = tuple(f"12D3KooW{node.stage}" for node in self.nodes)
         for node in self.nodes:
             node.status = node.offering = None
             path = str(wire.socket_file(node.directory))
             node.link.send_to_trainer(
-                Assigned(
-                    self.crew,
-                    self.lineage,
-                    node.stage,
-                    self.layers,
-                    members,
-                    step,
-                    digest,
-                    taken,
-                    path,
-                )
+                Assigned(self.crew, self.lineage, node.stage, self.layers, members, step, path)
             )
 
-    def _newest(self) -> tuple[int, bytes, Taken]:
+    def _newest(self) -> int:
         starts = [sum(self.layers[: node.stage]) for node in self.nodes]
         own = [
             [
@@ -168,14 +159,10 @@ class CrewNetwork:
             for node, start in zip(self.nodes, starts, strict=True)
             if node.offering is not None
         ]
-        points = {(c.step, c.hash): c.taken for copies in own for c in copies}
-        has = lambda copies, step, digest: any(
-            (c.step, c.hash) == (step, digest) or (c.step + 1, c.next) == (step, digest)
-            for c in copies
-        )
-        common = [point for point in points if all(has(copies, *point) for copies in own)]
-        step, digest = max(common or points, default=(0, NO_HASH))
-        return step, digest, points.get((step, digest), Taken())
+        steps = {c.step for copies in own for c in copies}
+        has = lambda copies, step: any(c.step in (step, step - 1) for c in copies)
+        common = [step for step in steps if all(has(copies, step) for copies in own)]
+        return max(common or steps, default=0)
 
     def said(self, node: Node, status: StageStatus) -> None:
         if status.crew != self.crew:
@@ -184,11 +171,11 @@ class CrewNetwork:
             return
         before, node.status = node.status, status
         if (
-            status.rung
+            status.source not in ("", "memory")
             and (before is None or before.phase != "active")
             and status.phase == "active"
         ):
-            node.rungs.append(status.rung)
+            node.sources.append(status.source)
         statuses = [n.status for n in self.nodes]
         if not all(s is not None and s.phase == "active" for s in statuses):
             return

@@ -1,7 +1,7 @@
 """A node of a crew over a real network, whose trainer only pretends: it opens stage streams,
 reports, and counts steps with the others.
 
-    async with crew_node(network, key, directory) as node:
+    async with crew_node(network, directory) as node:
         node.trainer.step                     that its stage has taken
 
 The step protocol is one u64 through the frames streams: the head says which step is next, the
@@ -19,13 +19,12 @@ from typing import Any
 
 import msgspec
 import trio
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.config import StagesConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.stages import wire
 from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.stages.wire import Capacity, Copy, ModelCost, Part, Settings, StreamPeers, Taken
+from swarmnode.stages.wire import Capacity, Copy, ModelCost, Part, Settings, StreamPeers
 from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32
@@ -39,10 +38,10 @@ QUICK = Settings(
     turn_seconds=2.0,
     exact_seconds=5.0,
     join_seconds=4.0,
-    gone_seconds=2.0,
-    evict_seconds=8.0,
+    suspect_seconds=4.0,
+    gone_seconds=8.0,
     lost_seconds=25.0,
-    bar_seconds=2.0,
+    strike_seconds=2.0,
 )
 """About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one
 thread."""
@@ -74,7 +73,7 @@ class PretendedTrainer:
         self._phase: wire.StagePhase = "loading"
         self._lineage, self._layers_held = b"", (0, 0)
         self._progress = 0
-        self._rung = ""
+        self._source = ""
         self._scope = trio.CancelScope()
         self._say, self._said = trio.open_memory_channel[wire.ToTrainer](256)
 
@@ -84,23 +83,9 @@ class PretendedTrainer:
 
     def _offer(self) -> None:
         """What is in memory, as of the last step that all have taken."""
-        own = (
-            [
-                Copy(
-                    self._lineage,
-                    *self._layers_held,
-                    self.step,
-                    hash_of(self.step),
-                    "memory",
-                    Taken(),
-                    b"",
-                )
-            ]
-            if self.step
-            else []
-        )
+        own = [Copy(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
         kept = [
-            Copy(self._lineage, i, i + 1, step, hash_of(step), "neighbour", Taken(), b"")
+            Copy(self._lineage, i, i + 1, step, "neighbour")
             for i, step in self.keeps
             if self._lineage
         ]
@@ -130,7 +115,7 @@ class PretendedTrainer:
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
                         start = sum(message.layers[: message.stage])
-                        self._rung = "" if message.step in (0, self.step) else "R2"
+                        self._source = "base" if message.step == 0 else "memory"
                         self._lineage, self._layers_held = (
                             message.lineage,
                             (start, start + message.layers[message.stage]),
@@ -152,7 +137,7 @@ class PretendedTrainer:
             a = self.assigned
             self._service.receive(
                 wire.StageStatus(
-                    a.crew, a.stage, self._phase, self.step, self._progress, rung=self._rung
+                    a.crew, a.stage, self._phase, self.step, self._progress, source=self._source
                 )
             )
 
@@ -206,7 +191,6 @@ class CrewNode:
     def __init__(
         self,
         network: Libp2pNetwork,
-        key: Ed25519PrivateKey,
         directory: Path,
         settings: Settings,
         cfg: StagesConfig,
@@ -220,7 +204,6 @@ class CrewNode:
         self._scope = trio.CancelScope()
         self.service = StageService(
             network,
-            key,
             cfg,
             directory,
             NodeCallbacks(self._tell, self.restarts.append, lambda: self.paused),
@@ -270,7 +253,6 @@ class CrewNode:
 @contextlib.asynccontextmanager
 async def crew_node(
     network: Libp2pNetwork,
-    key: Ed25519PrivateKey,
     directory: Path,
     *,
     settings: Settings = QUICK,
@@ -280,7 +262,7 @@ async def crew_node(
     """A running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
     node = CrewNode(
-        network, key, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers
+        network, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers
     )
     async with trio.open_nursery() as nursery:
         await nursery.start(node.run)
@@ -288,11 +270,6 @@ async def crew_node(
             yield node
         finally:
             nursery.cancel_scope.cancel()
-
-
-def hash_of(step: int) -> bytes:
-    """Of a crew whose members always take the same steps."""
-    return step.to_bytes(32, "big")
 
 
 async def _exactly(stream: Any) -> int | None:

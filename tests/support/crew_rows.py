@@ -10,14 +10,14 @@ import torch
 
 from swarmnode.policy.logprobs import score
 from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.wire import FrameLimits
-from swarmnode.stages.worker import CrewSettings
 from swarmnode.trainer.batch import assemble, own_group
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
 BASE = b"b" * 32
-EXACT = CrewSettings(BASE, "float32", "float32")
+EXACT = CrewSettings(BASE, "float32")
 ENDS = frozenset({1})
 HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
 

@@ -4,9 +4,9 @@ memory, real files."""
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +17,22 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import StateError
 from swarmnode.stages import wire
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.recovery import Base, Replica, Restored, restore
-from swarmnode.stages.transfer import (
-    SNAPSHOTS,
-    Journal,
+from swarmnode.stages.pipeline import CrewSettings, StageWorker, inline
+from swarmnode.stages.recovery import (
+    CHECKPOINTS,
+    BaseWeights,
+    CheckpointIdentity,
+    CheckpointStore,
     LocalStage,
+    Recorder,
     RecoverySettings,
-    Run,
-    SnapshotRecorder,
-    SnapshotStore,
+    Restored,
     StatePeer,
-    copy_file,
-    ring,
+    kept_stages,
+    restore,
     stage_layouts,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
-from swarmnode.stages.worker import CrewSettings, StageWorker, inline
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
@@ -41,18 +41,16 @@ CREW = b"c" * wire.CREW_BYTES
 
 @dataclass
 class Station:
-    """One node: what survives a roster, and what a restart of its trainer."""
+    """One node: what survives a crew, and what a restart of its trainer."""
 
     spec: StageSpec
     runtime: StageRuntime
     directory: Path
-    journal: Journal
-    store: SnapshotStore
-    watch: SnapshotRecorder
+    store: CheckpointStore
+    watch: Recorder
     member: StageWorker | None = None
-    """Of the last roster; None: it has to be restored."""
-    base: Base | None = None
-    replica: Callable[[], Awaitable[Replica]] | None = None
+    """Of the last crew; None: its stage has to be restored."""
+    base: BaseWeights | None = None
 
 
 @dataclass
@@ -62,7 +60,6 @@ class Fleet:
     directory: Path
     crew_settings: CrewSettings
     settings: RecoverySettings
-    run: Run = field(default_factory=Run)
     keepers: Collection[int] = ()
     """Stages whose nodes keep the whole policy."""
     owner: str = ""
@@ -74,8 +71,8 @@ class Fleet:
     restored: dict[int, Restored] = field(default_factory=dict)
     """Stages that the last roster had to restore."""
     failed: dict[int, Exception] = field(default_factory=dict)
-    told: list[tuple[int, str, int]] = field(default_factory=list)
-    """(stage, phase, source) in order."""
+    told: list[tuple[int, str]] = field(default_factory=list)
+    """(stage, source) in order."""
     seating: float = 0.0
     """Seconds under a new roster until who kept his stage says so."""
 
@@ -84,6 +81,7 @@ class Fleet:
         base = self.model.get_base_model() if hasattr(self.model, "peft_config") else self.model
         lora = self.model.peft_config["default"] if hasattr(self.model, "peft_config") else None
         self.layouts = stage_layouts(base.config, [spec for spec, _ in pieces], lora)
+        self.identity = CheckpointIdentity(CREW.hex(), tuple(self.layers), self.owner)
         self.limits = FrameLimits(
             hidden=base.config.hidden_size, vocab=base.config.vocab_size, tokens=1024
         )
@@ -95,32 +93,17 @@ class Fleet:
             )
 
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
-        journal = Journal(directory, CREW, spec)
-        kept = (
-            range(spec.stages)
-            if spec.index in self.keepers
-            else (spec.index, *ring(spec.index, spec.stages))
-        )
-        store = SnapshotStore(
-            directory / SNAPSHOTS,
-            CREW,
-            {i: self.layouts[i] for i in kept},
-            {"layers": self.layers, "owner": self.owner},
-        )
-        return Station(
-            spec,
-            runtime,
-            directory,
-            journal,
-            store,
-            SnapshotRecorder(spec, self.settings, journal, store),
-        )
+        settings = replace(self.settings, keep_policy=spec.index in self.keepers)
+        store = CheckpointStore(directory / CHECKPOINTS)
+        store.begin(self.identity, kept_stages(spec.index, spec.stages, settings))
+        watch = Recorder(spec, settings, self.layouts, store)
+        return Station(spec, runtime, directory, store, watch)
 
     def kill(self, stage: int, disk: bool = False) -> Station:
         """The node is gone with its memory; its `disk` may be left. Another one takes its place,
         with weights that are noise."""
         old = self.stations[stage]
-        old.journal.close()
+        old.store.close()
         runtime = StageRuntime(old.spec, copy.deepcopy(old.runtime.model))
         generator = torch.Generator().manual_seed(stage)
         with torch.no_grad():
@@ -135,7 +118,8 @@ class Fleet:
     def lose_copy(self, stage: int, at: int) -> None:
         """The node of stage `at` finds its copy of `stage` damaged on disk, and has none any
         more."""
-        copy_file(self.stations[at].directory / SNAPSHOTS / CREW.hex(), stage).write_bytes(b"")
+        path = self.identity.path(stage)
+        (self.stations[at].directory / CHECKPOINTS / path).write_bytes(b"")
         with suppress(StateError):
             self.stations[at].store.read(stage)
 
@@ -165,17 +149,13 @@ class Fleet:
             fence = Fence(Place(CREW, i, self.step), count)
             local = LocalStage(
                 station.runtime,
-                station.spec,
                 self.limits,
                 self.layouts,
-                self.settings,
                 self.crew_settings.codec,
                 station.watch,
                 station.store,
             )
-            peer = StatePeer(local, fence, streams[i], inline)
-            station.watch.sharing = peer.sharing
-            self.peers.append(peer)
+            self.peers.append(StatePeer(local, fence, streams[i], inline))
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:
             for peer in self.peers:
@@ -213,7 +193,7 @@ class Fleet:
             await trio.sleep(self.seating)
         for station, peer in zip(self.stations, self.peers, strict=True):
             if station.member is not None:
-                peer.attach(station.member)
+                peer.attach(station.member, self.step)
 
     def _seat(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
         old = station.member
@@ -221,9 +201,9 @@ class Fleet:
             member.optimizer = old.optimizer
         elif station.spec.index in self.restored:
             self.restored[station.spec.index].install(member)
-        member.context.observers = [station.watch]
+        member.observers = [station.watch]
         station.member = member
-        peer.attach(member)
+        peer.attach(member, self.step)
 
     async def _restore(self, station: Station) -> None:
         stage = station.spec.index
@@ -231,25 +211,21 @@ class Fleet:
             self.restored[stage] = await restore(
                 self.peers[stage],
                 step=self.step,
-                run=self.run,
-                journal=station.journal,
                 base=station.base,
-                replica=station.replica,
-                notify=lambda phase, kind: self.told.append((stage, phase, int(kind))),
+                notify=lambda source: self.told.append((stage, source)),
             )
         except Exception as error:  # whatever it is, the test looks at it
             self.failed[stage] = error
 
     def close(self) -> None:
         for station in self.stations:
-            station.journal.close()
+            station.store.close()
 
 
-def snapshots_in(store: SnapshotStore) -> dict[int, int]:
-    """Stage → committed steps in its snapshot there."""
-    return {
-        stage: kept.step for stage in sorted(store.stages) if (kept := store.get(stage)) is not None
-    }
+def checkpoints_in(fleet: Fleet, at: int) -> dict[int, int]:
+    """Stage → committed steps in its checkpoint on the disk of the node of stage `at`."""
+    found = {stage: fleet.stations[at].store.about(stage) for stage in range(len(fleet.layers))}
+    return {stage: about.step for stage, about in found.items() if about is not None}
 
 
 def rows_of(seed: int, count: int = 12) -> list[LearnRow]:

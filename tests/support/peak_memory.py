@@ -1,5 +1,5 @@
 """`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a
-trainer's update for each, on stdout. A case with `snapshot_every` is of a stage: what its copies
+trainer's update for each, on stdout. A case with `checkpoint_every` is of a stage: what its copies
 take for each weight, while the disk stands still.
 
 torch is loaded once; the kernel forgets the peak between two cases.
@@ -23,11 +23,17 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.stages import transfer
+from swarmnode.stages import recovery
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.transfer import Journal, RecoverySettings, SnapshotRecorder
+from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
+from swarmnode.stages.recovery import (
+    CheckpointIdentity,
+    CheckpointStore,
+    Recorder,
+    RecoverySettings,
+    layout_of,
+)
 from swarmnode.stages.wire import Fence, FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, StageWorker, inline
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 from tests.support.split_models import split_model
@@ -78,14 +84,18 @@ def copies_peak(case: dict[str, Any]) -> float:
     worker = StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
-    worker.step(1.0, 1e-3)
+    worker.optimizer.step(1.0, 1e-3)
     worker.participant.step = 1
-    go, save = threading.Event(), transfer.save
-    transfer.save = lambda *given: (go.wait(60), save(*given))  # type: ignore[assignment]
+    go, save = threading.Event(), recovery.save_file
+    recovery.save_file = lambda *given, **more: (go.wait(60), save(*given, **more))
     with tempfile.TemporaryDirectory() as directory:
-        journal = Journal(Path(directory), b"l" * 32, spec)
-        recorder = SnapshotRecorder(
-            spec, RecoverySettings(case["snapshot_every"], exact_bytes=0), journal
+        identity, store = CheckpointIdentity("aa" * 32, (1, 3, 1)), CheckpointStore(Path(directory))
+        store.begin(identity, (1,))
+        recorder = Recorder(
+            spec,
+            RecoverySettings(case["checkpoint_every"], exact_bytes=0),
+            [layout_of(worker.runtime.model)] * 3,
+            store,
         )
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")
@@ -93,14 +103,14 @@ def copies_peak(case: dict[str, Any]) -> float:
         recorder.committed(worker)
         after = resident_peak()
         go.set()
-        journal.close()
+        store.close()
     return (after - before) / sum(p.numel() for p in worker.runtime.parameters())
 
 
 def main() -> None:
     peaks: list[float] = []
     for case in json.load(sys.stdin):
-        peaks.append(copies_peak(case) if "snapshot_every" in case else peak(case))
+        peaks.append(copies_peak(case) if "checkpoint_every" in case else peak(case))
         gc.collect()
     print(json.dumps(peaks))
 

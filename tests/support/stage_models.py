@@ -1,8 +1,16 @@
-"""Tiny random models of every architecture that can be split, and the embedded policy."""
+"""Tiny random models of architectures that can be split, and the embedded policy."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
@@ -32,6 +40,9 @@ CONFIGS = {
         num_key_value_heads=1, head_dim=16, tie_word_embeddings=True, **SHAPE
     ),
     "mistral": lambda: MistralConfig(num_key_value_heads=2, sliding_window=5, **SHAPE),
+    "phi3": lambda: Phi3Config(num_key_value_heads=2, pad_token_id=0, **SHAPE),
+    # rotary embeddings in three layers of four
+    "smollm3": lambda: SmolLM3Config(num_key_value_heads=2, pad_token_id=0, **SHAPE),
 }
 
 

@@ -90,9 +90,6 @@ def _body(frame: wire.Frame, body: bytes, limits: FrameLimits, codec: str) -> di
             )
         case wire.Scores():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
-        case wire.ProposeStep():
-            size = wire.DESCRIPTION_BYTES
-            return {"descriptions": [body[at : at + size] for at in range(0, len(body), size)]}
     return {}
 
 

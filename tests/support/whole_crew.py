@@ -25,10 +25,15 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.files import write_atomically
 from swarmnode.p2p.identity import from_key
 from swarmnode.policy.device import HEADROOM, probe
-from swarmnode.stages import transfer
+from swarmnode.stages.recovery import (
+    CHECKPOINTS,
+    decode_state,
+    find_checkpoints,
+    read_checkpoint,
+    stage_layouts,
+)
 from swarmnode.stages.trainer import cost_of
-from swarmnode.stages.transfer import FILE
-from swarmnode.stages.wire import StageSpec, stage_memory
+from swarmnode.stages.wire import stage_memory, stage_specs
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -49,7 +54,7 @@ def whole_settings(
         "policy": {"model": str(model), "threads": 1, "device": "cpu"},
         "training": {"eval_every": 10_000, "seed": number, "step_interval": 0.2},
         "task": {"held_out_per_task": 1},
-        "stages": {"mode": "always", "stages": members, "shadow_every": 5, "trust": "anyone"},
+        "stages": {"mode": "always", "stages": members, "checkpoint_every": 5, "trust": "anyone"},
         "http": {"port": 0},
     }
     for name, values in sections.items():
@@ -83,12 +88,12 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
 def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
     """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
     stages = told["stages"]
-    own = stages["own"] or {"phase": "", "step": 0, "rung": "", "probe_kl": None}
+    own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
     return {
         **own,
         **stages["crew"],
         "reason": stages["last_reason"],
-        "rungs": stages["rungs"],
+        "sources": stages["sources"],
         "streams": stages["streams"]["open"],
     }
 
@@ -129,13 +134,7 @@ def like_nodes(
     `seed`, and so much room that only one split of `model` can be made, whatever speeds are
     measured. Not started; `is_like` says whether it came so."""
     config = Config.model_validate(whole_settings(model, 0, members, **sections))
-    cost = cost_of(
-        config.training,
-        config.policy.lora,
-        config.weights,
-        AutoConfig.from_pretrained(model),
-        probe(config.policy),
-    )
+    cost = cost_of(config, AutoConfig.from_pretrained(model), probe(config.policy))
     layers = [len(cost.layers) // members] * members
     keys = [
         Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest())
@@ -154,22 +153,21 @@ def like_nodes(
     return nodes
 
 
-def journal_of(node: DemoNode) -> Path:
-    """Of its stage, in the lineage that it last wrote of; whether it is there yet or not."""
-    journals = node.directory / "trainer" / "stage"
-    return max(
-        journals.glob(f"*/{FILE}"), key=lambda path: path.stat().st_mtime, default=journals / FILE
-    )
+def checkpoint_of(node: DemoNode) -> Path:
+    """The newest checkpoint of its own stage; a path without a file if there is none."""
+    directory = node.directory / "trainer" / CHECKPOINTS
+    own = [directory / about.path for about in find_checkpoints(directory) if about.own]
+    return max(own, key=lambda path: path.stat().st_mtime, default=directory / "none")
 
 
-def journal_steps(nodes: Sequence[DemoNode]) -> list[int]:
-    """Committed steps in the journal of each; nothing of one that has none."""
-    found = [transfer.read_about(journal_of(node)) for node in nodes]
-    return [about["step"] for about in found if about is not None] if None not in found else []
+def checkpoint_steps(nodes: Sequence[DemoNode], own: bool = True) -> list[int]:
+    """Committed steps in the checkpoints on these nodes' disks."""
+    found = [find_checkpoints(node.directory / "trainer" / CHECKPOINTS) for node in nodes]
+    return [about.step for abouts in found for about in abouts if about.own or not own]
 
 
 def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
-    """The journals of all stages after exactly `step` committed steps. The head is stopped for
+    """The checkpoints of all stages after exactly `step` committed steps. The head is stopped for
     good, and with it the crew.
 
     Raises AssertionError where that step had passed before it was seen.
@@ -178,30 +176,35 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
     head = trainer_of(node)
     assert head is not None
     # it is not the first to take a step
-    until(lambda: max(journal_steps([node]), default=0) >= step, crew.story, seconds)
+    until(lambda: max(checkpoint_steps([node]), default=0) >= step, crew.story, seconds)
     head.suspend()
     until(
-        lambda: journal_steps(crew.nodes) == [step] * crew.stages,
-        lambda: journal_steps(crew.nodes),
+        lambda: checkpoint_steps(crew.nodes) == [step] * crew.stages,
+        lambda: checkpoint_steps(crew.nodes),
         10.0,
     )
-    return [journal_of(node) for node in crew.nodes]
+    return [checkpoint_of(node) for node in crew.nodes]
 
 
-def policy_of(files: Sequence[Path]) -> tuple[int, dict[str, torch.Tensor]]:
-    """(committed step, trained tensors by their names in the whole model) from the journals of all
-    stages of one crew."""
+def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """(committed step, trained tensors by their names in the whole model) from the own checkpoints
+    of all stages of one crew, whose base is the directory `model`."""
     whole: dict[str, torch.Tensor] = {}
-    found = [transfer.load(path) for path in files]
-    specs = [StageSpec(**about["spec"]) for _, about in found]
-    assert len({(about["lineage"], about["step"]) for _, about in found}) == 1
-    assert sorted(spec.index for spec in specs) == list(range(specs[0].stages))
-    for spec, (tensors, _) in zip(specs, found, strict=True):
-        for name, tensor in tensors.items():
-            if name.startswith("weights."):
-                known = whole.setdefault(spec.whole(name.removeprefix("weights.")), tensor)
-                assert torch.equal(known, tensor), f"{name} is another one at the other end"
-    return int(found[0][1]["step"]), whole
+    found = [read_checkpoint(path.parent.parent, Path(*path.parts[-2:])) for path in files]
+    abouts = [checkpoint.about for checkpoint in found]
+    layers = abouts[0].identity.layers
+    assert len({(about.identity, about.step) for about in abouts}) == 1
+    assert sorted(about.stage for about in abouts) == list(range(len(layers)))
+    config = AutoConfig.from_pretrained(model)
+    specs = stage_specs(config, layers)
+    layouts = stage_layouts(config, specs)
+    for checkpoint, about in zip(found, abouts, strict=True):
+        layout = layouts[about.stage]
+        state = decode_state(checkpoint.body, layout, about.form, about.step, 0.0)
+        for name, tensor in state.weights.items():
+            known = whole.setdefault(specs[about.stage].whole(name), tensor)
+            assert torch.equal(known, tensor), f"{name} is another one at the other end"
+    return abouts[0].step, whole
 
 
 def is_like(crew: WholeCrew) -> bool:
@@ -211,22 +214,13 @@ def is_like(crew: WholeCrew) -> bool:
 
 
 @contextlib.contextmanager
-def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
-    """The crew while its head is stopped between two steps: all journals are of one step, and with
-    `shadows` all copies at neighbours."""
+def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
+    """The crew while its head is stopped between two steps: all own checkpoints are of one step,
+    and with `copies` those at neighbours."""
     seen = until(lambda: crew.at(1), crew.story)
     head = trainer_of(seen[0][0])
     assert head is not None
-
-    def steps() -> set[int]:
-        copies = [
-            transfer.read_about(path)
-            for node in crew.nodes
-            for path in node.directory.glob("trainer/shadows/*/stage-*.safetensors")
-        ]
-        found = {about["step"] for about in copies if about is not None} if shadows else set()
-        return found | set(journal_steps(crew.nodes))
-
+    steps = lambda: set(checkpoint_steps(crew.nodes, own=not copies))
     for _ in range(100):
         head.suspend()
         before = steps()
@@ -244,9 +238,9 @@ def at_rest(crew: WholeCrew, shadows: bool = False) -> Iterator[Seen]:
 
 
 def restored(node: DemoNode) -> dict[str, Any]:
-    """What its log says of the last time that its stage came back: rung, step, source_step, …"""
+    """What its log says of the last time that its stage was restored: source, step, …"""
     lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
-    told = next(line for line in reversed(lines) if '"weights are back"' in line)
+    told = next(line for line in reversed(lines) if '"weights restored"' in line)
     found: dict[str, Any] = json.loads(told)
     return found
 
@@ -283,7 +277,7 @@ class WholeCrew:
 
     def story(self) -> list[tuple[Any, ...]]:
         return [
-            (stage, v["state"], v["phase"], v["step"], v["rung"], v["reason"])
+            (stage, v["state"], v["phase"], v["step"], v["source"], v["reason"])
             for stage, (_, v) in sorted(self.seen().items())
         ]
 

@@ -10,14 +10,11 @@ import trio
 
 from swarmnode.averaging.gate import Losses
 from swarmnode.config import Config
-from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages import trainer
-from swarmnode.stages.trainer import CLOCKS, CrewProbe, Stage, averaged
-from swarmnode.stages.wire import NO_HASH, Assigned, Taken
-from swarmnode.weights import discovery, exchange, state_seeker
-from swarmnode.weights.payload_store import PayloadStore
+from swarmnode.stages.trainer import CrewProbe, Stage, averaged
+from swarmnode.stages.wire import Assigned
+from swarmnode.weights import discovery, exchange
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 from tests.support.crew_models import averaging_of, opened
@@ -35,9 +32,7 @@ class Holder:
         crew, index, *cut = seat
         layers = tuple(cut) or (2, 2)
         self.model = model
-        assigned = Assigned(
-            bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, NO_HASH, Taken(), ""
-        )
+        assigned = Assigned(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, "")
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(
@@ -59,7 +54,7 @@ class Holder:
     def connect(self):
         self.averaging.begin()
         self.service.set_policy(
-            self.averaging.facts(), self.model.text.fingerprint, self.model.text.tokenizer_hash
+            self.averaging.facts(False), self.model.text.fingerprint, self.model.text.tokenizer_hash
         )
 
     def step(self, size=0.001):
@@ -193,85 +188,6 @@ async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_laye
         await until(lambda: half.candidates() == long.candidates() == 1)
         before = await meet(half, long)
         assert distance(half, long) < 0.1 * before
-        # neither is a source of the other's whole state
-        half.averaging.seek()
-        half.service.set_policy(
-            half.averaging.facts(), half.model.text.fingerprint, half.model.text.tokenizer_hash
-        )
-        with trio.fail_after(30), pytest.raises(PeerError, match="no other crew"):
-            await half.averaging.fetch()
-
-
-async def test_a_stage_that_is_lost_gets_its_state_from_other_crews(tmp_path):
-    async with stages(tmp_path, [(1, 1), (2, 1), (3, 1)]) as holders:
-        first, second, lost = holders
-        first.connect()
-        second.connect()
-        await until(lambda: first.candidates() == second.candidates() == 1)
-        await meet(first, second)
-        assert first.averaging.met()
-        assert not lost.averaging.met()
-        lost.averaging.seek()
-        lost.service.set_policy(
-            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
-        )
-        with trio.fail_after(30):
-            found, outer = await lost.averaging.fetch()
-        sources = [phi_of(holder) for holder in (first, second)]
-        assert any(
-            all(torch.equal(found[n], phi[n].to(torch.bfloat16).float()) for n in phi)
-            for phi in sources
-        )
-        assert {f"phi.{n}" for n in found} | {f"delta.{n}" for n in found} | {CLOCKS} == set(outer)
-        lost.averaging.begin(outer)
-        assert lost.averaging.facts().outer_steps == first.averaging.facts().outer_steps
-        assert not lost.averaging.facts().fresh
-
-
-@pytest.mark.parametrize("comes", [True, False])
-async def test_a_state_is_waited_for_as_long_as_more_of_it_comes(tmp_path, monkeypatch, comes):
-    """At 7 B it is ten minutes on a home's line, and a stage that makes no progress for five is
-    given up."""
-    fetch, lacking = PayloadStore.fetch, iter(range(1000, 0, -1))
-
-    async def slowly(*args):
-        await trio.sleep(2.0)
-        await fetch(*args)
-
-    async with stages(tmp_path, [(1, 1), (2, 1), (3, 1)]) as (first, second, lost):
-        first.connect()
-        second.connect()
-        await until(lambda: first.candidates() == second.candidates() == 1)
-        await meet(first, second)
-        monkeypatch.setattr(PayloadStore, "fetch", slowly)
-        monkeypatch.setattr(
-            PayloadStore, "lacking", lambda store, path: next(lacking) if comes else 1000
-        )
-        monkeypatch.setattr(state_seeker, "COMES_SECONDS", 0.1)
-        monkeypatch.setattr(trainer, "FETCH_SECONDS", 1.0)
-        lost.averaging.seek()
-        lost.service.set_policy(
-            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
-        )
-        with (
-            trio.fail_after(90),
-            contextlib.nullcontext() if comes else pytest.raises(PeerError, match="answers"),
-        ):
-            found, _ = await lost.averaging.fetch()
-            assert found.keys() == lost.weights().keys()
-        assert lost.averaging.arrived >= (5 if comes else 1)
-
-
-async def test_without_another_crew_a_lost_stage_is_told_so(tmp_path):
-    async with stages(tmp_path, [(1, 1), (1, 0)]) as holders:
-        lost, other = holders
-        other.connect()
-        lost.averaging.seek()
-        lost.service.set_policy(
-            lost.averaging.facts(), lost.model.text.fingerprint, lost.model.text.tokenizer_hash
-        )
-        with trio.fail_after(60), pytest.raises(PeerError, match="no other crew"):
-            await lost.averaging.fetch()
 
 
 async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path, monkeypatch):
@@ -279,7 +195,7 @@ async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path,
         between = []
         holder.averaging.begin()
         monkeypatch.setattr(
-            holder.averaging._replica,
+            holder.averaging,
             "between_steps",
             lambda *args, **kinds: between.append(holder.steps),
         )

@@ -7,7 +7,7 @@ import pytest
 
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.transfer import find_journals, find_snapshots
+from swarmnode.stages.recovery import CHECKPOINTS, find_checkpoints
 from tests.support.whole_crew import WholeCrew, restored, start, stop, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -16,17 +16,20 @@ STAGES = 3
 
 
 def newest_common(nodes):
-    """The newest step hash's step of which every stage is on the disk of one of `nodes`."""
+    """The newest step of which every stage is on the disk of one of `nodes`, or one step older."""
     found = {}
-    for directory in (node.directory / "trainer" for node in nodes):
-        for copy in [*find_journals(directory / "stage"), *find_snapshots(directory / "shadows")]:
-            found.setdefault((copy.step, copy.hash), set()).add(copy.first)
-    return max(step for (step, _), stages in found.items() if len(stages) == STAGES)
+    for directory in (node.directory / "trainer" / CHECKPOINTS for node in nodes):
+        for about in find_checkpoints(directory):
+            found[about.stage] = max(about.step, found.get(about.stage, 0))
+    assert len(found) == STAGES
+    return min(found.values())
 
 
 def test_all_killed_at_once_and_one_disk_gone_costs_nothing_that_is_on_another(tmp_path):
     model = write_deep_model(tmp_path / "model", layers=6, middle=True)
-    settings = [whole_settings(model, i, STAGES, stages={"shadow_every": 2}) for i in range(STAGES)]
+    settings = [
+        whole_settings(model, i, STAGES, stages={"checkpoint_every": 2}) for i in range(STAGES)
+    ]
     nodes = [DemoNode(f"node{i}", tmp_path / f"node{i}", of) for i, of in enumerate(settings)]
     crew = WholeCrew(nodes, start(nodes), STAGES)
     try:
@@ -43,6 +46,6 @@ def test_all_killed_at_once_and_one_disk_gone_costs_nothing_that_is_on_another(t
         after = until(lambda: crew.at(step + 1, before[0][1]["id"]), crew.story)
         assert {restored(node)["step"] >= step for node, _ in after.values()} == {True}
         assert after[1][0] is lost
-        assert restored(lost)["rung"] == "R2"
+        assert restored(lost)["source"] == "neighbour"
     finally:
         stop(nodes)

@@ -14,9 +14,9 @@ from swarmnode.policy.build_deep import write_deep_model
 from tests.support.whole_crew import (
     WholeCrew,
     at_rest,
+    checkpoint_of,
     freeze,
     is_like,
-    journal_of,
     kill_trainers,
     like_nodes,
     policy_of,
@@ -30,33 +30,33 @@ pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 STAGES = 3
 STEPS = 7
 """Committed, of both crews."""
-LOSSES = [(2, (2,), False, "R0"), (4, (1, 2), True, "R2")]
+LOSSES = [(2, (2,), False, "checkpoint"), (4, (1, 2), True, "neighbour")]
 """After how many steps, stages that are lost together, whether with their disks, and from where
 they come back. Not the first one's: a head that begins again leaves group numbers out, so that its
 questions are others."""
 
 
-def lose(crew, step, stages, disk, rung):
+def lose(crew, step, stages, disk, source):
     """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back
     is what was there."""
     until(lambda: crew.at(step), crew.story)
-    with at_rest(crew, shadows=True) as seen:
+    with at_rest(crew, copies=True) as seen:
         before = seen[0][1]["id"]
         lost = [seen[stage][0] for stage in stages]
         kill_trainers(lost)
         for node in lost if disk else ():
-            shutil.rmtree(journal_of(node).parent)
+            shutil.rmtree(checkpoint_of(node).parent)
     until(lambda: crew.at(1, before), crew.story)
     for node in lost:
         told = restored(node)
-        assert (told["rung"], told["source_step"]) == (rung, told["step"])
+        assert (told["source"], told["source_step"]) == (source, told["step"])
 
 
 def train(directory, model, losses=()):
     """(step, weights) after STEPS. Each loss is made good as it says. Steps are so far apart that
     both neighbours have each snapshot before the next: what is kept for later is fetched at a
     quarter of a line."""
-    for attempt in range(5):
+    for attempt in range(8):
         nodes = like_nodes(
             directory / str(attempt),
             model,
@@ -64,14 +64,14 @@ def train(directory, model, losses=()):
             STAGES,
             training={"seed": 7, "step_interval": 2.5},
             weights={"rule": "off"},
-            stages={"shadow_every": 1},
+            stages={"checkpoint_every": 1},
         )
         crew = WholeCrew(nodes, start(nodes), STAGES)
         try:
             if is_like(crew):
                 for loss in losses:
                     lose(crew, *loss)
-                return policy_of(freeze(crew, STEPS))
+                return policy_of(freeze(crew, STEPS), model)
         finally:
             for node in nodes:
                 node.kill()

@@ -7,9 +7,8 @@ import pytest
 import trio
 
 from swarmnode.errors import PeerError
-from swarmnode.p2p import identity
 from swarmnode.stages import wire
-from swarmnode.stages.wire import Copy, Founded, Member, Record, Signed, Taken
+from swarmnode.stages.wire import Copy, Member, Record
 from swarmnode.wire import ids
 from tests.support.crew_node import MODEL, crew_node
 from tests.support.hosts import host
@@ -37,8 +36,7 @@ class Crew:
         directory = self.directory / name
         self.ends[name], self.stopped[name] = trio.Event(), trio.Event()
         async with host(directory, initial_peers=self.known) as network:
-            key = identity.load_or_create(directory / "identity.key").private_key
-            async with crew_node(network, key, directory, **options) as node:
+            async with crew_node(network, directory, **options) as node:
                 self.nodes[name] = node
                 task_status.started()
                 await self.ends[name].wait()
@@ -181,24 +179,15 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         crew_id = bytes.fromhex(target.crew)
         peers = [node.network.peer_id for node in made.nodes.values()]
         record = Record(
-            b"l" * 32,
-            MODEL,
-            b"h" * 32,
-            10**12,
-            Taken(),
-            tuple(Member(peer, 1) for peer in peers),
-            bytes(8),
+            b"l" * 32, MODEL, 10**12, tuple(Member(peer, 1) for peer in peers), bytes(8)
         )
-        copies = tuple(
-            Copy(b"l" * 32, i, i + 1, 10**12, b"h" * 32, "memory", Taken(), b"") for i in range(3)
-        )
+        copies = tuple(Copy(b"l" * 32, i, i + 1, 10**12, "memory") for i in range(3))
         for message in (
             wire.Leave(crew_id, "it is over"),
             wire.Heartbeat(crew_id, wire.Status("failed")),
             wire.Propose(record),
             wire.Offer(MODEL, 1e30, 1e30, 0.0, copies),
             b"no message",
-            Founded(record, tuple(Signed(peer, bytes(64)) for peer in peers)),
         ):
             data = message if isinstance(message, bytes) else wire.encode_message(message)
             with contextlib.suppress(PeerError):
@@ -212,9 +201,8 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         step = target.trainer.step
         await made.running(above=step + 3)
         assert bytes.fromhex(target.crew) == crew_id
-        assert target.service.statistics().malformed == 1
         rejected = target.network.reputation.statistics(trio.current_time()).rejected
-        assert {"stages_malformed", "stages_signature"} <= rejected.keys()
+        assert "stages_malformed" in rejected
 
 
 async def test_switched_off_it_answers_nobody(tmp_path):
@@ -222,8 +210,7 @@ async def test_switched_off_it_answers_nobody(tmp_path):
         host(tmp_path / "a") as one,
         host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other,
     ):
-        key = identity.load_or_create(tmp_path / "b" / "identity.key").private_key
-        async with crew_node(other, key, tmp_path / "b", mode="off"):
+        async with crew_node(other, tmp_path / "b", mode="off"):
             await one.wait_connected()
             with pytest.raises(PeerError):
                 await one.requests.request(

@@ -313,14 +313,14 @@ async def drain(stream):
             pass
 
 
-async def test_a_stream_of_state_that_ends_is_nobody_s_loss(tmp_path):
-    async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
+async def test_lost_stream_of_state_is_reported(tmp_path):
+    async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
         one, other = await open_pipe(a, ca, 1, "state"), await open_pipe(b, cb, 0, "state")
         await one.send_all(b"all of it")
         await one.aclose()
         assert await exactly(other, 100) == b"all of it"
         await until(lambda: b.statistics().lost == {"state": 1})
-        assert lost == [[], []]
+        assert lost == [[], [networks[0].peer_id]]
 
 
 async def open_as(network, peer, opened):

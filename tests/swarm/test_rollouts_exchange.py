@@ -23,7 +23,6 @@ from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.testing.network import MemorySwarm
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
@@ -183,19 +182,15 @@ def levels():
     registry.install([], {"rg/gcd": {}})
 
 
-async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_path, levels):
+async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels):
     """In a swarm whose members choose, between two hosts over sockets, a long group too."""
     rules = GroupRules(("rg/gcd",), members_choose=True)
     async with (
-        exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, other, _)),
+        exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, _, _)),
         AsyncScorer() as scorer,
     ):
-        told, asked = (
-            Questions(
-                ["rg/gcd"], Counters(peer=each.peer, swarm=SWARM.hex()), True, curriculum=True
-            )
-            for each in (author, other)
-        )
+        counters = Counters(peer=author.peer, swarm=SWARM.hex())
+        told = Questions(["rg/gcd"], counters, True, curriculum=True)
         hard = [
             (sequence, ref)
             for sequence, ref in (told.next() for _ in range(24))
@@ -227,12 +222,6 @@ async def test_groups_of_chosen_difficulties_teach_another_node_what_to_ask(tmp_
         assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), (
             "it asks the same question and judges itself"
         )
-        asked.take_hints(Judgement([], [(group, "used") for group in drawn]))
-        assert asked.evidence()["rg/gcd 0"] == (0.0, 0.0)
-        assert asked.evidence()["rg/gcd 1"] == (0.0, pytest.approx(0.45)), (
-            "half an own group is the most that one peer counts, a step ago"
-        )
-        assert asked.signals()["rg/gcd 1"] > asked.signals()["rg/gcd 0"] == 0.5
         sequence, ref = hard[0]
         await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
         await until(lambda: asker.admission.statistics().outcomes.get("seed") == 1)

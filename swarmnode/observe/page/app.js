@@ -453,20 +453,19 @@ function weights(s) {
 function questions(s) {
   const { signals = {}, evidence = {} } = s.trainer.report || {};
   const buckets = Object.entries(evidence).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
-  put(byId("questions").tBodies[0], ...buckets.map(([bucket, [own, peers]]) => {
+  put(byId("questions").tBodies[0], ...buckets.map(([bucket, own]) => {
     const cut = bucket.lastIndexOf(" ");
     return node("tr", {}, cell("Task", node("code", {}, bucket.slice(0, cut)), ""), cell("Difficulty", bucket.slice(cut + 1)),
-      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)), cell("From peers", fixed(1)(peers)));
+      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)));
   }));
   byId("questions-card").hidden = !buckets.length;
 }
 
-const SLOT_LOOKS = { active: "good", probation: "warn", loading: "warn", suspect: "warn", absent: "bad", failed: "bad" };
-const SLOT_WORDS = { suspect: "suspected", probation: "on probation" };
-const CREW_WORDS = { none: "In no crew", preparing: "Preparing", running: "Running", paused: "Paused" };
-const RUNG_WORDS = { R0: "own journal", R1: "another crew", R2: "a neighbour's snapshot", R3: "the base model", R4: "an average of its neighbours",
-  R5: "a copy of its neighbour", R6: "nothing was left" };
-const rungName = (rung) => (RUNG_WORDS[rung] ? `${rung}, ${RUNG_WORDS[rung]}` : rung);
+const SLOT_LOOKS = { active: "good", loading: "warn", suspect: "warn", failed: "bad" };
+const SLOT_WORDS = { suspect: "suspected" };
+const CREW_WORDS = { none: "In no crew", forming: "Forming", preparing: "Preparing", running: "Running", paused: "Paused" };
+const SOURCE_WORDS = { memory: "memory", checkpoint: "its own checkpoint", neighbour: "a neighbour's checkpoint", base: "the base model",
+  checkfree: "an average of its neighbours (CheckFree)", "checkfree+": "a copy of its neighbour (CheckFree+)" };
 
 function crew(s) {
   const { stages } = s, { crew: c, own, streams } = stages, last = c.slots.length - 1;
@@ -492,17 +491,17 @@ function crew(s) {
   facts("crew-facts", !c.slots.length ? [] : [
     ["crew", c.id ? `${c.id.slice(0, 16)}…` : ""],
     ["last recovery", known(c.recovery_seconds) ? `${c.recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
-    ["members", events("suspected", "refuted", "broken", "blamed") || "nobody was suspected"],
+    ["members", events("suspected", "refuted", "broken", "struck", "behind") || "nobody was suspected"],
     ["between stages", byProtocol(streams).map(([kind, received, sent]) => `${kind} ${bytes(received)} in, ${bytes(sent)} out`).join("; ")],
     ["dropped", Object.entries(own ? own.dropped : {}).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
   facts("stage-facts", !known(c.stage) ? [] : [
     ["our stage", own ? `${c.stage}, ${own.phase}, step ${count(own.step)}` : `${c.stage}, not there yet`],
     ...(own ? [
-      ["came from", own.rung ? `${rungName(own.rung)}${known(own.rung_seconds) ? `, in ${own.rung_seconds.toFixed(1)} s` : ""}` : "the base model, when the crew was founded"],
-      ["newest snapshot at a neighbour", known(own.shadow_step) ? `of step ${count(own.shadow_step)}, ${count(own.shadow_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
+      ["came from", own.source ? `${SOURCE_WORDS[own.source] || own.source}${known(own.source_seconds) ? `, in ${own.source_seconds.toFixed(1)} s` : ""}` : ""],
+      ["newest checkpoint at a neighbour", known(own.checkpoint_step) ? `of step ${count(own.checkpoint_step)}, ${count(own.checkpoint_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
       ["samples from", known(own.copy_age_steps) ? `a whole copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
-      ["probe", known(own.probe_kl) ? `${own.probe_kl.toPrecision(2)} nats per token between before and after` : ""],
+      ["recovery", known(own.gate_kl) ? `${own.gate_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],
     ] : []),

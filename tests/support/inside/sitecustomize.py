@@ -6,9 +6,13 @@ says; no file is no skew. It is looked at
             ten times a second, so that a running process's clock can be set.
 TASKS_DIR   a process that runs trio writes there, in a file with its pid for a name, how many tasks
 it has, every few seconds.
+BAD_FILE    once this file exists, a trainer that holds a stage does what its text says: see
+MISBEHAVIOURS.
 """
 
 import os
+import sys
+import threading
 import time
 
 LOOK_SECONDS, WRITE_SECONDS = 0.1, 2.0
@@ -57,7 +61,70 @@ def count_tasks(directory):
     )
 
 
+def sends_nan(pipeline, model, trainer):
+    """Activations and their gradients, in the codec float32."""
+    encode = pipeline.encode
+    pipeline.encode = lambda rows, codec: b"\0\0\xc0\x7f" * (len(encode(rows, codec)) // 4)
+
+
+def sends_garbage(pipeline, model, trainer):
+    class Headed:
+        pack = staticmethod(lambda frame, body=b"": os.urandom(64))
+
+    pipeline.headed = Headed
+
+
+def runs_out_of_memory(pipeline, model, trainer):
+    import torch
+
+    def forward(*_, **__):
+        raise torch.OutOfMemoryError("out of memory")
+
+    model.StageRuntime.forward = model.StageRuntime.prefill = forward
+
+
+def is_slow(pipeline, model, trainer):
+    """Twenty times slower than it was."""
+    call = trainer.Meter.__call__
+
+    async def slowly(self, work):
+        def twenty_times():
+            began = time.monotonic()
+            done = work()
+            time.sleep(19 * (time.monotonic() - began))
+            return done
+
+        return await call(self, twenty_times)
+
+    trainer.Meter.__call__ = slowly
+
+
+MISBEHAVIOURS = {
+    one.__name__: one for one in (sends_nan, sends_garbage, runs_out_of_memory, is_slow)
+}
+
+
+def misbehave(file):
+    names = [f"swarmnode.stages.{name}" for name in ("pipeline", "model", "trainer")]
+
+    def wait():
+        while True:
+            time.sleep(LOOK_SECONDS)
+            try:
+                with open(file) as opened:
+                    what = opened.read()
+            except OSError:
+                continue
+            if names[-1] in sys.modules and hasattr(sys.modules[names[-1]], "CrewModel"):
+                MISBEHAVIOURS[what](*(sys.modules[name] for name in names))
+                return
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
 if os.environ.get("SKEW_FILE"):
     Skew(os.environ["SKEW_FILE"])
 if os.environ.get("TASKS_DIR"):
     count_tasks(os.environ["TASKS_DIR"])
+if os.environ.get("BAD_FILE") and "swarmnode.trainer" in sys.orig_argv:
+    misbehave(os.environ["BAD_FILE"])

@@ -152,7 +152,6 @@ class Node:
         )
         crew = StageService(
             network,
-            self.key,
             StagesConfig(mode="off"),
             self._directory,
             NodeCallbacks(lambda message: False, lambda reason: None),

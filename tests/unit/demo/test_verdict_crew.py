@@ -8,7 +8,7 @@ from swarmnode.demo.crew import StageKill, judge_crew
 from swarmnode.demo.nodes import View
 
 KILL = StageKill(
-    stage=2, name="node2", step_before=40, at=50.0, step_after=41, seconds=6.5, rung="R0"
+    stage=2, name="node2", step_before=40, at=50.0, step_after=41, seconds=6.5, source="checkpoint"
 )
 GOOD = {"formed_at": 20.0, "kills": [KILL], "held_out": (0.02, 0.4), "crashed": []}
 VIEWS = [(f"node{i}", View(stage=i, stage_step=90)) for i in range(4)]
@@ -39,7 +39,7 @@ def test_a_good_run_has_no_failure():
             "stage 2 killed at step 40: not back",
         ),
         ({"kills": [replace(KILL, step_after=38)]}, "stage 2 killed at step 40"),
-        ({"kills": [replace(KILL, rung="")]}, "by ?"),
+        ({"kills": [replace(KILL, source="")]}, "by ?"),
         ({"crashed": ["node1 ended with exit code 1: boom"]}, "node1 ended"),
     ],
 )

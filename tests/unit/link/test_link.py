@@ -13,7 +13,6 @@ from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_ne
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     Capacity,
     ModelCost,
@@ -23,7 +22,6 @@ from swarmnode.stages.wire import (
     Resumed,
     StageStatus,
     Suspended,
-    Taken,
 )
 from tests.support.groups import external_group
 from tests.support.waiting import until
@@ -98,7 +96,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     offering = Offering(
         b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1))
     )
-    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, probe_kl=None)
+    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, gate_kl=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
@@ -108,17 +106,8 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             link.send(status)
             await until(lambda: len(recorder.seen) == 3)
             assert recorder.seen[1:] == [offering, status]
-            assigned = Assigned(
-                b"c" * 32,
-                b"l" * 32,
-                2,
-                (2, 1, 1),
-                ("a", "b", "c"),
-                0,
-                NO_HASH,
-                Taken(),
-                "/run/stages.sock",
-            )
+            members = ("a", "b", "c")
+            assigned = Assigned(b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock")
             for message in (assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")):
                 assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)

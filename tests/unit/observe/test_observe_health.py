@@ -214,7 +214,7 @@ def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
 def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
     stages, alone = example().stages, StagesStatistics()
     assert policy_loaded(None, stages)  # only the head reports
-    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="probation")))
+    assert policy_loaded(None, replace(stages, own=replace(stages.own, phase="active")))
     assert not policy_loaded(
         Report(phase="generating"), replace(stages, own=replace(stages.own, phase="loading"))
     )
@@ -260,6 +260,13 @@ def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> N
     assert troubles(theirs) == [
         "a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"
     ]
+
+
+def test_a_majority_that_chose_one_answer_is_said() -> None:
+    for share, said in ((0.9, []), (0.95, ["95% of the majorities"])):
+        report = replace(example().trainer.report, top_answer_share=share)
+        s = replace(example(), trainer=replace(example().trainer, report=report))
+        assert [trouble[:21] for trouble in troubles(s)] == said
 
 
 def test_why_the_trainer_is_not_there_is_said() -> None:

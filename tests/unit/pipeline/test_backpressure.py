@@ -11,18 +11,23 @@ import trio
 import trio.testing
 
 from swarmnode.config import TrainingConfig
-from swarmnode.errors import PeerError
-from swarmnode.stages import wire, worker
-from swarmnode.stages.head import SCORES
+from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
+from swarmnode.stages.pipeline import (
+    SCORES_PER_STAGE,
+    CrewSettings,
+    Links,
+    Schedule,
+    StageWorker,
+    inline,
+)
 from swarmnode.stages.wire import FrameLimits, Place
-from swarmnode.stages.worker import CrewSettings, Links, Schedule, StageWorker, inline
 from swarmnode.wire import headed, strict
 from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
-EXACT = CrewSettings(b"b" * 32, "float32", "float32")
+EXACT = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)
@@ -53,8 +58,8 @@ class Narrow:
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
-        patch.setattr(worker, "OUTBOX_BYTES", 1)
-        patch.setattr(worker, "INBOX_BYTES", 1)
+        patch.setattr(pipeline, "OUTBOX_BYTES", 1)
+        patch.setattr(pipeline, "INBOX_BYTES", 1)
         send, arrived = Links.send, StageWorker._arrived
 
         def noting(links, stage, frame, body=b""):
@@ -145,8 +150,15 @@ def forward(number, purpose="learn", place=PLACE):
     )
 
 
+async def taken(links):
+    """The next arrival."""
+    while (arrival := links.inbox.take()) is None:
+        await links.inbox.wait()
+    return arrival
+
+
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
-    monkeypatch.setattr(worker, "OUTBOX_BYTES", 3000)
+    monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     sent = 0
@@ -162,7 +174,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
         got = [(await wire.read_frame(theirs, LIMITS))[0].micro_batch for _ in range(sent)]
         assert got == list(range(sent))
         with trio.fail_after(1):
-            assert await links.inbox.take() is None  # there is room again
+            await links.inbox.wait()  # until there is room again
         await quiet()
         assert not links.full(1)
         assert not any(links.queued.values())
@@ -170,7 +182,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
 
 
 async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
-    monkeypatch.setattr(worker, "OUTBOX", 4)
+    monkeypatch.setattr(pipeline, "OUTBOX", 4)
     ours, _ = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -179,17 +191,16 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
         for number in range(6):
             links.send(1, wire.Done(PLACE, number))
         with trio.fail_after(1):
-            while (arrival := await links.inbox.take()) is None:
-                pass
-        assert (arrival.sender, arrival.frame) == (1, None)
-        assert links.refused == {"unsent": 1}
+            arrival = await taken(links)
+        assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
+        assert links.refused == {"unread": 1}
         assert not links.full(1)
         nursery.cancel_scope.cancel()
 
 
 async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     _, body = forward(0, "score")
-    monkeypatch.setattr(worker, "INBOX_BYTES", 2 * len(body))
+    monkeypatch.setattr(pipeline, "INBOX_BYTES", 2 * len(body))
     ours, theirs = trio.testing.memory_stream_pair()
     links = Links(1, {0: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -198,7 +209,7 @@ async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
             await theirs.send_all(headed.pack(*forward(number, "score")))
         await quiet()
         assert links.frames_received == 2
-        got = [(await links.inbox.take()).frame.micro_batch for _ in range(20)]
+        got = [(await taken(links)).frame.micro_batch for _ in range(20)]
         assert got == list(range(20))
         nursery.cancel_scope.cancel()
 
@@ -231,9 +242,7 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         work, body = forward(0, "learn", crew.head.place)
-        crew.head.links.send(
-            1, wire.ProposeStep(crew.head.place, 1, (0,)), wire.description_hash(body[: work.about])
-        )
+        crew.head.links.send(1, wire.ProposeStep(crew.head.place, 1, (0,)))
         crew.head.links.send(1, work, body)
         await quiet()
         assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
@@ -251,7 +260,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             await free.wait()
             return await inline(work)
 
-        crew.members[2].context.compute = slow
+        crew.members[2].compute = slow
         got = []
 
         async def score():
@@ -265,7 +274,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             nursery.start_soon(score)
             await quiet(2000)
             assert waits == [1]
-            assert crew.members[0].runtime.worked == SCORES * 3
+            assert crew.members[0].runtime.worked == SCORES_PER_STAGE * 3
             free.set()
     assert [len(logprobs) for logprobs, _ in got] == [
         len(row.completion_ids) for row in rows_of(30)
@@ -273,32 +282,41 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 
 
 @pytest.mark.parametrize("proposed_first", [True, False])
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_refused(
+async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
     models, monkeypatch, proposed_first
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        member = crew.members[1]
+        member, head = crew.members[1], crew.head
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
-        work, body = forward(0, "learn", crew.head.place)
-        numbers = tuple(range(worker.KEPT + 10))
-        proposal = (
-            wire.ProposeStep(crew.head.place, 1, numbers),
-            len(numbers) * wire.description_hash(body[: work.about]),
+        numbers = tuple(range(pipeline.KEPT + 1))
+        propose = lambda: head.links.send(1, wire.ProposeStep(head.place, 1, numbers))
+        propose() if proposed_first else None
+        for number in numbers[:-1]:
+            head.links.send(1, *forward(number, "learn", head.place))
+        await quiet(2000)
+        propose() if not proposed_first else None
+        await quiet(2000)
+        assert len(member.micro_batches.kept) == pipeline.KEPT
+        assert member.fault is None
+        head.links.send(1, *forward(numbers[-1], "learn", head.place))
+        await quiet()
+        assert member.fault == (
+            0,
+            "garbage: bounds: more micro-batches than are ever in flight",
         )
-        crew.head.links.send(1, *proposal) if proposed_first else None
-        for number in numbers:
-            crew.head.links.send(1, *forward(number, "learn", crew.head.place))
-        await quiet(2000)
-        assert member.context.refused == {"bounds": 10}
-        crew.head.links.send(1, *proposal) if not proposed_first else None
-        await quiet(2000)
-        assert len(member.micro_batches.kept) == worker.KEPT
-        assert member.context.refused == {"bounds": 10}
+
+
+async def test_scores_wait_for_room_and_more_than_are_ever_open_name_their_sender(
+    models, monkeypatch
+):
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        for number in range(LIMITS.sessions + 10):
+        for number in range(LIMITS.sessions):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
         assert len(member._held) == LIMITS.sessions
-        assert member.context.refused == {"bounds": 20}
-        with pytest.raises(PeerError, match="cannot score"):  # others go on, and hear of it
-            await crew.head.score([([5, 6, 7], [8, 9])], 1.0)
+        assert member.fault is None
+        crew.head.links.send(1, *forward(9999, "score", crew.head.place))
+        await quiet()
+        assert member.fault[0] == 0

@@ -15,7 +15,7 @@ from swarmnode.stages.wire import stage_specs
 from tests.support.largest import Largest
 from tests.support.split_models import load_whole_state, split_model, whole_state
 
-KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral"]
+KINDS = ["llama", "llama-tied", "qwen2", "qwen3", "mistral", "phi3", "smollm3"]
 SPLITS = [[4], [2, 2], [1, 3], [1, 2, 1], [1, 1, 1, 1]]
 ROWS = [
     ([5, 6, 7, 8, 9, 10], [11, 12, 13]),

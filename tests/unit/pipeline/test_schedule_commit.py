@@ -6,9 +6,10 @@ import random
 
 import pytest
 
-from swarmnode.stages import worker
-from swarmnode.stages.wire import Coordinator, Decided, Fence, Participant, Place, StepAnswer
-from swarmnode.stages.worker import Schedule
+from swarmnode.errors import BadMessage
+from swarmnode.stages import pipeline
+from swarmnode.stages.pipeline import Schedule
+from swarmnode.stages.wire import Fence, Participant, Place
 
 
 def simulate(
@@ -102,7 +103,7 @@ def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monk
         4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
     )[0]
     assert step(32) < 1.1 * 136
-    monkeypatch.setattr(worker, "ROOM", 1)
+    monkeypatch.setattr(pipeline, "ROOM", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
     assert step(5) > 1.6 * 136
 
@@ -120,223 +121,65 @@ def test_frames_that_come_twice_or_unasked_change_nothing():
     assert schedule.next() is None
 
 
-def test_a_different_set_of_micro_batches_is_refused_and_dropped():
-    stage = Participant()
-    stage.accumulated(1)
+def prepared(attempt=1):
+    stage = Participant(5)
+    stage.propose(attempt, [3])
     stage.accumulated(3)
-    assert stage.propose(0, 1, [1, 2]) == StepAnswer(1, "micro_batches")
-    assert stage.complete() is None
-    assert stage.abort(0, 1)
-    assert stage.step == 0
-    assert stage.may_accumulate(1)
+    stage.prepared = True
+    return stage
 
 
-def test_a_micro_batch_that_is_still_on_its_way_is_waited_for():
-    stage = Participant()
+def test_a_step_is_complete_with_exactly_the_proposed_micro_batches():
+    stage = Participant(5)
+    assert not stage.may_accumulate(1), "nothing is proposed"
+    stage.propose(1, [1, 2])
+    assert [stage.may_accumulate(m) for m in (1, 2, 3)] == [True, True, False]
     stage.accumulated(1)
-    assert stage.propose(0, 1, [1, 2]) is None
-    assert stage.complete() is None
-    stage.accumulated(2)
-    assert stage.complete() == "prepare"
-    assert stage.complete() is None
-    assert not stage.may_accumulate(3)
-
-
-def test_but_not_by_one_that_has_lost_what_it_had():
-    stage = Participant()
-    stage.accumulated(1)
-    assert stage.lose()
-    assert stage.propose(0, 1, [1]) == StepAnswer(1, "micro_batches")
-    assert stage.abort(0, 1)
-    assert stage.propose(0, 2, [5]) is None
-    stage.accumulated(5)
-    assert stage.complete() == "prepare"
-
-
-def test_nothing_is_added_once_a_proposal_is_answered():
-    stage = Participant()
-    stage.accumulated(1)
-    with pytest.raises(ValueError):
+    assert (stage.may_accumulate(1), stage.complete) == (False, False)
+    with pytest.raises(KeyError):
         stage.accumulated(1)
-    assert stage.propose(0, 1, [1]) == "prepare"
-    assert not stage.may_accumulate(2)
-    assert stage.prepared(1, None, 0.0) == StepAnswer(1, "not_finite")
+    stage.accumulated(2)
+    assert (stage.proposed, stage.complete) == (True, True)
+    stage.prepared = True
+    assert (stage.proposed, stage.complete) == (False, False)
+    stage.commit(1)
+    assert (stage.step, stage.prepared, stage.proposed) == (6, False, False)
 
 
-def test_a_commit_that_comes_twice_is_taken_once():
-    stage = Participant()
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_only_the_prepared_attempt_is_committed_and_once(attempt):
+    stage = prepared()
+    with pytest.raises(BadMessage):
+        stage.commit(attempt)
+    stage.commit(1)
+    with pytest.raises(BadMessage):
+        stage.commit(1)
+    assert stage.step == 6
+
+
+def test_nothing_is_committed_before_it_is_acknowledged():
+    stage = Participant(5)
+    stage.propose(1, [1])
     stage.accumulated(1)
-    stage.propose(0, 1, [1])
-    assert stage.commit(0, 1) is None  # not prepared yet
-    stage.prepared(1, 2.0, 0.0)
-    assert stage.propose(0, 1, [1]) == StepAnswer(1, None, 2.0)
-    assert stage.commit(0, 2) is None
-    assert stage.commit(0, 1) == "take"
-    assert stage.commit(0, 1) == "confirm"
-    assert stage.propose(0, 1, [1]) == "confirm"
-    assert not stage.abort(0, 1)
-    assert stage.step == 1
+    with pytest.raises(BadMessage):
+        stage.commit(1)
+    assert stage.step == 5
 
 
-def test_messages_of_another_step_or_of_an_attempt_that_is_over_change_nothing():
-    stage = Participant(step=2)
-    stage.accumulated(1)
-    assert [stage.propose(step, 1, [1]) for step in (0, 1, 3)] == [
-        None,
-        None,
-        StepAnswer(1, "attempt"),
-    ]
-    assert stage.propose(2, 3, [1]) == "prepare"
-    assert stage.propose(2, 2, [1]) is None
-    assert stage.propose(2, 3, [1]) is None  # it is being prepared
-    assert stage.prepared(2, 1.0, 0.0) is None
-    assert stage.prepared(3, 1.0, 0.0) == StepAnswer(3, None, 1.0)
-    assert [stage.commit(step, 3) for step in (0, 1, 3)] == [None, "confirm", None]
-    assert not stage.abort(2, 2)
-    assert stage.phase == "prepared"
-    assert stage.propose(2, 4, [1]) == "prepare"  # the abort was lost
-    assert stage.prepared(4, None, 0.0) == StepAnswer(4, "not_finite")
-    assert stage.phase == "open"
-    assert stage.abort(2, 6)
-    assert stage.propose(2, 5, []) is None
-    assert stage.propose(3, 5, []) is None
-
-
-def test_what_is_prepared_is_never_dropped_without_a_decision():
-    stage = Participant()
-    stage.accumulated(1)
-    assert stage.lose()
-    stage.accumulated(1)  # it had not been added
-    stage.propose(0, 1, [1])
-    stage.prepared(1, 2.0, now=0.0)
-    assert not stage.lose()
-    assert [stage.tick(now) for now in (30.0, 59.0, 60.0)] == [
-        StepAnswer(1, None, 2.0),
-        None,
-        StepAnswer(1, None, 2.0),
-    ]
-    assert stage.commit(0, 1) == "take"
-    assert stage.tick(99.0) is None
-
-
-def test_one_proposal_at_a_time_and_only_its_own_answers_decide_it():
-    head = Coordinator(2)
-    assert head.give_up("timeout") is None
-    first = head.begin()
-    with pytest.raises(ValueError):
-        head.begin()
-    head.acknowledged(0, first, None, 1.0)
-    assert head.give_up("timeout") == Decided(first, "timeout", 0.0, (0, 1))
-    assert head.give_up("timeout") is None
-    second = head.begin()
-    assert second == first + 1
-    assert head.acknowledged(0, second, None, 1.0) is None
-    for stage, attempt in ((1, first), (2, second), (-1, second)):
-        assert head.acknowledged(stage, attempt, None, 1.0) is None
-    assert head.acknowledged(1, second, None, 1.0) == Decided(second, None, 2.0, (0, 1))
-    assert not head.done(1, first)
-    assert head.done(1, second)
-
-
-def test_a_stage_that_hears_nothing_asks_and_gets_the_old_decision():
-    head, stage = Coordinator(2), Participant()
-    stage.accumulated(1)
-    attempt = head.begin()
-    stage.propose(0, attempt, [1])
-    answer = stage.prepared(attempt, 1.0, now=0.0)
-    head.acknowledged(0, attempt, None, 3.0)
-    decided = head.acknowledged(1, attempt, answer.refused, answer.squared_norm)
-    assert decided.stages == (0, 1)
-    assert decided.squared_norm == 4.0
-    assert stage.tick(29.0) is None
-    again = stage.tick(30.0)
-    assert head.acknowledged(1, again.attempt, again.refused, again.squared_norm).stages == (1,)
-
-
-def test_the_deadline_aborts_and_a_late_acknowledgement_does_not_commit():
-    head = Coordinator(2)
-    attempt = head.begin()
-    head.acknowledged(0, attempt, None, 1.0)
-    assert head.give_up("timeout").refused == "timeout"
-    assert head.acknowledged(1, attempt, None, 1.0).refused == "timeout"
-
-
-def test_schedules_of_messages_never_split_a_step():
-    """Any order, loss and repetition: a stage only takes what all have prepared, with one set, and
-    the head never alone."""
-    committed = aborted = 0
-    for seed in range(1500):
-        rng = random.Random(seed)
-        count = rng.randint(2, 5)
-        head, stages = Coordinator(count), [Participant() for _ in range(count)]
-        proposal = [1, 2]
-        for stage in stages:
-            for m in proposal if rng.random() < 0.9 else [1]:
-                stage.accumulated(m)
-        attempt = head.begin()
-        mail = [("propose", i) for i in range(count)]
-        now, taken, prepared, refused = 0.0, set(), set(), False
-        for _ in range(300):
-            now += 1.0
-            if now == 50.0 and (decided := head.give_up("timeout")):
-                refused = True
-                mail += [("decision", i, decided) for i in decided.stages]
-            for i, stage in enumerate(stages):
-                if again := stage.tick(now):
-                    mail.append(("acknowledge", i, again))
-            if not mail:
-                continue
-            letter = mail.pop(rng.randrange(len(mail)))
-            if rng.random() < 0.15:
-                continue  # lost
-            if rng.random() < 0.15:
-                mail.append(letter)  # twice
-            kind, i = letter[0], letter[1]
-            action = None
-            if kind == "propose":
-                action = stages[i].propose(0, attempt, proposal)
-                if action == "prepare":
-                    action = stages[i].prepared(attempt, 1.0, now)
-                    prepared.add(i)
-                if isinstance(action, StepAnswer):
-                    mail.append(("acknowledge", i, action))
-            elif kind == "acknowledge":
-                decided = head.acknowledged(
-                    i, letter[2].attempt, letter[2].refused, letter[2].squared_norm
-                )
-                refused |= decided is not None and decided.refused is not None
-                mail += (
-                    [("decision", j, decided) for j in decided.stages if j > 0 or decided.refused]
-                    if decided
-                    else []
-                )
-            elif kind == "decision":
-                decided = letter[2]
-                action = (
-                    stages[i].abort(0, attempt) if decided.refused else stages[i].commit(0, attempt)
-                )
-            elif kind == "done" and head.done(i, attempt):
-                action = stages[0].commit(0, attempt)
-                taken.add(0) if action == "take" else None
-                assert taken - {0}, seed  # somebody else first
-                continue
-            if action == "take":
-                assert prepared == set(range(count)), seed
-                assert i not in taken, seed
-                taken.add(i)
-            if action in ("take", "confirm"):
-                mail.append(("done", i))
-        if taken:
-            assert not refused, seed
-            # the head dies now: one has taken it, the others can
-            survivors = {(s.step, s.phase == "prepared") for s in stages[1:]}
-            assert (1, False) in survivors <= {(1, False), (0, True)}, seed
-            committed += 1
-        elif refused:
-            aborted += 1
-            assert all(s.step == 0 for s in stages)
-    assert committed > 300
-    assert aborted > 300
+def test_an_aborted_attempt_is_followed_by_a_higher_one():
+    stage = prepared()
+    with pytest.raises(BadMessage):
+        stage.abort(2)
+    with pytest.raises(BadMessage):
+        stage.propose(2, [4])
+    stage.abort(1)
+    assert (stage.step, stage.prepared, stage.may_accumulate(3)) == (5, False, False)
+    for late in (lambda: stage.abort(1), lambda: stage.commit(1), lambda: stage.propose(1, [4])):
+        with pytest.raises(BadMessage):
+            late()
+    assert stage.newest == 3
+    stage.propose(2, [4])
+    assert stage.may_accumulate(4)
 
 
 @pytest.mark.parametrize(
@@ -360,18 +203,3 @@ def test_a_sender_that_the_crew_does_not_have_is_dropped_and_its_head_is_not():
     fence = Fence(Place(b"c" * 16, 1, 0), 3)
     assert fence.check(Place(b"c" * 16, 0, 5), 0, 5) is None
     assert fence.check(Place(b"c" * 16, 3, 5), 3, 5) == "stage"
-
-
-def test_the_head_steps_with_the_first_other_stage_and_not_before_a_decision():
-    head = Coordinator(3)
-    attempt = head.begin()
-    assert not head.done(1, attempt)
-    for stage in range(3):
-        head.acknowledged(stage, attempt, None, 1.0)
-    assert not head.done(0, attempt)
-    assert head.done(1, attempt)
-    assert not head.done(2, attempt)
-    assert not head.unfinished
-    head.acknowledged(1, head.begin(), "not_finite", 0.0)
-    assert not head.done(1, head.attempt)
-    assert head.unfinished

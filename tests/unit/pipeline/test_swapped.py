@@ -14,18 +14,18 @@ from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages.model import LearnRow, StageRuntime
+from swarmnode.stages.pipeline import CrewSettings
 from swarmnode.stages.wire import FrameLimits, Hop, Routes, arriving, returning, swapped
-from swarmnode.stages.worker import CrewSettings
 from tests.support.crew import open_crew
 from tests.support.split_models import split_model, whole_state
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32", swapped=True)
+SETTINGS = CrewSettings(b"b" * 32, "float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64)
 
 
 @pytest.fixture(autouse=True)
 def _unclipped(monkeypatch):
-    monkeypatch.setattr("swarmnode.stages.head.MAX_GRAD_NORM", 1e9)
+    monkeypatch.setattr("swarmnode.stages.pipeline.MAX_GRAD_NORM", 1e9)
 
 
 def rows_of(count):

@@ -12,12 +12,12 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
+from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.recovery import RecoverySettings, run_one, trained, work_of
 from swarmnode.stages.trainer import CrewProbe, _newest, _with
-from swarmnode.stages.transfer import RecoverySettings, run_one, trained, work_of
-from swarmnode.stages.worker import CrewSettings
 from tests.support.lost_stages import Fleet, quiet
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", "float32")
+SETTINGS = CrewSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 
@@ -178,7 +178,7 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
 async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
-    monkeypatch.setattr(trainer, "SECONDS", (0.2, 3.0))
+    monkeypatch.setattr(trainer, "VERDICT_SECONDS", (0.2, 3.0))
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)

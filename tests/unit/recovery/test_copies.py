@@ -13,14 +13,8 @@ from swarmnode.policy import quantised as quantised_module
 from swarmnode.policy.load import LORA_MODULES
 from swarmnode.policy.quantised import Int8Matrix, build_quantised, quantise
 from swarmnode.stages.model import adapt
-from swarmnode.stages.transfer import (
-    copied,
-    copy_bytes,
-    decode_copy,
-    encode_copy,
-    install,
-    layout_of,
-)
+from swarmnode.stages.policy_copy import copied, copy_bytes, decode_copy, encode_copy, install
+from swarmnode.stages.recovery import layout_of
 from tests.support.split_models import split_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8, 40]])

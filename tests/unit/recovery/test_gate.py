@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from swarmnode.errors import Incompatible, PeerError
-from swarmnode.stages import recovery, transfer
+from swarmnode.stages import recovery
+from swarmnode.stages.pipeline import inline
+from swarmnode.stages.recovery import RecoverySettings, Source, Verdict, passes
 from swarmnode.stages.wire import Probe
-from swarmnode.stages.worker import inline
 from swarmnode.wire.tensors import pack_logprobs
 
 PROBES = [
@@ -29,7 +30,7 @@ def test_the_divergence_and_the_rise_of_a_known_shift():
     )
     assert verdict.nll_rise == pytest.approx(-0.1, rel=1e-5)
     assert (verdict.tokens, verdict.finite) == (4, True)
-    assert recovery.verdict_of(np.zeros(3, np.float32)) == transfer.Verdict(0.0, 0.0, 3)
+    assert recovery.verdict_of(np.zeros(3, np.float32)) == recovery.Verdict(0.0, 0.0, 3)
 
 
 async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatch):
@@ -121,3 +122,32 @@ def test_no_more_micro_batches_go_through_the_stages_than_a_verdict_needs(rows, 
     probes = [message(number, 7, count) for number, count in enumerate(rows)]
     older = [message(number, 6, 1) for number in range(3)]
     assert [probe.micro_batch for probe in recovery.enough(older + probes)] == chosen
+
+
+COPIES, PAPER = RecoverySettings(), RecoverySettings(mode="checkfree+")
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("source", "settings", "kl", "rise", "good"),
+    [
+        (Source("base"), COPIES, 0.019, 0.049, True),
+        (Source("base"), COPIES, 0.021, 0.0, False),
+        (Source("base"), COPIES, 0.0, 0.051, False),
+        (Source("neighbour", 3, 1), COPIES, 0.19, 0.49, True),
+        (Source("neighbour", 3, 1), COPIES, 0.21, 0.0, False),
+        (Source("neighbour", 3, 1), COPIES, 0.0, 0.51, False),
+        (Source("checkpoint", 3), COPIES, 0.21, 0.0, False),
+        (Source("checkpoint", 9, None, current=True), COPIES, 5.0, 5.0, True),
+        (Source("checkpoint", 9, None, current=True), COPIES, math.inf, math.inf, False),
+        (Source("neighbour", 3, 1), COPIES, NAN, NAN, False),
+        (Source("checkfree+"), PAPER, 5.0, 5.0, True),
+        (Source("checkfree+"), PAPER, math.inf, 0.0, False),
+    ],
+)
+def test_the_bounds_of_the_gate(source, settings, kl, rise, good):
+    assert passes(source, Verdict(kl, rise, 100), settings) is good
+
+
+def test_without_a_probe_every_source_passes():
+    assert passes(Source("base"), None, COPIES)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.transfer import Neighbour, Run, synthesise
+from swarmnode.stages.recovery import Neighbour, RecoverySettings, Run, check_paper, synthesise
 from swarmnode.stages.wire import swapped_order
 from tests.support.split_models import split_model
 
@@ -26,18 +26,11 @@ def four(models):
 
 def test_checkfree_is_algorithm_1(four):
     specs, stages, model = four
-    made = synthesise("checkfree", specs[1], stages[0], stages[2], Run())
+    made = synthesise(specs[1], stages[0], stages[2])
     layer = model.model.layers
     expected = (1.0 * layer[0].mlp.up_proj.weight + 9.0 * layer[2].mlp.up_proj.weight) / 10.0
-    assert torch.allclose(made.state[NAME], expected, rtol=1e-6, atol=1e-7)
-    assert made.learning_rate_factor == 1.1
-    assert (
-        synthesise(
-            "checkfree", specs[1], stages[0], stages[2], Run(), paper=False
-        ).learning_rate_factor
-        == 1.0
-    )
-    assert made.state.keys() == {
+    assert torch.allclose(made[NAME], expected, rtol=1e-6, atol=1e-7)
+    assert made.keys() == {
         name for name, _ in split_model(model, [1, 1, 1, 1])[1][1].named_parameters()
     }
 
@@ -45,52 +38,29 @@ def test_checkfree_is_algorithm_1(four):
 def test_the_less_converged_neighbour_weighs_more_and_only_the_ratio_counts(four):
     specs, stages, _ = four
     towards = synthesise(
-        "checkfree",
         specs[2],
         Neighbour(stages[1].layers, 1e-9),
         Neighbour(stages[3].layers, 1e9),
-        Run(),
     )
-    assert torch.equal(towards.state[NAME], stages[3].layers[NAME])
+    assert torch.equal(towards[NAME], stages[3].layers[NAME])
     some = synthesise(
-        "checkfree",
         specs[2],
         Neighbour(stages[1].layers, 1.0),
         Neighbour(stages[3].layers, 3.0),
-        Run(),
     )
     same = synthesise(
-        "checkfree",
         specs[2],
         Neighbour(stages[1].layers, 1e200),
         Neighbour(stages[3].layers, 3e200),
-        Run(),
     )
-    assert torch.allclose(some.state[NAME], same.state[NAME])
+    assert torch.allclose(some[NAME], same[NAME])
 
 
-def test_uniform_is_the_mean_and_so_is_checkfree_without_gradients(four):
+def test_checkfree_without_gradients_is_the_mean(four):
     specs, stages, _ = four
     mean = (stages[0].layers[NAME] + stages[2].layers[NAME]) / 2
-    assert torch.allclose(
-        synthesise("uniform", specs[1], stages[0], stages[2], Run()).state[NAME], mean, atol=1e-7
-    )
     still = [Neighbour(stages[i].layers, 0.0) for i in (0, 2)]
-    assert torch.allclose(
-        synthesise("checkfree", specs[1], *still, Run()).state[NAME], mean, atol=1e-7
-    )
-
-
-def test_identity_passes_on_what_it_gets_and_can_still_learn(four):
-    specs, stages, model = four
-    spec, stage = split_model(model, [1, 1, 1, 1])[2]
-    stage.load_state_dict(synthesise("identity", specs[2], stages[1], stages[3], Run()).state)
-    x = torch.randn(1, 5, 32)
-    y = StageRuntime(spec, stage).run(x, torch.ones(1, 5, dtype=torch.long), torch.arange(5)[None])
-    assert torch.equal(y, x)
-    (y * torch.randn_like(y)).sum().backward()
-    # unlike a stage of zeros
-    assert float(stage.model.layers[0].mlp.down_proj.weight.grad.abs().sum()) > 0
+    assert torch.allclose(synthesise(specs[1], *still)[NAME], mean, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -101,43 +71,32 @@ def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, 
     specs, stages, _ = four
     kept = {name: stages[lost].layers[name] for name in ends}
     sides = (None, stages[source]) if lost == 0 else (stages[source], None)
-    made = synthesise("copy", specs[lost], *sides, Run(swapped=True), ends=kept)
-    assert torch.equal(made.state[NAME], stages[source].layers[NAME])
-    assert all(torch.equal(made.state[name], kept[name]) for name in ends)
+    made = synthesise(specs[lost], *sides, ends=kept)
+    assert torch.equal(made[NAME], stages[source].layers[NAME])
+    assert all(torch.equal(made[name], kept[name]) for name in ends)
     with pytest.raises(Refused, match="true copy"):
-        synthesise("copy", specs[lost], *sides, Run(swapped=True))
+        synthesise(specs[lost], *sides)
 
 
-@pytest.mark.parametrize(
-    ("method", "lost", "run", "match"),
-    [
-        ("checkfree", 0, Run(), "both sides"),
-        ("uniform", 3, Run(), "both sides"),
-        ("copy", 1, Run(swapped=True), "neither"),
-        ("copy", 0, Run(), "swapped"),
-        ("copy", 0, Run(swapped=True, pretrained=True), "base"),
-        ("checkfree", 1, Run(adapter=True), "adapter"),
-    ],
-)
-def test_what_would_harm_is_refused(four, method, lost, run, match):
-    specs, stages, _ = four
-    with pytest.raises(Refused, match=match):
-        synthesise(method, specs[lost], stages[1], stages[2], run, ends=stages[lost].layers)
+def test_only_checkfree_plus_makes_an_end_of_its_neighbour(four):
+    specs, *_ = four
+    keeps = lambda mode: [RecoverySettings(mode=mode).keeps_copies(spec) for spec in specs]
+    assert keeps("copies") == [True] * 4
+    assert keeps("checkfree") == [True, False, False, True]
+    assert keeps("checkfree+") == [False] * 4
 
 
 def test_two_adjacent_losses_and_strange_neighbours_are_no_source(four, models):
     specs, stages, model = four
     with pytest.raises(Refused, match="lost too"):
-        synthesise("checkfree", specs[1], stages[0], None, Run())
+        synthesise(specs[1], stages[0], None)
     with pytest.raises(Incompatible, match="2 layers"):
-        synthesise("checkfree", specs[1], stages[0], neighbour(model, [2, 2], 1, 1.0), Run())
+        synthesise(specs[1], stages[0], neighbour(model, [2, 2], 1, 1.0))
     with pytest.raises(Incompatible, match="norms"):
-        synthesise(
-            "checkfree", specs[1], stages[0], Neighbour(stages[2].layers, float("nan")), Run()
-        )
+        synthesise(specs[1], stages[0], Neighbour(stages[2].layers, float("nan")))
     broken = {**stages[2].layers, NAME: torch.full_like(stages[2].layers[NAME], float("inf"))}
     with pytest.raises(Incompatible, match="finite"):
-        synthesise("checkfree", specs[1], stages[0], Neighbour(broken, 1.0), Run())
+        synthesise(specs[1], stages[0], Neighbour(broken, 1.0))
 
 
 def test_swapped_order_exchanges_the_first_and_the_last_two():
@@ -145,3 +104,26 @@ def test_swapped_order_exchanges_the_first_and_the_last_two():
     assert swapped_order(4) == (1, 0, 3, 2)
     with pytest.raises(Refused):
         swapped_order(3)
+
+
+@pytest.mark.parametrize(
+    ("mode", "stages", "run", "match"),
+    [
+        ("checkfree", 4, Run(adapter=True), "adapter"),
+        ("checkfree", 2, Run(), "3 or more"),
+        ("checkfree+", 3, Run(), "4 or more"),
+        ("checkfree+", 0, Run(), "4 or more"),
+    ],
+)
+def test_a_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, run, match):
+    with pytest.raises(Refused, match=match):
+        check_paper(mode, stages, run)
+
+
+def test_with_a_published_base_the_papers_are_allowed_with_a_warning():
+    with capture_logs() as logs:
+        check_paper("copies", 2, Run(adapter=True))
+        check_paper("checkfree", 3, Run())
+        assert not logs
+        check_paper("checkfree+", 4, Run(pretrained=True))
+    assert "usually closer" in logs[0]["event"]

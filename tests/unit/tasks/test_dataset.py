@@ -193,6 +193,31 @@ def test_how_hard_rows_are_is_part_of_what_the_task_is(tmp_path):
     assert registry.task_version(NAME) in versions, "one difficulty is none"
 
 
+def test_a_majority_judges_a_dataset_without_right_answers(tmp_path):
+    rows = [{"prompt": row["prompt"]} for row in ROWS]
+    spec = installed(tmp_path, rows, verifier="majority")
+    group = ["so it is 4", "4", "<answer>5</answer>", "no idea"]
+    with Scorer() as scorer:
+        trained, held_out = scorer.score_many(
+            [(ref(), group), (ref(evaluation_seed(NAME)), group)], reveal=True
+        )
+    assert spec.rows.rows == 40
+    assert trained.rewards == held_out.rewards == [1, 1, 0, 0]
+    assert trained.answer == ""
+
+
+def test_right_answers_judge_the_held_out_rows_of_a_majority(tmp_path):
+    installed(tmp_path, verifier="majority")
+    with Scorer() as scorer:
+        asked = [ref(), ref(evaluation_seed(NAME))]
+        questions = scorer.score_many([(each, []) for each in asked])
+        rights = [str(2 * number_of(each.prompt)) for each in questions]
+        groups = [[right, "1001", "1001"] for right in rights]
+        trained, held_out = scorer.score_many(list(zip(asked, groups, strict=True)))
+    assert trained.rewards == [0, 1, 1]
+    assert held_out.rewards == [1, 0, 0]
+
+
 def test_the_template_is_around_the_question(tmp_path):
     installed(tmp_path, template="{prompt}\nPut the result into \\boxed{}.")
     with Scorer() as scorer:
@@ -246,7 +271,7 @@ def test_the_template_is_around_the_question(tmp_path):
             {"verifier": "nummeric"},
             (
                 r"verifier is 'nummeric', not one of exact, numeric, choice, set, boxed, json,"
-                r" json_schema or <module>:<function>"
+                r" json_schema, majority or <module>:<function>"
             ),
         ),
         (ROWS, {"extract": "somewhere"}, r"extract is 'somewhere', not one of auto, tag"),

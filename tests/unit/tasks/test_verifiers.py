@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import EXTRACTS, extract
-from swarmnode.tasks.verifiers import VERIFIERS
+from swarmnode.tasks.verifiers import VERIFIERS, votes
 
 RIGHT = [
     ("exact", " Paris\n", "Paris"),
@@ -126,6 +126,7 @@ GOLD = {
     "boxed": "\\frac{1}{2}",
     "json": "[1]",
     "json_schema": SCHEMA,
+    "majority": "7",
 }
 
 
@@ -242,6 +243,31 @@ def test_hostile_answers_are_wrong_at_once(name, answer):
 @given(answer=st.text(max_size=200))
 def test_no_text_makes_a_verifier_raise(name, answer):
     assert VERIFIERS[name].reward(answer, GOLD[name]) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("answers", "rewards"),
+    [
+        (["7", "7.0", "$7", "8"], [1, 1, 1, 0]),
+        (["7", "8", "8", "7"], [0, 0, 0, 0]),
+        (["Paris ", "paris", "Rome", None, ""], [1, 1, 0, 0, 0]),
+        (["7", None, ""], [1, 0, 0]),
+        (["-0", "0", "1e-3", "0.001", "1/1000"], [0, 0, 1, 1, 1]),
+        (["50%", "0.5", "50%"], [1, 0, 1]),
+        ([None, ""], [0, 0]),
+        ([], []),
+    ],
+)
+def test_a_vote_rewards_the_one_answer_that_leads(answers, rewards):
+    assert votes(answers) == rewards
+    assert votes(answers[::-1]) == rewards[::-1]
+
+
+@given(answers=st.lists(st.none() | st.text(max_size=40), max_size=8))
+def test_no_text_makes_a_vote_raise(answers):
+    rewards = votes(answers)
+    assert len(rewards) == len(answers)
+    assert set(rewards) <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize(

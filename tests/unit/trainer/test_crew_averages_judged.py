@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 WEIGHTS = {"rule": "noloco", "fragments": 1}
 EVERYTHING = pack(range(64))
-STAGES = {"mode": "always", "gradient_codec": "float32"}
+STAGES = {"mode": "always"}
 
 
 @pytest.fixture

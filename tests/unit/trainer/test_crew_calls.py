@@ -1,102 +1,265 @@
-"""A head's calls go on while what they ask for gets smaller, and end in one crew only after more
-failures than cost a member its place."""
+"""A head's calls: repeated with the next crew, cut smaller where memory is short, never twice for a
+step that was taken."""
 
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from swarmnode.config import LoraSettings, TrainingConfig
-from swarmnode.errors import PeerError
-from swarmnode.stages.head import PATIENCE, TOO_MUCH, CannotScore
+from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
+from swarmnode.stages import trainer
+from swarmnode.stages.pipeline import TOO_MUCH, CannotScore, StepResult
 from swarmnode.stages.trainer import CrewPolicy
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import UpdateStatistics
 
+LINEAGE = b"l" * 32
+
 
 class Model:
-    """As much of a `CrewModel` as a call that never reaches one needs."""
+    """As much of a `CrewModel` as a call that reaches no crew needs."""
 
-    fingerprint = b"f" * 32
-    lora = LoraSettings()
-
-    @property
-    def text(self):
-        return self
-
-    @property
-    def policy(self):
-        return self
+    text = SimpleNamespace(fingerprint=b"f" * 32)
+    policy = SimpleNamespace(lora=LoraSettings())
+    placement = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
 
 
 class Crew:
-    """A `StageRunner`, its thread and its head in one, whose calls fail in turn and then give
-    `done`."""
+    """The head of one crew. Its calls fail in turn with `errors`, then they succeed.
 
-    blamed = None
+    An error may be a pair (error, step): the crew has taken so many steps after it.
+    """
+
     stages = 3
     usable = True
 
-    def __init__(self, *errors):
+    def __init__(self, *errors, step=5):
         self.errors = list(errors)
-        self.thread = self
+        self.participant = SimpleNamespace(step=step)
+        self.calls = []
+
+    def _fail(self, *call):
+        self.calls.append(call)
+        if self.errors:
+            error, self.usable = self.errors.pop(0)
+            raise error
+
+    async def score(self, rows, temperature, tokens):
+        self._fail(tokens)
+        return ["scored"] * len(rows)
+
+    async def update(self, rows, cfg, divisor, rate):
+        self._fail(cfg.per_device_train_tokens, len(rows), rate)
+        return StepResult(loss=1.0)
+
+
+class Runner:
+    """A `StageRunner` that has one crew after another."""
+
+    def __init__(self, *crews):
+        self.crews = list(crews)
+        self.looks = 0
+
+    def head(self):
+        return self.crews[0] if self.crews and self.crews[0].usable else None
+
+    def wait(self, what, seconds):
+        self.looks += 1
+        found = what()
+        if found is None and self.crews:
+            self.crews.pop(0)  # the crew ends, and the next one is founded
+        return found
 
     def members(self):
         return ("a", "b")
 
-    def head(self):
-        return self
-
-    def wait(self, what, seconds):
-        return what()
+    def leads(self):
+        return LINEAGE
 
     def leads_no_more(self, lineage):
-        return False
+        return not self.crews
 
-    def call(self, work):
-        if self.errors:
-            raise self.errors.pop(0)
-        return "done"
-
-
-def scored(*errors):
-    policy = CrewPolicy(
-        TrainingConfig(), Model(), Crew(*errors), b"l" * 32, threading.Event(), 60.0
-    )
-    return policy.score([([1], [2])], 1.0)
+    def ask(self, head, work):
+        call = work(head)
+        try:
+            call.send(None)
+        except StopIteration as done:
+            return done.value
+        raise AssertionError("it waits")
 
 
-def test_what_is_asked_again_in_smaller_pieces_is_no_failure():
-    halved = [CannotScore(TOO_MUCH, divisible=True)] * 14
-    spoilt = [CannotScore(TOO_MUCH, divisible=False)] * PATIENCE
-    assert scored(*halved, *spoilt) == "done"
+def policy_of(*crews, **training):
+    training = TrainingConfig(per_device_train_tokens=4096, **training)
+    return CrewPolicy(training, Model(), Runner(*crews), LINEAGE, threading.Event(), 60.0)
+
+
+ROWS = [([1] * 200, [2] * 100)] * 6
+
+
+def some_rows(*peers):
+    group = TrainingGroup([([1], [2]), ([1], [3])], [[-1.0]] * 2, [1.0, 0.0], [1.0] * 2)
+    return assemble([replace(group, peer=peer) for peer in peers], "grpo")
+
+
+ENDED = (PeerError("stage 1 is gone"), False)
+LATE = (PeerTimeout("nothing arrived"), False)
+
+
+def test_a_call_is_repeated_with_the_next_crew_and_the_same_rows():
+    crews = [Crew(ENDED), Crew(ENDED), Crew()]
+    assert policy_of(*crews).score(ROWS, 1.0) == ["scored"] * 6
+    assert [len(crew.calls) for crew in crews] == [1, 1, 1]
+    assert len({tuple(crew.calls) for crew in crews}) == 1
+
+
+def test_a_call_ends_when_another_node_leads():
+    with pytest.raises(EngineGone, match="another node"):
+        policy_of(Crew(ENDED)).score(ROWS, 1.0)
+
+
+def test_a_refused_call_is_repeated_under_the_same_head():
+    crew = Crew((CannotScore("session", divisible=True), True))
+    assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
+    assert len(crew.calls) == 2
+
+
+def test_what_is_too_much_is_scored_in_halves_until_a_row_alone_does_not_fit():
+    halved = (CannotScore(TOO_MUCH, divisible=True), True)
+    crew = Crew(halved, halved, (CannotScore(TOO_MUCH, divisible=False), True))
+    policy = policy_of(crew)
+    with pytest.raises(DeviceError, match="a row of 300 tokens"):
+        policy.score(ROWS, 1.0)
+    sizes = [tokens for (tokens,) in crew.calls]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert policy.statistics().oom_retries == 2
+
+
+def test_a_crew_that_was_too_slow_is_given_less_the_next_time():
+    crews = [Crew(LATE), Crew(LATE), Crew()]
+    policy_of(*crews).score(ROWS, 1.0)
+    sizes = [tokens for crew in crews for (tokens,) in crew.calls]
+    assert sizes == sorted(set(sizes), reverse=True)
+    slow = Crew(LATE), Crew()
+    policy_of(*slow).update(some_rows("", ""))
+    assert slow[1].calls[0][0] < slow[0].calls[0][0]
 
 
 @pytest.mark.parametrize(
-    "error",
+    ("after", "calls"),
+    [(5, 1), (4, 1), (6, 0), (7, 0)],
+)
+def test_a_step_that_the_lost_crew_had_taken_is_not_taken_again(after, calls):
+    lost, following = Crew(ENDED, step=5), Crew(step=after)
+    assert policy_of(lost, following).update(some_rows("")).stepped
+    assert (len(lost.calls), len(following.calls)) == (1, calls)
+
+
+def test_after_a_return_to_an_older_step_the_update_counts_from_there():
+    crews = [Crew(ENDED, step=5), Crew(ENDED, step=3), Crew(step=4)]
+    assert policy_of(*crews).update(some_rows("")).stepped
+    assert [len(crew.calls) for crew in crews] == [1, 1, 0]
+
+
+class Refusing(Crew):
+    """A head whose updates are refused in turn, for (reason, divisible)."""
+
+    def __init__(self, *refusals):
+        super().__init__()
+        self.refusals = list(refusals)
+
+    async def update(self, rows, cfg, divisor, rate):
+        done = await super().update(rows, cfg, divisor, rate)
+        if not self.refusals:
+            return done
+        refused, divisible = self.refusals.pop(0)
+        return StepResult(refused=refused, divisible=divisible)
+
+
+def test_a_step_that_does_not_fit_is_cut_smaller():
+    crew = Refusing((TOO_MUCH, True), (TOO_MUCH, True))
+    policy = policy_of(crew)
+    assert policy.update(some_rows("", "", "")).stepped
+    sizes = [tokens for tokens, *_ in crew.calls]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert policy.statistics().oom_retries == 2
+
+
+@pytest.mark.parametrize(
+    ("refusal", "skipped"),
     [
-        CannotScore(TOO_MUCH, divisible=False),
-        CannotScore("frame", divisible=True),
-        PeerError("gone"),
+        (("not_finite", True), "not_finite"),
+        ((TOO_MUCH, False), "refused"),
+        (("session", True), "refused"),
     ],
 )
-def test_what_fails_again_and_again_with_nobody_to_blame_ends(error):
-    assert scored(*[error] * (Crew.stages * PATIENCE - 1)) == "done"
-    with pytest.raises(PeerError):
-        scored(*[error] * (Crew.stages * PATIENCE))
+def test_a_step_that_is_refused_is_skipped_with_the_reason(refusal, skipped):
+    crew = Refusing(refusal)
+    done = policy_of(crew).update(some_rows(""))
+    assert (done.stepped, done.skipped, len(crew.calls)) == (False, skipped, 1)
 
 
 def test_peers_rows_that_stop_a_crew_s_step_are_left_out():
-    policy = CrewPolicy(TrainingConfig(), Model(), Crew(), b"l" * 32, threading.Event(), 60.0)
-    taken = []
+    policy, taken = policy_of(Crew()), []
 
     def learn(rows, indices, without, rate):
         taken.append((indices, without))
         return UpdateStatistics(stepped=not any(rows.external[i] for i in indices))
 
     policy._learn = learn
-    own = TrainingGroup([([1], [2]), ([1], [3])], [[-1.0]] * 2, [1.0, 0.0], [1.0] * 2)
-    done = policy.update(assemble([own, replace(own, peer="p")], "grpo"))
+    done = policy.update(some_rows("", "p"))
     assert done.stepped
     assert done.refused == {1: "no_gradient"}
     assert taken == [([0, 1, 2, 3], frozenset()), ([0, 1], frozenset({1}))]
+
+
+# How long a head waits for its crew.
+
+
+class Away(Runner):
+    """Of a crew that is complete after `together` seconds, and exists for `there` seconds."""
+
+    def __init__(self, together, there, clock):
+        super().__init__(Crew(step=7))
+        self.together, self.there, self.clock = together, there, clock
+
+    def wait(self, what, seconds):
+        self.clock[0] += seconds
+        return what()
+
+    def head(self):
+        return self.crews[0] if self.clock[0] >= self.together else None
+
+    def leads(self):
+        return LINEAGE if self.clock[0] < self.there else None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(trainer.time, "monotonic", lambda: now[0])
+    return now
+
+
+def engine(runner):
+    return CrewPolicy(TrainingConfig(), Model(), runner, LINEAGE, threading.Event(), 600.0)
+
+
+def test_a_stage_may_take_an_hour_to_be_restored(clock, tmp_path):
+    assert engine(Away(3600.0, 1e9, clock)).restore(tmp_path, torch.Generator()).step == 7
+    assert clock[0] >= 3600.0
+
+
+def test_without_a_crew_the_head_waits_for_a_bounded_time(clock, tmp_path):
+    with pytest.raises(PeerTimeout, match="no crew for 660 s"):
+        engine(Away(1e9, 1000.0, clock)).restore(tmp_path, torch.Generator())
+    assert 1600.0 <= clock[0] < 1700.0
+
+
+def test_waiting_ends_when_the_node_stops(clock, tmp_path):
+    waiting = engine(Away(1e9, 1e9, clock))
+    waiting._stop.set()
+    with pytest.raises(EngineGone, match="stopping"):
+        waiting.score(ROWS, 1.0)

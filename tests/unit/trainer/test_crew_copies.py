@@ -8,20 +8,26 @@ import pytest
 import torch
 import trio
 
-from swarmnode.config import Config, LoraSettings
+from swarmnode.config import Config
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
-from swarmnode.stages import transfer
+from swarmnode.stages import recovery
 from swarmnode.stages.model import tensors_of
-from swarmnode.stages.trainer import AGE, WholeCopy, crew_terms, open_model
-from swarmnode.stages.transfer import LocalStage, Recorder, RecoverySettings, StatePeer, layout_of
+from swarmnode.stages.pipeline import Links, StageWorker, in_thread, inline
+from swarmnode.stages.policy_copy import MAX_AGE, WholeCopy
+from swarmnode.stages.recovery import (
+    LocalStage,
+    Recorder,
+    RecoverySettings,
+    StatePeer,
+    layout_of,
+)
+from swarmnode.stages.trainer import open_model
 from swarmnode.stages.wire import Fence, Place
-from swarmnode.stages.worker import Links, StageWorker, in_thread, inline
 from tests.support.waiting import until
 
 CREW = b"c" * 16
-HASH = [bytes([number]) * 32 for number in range(64)]
 PROMPTS = ["What is 3 + 4?"]
 
 
@@ -32,8 +38,7 @@ def model(tmp_path_factory):
     c = Config.model_validate(
         {"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}}
     )
-    terms = crew_terms(c.stages, LoraSettings(), c.weights, c.training)
-    with open_model(c.policy, c.stages, c.training, c.weights, terms, directory) as opened:
+    with open_model(c) as opened:
         yield opened
 
 
@@ -48,10 +53,8 @@ class One:
         recorder = Recorder(runtime.spec, settings)
         stage = LocalStage(
             runtime,
-            runtime.spec,
             model.limits(),
             layouts,
-            settings,
             "float32",
             recorder,
             base=tensors_of(model.directory),
@@ -60,23 +63,22 @@ class One:
         self.worker = StageWorker(
             runtime, Links(0, {}, model.limits()), fence, model.settings(), inline
         )
-        self.peer.attach(self.worker)
+        self.peer.attach(self.worker, 0)
         self.copy = WholeCopy(model, lambda: self.peer, 4096)
 
-    def at(self, step, digest=None, by=0.0):
-        """The crew is there now; `by` what its weights have moved."""
-        taken = self.worker.participant
-        taken.step, taken.hash = step, HASH[step] if digest is None else digest
+    def at(self, step, by=0.0):
+        """The crew is at `step` now, and its weights have moved by `by`."""
+        self.worker.participant.step = step
         with torch.no_grad():
             for parameter in self.worker.runtime.parameters():
                 parameter += by
-        return taken.step, taken.hash
+        return step
 
     def sample(self, step):
         return self.copy.sample(step, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(1))
 
     async def followed(self, at):
-        await self.copy.follow(self.layers, at)
+        self.copy.follow(self.layers, at)
         await until(lambda: self.copy.has(at))
 
 
@@ -97,12 +99,12 @@ def ids(samples):
 async def test_it_begins_with_the_base_and_is_used_until_it_is_too_old(one):
     assert one.copy.facts(0) == {}, "nothing is built before it is needed"
     first = ids(one.sample(0))
-    assert ids(one.sample(AGE)) == first
-    assert one.sample(AGE + 1) is None
-    assert one.copy.facts(AGE + 1) == {"copy_age_steps": AGE + 1}
-    await one.followed(one.at(AGE + 1, by=0.05))
-    assert ids(one.sample(AGE + 1)) != first
-    assert one.copy.facts(AGE + 1)["copy_age_steps"] == 0
+    assert ids(one.sample(MAX_AGE)) == first
+    assert one.sample(MAX_AGE + 1) is None
+    assert one.copy.facts(MAX_AGE + 1) == {"copy_age_steps": MAX_AGE + 1}
+    await one.followed(one.at(MAX_AGE + 1, by=0.05))
+    assert ids(one.sample(MAX_AGE + 1)) != first
+    assert one.copy.facts(MAX_AGE + 1)["copy_age_steps"] == 0
 
 
 async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
@@ -125,16 +127,13 @@ async def test_lost_steps_are_not_sampled_from_and_are_fetched_again(
     assert one.sample(3) is None, "the crew began again at 3"
     await one.followed(one.at(3, by=-0.05))
     assert ids(one.sample(3)) != ahead
-    other = one.at(3, digest=HASH[60], by=0.05)
-    assert not one.copy.has(other), "as many steps, and not those"
-    await one.followed(other)
 
 
 async def test_what_was_asked_for_before_its_memory_was_given_up_is_not_put_into_the_next_one(one):
     first, read = ids(one.sample(0)), one.peer.stage.base
     reading, on = threading.Event(), threading.Event()
     one.peer.stage.base = lambda name: reading.set() or (on.wait(30) and read(name))
-    await one.copy.follow(one.layers, asked := one.at(2, by=0.05))
+    one.copy.follow(one.layers, asked := one.at(2, by=0.05))
     await trio.to_thread.run_sync(reading.wait)
     one.copy.release()
     assert ids(one.sample(0)) == first, "the base again"
@@ -143,7 +142,7 @@ async def test_what_was_asked_for_before_its_memory_was_given_up_is_not_put_into
     with trio.fail_after(30):
         while not one.copy.has(later):
             assert not one.copy.has(asked)
-            await one.copy.follow(one.layers, later)
+            one.copy.follow(one.layers, later)
             await trio.lowlevel.checkpoint()
 
 
@@ -153,7 +152,7 @@ async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
         one.worker.runtime.model.model.norm.weight.mul_(1e38)
     await one.followed(one.at(1))
     assert one.sample(1) is None
-    assert one.copy.has((1, HASH[1])), "it was put in"
+    assert one.copy.has(1), "it was put in"
 
 
 @pytest.mark.parametrize(
@@ -170,15 +169,15 @@ async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer, "encode_copy", fails)
+        patch.setattr(recovery, "encode_copy", fails)
         at = one.at(1, by=0.05)
-        await one.copy.follow(one.layers, at)
+        one.copy.follow(one.layers, at)
         await until(lambda: failed)
         await trio.testing.wait_all_tasks_blocked()
         assert ids(one.sample(1)) == first, "the copy is as it was"
     with trio.fail_after(30):
         while not one.copy.has(at):
-            await one.copy.follow(one.layers, at)
+            one.copy.follow(one.layers, at)
             await trio.lowlevel.checkpoint()
     assert ids(one.sample(1)) != first
 

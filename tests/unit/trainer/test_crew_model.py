@@ -3,11 +3,12 @@
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, LlamaConfig
+from structlog.testing import capture_logs
+from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.errors import Refused
+from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
@@ -19,16 +20,15 @@ from swarmnode.stages.trainer import (
     cached_tokens,
     check_trainable,
     cost_of,
+    fits_whole,
     is_untrained,
     kept_bytes,
-    on_host,
     recovery_settings,
+    within_host_memory,
 )
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     StageSpec,
-    Taken,
     model_cost,
     stage_memory,
     stage_specs,
@@ -50,10 +50,36 @@ def config_of(tmp_path, **stages) -> Config:
 
 
 def stage_of(model, cut, index) -> Stage:
-    assigned = Assigned(
-        b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, NO_HASH, Taken(), ""
-    )
+    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
+
+
+@pytest.mark.parametrize(
+    ("stages", "error", "line"),
+    [
+        ({"mode": "always"}, ConfigError, "^a 'granite' model cannot be trained in stages: "),
+        (
+            {"mode": "auto", "capacity": 2**20},
+            DeviceError,
+            r"need about .* GiB to train, cpu has .* GiB, and a 'granite' model cannot be trained",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, stages, error, line):
+    shape = GraniteConfig(
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        logits_scaling=8.0,
+    )
+    shape.save_pretrained(tmp_path)
+    config = Config.model_validate({"policy": {"device": "cpu"}, "stages": stages})
+    with pytest.raises(error, match=line) as refused:
+        fits_whole(config, tmp_path, probe(config.policy))
+    assert "set stages.mode to off" in str(refused.value)
 
 
 def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
@@ -74,19 +100,35 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
     assert not is_untrained(tmp_path / "trained")
 
 
+@pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
+def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(tmp_path, mode):
+    with capture_logs() as logs, opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
+        assert model.pretrained
+        assert model.settings().swapped == (mode == "checkfree+")
+    warnings = [line["remedy"] for line in logs if line["log_level"] == "warning"]
+    assert warnings == ["set stages.recovery to copies"]
+
+
 @pytest.mark.parametrize(
-    ("mode", "match"), [("checkfree", "its own stage is closer"), ("checkfree+", "2 nats")]
+    ("mode", "stages", "rank", "match"),
+    [
+        ("checkfree", 2, 0, "needs 3 or more stages"),
+        ("checkfree+", 3, 0, "needs 4 or more stages"),
+        ("checkfree", 0, 0, "needs 3 or more stages, and stages.stages is 0"),
+        ("checkfree", 4, 8, "set stages.recovery to copies"),
+    ],
 )
-def test_a_published_base_is_refused_the_papers_recoveries_and_told_why(tmp_path, mode, match):
-    with (
-        pytest.raises(Refused, match=match),
-        opened(config_of(tmp_path, paper_mode=mode, stages=4)),
-    ):
+def test_a_recovery_that_a_crew_cannot_do_is_refused_with_the_remedy(
+    tmp_path, mode, stages, rank, match
+):
+    config = config_of(tmp_path, recovery=mode, stages=stages)
+    adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
+    with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
         pass
 
 
 def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
-    config = config_of(tmp_path, paper_mode="checkfree+", stages=4)
+    config = config_of(tmp_path, recovery="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
     config = config.model_copy(
@@ -101,10 +143,10 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     stages = lambda **changed: config.model_copy(
         update={"stages": config.stages.model_copy(update=changed)}
     )
-    with pytest.raises(Refused, match="it needs four"), opened(stages(stages=3)):
+    with pytest.raises(Refused, match="needs 4 or more"), opened(stages(stages=3)):
         pass
-    with opened(stages(paper_mode="checkfree", stages=3)) as model:
-        settings = recovery_settings(stages(paper_mode="checkfree").stages, model.run)
+    with opened(stages(recovery="checkfree", stages=3)) as model:
+        settings = recovery_settings(stages(recovery="checkfree").stages)
         assert not model.settings().swapped
         assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
             True,
@@ -211,17 +253,17 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path)
     monkeypatch.setattr("swarmnode.stages.model.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
-    training, placement = (
-        TrainingConfig(max_completion_length=700),
-        probe(PolicyConfig(device="cpu")),
+    config = Config(
+        policy=PolicyConfig(device="cpu", lora=LoraSettings(r=rank)),
+        training=TrainingConfig(max_completion_length=700),
     )
-    weights, cut = WeightsConfig(), (2, 2)
-    cost = cost_of(training, LoraSettings(r=rank), weights, shape, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(weights)
+    placement, cut = probe(config.policy), (2, 2)
+    cost = cost_of(config, shape, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(config.weights)
     kept = model_cost(
         shape,
         batch_tokens=1,
-        cached_tokens=cached_tokens(training),
+        cached_tokens=cached_tokens(config.training),
         weight_bytes=4,
         trained_bytes=trained,
     )
@@ -258,17 +300,13 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
         Placement(torch.device("cuda:0"), torch.float32, ""),
     )
     weights_of = lambda placement, weights: (
-        cost_of(TrainingConfig(), LoraSettings(r=0), weights, shape, placement).layers[0].memory
+        cost_of(Config(weights=weights), shape, placement).layers[0].memory
     )
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters
     assert weights_of(cpu, saved) - weights_of(gpu, saved) == 18 * parameters
     monkeypatch.setattr("swarmnode.stages.trainer.free_bytes", lambda device: 30e9)
-    assert on_host(80e9, LoraSettings(r=0), averaged, gpu) == 16e9, (
-        "a billion weights, which 30 GB keep"
-    )
-    assert (
-        on_host(80e9, LoraSettings(r=16), averaged, gpu)
-        == on_host(80e9, LoraSettings(r=0), averaged, cpu)
-        == 80e9
-    )
+    whole = Config(weights=averaged)
+    adapter = Config(weights=averaged, policy=PolicyConfig(lora=LoraSettings(r=16)))
+    assert within_host_memory(80e9, whole, gpu) == 16e9, "a billion weights, which 30 GB keep"
+    assert within_host_memory(80e9, adapter, gpu) == within_host_memory(80e9, whole, cpu) == 80e9

@@ -1,4 +1,4 @@
-"""A stage that cannot be had: the crew is told, and the process that would have held it goes on."""
+"""One runner, one crew after another: what it reports, and what a failure does to the stage."""
 
 import contextlib
 import threading
@@ -9,10 +9,10 @@ import pytest
 import torch
 import trio
 
-from swarmnode.errors import ConfigError, DeviceError, PeerError, StateError
-from swarmnode.stages.trainer import LESS, CrewTrainer, StageRunner, StageSession
+from swarmnode.errors import ConfigError, DeviceError, PeerError, Refused, StateError
+from swarmnode.stages import trainer
+from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRunner
 from swarmnode.stages.wire import (
-    NO_HASH,
     Assigned,
     Capacity,
     Copy,
@@ -21,70 +21,73 @@ from swarmnode.stages.wire import (
     Part,
     Released,
     Resumed,
+    StageFault,
+    StageStatus,
     Suspended,
-    Taken,
 )
 from swarmnode.weights import local
 
-CREW = b"c" * 32
+CREW, OTHER, LINEAGE = b"c" * 32, b"d" * 32, b"l" * 32
 
 
-def assigned_to(stage=0, step=0):
-    return Assigned(
-        CREW,
-        b"l" * 32,
-        stage,
-        (9, 9),
-        ("a", "b"),
-        step,
-        b"h" * 32 if step else NO_HASH,
-        Taken(),
-        "",
-    )
+def assigned_to(stage=0, step=0, crew=CREW):
+    return Assigned(crew, LINEAGE, stage, (9, 9), ("a", "b"), step, "")
 
 
-class NoRecovery:
-    def prepare(self, assigned):
-        pass
+class Worker:
+    """A worker that runs until it is cancelled, or until `ends` raises."""
+
+    usable = True
+    fault = None
+
+    def __init__(self, ends=trio.sleep_forever):
+        self.ends = ends
+        self.paused = []
+        self.links = SimpleNamespace(inbox=SimpleNamespace(pause=self.paused.append))
+
+    async def run(self):
+        await self.ends()
+
+
+class FakeStage:
+    def __init__(self, assigned, ends=trio.sleep_forever):
+        self.assigned, self.step, self.source = assigned, assigned.step, None
+        self.worker = Worker(ends)
+        self.worker.participant = SimpleNamespace(step=assigned.step)
+        self.index, self.layers, self.lineage = assigned.stage, assigned.layers, assigned.lineage
+        self.meter = SimpleNamespace(waited_share=0.25, tokens_per_second=10.0)
+
+    def is_of(self, assigned):
+        return assigned.stage == self.index
+
+    def follow(self, assigned):
+        return self.is_of(assigned) and assigned.step in (self.step, self.step + 1)
+
+    def begin(self, assigned, streams):
+        return self.worker
 
     def progress(self):
+        return 7
+
+    def load(self):
         return 0
 
-    def refused(self):
-        return {"busy": 1}
-
-    def forget(self):
-        pass
+    def dropped(self):
+        return {"step": 1}
 
 
-@pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, PeerError])
-def test_a_stage_that_cannot_be_built_is_said_to_have_failed(error):
-    said, failed = [], threading.Event()
+class Recovery:
+    """A recovery that restores from the neighbour, or raises."""
 
-    def send(status):
-        said.append(status)
-        if status.phase == "failed":
-            failed.set()
+    peer = None
 
-    def build(assigned):
-        raise error("not this one")
-
-    runner = StageRunner(build, NoRecovery(), send, lambda what: None)
-    runner.thread.start()
-    try:
-        runner.receive(assigned_to())
-        assert failed.wait(10)
-        assert said[-1].reason == "not this one"
-        runner.thread.check()
-    finally:
-        runner.thread.stop()
-
-
-class Restoring(NoRecovery):
-    """Everything is well until the weights are to be fetched."""
-
-    def __init__(self, error):
+    def __init__(self, error=None):
         self.error = error
+        self.forgotten = 0
+        self.parts = 0
+
+    def prepare(self, assigned):
+        pass
 
     def built(self, stage):
         pass
@@ -93,29 +96,218 @@ class Restoring(NoRecovery):
     async def open(self, assigned, stage):
         yield
 
-    async def restore(self, stage, assigned, tell):
-        tell("loading", "R2")
-        raise self.error
+    async def restore(self, stage, assigned, notify):
+        notify("loading", "neighbour")
+        if self.error is not None:
+            raise self.error
+        return "neighbour", 0.01
+
+    def attach(self, assigned, worker):
+        pass
+
+    def progress(self):
+        self.parts += 1
+        return self.parts
+
+    def facts(self, step):
+        return {"checkpoint_step": step}
+
+    def refused(self):
+        return {"busy": 1}
+
+    def fault(self):
+        return None
+
+    def forget(self):
+        self.forgotten += 1
 
 
-def raising(error):
+class Node:
+    """A runner with everything that it said."""
+
+    def __init__(self, build=FakeStage, recovery=None):
+        self.sent, self.lacked, self.offered = [], [], []
+        self.recovery = recovery or Recovery()
+        self.runner = StageRunner(
+            build,
+            self.recovery,
+            self.sent.append,
+            lambda what: None,
+            lacked=self.lacked.append,
+            offer=self.offered.append,
+        )
+
+    def until(self, true):
+        assert self.runner.wait(true, 10)
+
+    @property
+    def statuses(self):
+        return [m for m in self.sent if isinstance(m, StageStatus)]
+
+    @property
+    def faults(self):
+        return [m for m in self.sent if isinstance(m, StageFault)]
+
+    def phase(self, phase, crew=CREW):
+        self.until(lambda: [(s.phase, s.crew) for s in self.statuses[-1:]] == [(phase, crew)])
+        return self.statuses[-1]
+
+
+@pytest.fixture
+def node(monkeypatch):
+    async def nobody(assigned, kind):
+        return {}
+
+    monkeypatch.setattr(trainer, "connect_all", nobody)
+    monkeypatch.setattr(trainer, "STATUS_SECONDS", 0.02)
+    nodes = []
+
+    def start(*args, **named):
+        nodes.append(Node(*args, **named))
+        nodes[-1].runner.start()
+        return nodes[-1]
+
+    yield start
+    for one in nodes:
+        one.runner.stop()
+
+
+def test_a_stage_is_built_restored_and_active(node):
+    one = node()
+    one.runner.receive(assigned_to(step=5))
+    status = one.phase("active")
+    assert (status.source, status.gate_kl, status.step) == ("neighbour", 0.01, 5)
+    assert (status.progress, status.bubble_share, status.checkpoint_step) == (7, 0.25, 5)
+    assert (status.dropped, status.state_refused) == ({"step": 1}, {"busy": 1})
+    assert status.source_seconds >= 0
+    assert ("loading", "neighbour") in {(s.phase, s.source) for s in one.statuses}
+    assert one.runner.stage.source == "neighbour"
+
+
+def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(node):
+    built = []
+    one = node(lambda assigned: built.append(assigned) or FakeStage(assigned))
+    one.runner.receive(assigned_to(step=5))
+    one.phase("active")
+    for crew, step, builds, source in (
+        (OTHER, 5, 1, "memory"),
+        (b"e" * 32, 6, 1, "memory"),
+        (b"f" * 32, 9, 2, "neighbour"),
+    ):
+        one.runner.receive(assigned_to(step=step, crew=crew))
+        assert one.phase("active", crew).source == source
+        assert len(built) == builds
+
+
+def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(node):
+    one = node()
+    one.runner.receive(Resumed(CREW))
+    one.runner.receive(Suspended("nobody is there"))
+    one.runner.receive(assigned_to())
+    one.phase("active")
+    assert not one.runner.averages, "a message from before this crew"
+    for message, averages in (
+        (Resumed(CREW), True),
+        (Suspended("a member is suspected"), False),
+        (Resumed(OTHER), False),
+        (Resumed(CREW), True),
+        (assigned_to(crew=OTHER), False),
+        (Resumed(CREW), False),
+        (Resumed(OTHER), True),
+        (Released("a member left"), False),
+        (Resumed(OTHER), False),
+    ):
+        one.runner.receive(message)
+        done = threading.Event()
+        one.until(lambda averages=averages: one.runner.averages == averages)
+        one.runner.run_soon(done.set)
+        assert done.wait(10)
+        assert one.runner.averages == averages
+    assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
+
+
+def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):
+    built, ready = [], []
+    one = node(lambda assigned: built.append(assigned) or RealFollow(assigned))
+    one.runner._built = ready.append
+    one.recovery.open = lambda assigned, stage: forever()
+    one.runner.receive(assigned_to())
+    one.until(lambda: one.runner.stage)
+    del one.recovery.open
+    one.runner.receive(assigned_to(crew=OTHER))
+    one.phase("active", OTHER)
+    assert (len(built), len(ready)) == (2, 1)
+    one.runner.receive(assigned_to(crew=b"e" * 32))
+    one.phase("active", b"e" * 32)
+    assert (len(built), len(ready)) == (2, 1)
+
+
+class RealFollow(FakeStage):
+    def follow(self, assigned):
+        return Stage.follow(self, assigned)
+
+
+def test_a_resumed_message_before_the_stage_is_active_counts(node):
+    go = threading.Event()
+    one = node(lambda assigned: go.wait(10) and FakeStage(assigned))
+    one.runner.receive(assigned_to())
+    one.runner.receive(Resumed(CREW))
+    one.phase("loading")
+    assert not one.runner.averages
+    go.set()
+    one.until(lambda: one.runner.averages)
+
+
+def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
+    one = node()
+    one.runner.receive(assigned_to())
+    one.phase("active")
+    assert one.runner.leads() == LINEAGE
+    assert one.runner.members() == ("a", "b")
+    assert not one.runner.leads_no_more(LINEAGE)
+    assert one.runner.leads_no_more(b"m" * 32)
+    stage = one.runner.stage
+    one.runner.receive(Released("a member left"))
+    one.until(lambda: one.offered == [stage] and one.runner.status() is None)
+    assert (one.runner.leads(), one.runner.members()) == (None, ())
+    assert not one.runner.leads_no_more(LINEAGE), "between two crews nobody else leads"
+
+
+@pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, Refused])
+def test_a_stage_that_cannot_be_built_is_reported_as_failed_and_the_process_goes_on(node, error):
     def build(assigned):
-        raise error
+        raise error("not this one")
 
-    return build, NoRecovery()
-
-
-def restoring(error):
-    return lambda assigned: SimpleNamespace(is_of=lambda other: False, worker=None), Restoring(
-        error
-    )
+    one = node(build)
+    one.runner.receive(assigned_to())
+    assert one.phase("failed").reason == "not this one"
+    assert one.phase("failed").load == 0, "there is nothing to do"
+    assert (one.faults, one.lacked) == ([], [])
 
 
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 MISSHAPEN = RuntimeError("size mismatch\nand where")
 
 
-@pytest.mark.parametrize("where", [raising, restoring])
+def building(error):
+    def build(assigned):
+        raise error
+
+    return build, Recovery()
+
+
+def restoring(error):
+    return FakeStage, Recovery(error)
+
+
+def working(error):
+    async def ends():
+        raise error
+
+    return lambda assigned: FakeStage(assigned, ends), Recovery()
+
+
+@pytest.mark.parametrize("where", [building, restoring, working])
 @pytest.mark.parametrize(
     ("error", "reason", "short"),
     [
@@ -124,36 +316,126 @@ MISSHAPEN = RuntimeError("size mismatch\nand where")
         (MISSHAPEN, "the device: size mismatch", 0),
     ],
 )
-def test_what_the_device_cannot_do_fails_the_stage_and_not_the_process(where, error, reason, short):
-    said, lacked, failed = [], [], threading.Event()
-
-    def send(status):
-        said.append(status)
-        if status.phase == "failed":
-            failed.set()
-
-    runner = StageRunner(*where(error), send, lambda what: None, lacked=lacked.append)
-    runner.thread.start()
-    try:
-        assigned = assigned_to(step=5)
-        runner.receive(assigned)
-        assert failed.wait(10)
-        assert (said[-1].reason, lacked, runner.stage) == (reason, [assigned] * short, None)
-        runner.thread.check()
-    finally:
-        runner.thread.stop()
+def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error, reason, short):
+    one = node(*where(error))
+    assigned = assigned_to(step=5)
+    one.runner.receive(assigned)
+    assert one.phase("failed").reason == reason
+    assert (one.lacked, one.runner.stage) == ([assigned] * short, None)
+    assert one.recovery.forgotten == 1, "half of a step is not saved"
+    one.runner.receive(Released("a member failed"))
+    one.until(lambda: one.offered == [None])
 
 
-@pytest.mark.parametrize("where", [raising, restoring])
-def test_a_defect_of_our_own_ends_the_process(where):
-    runner = StageRunner(*where(ZeroDivisionError("a bug")), lambda status: None, lambda what: None)
-    runner.thread.start()
-    runner.receive(assigned_to(step=5))
+@pytest.mark.parametrize("where", [restoring, working])
+def test_a_lost_peer_ends_the_crew_and_the_next_one_tries_again(node, where):
+    build, recovery = where(PeerError("stage 1 is gone"))
+    one = node(build, recovery)
+    one.runner.receive(assigned_to(step=5))
+    one.until(lambda: one.faults)
+    assert one.faults == [StageFault(CREW, 0, "stage 1 is gone")], "a stage strikes nobody for it"
+    assert not one.runner.active
+    stage, recovery.error = one.runner.stage, None
+    assert stage is not None
+    stage.worker.ends = trio.sleep_forever
+    one.runner.receive(assigned_to(step=5, crew=OTHER))
+    one.phase("active", OTHER)
+    assert one.runner.stage is stage
+
+
+def test_a_fault_that_the_worker_found_is_reported_once(node):
+    one = node()
+    one.runner.receive(assigned_to())
+    one.phase("active")
+    one.runner.stage.worker.fault = (1, "not finite")
+    one.until(lambda: one.faults)
+    said = len(one.statuses)
+    one.until(lambda: len(one.statuses) > said + 3)
+    assert one.faults == [StageFault(CREW, 1, "not finite")]
+    one.runner.receive(assigned_to(crew=OTHER))
+    one.until(lambda: len(one.faults) == 2)
+
+
+def test_a_fault_of_the_last_crew_is_not_reported_while_the_next_one_loads(node):
+    one = node()
+    one.runner.receive(assigned_to())
+    one.phase("active")
+    one.runner.stage.worker.fault = (1, "not finite")
+    one.until(lambda: one.faults)
+    one.runner.receive(Released("a fault"))
+    one.until(lambda: one.offered)
+    one.recovery.open = lambda assigned, stage: forever()
+    one.runner.receive(assigned_to(crew=OTHER))
+    one.phase("loading", OTHER)
+    said = len(one.statuses)
+    one.until(lambda: len(one.statuses) > said + 3)
+    assert [fault.crew for fault in one.faults] == [CREW]
+
+
+@contextlib.asynccontextmanager
+async def forever():
+    await trio.sleep_forever()
+    yield
+
+
+@pytest.mark.parametrize("where", [building, restoring, working])
+def test_a_defect_of_our_own_ends_the_process(node, where):
+    one = node(*where(ZeroDivisionError("a bug")))
+    one.runner.receive(assigned_to(step=5))
     with pytest.raises(BaseExceptionGroup):
-        runner.wait(lambda: None, 10)
+        one.runner.wait(lambda: None, 10)
 
 
-COPY = Copy(b"l" * 32, 0, 9, 5, b"h" * 32, "disk", Taken(), b"")
+def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
+    monkeypatch.setattr(trainer, "Head", Worker)
+    one = node()
+    one.runner.receive(assigned_to())
+    one.runner.receive(Resumed(CREW))
+    head = one.runner.wait(one.runner.head, 10)
+
+    async def answer(head):
+        return "done"
+
+    async def wait(head):
+        one.runner.receive(Released("a member left"))
+        await trio.sleep_forever()
+
+    assert one.runner.ask(head, answer) == "done"
+    with pytest.raises(PeerError, match="has ended"):
+        one.runner.ask(head, wait)
+    with pytest.raises(PeerError, match="has ended"):
+        one.runner.ask(head, answer)
+
+
+def test_while_weights_arrive_the_crew_is_shown_progress(node):
+    """The crew waits for a stage that is being restored as long as that makes progress."""
+    one = node(FakeStage, Recovery())
+    one.recovery.open = lambda assigned, stage: forever()
+    one.runner.receive(assigned_to(step=3))
+    one.until(lambda: len(one.statuses) > 5)
+    assert {(s.phase, s.step, s.load) for s in one.statuses} == {("loading", 3, 1)}
+    progress = [s.progress for s in one.statuses]
+    assert progress == sorted(set(progress))
+
+
+def test_a_member_stays_after_the_last_step_until_the_crew_ends_or_continues(node):
+    """The head evaluates the policy after the last step, and needs every stage for that."""
+    one = node()
+    assert not one.runner.finished(3), "no stage yet"
+    one.runner.receive(assigned_to(stage=1, step=2))
+    one.phase("active")
+    stage = one.runner.stage
+    assert not one.runner.finished(3)
+    stage.step = 3
+    assert not one.runner.finished(3), "the head may still evaluate"
+    assert not one.runner.finished(0), "no limit"
+    assert one.runner.finished(2), "the head continues"
+    one.runner.receive(Released("the head has ended"))
+    one.until(lambda: one.runner.finished(3))
+    assert not one.runner.finished(4), "the next crew takes it"
+
+
+COPY = Copy(LINEAGE, 0, 9, 5, "disk")
 
 
 def test_after_a_stage_that_did_not_fit_less_is_offered():
@@ -165,13 +447,13 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
         _link=SimpleNamespace(send=sent.append),
         _recovery=SimpleNamespace(copies=lambda: (COPY,)),
     )
-    seat = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
+    planned = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
     for assigned, memory in (
-        (msgspec.structs.replace(seat, layers=(9, 9)), 1000.0),
-        (seat, LESS * 22.0),
-        (seat, LESS * 22.0),
+        (msgspec.structs.replace(planned, layers=(9, 9)), 1000.0),
+        (planned, REDUCED_OFFER * 22.0),
+        (planned, REDUCED_OFFER * 22.0),
     ):
-        CrewTrainer._lacked(node, assigned)
+        CrewTrainer._reduce_offer(node, assigned)
         assert node._offering.capacity.memory == pytest.approx(memory)
     CrewTrainer._offer(node, None)
     assert sent == [msgspec.structs.replace(node._offering, copies=(COPY,))]
@@ -179,32 +461,6 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
         node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory"))
     )
     assert [copy.where for copy in sent[1].copies] == ["memory", "disk"]
-
-
-def test_a_stage_is_averaged_only_while_it_is_active_and_nobody_has_suspended_the_crew():
-    runner = StageRunner(
-        lambda assigned: None, NoRecovery(), lambda status: None, lambda what: None
-    )
-    runner._session = seat = StageSession(assigned_to(), phase="probation")
-    seat.over.set()
-    runner.thread.start()
-    try:
-        for phase, message, averages in (
-            ("probation", Resumed(CREW), False),
-            ("active", Resumed(CREW), True),
-            ("active", Suspended("a member is in doubt"), False),
-            ("active", Resumed(b"d" * 32), False),
-            ("active", Resumed(CREW), True),
-            ("failed", Resumed(CREW), False),
-        ):
-            seat.phase = phase
-            runner.receive(message)
-            runner.thread.call(trio.lowlevel.checkpoint)
-            assert runner.wait(
-                lambda averages=averages: runner.averages == averages and not runner._waiting, 10
-            )
-    finally:
-        runner.thread.stop()
 
 
 def test_a_suspended_stage_gives_nothing_away():
@@ -215,83 +471,10 @@ def test_a_suspended_stage_gives_nothing_away():
     )
     away = [local.TakeSnapshot(b"s" * 16, 0, b""), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
-        CrewTrainer._about_weights(node, message)
+        CrewTrainer._receive_weights(node, message)
     assert got == [local.DropExchange(b"s" * 16)]
     assert refused == away
     node._runner.averages = True
     for message in away:
-        CrewTrainer._about_weights(node, message)
+        CrewTrainer._receive_weights(node, message)
     assert got[1:] == away
-
-
-def test_a_trainer_that_is_released_says_what_it_has_and_leads_nothing():
-    offered = []
-    runner = StageRunner(
-        lambda assigned: None,
-        NoRecovery(),
-        lambda status: None,
-        lambda what: None,
-        offer=offered.append,
-    )
-    runner._session = session = StageSession(assigned_to(), phase="active")
-    session.over.set()
-    assert runner.leads() == b"l" * 32
-    assert not runner.leads_no_more(b"l" * 32)
-    assert runner.leads_no_more(b"m" * 32)
-    runner.thread.start()
-    try:
-        runner.receive(Released("a member left"))
-        assert runner.wait(lambda: offered == [None] and runner.status() is None, 10)
-        assert runner.leads() is None
-        assert not runner.leads_no_more(b"l" * 32), "between two crews nobody else leads"
-    finally:
-        runner.thread.stop()
-
-
-class Waiting(Restoring):
-    """A stage whose weights are on their way for ever."""
-
-    def __init__(self):
-        pass
-
-    async def restore(self, stage, assigned, tell):
-        await trio.sleep_forever()
-
-
-def test_a_member_stays_after_the_last_step_until_the_crew_is_over_or_goes_on():
-    """The head evaluates what the last step has made of the policy, and for that it needs every
-    stage."""
-    stage = SimpleNamespace(step=2, worker=None, is_of=lambda other: False)
-    runner = StageRunner(lambda assigned: stage, Waiting(), lambda status: None, lambda what: None)
-    assert not runner.finished(3), "no stage yet"
-    runner.thread.start()
-    try:
-        runner.receive(assigned_to(stage=1, step=2))
-        assert runner.wait(lambda: runner.stage, 10)
-        assert not runner.finished(3)
-        stage.step = 3
-        assert not runner.finished(3), "the head may still want to evaluate"
-        assert not runner.finished(0), "no limit"
-        assert runner.finished(2), "the head goes on"
-        runner.receive(Released("the head has ended"))
-        assert runner.wait(lambda: runner.finished(3), 10)
-        assert not runner.finished(4), "the next crew takes it"
-    finally:
-        runner.thread.stop()
-
-
-def test_while_weights_arrive_the_crew_is_shown_progress():
-    """It waits for a stage that is being restored as long as that makes progress."""
-
-    class Arriving(NoRecovery):
-        parts = 0
-
-        def progress(self):
-            self.parts += 1
-            return self.parts
-
-    runner = StageRunner(lambda assigned: None, Arriving(), lambda status: None, lambda what: None)
-    runner._session = StageSession(assigned_to(step=3), phase="loading")
-    assert [runner.status().progress for _ in range(3)] == [1, 2, 3]
-    assert runner.status().step == 3
-    assert runner.status().state_refused == {"busy": 1}

@@ -4,6 +4,7 @@ its crews train."""
 import pytest
 
 from swarmnode.config import Config
+from swarmnode.stages.pipeline import gradient_codec
 from swarmnode.swarm.manifest import AGREED
 from tests.support.crew_models import terms_of
 
@@ -15,16 +16,16 @@ def terms(**sections):
 
 
 def test_nodes_of_one_configuration_name_one_model():
-    assert terms() == terms(node={"name": "another"}, stages={"capacity": 10**9, "shadow_every": 7})
+    local = {"capacity": 10**9, "checkpoint_every": 7, "policy_copy": "disk"}
+    assert terms() == terms(node={"name": "another"}, stages=local)
 
 
 @pytest.mark.parametrize(
     "sections",
     [
         {"stages": {"codec": "bfloat16"}},
-        {"stages": {"gradient_codec": "float32"}},
-        {"stages": {"paper_mode": "checkfree"}},
-        {"stages": {"paper_mode": "checkfree+"}},
+        {"stages": {"recovery": "checkfree"}},
+        {"stages": {"recovery": "checkfree+"}},
         {"policy": {"lora": {"r": 4}}},
         {"training": {"learning_rate": 1e-5}},
     ],
@@ -46,4 +47,9 @@ def test_another_base_is_another_model():
 
 
 def test_a_swarm_agrees_on_how_its_crews_train():
-    assert {"stages.codec", "stages.gradient_codec", "stages.paper_mode"} <= set(AGREED)
+    assert {"stages.codec", "stages.recovery"} <= set(AGREED)
+
+
+def test_gradients_are_rounded_to_bfloat16_at_most():
+    codecs = {codec: gradient_codec(codec) for codec in ("float32", "bfloat16", "int8")}
+    assert codecs == {"float32": "float32", "bfloat16": "bfloat16", "int8": "bfloat16"}

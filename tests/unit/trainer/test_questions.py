@@ -2,7 +2,6 @@
 tests/unit/trainer/test_questions.py"""
 
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +9,6 @@ from swarmnode.config import Config
 from swarmnode.swarm.manifest import members_choose, protocols_of
 from swarmnode.tasks import registry
 from swarmnode.tasks.seeds import choose_task, is_address, is_evaluation, task_seed
-from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.ids import CHOICE_PROTOCOLS, PROTOCOLS
@@ -64,34 +62,10 @@ def test_what_own_groups_earned_decides_what_is_asked():
     assert max(signals, key=signals.get) == "rg/gcd 1"
     evidence = questions.evidence()
     assert evidence.keys() == signals.keys()
-    assert evidence["rg/gcd 1"] == (pytest.approx(10.0, abs=0.1), 0.0), (
-        "about the last ten groups, and none of a peer"
-    )
+    assert evidence["rg/gcd 1"] == pytest.approx(10.0, abs=0.1), "about the last ten groups"
     assert series()[0].evidence() == {}, "where all are asked alike nothing is expected"
     later = Counter(ref.difficulty for _, ref in (questions.next() for _ in range(200)))
     assert later[1] > 140
-
-
-def test_peers_groups_that_are_trained_on_are_hints_and_refused_ones_are_not():
-    def judged(outcome, difficulty):
-        task = SimpleNamespace(id="rg/gcd", difficulty=difficulty)
-        return [
-            (
-                SimpleNamespace(
-                    peer=f"p{n}", group=SimpleNamespace(task=task), rewards=[1.0, 0.0] * 4
-                ),
-                outcome,
-            )
-            for n in range(8)
-        ]
-
-    questions, _ = series(curriculum=True, count=0)
-    for _ in range(4):
-        questions.take_hints(Judgement([], judged("used", 1) + judged("surprise", 2)))
-    counts = Counter((ref.id, ref.difficulty) for _, ref in (questions.next() for _ in range(600)))
-    assert counts["rg/gcd", 1] > 1.2 * max(
-        counts["rg/gcd", 2], counts["rg/lcm", 0], counts["rg/gcd", 0]
-    )
 
 
 def test_in_a_swarm_without_a_choice_a_curriculum_chooses_among_tasks_at_difficulty_0():

@@ -1,0 +1,1609 @@
+"""The pipeline of a crew: the worker of one stage, and the head that the training loop drives.
+
+    Head.generate   waves of completions, one token per wave and round
+    Head.score      log-probabilities and entropies without gradient
+    Head.update     propose, micro-batches through 1F1B, acknowledge, commit
+
+`StageWorker` handles one frame, or one piece of work, at a time. `Head` is stage 0 and also the
+crew's scheduler; a crew of one stage runs the same code without a stream.
+
+Each failure has one of three outcomes:
+
+    refusal   a stage's device cannot compute a piece of work: the head aborts the step, or restarts
+              the wave, and the crew continues
+    fault     a stage sends garbage or refuses three times in a row, or a deadline expires: the crew
+              ends. A step without a commit leaves the weights as they were
+    gone      a stream ends: the crew ends
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, Protocol, TypeVar
+
+import torch
+import trio
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import BadMessage, PeerError, PeerTimeout, Refused
+from swarmnode.policy.generate import sample
+from swarmnode.policy.logprobs import Batch
+from swarmnode.policy.micro import micro_batches
+from swarmnode.rl.corrections import effective_share, rate_factor
+from swarmnode.rl.objectives import MAX_GRAD_NORM
+from swarmnode.stages import wire
+from swarmnode.stages.model import (
+    LearnRow,
+    StageOptimizer,
+    StageRuntime,
+    batch_of,
+    decode,
+    describe,
+    describe_loss,
+    encode,
+    loss_of,
+    prompts_of,
+)
+from swarmnode.stages.wire import (
+    CHUNK_BYTES,
+    DEVICE_REASON,
+    ActivationCodec,
+    Fence,
+    Frame,
+    FrameLimits,
+    MicroBatch,
+    Participant,
+    Place,
+    Questions,
+    RefusalReason,
+    Route,
+    Routes,
+    arriving,
+    is_device_error,
+    read_frame,
+    read_micro_batch,
+    read_questions,
+    read_scores,
+    read_tokens,
+    returning,
+)
+from swarmnode.wire import headed, limits, strict
+from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Compute(Protocol):
+    """Runs a piece of work: in a thread, in the event loop, or with a measurement."""
+
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Compute beside the event loop, so that heartbeats and streams continue."""
+    return await trio.to_thread.run_sync(work)
+
+
+async def inline(work: Callable[[], T]) -> T:
+    """Compute in the event loop: deterministic, for tests and for a crew in one process."""
+    return work()
+
+
+# The worker of one stage.
+
+
+@dataclass(frozen=True)
+class CrewSettings:
+    """Settings that all members of a crew share, and this node's bound on the learning rate."""
+
+    base: bytes
+    """32 bytes: fingerprint of the policy that training began with."""
+    codec: ActivationCodec = "bfloat16"
+    swapped: bool = False
+    """CheckFree+: half of the micro-batches of a step visit the first two stages, and the last two,
+    in exchanged order."""
+    learning_rate: float = math.inf
+    """No stage of this node takes a step with a higher learning rate."""
+
+
+def gradient_codec(codec: ActivationCodec) -> ActivationCodec:
+    """Return the codec of gradients in a crew whose activations are in `codec`."""
+    return "float32" if codec == "float32" else "bfloat16"
+
+
+class Observer:
+    """Interface through which a worker reports its training to recorders, probes and averaging.
+
+    All methods but `committed` are called between two computations.
+    """
+
+    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
+        """A micro-batch to learn from arrived. about: encoded `MicroBatch`; body: activations in
+        the crew's codec, empty at the first hop."""
+
+    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
+        """Its activations were sent to the next stage."""
+
+    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
+        """Last stage: log-probabilities (tokens,) of the micro-batch before the step."""
+
+    def committed(self, worker: StageWorker) -> None:
+        """The step is taken, and `worker.participant.step` counts it. Called in the thread in which
+        the worker computes. A device error raised here is only counted and logged."""
+
+    def stepped(self) -> None:
+        """Called after `committed`, in the worker's task."""
+
+    def dropped(self) -> None:
+        """No step will contain what was received since the last one."""
+
+
+class StageWorker:
+    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
+
+    Args:
+        optimizer: the stage's optimizer; a new one without it.
+
+    Raises:
+        Refused: swapped stages with fewer than four stages, or with an adapter.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        links: Links,
+        fence: Fence,
+        settings: CrewSettings,
+        compute: Compute = in_thread,
+        optimizer: StageOptimizer | None = None,
+    ) -> None:
+        self.runtime, self.links, self.fence = runtime, links, fence
+        self.settings, self.compute = settings, compute
+        self.index, self.stages = runtime.spec.index, runtime.spec.stages
+        self.participant = Participant(fence.place.step)
+        self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
+        self.observers: list[Observer] = []
+        self.refused: Counter[str] = Counter()
+        """Refusals and garbage, by reason."""
+        self.micro_batches = MicroBatches(self)
+        self.waves = Decoding(self)
+        self.tied = TiedEmbedding(self)
+        self.fault: tuple[int | None, str] | None = None
+        """Why this crew cannot continue: (stage that caused it or None for unknown, reason). The
+        first fault stays; after it the worker handles nothing."""
+        self._held: deque[Arrival] = deque()
+        """Frames to score or to generate that wait until the next link is not full."""
+
+    @property
+    def place(self) -> Place:
+        p = self.fence.place
+        return Place(p.crew, p.stage, self.participant.step)
+
+    @property
+    def fingerprint(self) -> bytes:
+        """32 bytes: of the policy that all stages together hold at this step."""
+        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Frames without effect, by reason. From any thread."""
+        counts = (self.fence.dropped, self.links.refused, self.refused)
+        return sum((counter.copy() for counter in counts), Counter())
+
+    def ready(self) -> int:
+        """Return the number of pieces of work that could be done now. From any thread."""
+        return self.micro_batches.ready()
+
+    async def run(self) -> None:
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.links.run)
+                await self._serve()
+                self._drop_all()
+                await trio.sleep_forever()  # until the crew is ended
+        finally:
+            self._drop_all()
+
+    async def _serve(self) -> None:
+        """Handle frames before work, so that a gradient that has arrived goes before the next
+        forward. Frames are handled even while links are full; see `Links`."""
+        while self.fault is None:
+            await trio.lowlevel.checkpoint()
+            if (arrival := self.links.inbox.take()) is not None:
+                await self._arrived(arrival)
+            elif not await self._work():
+                await self.links.inbox.wait()
+
+    def set_fault(self, stage: int | None, reason: str) -> None:
+        """End this crew. stage: the cause, None for unknown."""
+        if self.fault is None:
+            self.fault = (stage, reason)
+            log.warning("crew cannot continue: stage %s: %s", stage, reason)
+            self.links.inbox.wake()
+
+    async def _work(self) -> bool:
+        """Do one waiting piece of work whose result has room. Return False without one."""
+        if self._held and not self.links.full(self.index + 1):
+            await self._handle(self._held.popleft())
+        elif self.tied.sends:
+            with self.refusing(self._refuse_step):
+                self.tied.send_part()
+        elif (work := self.micro_batches.next()) is not None:
+            await self.micro_batches.do(work)
+            with self.refusing(self._refuse_step):
+                self._prepare()
+        else:
+            return False
+        return True
+
+    async def _arrived(self, arrival: Arrival) -> None:
+        frame = arrival.frame
+        if frame is None:
+            self.gone(arrival.sender, arrival.reason)
+        elif not self._passes_on(frame) or not (self._held or self.links.full(self.index + 1)):
+            await self._handle(arrival)
+        elif len(self._held) < self.links.limits.sessions:
+            self._held.append(arrival)
+        else:
+            self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
+
+    def _passes_on(self, frame: Frame) -> bool:
+        """Return True if the frame makes this stage send scoring or generation work to the next
+        stage. Such a frame may wait, since no gradient and no commit depends on it."""
+        asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
+            isinstance(frame, wire.Forward) and frame.purpose == "score"
+        )
+        return asks and not self.runtime.spec.has_head
+
+    async def _handle(self, arrival: Arrival) -> None:
+        """Handle a frame, or drop it if the fence says so. Garbage is the sender's fault."""
+        frame, sender = arrival.frame, arrival.sender
+        assert frame is not None
+        step = None if isinstance(frame, wire.Control) else self.participant.step
+        if self.fence.check(frame.place, sender, step):
+            return
+        try:
+            if not sends(frame, sender, self.index, self.stages, self.micro_batches.routes):
+                raise BadMessage("bounds", f"stage {sender} sends no {type(frame).__name__} here")
+            with self.refusing(lambda reason: self._refuse(frame, reason)):
+                await self.handle(sender, frame, arrival.body)
+        except BadMessage as error:
+            self._garbage(sender, error)
+
+    @contextlib.contextmanager
+    def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
+        """Call `refuse` with the reason if this stage cannot do the work inside, although the frame
+        is correct. Other errors are raised."""
+        try:
+            yield
+        except BadMessage as error:
+            if error.reason != "session":
+                raise
+            reason: RefusalReason = "session"
+        except ValueError:  # `encode`: our own numbers are not finite
+            reason = "not_finite"
+        except (RuntimeError, MemoryError) as error:
+            if not is_device_error(error):
+                raise
+            reason = DEVICE_REASON
+        else:
+            return
+        self.refused[reason] += 1
+        refuse(reason)
+
+    def _garbage(self, sender: int, error: BadMessage) -> None:
+        self.refused[error.reason] += 1
+        self.set_fault(sender, f"garbage: {error}")
+
+    def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
+        if isinstance(frame, (wire.Prefill, wire.Decode)):
+            self.waves.forget(frame.session)
+            self.links.send(0, wire.Lost(self.place, frame.session, reason))
+        elif isinstance(frame, (wire.Forward, wire.Backward)):
+            self.links.send(0, wire.Failed(self.place, frame.micro_batch, reason))
+        else:
+            self._refuse_step(reason)
+
+    def _refuse_step(self, reason: RefusalReason) -> None:
+        self.links.send(0, wire.Acknowledge(self.place, self.participant.attempt, reason, 0.0))
+
+    def gone(self, stage: int, reason: str) -> None:
+        """Handle the end of the stream to another stage. It is a fault only if the stage sent
+        garbage; in any case the network process ends the crew."""
+        if reason in STREAM_FAULTS:
+            self.set_fault(stage, f"its stream had to end: {reason}")
+
+    async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
+        """Handle one frame that passed the fence.
+
+        Raises:
+            BadMessage: the frame is garbage.
+            ValueError: the own result is not finite.
+        """
+        match frame:
+            case wire.Forward():
+                await self.micro_batches.forward(sender, frame, body)
+            case wire.Backward():
+                self.micro_batches.backward(sender, frame, body)
+            case wire.Prefill():
+                await self.waves.prefill(frame, body)
+            case wire.Decode():
+                await self.waves.decode(frame, body)
+            case wire.Drop():
+                self.waves.forget(frame.session)
+            case wire.Embedding() if self.runtime.embedding() is not None:
+                if self.participant.proposed and frame.attempt == self.participant.attempt:
+                    self.tied.take_part(frame, body)
+                    self._acknowledge()
+            case wire.ProposeStep():
+                self.participant.propose(frame.attempt, frame.micro_batches)
+                for early in self.micro_batches.take_early():
+                    await self._handle(early)
+            case wire.Commit():
+                async with self.optimizer.moving:
+                    self.participant.commit(frame.attempt)
+                    await self._take(frame.clip, frame.learning_rate)
+                self.links.send(0, wire.Done(self.place, frame.attempt))
+            case wire.Abort():
+                self.participant.abort(frame.attempt)
+                self._drop_step()
+            case _:
+                raise BadMessage("bounds", f"{type(frame).__name__} from stage {sender}")
+
+    # Taking a step.
+
+    def _prepare(self) -> None:
+        """Acknowledge the step if the gradients of all its micro-batches are there. A tied
+        embedding's gradient is exchanged first."""
+        if not self.participant.complete or self.tied.begun:
+            return
+        if (shared := self.runtime.embedding()) is not None:
+            self.tied.begin(self.participant.attempt, shared)
+        self._acknowledge()
+
+    def _acknowledge(self) -> None:
+        """Acknowledge with the norm, once the gradients are final."""
+        participant, shared = self.participant, self.runtime.embedding()
+        if not participant.complete or (shared is not None and not self.tied.add(shared)):
+            return
+        squared_norm = self.optimizer.measure()
+        if squared_norm is None:
+            raise ValueError("the gradient is not finite")
+        participant.prepared = True
+        self.links.send(0, wire.Acknowledge(self.place, participant.attempt, None, squared_norm))
+
+    async def _take(self, clip: float, learning_rate: float) -> None:
+        """Take the step that `participant` has just counted. A cancelled worker finishes it first.
+
+        Raises:
+            DeviceError: the device failed half-way, so the weights are undefined.
+        """
+        with trio.CancelScope(shield=True):  # around computing only
+            try:
+                await self.compute(lambda: self._step(clip, learning_rate))
+                for observer in self.observers:
+                    observer.stepped()
+            finally:
+                self._drop_all()
+
+    def _step(self, clip: float, learning_rate: float) -> None:
+        if not self.optimizer.step(clip, learning_rate):
+            self.refused["bounds"] += 1
+        for observer in self.observers:
+            try:
+                observer.committed(self)
+            except (RuntimeError, MemoryError) as error:
+                if not is_device_error(error):
+                    raise
+                self.refused[DEVICE_REASON] += 1
+                log.warning(
+                    "%s after step %d: %s", type(observer).__name__, self.participant.step, error
+                )
+
+    def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
+        """(rows, hidden) on the device. Raises BadMessage, also for a codec that is not the
+        crew's."""
+        if codec != self.settings.codec:
+            raise BadMessage("schema", f"activations in {codec}, not in {self.settings.codec}")
+        return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
+
+    def _drop_all(self) -> None:
+        """Drop the step, and the generation caches, which belong to the weights before it."""
+        self._drop_step()
+        self.waves.clear()
+
+    def _drop_step(self) -> None:
+        """Drop the gradients and inputs of a step that was taken or aborted."""
+        for parameter in self.runtime.parameters():
+            parameter.grad = None
+        self.participant.clear()
+        self.micro_batches.clear()
+        self.tied.clear()
+        for observer in self.observers:
+            observer.dropped()
+
+
+def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
+    """Return True if `sender` may send this frame to `stage` (protocol/04). The head sends its own
+    work to itself."""
+    last = stages - 1
+    match frame:
+        case wire.Forward():
+            return arriving(routes.of(frame.micro_batch, frame.purpose), sender, stage) is not None
+        case wire.Backward():
+            return returning(routes.of(frame.micro_batch), sender, stage) is not None
+        case wire.Prefill() | wire.Decode():
+            return sender == stage - 1 or sender == stage == 0
+        case wire.Learnt() | wire.Scores() | wire.Tokens():
+            return (sender, stage) == (last, 0)
+        case wire.Embedding():
+            return {sender, stage} == {0, last}
+        case wire.Lost() | wire.Failed() | wire.Acknowledge() | wire.Done():
+            return stage == 0
+        case _:
+            return sender == 0
+
+
+# The head.
+
+SCORES_PER_STAGE: Final = 2
+"""Micro-batches per stage that are under way in `score`: one is computed, one is in transit."""
+REFUSALS: Final = 3
+"""The crew ends when one stage refuses this many calls in a row, or one wave is lost this often."""
+SILENCE_FACTOR: Final = 4
+"""A call fails after this multiple of the longest time between two arrivals, see `Head`."""
+TOO_MUCH: Final = DEVICE_REASON
+"""Reason of a stage whose device cannot do a piece of work: smaller micro-batches may fit."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one update; means per trained token, None where no step was taken."""
+
+    refused: RefusalReason | None = None
+    """Why all stages dropped the step; None where all took it."""
+    divisible: bool = False
+    """For a dropped step: whether it can be taken in smaller micro-batches."""
+    loss: float | None = None
+    clip_fraction: float | None = None
+    entropy: float | None = None
+    grad_norm: float | None = None
+    effective: float | None = None
+    """Effective sample size ÷ sample size of the tokens' weights, in (0, 1]."""
+    rate_factor: float = 1.0
+    """See `rl.corrections`."""
+
+
+@dataclass
+class BatchState:
+    """Results of the micro-batches of the present `score` or `update`."""
+
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Micro-batch → completion tokens."""
+    divisible: bool = False
+    """Whether smaller micro-batches are possible."""
+    attempt: int = 0
+    """Of the update; 0 for scores."""
+    scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    learnt: dict[int, wire.Learnt] = field(default_factory=dict)
+    norms: dict[int, float] = field(default_factory=dict)
+    """Stage → squared norm that it acknowledged with."""
+    done: set[int] = field(default_factory=set)
+    """Stages that have taken the step."""
+    failed: RefusalReason | None = None
+
+
+class CannotScore(PeerError):
+    """Raised when a stage refuses to score. `too_much`: its device cannot compute so many tokens;
+    `divisible`: smaller micro-batches are possible."""
+
+    def __init__(self, reason: RefusalReason, divisible: bool) -> None:
+        super().__init__(f"the crew cannot score: {reason}")
+        self.too_much = reason == TOO_MUCH
+        self.divisible = self.too_much and divisible
+
+
+class Head(StageWorker):
+    """Stage 0 and scheduler of a crew. One of `generate`, `score` and `update` runs at a time.
+
+    Args:
+        seconds: a call fails when nothing arrives for `max(seconds, 4 × the longest time between
+            two arrivals)`.
+        step_seconds: a call fails when it takes longer.
+    """
+
+    def __init__(
+        self,
+        runtime: StageRuntime,
+        links: Links,
+        fence: Fence,
+        settings: CrewSettings,
+        compute: Compute = in_thread,
+        optimizer: StageOptimizer | None = None,
+        *,
+        seconds: float = 120.0,
+        step_seconds: float = math.inf,
+    ) -> None:
+        super().__init__(runtime, links, fence, settings, compute, optimizer)
+        self.open_waves: dict[bytes, Wave] = {}
+        self._seconds, self._call_seconds = seconds, step_seconds
+        self._longest = 0.0
+        """Longest time between two arrivals in a call."""
+        self._began = self._last = -math.inf
+        """The beginning of the call, and its last arrival; -inf between two calls."""
+        self._over: str | None = None
+        """Why the crew is over."""
+        self._changed = trio.Event()
+        self._number = self._parity = 0
+        """Number of the newest micro-batch or wave, which is never used twice; and its parity for
+        `update`."""
+        self._batch = BatchState()
+        self._attempt = 0
+        self._refusals: Counter[int] = Counter()
+        """Stage → calls that it refused since the last committed step."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the crew can still work."""
+        return self._over is None
+
+    async def generate(
+        self,
+        prompts: Sequence[list[int]],
+        num_generations: int,
+        max_tokens: int,
+        temperature: float,
+        top_p: float,
+        ends: frozenset[int],
+        rng: random.Random,
+    ) -> list[Wave]:
+        """Sample completions for each prompt.
+
+        Returns:
+            Waves that together hold the prompts in their order. A prompt whose completions exceed
+            one wave is in several waves, one behind the other.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+            ValueError: no wave can hold one completion.
+        """
+        self._batch = BatchState()
+        pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
+        draw = rng.getrandbits
+        waves = [
+            Wave([prompts[i] for i in piece], each, max_tokens, temperature, top_p, draw(63), ends)
+            for piece, each in pieces
+        ]
+        later, open_now = list(reversed(waves)), self.open_waves
+        try:
+            with self._call():
+                while later or open_now:
+                    while later and len(open_now) < self.stages:
+                        self._begin(later.pop())
+                    before = len(open_now)
+                    await self._until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
+        finally:
+            for session in list(open_now):
+                self._end_wave(session)
+        return waves
+
+    def _begin(self, wave: Wave) -> None:
+        """Start a wave, or restart it from the token ids that were drawn before."""
+        questions, codec = wave.questions(), self.settings.codec
+        about = strict.encode(questions)
+        session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
+        self.open_waves[session] = wave
+        rows = sum(questions.lengths)
+        frame = wire.Prefill(self.place, session, self.fingerprint, codec, rows, len(about))
+        self.links.send(0, frame, about)
+
+    def _take_tokens(self, frame: wire.Tokens, body: bytes) -> None:
+        """Take the next token of each completion and ask for the one after it."""
+        wave = self.open_waves.get(frame.session)
+        if wave is None:
+            return
+        if frame.rows != len(wave.live):
+            raise BadMessage("shape", "not a token for each completion that is left")
+        wave.took(*read_tokens(body, frame.rows, self.links.limits))
+        if not wave.live:
+            self._end_wave(frame.session)
+            return
+        codec, rows = self.settings.codec, len(wave.live)
+        step = wire.Decode(self.place, frame.session, self.fingerprint, codec, rows)
+        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
+
+    def _lost_wave(self, stage: int, frame: wire.Lost) -> None:
+        wave = self.open_waves.get(frame.session)
+        if wave is None:
+            return
+        self._end_wave(frame.session)
+        wave.lost += 1
+        if wave.lost >= REFUSALS:
+            self.set_fault(stage, f"lost a wave {REFUSALS} times: {frame.reason}")
+        self._begin(wave)
+
+    def _end_wave(self, session: bytes) -> None:
+        self.open_waves.pop(session, None)
+        self._broadcast(wire.Drop(self.place, session))
+
+    def _next_number(self) -> int:
+        self._number += 1
+        return self._number
+
+    async def score(
+        self,
+        rows: Sequence[tuple[list[int], list[int]]],
+        temperature: float,
+        tokens: int | None = None,
+    ) -> list[tuple[list[float], list[float]]]:
+        """Score the completion tokens of each (prompt, completion).
+
+        Args:
+            tokens: of a micro-batch, padded; by default as many as the crew allows.
+
+        Returns:
+            (log-probabilities, entropies) for each row.
+
+        Raises:
+            CannotScore: a stage refused.
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+        """
+        lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
+        pieces = {
+            self._next_number(): piece
+            for piece in micro_batches(lengths, most if tokens is None else min(tokens, most))
+        }
+        tokens_of = {
+            number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()
+        }
+        divisible = _half(pieces.values(), lengths) is not None
+        batch = self._batch = BatchState(tokens_of, divisible)
+        with self._call():
+            for begun, (number, piece) in enumerate(pieces.items()):
+                room = begun - SCORES_PER_STAGE * self.stages
+                await self._until(lambda room=room: len(batch.scores) > room)  # type: ignore[misc]
+                if batch.failed is not None:
+                    break
+                self._submit(number, "score", describe([rows[i] for i in piece], temperature))
+            await self._until(lambda: len(batch.scores) == len(pieces))
+        if batch.failed is not None:
+            raise CannotScore(batch.failed, batch.divisible)
+        out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
+        for number, piece in pieces.items():
+            (logprobs, entropies), at = batch.scores[number], 0
+            for i in piece:
+                size = len(rows[i][1])
+                out[i] = (logprobs[at : at + size], entropies[at : at + size])
+                at += size
+        return out
+
+    async def update(
+        self, rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float, learning_rate: float
+    ) -> StepResult:
+        """Take one optimizer step in all stages, or in none.
+
+        Args:
+            normalizer: of the whole batch, including rows that are not here.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired. After the commit was sent, some stages may have taken
+                the step.
+            ValueError: too many micro-batches.
+        """
+        lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
+        tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
+        groups = [row.group for row in rows]
+        cuts = micro_batches(lengths, tokens, groups)
+        if len(cuts) > wire.MICRO_BATCHES:
+            raise ValueError(f"{len(cuts)} micro-batches in one step, at most {wire.MICRO_BATCHES}")
+        pieces = {self._next_alternating(): [rows[i] for i in piece] for piece in cuts}
+        tokens_of = {
+            number: sum(len(row.completion_ids) for row in piece)
+            for number, piece in pieces.items()
+        }
+        halves = _half(cuts, lengths, groups)
+        divisible = halves is not None and len(halves) <= wire.MICRO_BATCHES
+        self._attempt += 1
+        batch = self._batch = BatchState(tokens_of, divisible, self._attempt)
+        with self._call():
+            try:
+                self._broadcast(wire.ProposeStep(self.place, batch.attempt, tuple(sorted(pieces))))
+                for number, piece in pieces.items():
+                    texts = [(row.prompt_ids, row.completion_ids) for row in piece]
+                    loss = describe_loss(piece, cfg, normalizer)
+                    self._submit(number, "learn", describe(texts, cfg.temperature, loss))
+                await self._until(lambda: len(batch.norms) == self.stages)
+            finally:
+                if batch.failed is not None or len(batch.norms) < self.stages:
+                    self._broadcast(wire.Abort(self.place, batch.attempt))
+            if batch.failed is not None:
+                return StepResult(refused=batch.failed, divisible=batch.divisible)
+            sums = list(batch.learnt.values())
+            count = sum(one.tokens for one in sums)
+            effective = effective_share(
+                sum(one.weights for one in sums), sum(one.squares for one in sums), count
+            )
+            factor = rate_factor(cfg.options, effective)
+            norm = math.sqrt(sum(batch.norms.values()))
+            clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            rate = float(learning_rate * factor)
+            self._broadcast(wire.Commit(self.place, batch.attempt, norm, clip, rate))
+            await self._until(lambda: len(batch.done) == self.stages)
+        self._refusals.clear()
+        return StepResult(
+            loss=sum(one.loss for one in sums),
+            clip_fraction=sum(one.clipped for one in sums) / max(count, 1.0),
+            entropy=sum(one.entropy for one in sums) / max(count, 1.0),
+            grad_norm=norm,
+            effective=effective,
+            rate_factor=factor,
+        )
+
+    def _next_alternating(self) -> int:
+        """Return alternately an odd and an even number, also across steps. In a swapped crew, odd
+        micro-batches take the swapped route."""
+        self._parity ^= 1
+        while self._next_number() % 2 != self._parity:
+            pass
+        return self._number
+
+    def _submit(self, number: int, purpose: wire.Purpose, work: MicroBatch) -> None:
+        about, codec = strict.encode(work), self.settings.codec
+        frame = wire.Forward(self.place, number, purpose, codec, work.rows, len(about))
+        self.links.send(0, frame, about)
+
+    def _broadcast(self, frame: Frame) -> None:
+        for stage in range(self.stages):
+            self.links.send(stage, frame)
+
+    @contextlib.contextmanager
+    def _call(self) -> Iterator[None]:
+        """Around one call of the training loop: an expired deadline ends the crew."""
+        self._began = self._last = trio.current_time()
+        try:
+            yield
+        except PeerTimeout as error:
+            self.set_fault(None, str(error))
+            raise
+        finally:
+            self._last = -math.inf
+
+    async def _until(self, true: Callable[[], bool]) -> None:
+        """Wait until `true()`, or until a stage refuses the call.
+
+        Silence counts from the last arrival, or from when the own stage began to wait.
+
+        Raises:
+            PeerError: the crew is over.
+            PeerTimeout: a deadline expired.
+        """
+        while self._batch.failed is None and not true():
+            if self._over is not None:
+                raise PeerError(self._over)
+            silence = max(self._seconds, SILENCE_FACTOR * self._longest)
+            call_ends = self._began + self._call_seconds
+            self._changed = trio.Event()
+            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
+                await self._changed.wait()
+            if not scope.cancelled_caught:
+                continue
+            now = trio.current_time()
+            if now >= call_ends:
+                raise PeerTimeout(f"a call took longer than {self._call_seconds:.0f} s")
+            self._last = max(self._last, min(self.links.inbox.idle_since, now))
+            if now >= self._last + silence:
+                raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
+
+    async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
+        now, batch = trio.current_time(), self._batch
+        if self._last > -math.inf:
+            self._longest = max(self._longest, now - self._last)
+        self._last = now
+        match frame:
+            case wire.Tokens():
+                self._take_tokens(frame, body)
+            case wire.Lost():
+                self._lost_wave(sender, frame)
+            case wire.Learnt() | wire.Scores() | wire.Failed() if (
+                frame.micro_batch not in batch.tokens
+            ):
+                return  # of a call that has ended
+            case wire.Learnt():
+                batch.learnt[frame.micro_batch] = frame
+            case wire.Scores():
+                if frame.rows != batch.tokens[frame.micro_batch]:
+                    raise BadMessage("shape", "not a score for each token")
+                batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
+            case wire.Failed():
+                self._refused(sender, frame.reason)
+            case wire.Acknowledge() | wire.Done() if frame.attempt != batch.attempt:
+                return  # of an attempt that has ended
+            case wire.Acknowledge() if frame.refused is not None:
+                self._refused(sender, frame.refused)
+            case wire.Acknowledge():
+                if sender == self.stages - 1 and len(batch.learnt) < len(batch.tokens):
+                    raise BadMessage("bounds", "acknowledged before all losses were sent")
+                batch.norms[sender] = frame.squared_norm
+            case wire.Done():
+                batch.done.add(sender)
+            case _:
+                await super().handle(sender, frame, body)
+        self._changed.set()
+
+    def _refused(self, stage: int, reason: RefusalReason) -> None:
+        """Record that `stage` refused the current call.
+
+        A stage's refusal counts once per call, and not at all if the caller can retry with smaller
+        micro-batches. It is ignored once all stages have acknowledged.
+        """
+        batch = self._batch
+        if batch.failed is not None or len(batch.norms) == self.stages:
+            return
+        batch.failed = reason
+        if reason == TOO_MUCH and batch.divisible:
+            return
+        self._refusals[stage] += 1
+        if self._refusals[stage] >= REFUSALS:
+            self.set_fault(stage, f"refused {REFUSALS} times in a row: {reason}")
+
+    def set_fault(self, stage: int | None, reason: str) -> None:
+        super().set_fault(stage, reason)
+        self._end(f"stage {stage}: {reason}" if stage is not None else reason)
+
+    def gone(self, stage: int, reason: str) -> None:
+        super().gone(stage, reason)
+        self._end(f"stage {stage} is gone: {reason}")
+
+    def _end(self, why: str) -> None:
+        self._over = self._over or why
+        self._changed.set()
+
+
+def _half(
+    batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
+) -> list[list[int]] | None:
+    """Return micro-batches with half the tokens of the largest; None when that is one row, which
+    cannot be halved."""
+    largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
+    return (
+        micro_batches(lengths, largest // 2, groups) if largest > max(lengths, default=0) else None
+    )
+
+
+# The head's record of generation: the token ids of each wave. From them a wave restarts when a
+# stage has lost its caches.
+
+
+@dataclass
+class Wave:
+    """`num_generations` completions for each prompt; completion i belongs to prompt
+    i // num_generations."""
+
+    prompts: list[list[int]]
+    num_generations: int
+    max_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+    ends: frozenset[int]
+    """Token ids that end a completion."""
+    lost: int = 0
+    """How often this wave was lost and restarted."""
+
+    def __post_init__(self) -> None:
+        total = len(self.prompts) * self.num_generations
+        self.ids: list[list[int]] = [[] for _ in range(total)]
+        self.logprobs: list[list[float]] = [[] for _ in range(total)]
+        self.live = list(range(total))
+        """Unfinished completions, ascending. All have equally many tokens."""
+
+    def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append one token to each of `live`. Raises ValueError when there are not as many."""
+        for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
+            self.ids[name].append(token)
+            self.logprobs[name].append(logprob)
+        self.live = [
+            n
+            for n in self.live
+            if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens
+        ]
+
+    def latest(self) -> list[int]:
+        """Return the tokens (live,) that the next step runs."""
+        return [self.ids[name][-1] for name in self.live]
+
+    def questions(self) -> Questions:
+        """Return the description that starts the wave. In a restart, every completion so far is
+        part of a prompt of its own."""
+        position = len(self.ids[self.live[0]])
+        so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
+        prompts = so_far if position else self.prompts
+        return Questions(
+            lengths=tuple(map(len, prompts)),
+            ids=pack_ids([i for prompt in prompts for i in prompt]),
+            num_generations=1 if position else self.num_generations,
+            names=tuple(self.live),
+            total=len(self.ids),
+            position=position,
+            max_tokens=self.max_tokens,
+            temperature=float(self.temperature),
+            top_p=float(self.top_p),
+            seed=self.seed,
+        )
+
+
+def cut(
+    prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
+) -> list[tuple[list[int], int]]:
+    """Cut prompts into at least `min(waves, prompts)` waves of at most `tokens` padded tokens.
+
+    The completions of a prompt that exceed one wave are in several, one behind the other.
+
+    Returns:
+        (indices of `prompts`, completions of each) for each wave.
+
+    Raises:
+        ValueError: one completion alone exceeds a wave.
+    """
+    size = -(-len(prompts) // waves)
+    out: list[tuple[list[int], int]] = []
+    longest = 0
+    for index, prompt in enumerate(prompts):
+        longest = max(longest, len(prompt))
+        fits = tokens // (len(prompt) + max_tokens)
+        if not fits:
+            raise ValueError(
+                f"a wave holds {tokens} tokens, and one completion needs {len(prompt) + max_tokens}"
+            )
+        if fits < num_generations:
+            out += [
+                ([index], min(fits, num_generations - done))
+                for done in range(0, num_generations, fits)
+            ]
+            longest = tokens  # no other prompt joins this wave
+        elif (
+            out
+            and len(out[-1][0]) < size
+            and (len(out[-1][0]) + 1) * num_generations * (longest + max_tokens) <= tokens
+        ):
+            out[-1][0].append(index)
+        else:
+            out.append(([index], num_generations))
+            longest = len(prompt)
+    return out
+
+
+# 1F1B (PipeDream-Flush, arXiv 2104.04473 §2.2.1) with twice the paper's limit of micro-batches in
+# flight. A stage runs a backward whenever it can. It runs a forward only while fewer than
+# 2 × (stages − its index) of its micro-batches wait for their gradient. Transfers between homes
+# take about as long as the computation, so with the paper's limit a stage would idle until
+# gradients arrive. In a swapped crew only stage 0 has the limit: limits at both ends would
+# deadlock.
+
+Visit = tuple[int, int]
+"""(micro-batch, which hop of its route)."""
+Work = tuple[Literal["forward", "backward", "learn"], Visit]
+"""`learn` is the last stage's forward, loss and backward in one."""
+Limit = Literal["counted", "free", "learn"]
+"""How the limit of micro-batches in flight applies to a forward. `counted`: it waits and counts;
+`free`: neither; `learn`: the last stage's, which never waits for a gradient."""
+
+ROOM: Final = 2
+"""Multiple of the paper's limit of micro-batches in flight."""
+MOST_FORWARDS: Final = 32
+"""Upper bound on that limit. The next stage bounds the micro-batches that it stores, leftovers of
+an aborted attempt included (`limits.STAGE_WAITING`)."""
+
+
+class Schedule:
+    """Order of one stage's forwards and backwards. A micro-batch that visits a stage twice is two
+    visits."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.waiting: deque[tuple[Visit, Limit]] = deque()
+        """Forwards that arrived and have not run."""
+        self.in_flight: dict[Visit, Limit] = {}
+        """Visits that wait for their gradient."""
+        self._room = max(stages - stage, min(ROOM * (stages - stage), MOST_FORWARDS))
+        self._backwards: deque[Visit] = deque()
+        self._seen: set[Visit] = set()
+
+    def forward_arrived(self, micro_batch: Visit, limit: Limit) -> bool:
+        """Return False, and change nothing, if it arrived before in this step."""
+        if micro_batch in self._seen:
+            return False
+        self._seen.add(micro_batch)
+        self.waiting.append((micro_batch, limit))
+        return True
+
+    def backward_arrived(self, micro_batch: Visit) -> bool:
+        """Return False, and change nothing, if no such visit waits for its gradient."""
+        if micro_batch not in self.in_flight or micro_batch in self._backwards:
+            return False
+        self._backwards.append(micro_batch)
+        return True
+
+    def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
+        """Return the next piece of work and count it as done; None if all wait.
+
+        Args:
+            blocked: whether the next link of a visit has no room. It stops forwards only.
+        """
+        if self._backwards:
+            micro_batch = self._backwards.popleft()
+            del self.in_flight[micro_batch]
+            return "backward", micro_batch
+        ready = next(self._may_begin(blocked), None)
+        if ready is None:
+            return None
+        self.waiting.remove(ready)
+        micro_batch, limit = ready
+        if limit == "learn":
+            return "learn", micro_batch
+        self.in_flight[micro_batch] = limit
+        return "forward", micro_batch
+
+    def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
+        """Return the number of pieces of work that `next` would return. From any thread."""
+        return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
+
+    def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
+        full = sum(limit == "counted" for limit in list(self.in_flight.values())) >= self._room
+        for micro_batch, limit in list(self.waiting):
+            if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
+                yield micro_batch, limit
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.waiting.clear()
+        self._backwards.clear()
+        self.in_flight.clear()
+        self._seen.clear()
+
+
+KEPT = limits.STAGE_WAITING
+"""Most micro-batches from other stages that are stored at a time, leftovers of an aborted attempt
+included. A schedule has at most `max(32, stages)` in flight."""
+
+
+@dataclass
+class Kept:
+    """A micro-batch that waits for its gradient. Only its input is stored: the backward computes
+    the forward again."""
+
+    route: Route
+    hop: int
+    """Index of this visit in the route."""
+    work: MicroBatch
+    about: bytes
+    batch: Batch
+    x: torch.Tensor | None
+    gradient: torch.Tensor | None = None
+
+
+class MicroBatches:
+    """A stage's part in training and scoring: forward, backward, and on to the next stage.
+
+    Raises:
+        Refused: swapped stages with fewer than four stages, or with an adapter.
+    """
+
+    def __init__(self, worker: StageWorker) -> None:
+        if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
+            raise Refused("swapped stages cannot train an adapter: set stages.recovery to copies")
+        self.schedule = Schedule(worker.index, worker.stages)
+        self.kept: dict[tuple[int, int], Kept] = {}
+        self._early: list[Arrival] = []
+        """Forwards that came before their proposal, which takes another stream."""
+        self._worker = worker
+        self.routes = Routes(worker.stages, worker.settings.swapped)
+
+    def take_early(self) -> list[Arrival]:
+        """Return the forwards that came before the proposal, to be handled again now."""
+        early, self._early = self._early, []
+        return early
+
+    async def forward(self, sender: int, frame: wire.Forward, body: bytes) -> None:
+        """Schedule it, or score it at once. Raises BadMessage, ValueError."""
+        worker = self._worker
+        about = body[: frame.about]
+        waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
+        if sender != worker.index and waiting >= KEPT:
+            raise BadMessage("bounds", "more micro-batches than are ever in flight")
+        if frame.purpose == "learn" and not worker.participant.may_accumulate(frame.micro_batch):
+            if frame.micro_batch > worker.participant.newest:
+                self._early.append(Arrival(sender, frame, body))
+            return  # otherwise of an attempt that has ended
+        work = read_micro_batch(about, frame.rows, worker.links.limits, frame.purpose)
+        route = self.routes.of(frame.micro_batch, frame.purpose)
+        hop = arriving(route, sender, worker.index)
+        assert hop is not None, "see `sends`"
+        x = None if hop == 0 else worker.activations(body[frame.about :], frame.rows, frame.codec)
+        kept = Kept(route, hop, work, about, batch_of(work, worker.runtime.device), x)
+        if frame.purpose == "score":
+            await self._score(frame.micro_batch, kept)
+        elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(kept)):
+            self.kept[frame.micro_batch, hop] = kept
+            for observer in worker.observers:
+                observer.received(frame.micro_batch, about, sender, body[frame.about :])
+
+    def backward(self, sender: int, frame: wire.Backward, body: bytes) -> None:
+        """Take the gradient of activations that this stage sent. Raises BadMessage."""
+        worker = self._worker
+        hop = returning(self.routes.of(frame.micro_batch), sender, worker.index)
+        assert hop is not None, "see `sends`"
+        kept = self.kept.get((frame.micro_batch, hop))
+        if kept is None:
+            return  # of an attempt that has ended
+        if kept.work.rows != frame.rows:
+            raise BadMessage("shape", f"a gradient of {frame.rows} rows for {kept.work.rows}")
+        if frame.codec != gradient_codec(worker.settings.codec):
+            raise BadMessage("schema", f"a gradient in {frame.codec}")
+        gradient = decode(body, frame.rows, worker.runtime.hidden_size, frame.codec)
+        if self.schedule.backward_arrived((frame.micro_batch, hop)):
+            kept.gradient = gradient.to(worker.runtime.device)
+
+    def next(self) -> Work | None:
+        """Return the next work to `do` whose result has room."""
+        return self.schedule.next(self._blocked)
+
+    def ready(self) -> int:
+        """Return the number of pieces of work that could be done now. From any thread."""
+        return self.schedule.ready(self._blocked)
+
+    def _blocked(self, key: tuple[int, int]) -> bool:
+        kept = self.kept.get(key)
+        return kept is not None and self._worker.links.full(kept.route[kept.hop + 1].stage)
+
+    def _limit(self, kept: Kept) -> Limit:
+        if kept.hop == len(kept.route) - 1:
+            return "learn"
+        return "free" if self._worker.settings.swapped and kept.hop > 0 else "counted"
+
+    async def do(self, work: Work) -> None:
+        kind, (micro_batch, hop) = work
+        worker, kept = self._worker, self.kept[micro_batch, hop]
+        part = kept.route[hop].part
+        refuse = lambda reason: worker.links.send(0, wire.Failed(worker.place, micro_batch, reason))
+        with worker.refusing(refuse):
+            if kind == "forward":
+                y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x, part))
+                self._pass_on(micro_batch, kept, "learn", y)
+                return
+            if kind == "learn":
+                sums: list[float] = []
+                gradient = await worker.compute(lambda: self._learn(micro_batch, kept, sums))
+            else:
+                entering = kept.gradient
+                assert entering is not None, "see `Schedule`"
+                gradient = await worker.compute(
+                    lambda: worker.runtime.backward(kept.batch, kept.x, entering, part)
+                )
+            del self.kept[micro_batch, hop]
+            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == worker.index):
+                worker.participant.accumulated(micro_batch)
+            if kind == "learn":  # before the acknowledgement
+                worker.links.send(0, wire.Learnt(worker.place, micro_batch, *sums))
+            if hop > 0:
+                assert gradient is not None
+                codec = gradient_codec(worker.settings.codec)
+                frame = wire.Backward(worker.place, micro_batch, codec, kept.work.rows)
+                worker.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
+
+    def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
+        worker = self._worker
+
+        def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+            value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
+            sums.extend(parts)
+            for observer in worker.observers:
+                observer.learnt(
+                    micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu()
+                )
+            return value
+
+        return worker.runtime.learn(
+            kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part
+        )
+
+    async def _score(self, micro_batch: int, kept: Kept) -> None:
+        worker = self._worker
+        if not worker.runtime.spec.has_head:
+            y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x))
+            self._pass_on(micro_batch, kept, "score", y)
+            return
+        scores = await worker.compute(
+            lambda: worker.runtime.score(kept.batch, kept.x, kept.work.temperature)
+        )
+        mask = kept.batch.completion_mask
+        body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
+        worker.links.send(0, wire.Scores(worker.place, micro_batch, int(mask.sum())), body)
+
+    def _pass_on(
+        self, micro_batch: int, kept: Kept, purpose: wire.Purpose, y: torch.Tensor
+    ) -> None:
+        worker = self._worker
+        frame = wire.Forward(
+            worker.place,
+            micro_batch,
+            purpose,
+            worker.settings.codec,
+            kept.work.rows,
+            len(kept.about),
+        )
+        body, receiver = encode(y, worker.settings.codec), kept.route[kept.hop + 1].stage
+        worker.links.send(receiver, frame, kept.about + body)
+        for observer in worker.observers if purpose == "learn" else ():
+            observer.sent(micro_batch, receiver, body)
+
+    def clear(self) -> None:
+        self.schedule.clear()
+        self.kept.clear()
+
+
+class Decoding:
+    """A stage's part in generation: open waves, a prefill, then one token at a time. The last stage
+    samples."""
+
+    def __init__(self, worker: StageWorker) -> None:
+        self._worker = worker
+        self._waves: dict[bytes, Questions] = {}
+        self._drawn: dict[bytes, int] = {}
+        """Session → tokens of each completion so far."""
+
+    async def prefill(self, frame: wire.Prefill, body: bytes) -> None:
+        """Raises BadMessage, ValueError."""
+        worker, runtime = self._worker, self._worker.runtime
+        about = body[: frame.about]
+        questions = read_questions(about, frame.rows, worker.links.limits)
+        if frame.fingerprint != worker.fingerprint:
+            raise BadMessage("fingerprint", "a wave of another policy")
+        if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
+            raise BadMessage("bounds", "more waves than are ever open")
+        x = (
+            None
+            if worker.index == 0
+            else worker.activations(body[frame.about :], frame.rows, frame.codec)
+        )
+        prompts = prompts_of(questions, runtime.device)
+        self._waves[frame.session] = questions
+        self._drawn[frame.session] = questions.position
+        y = await worker.compute(
+            lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x)
+        )
+        if runtime.spec.has_head:
+            self._draw(
+                frame.session,
+                list(questions.names),
+                y.repeat_interleave(questions.num_generations, 0),
+            )
+            return
+        passed = wire.Prefill(
+            worker.place,
+            frame.session,
+            frame.fingerprint,
+            worker.settings.codec,
+            frame.rows,
+            frame.about,
+        )
+        worker.links.send(worker.index + 1, passed, about + encode(y, worker.settings.codec))
+
+    async def decode(self, frame: wire.Decode, body: bytes) -> None:
+        """Raises BadMessage, ValueError."""
+        worker, runtime = self._worker, self._worker.runtime
+        names = unpack_ids(body[: 4 * frame.rows]).tolist()
+        rest = body[4 * frame.rows :]
+        wave = self._waves.get(frame.session)
+        if wave is None:
+            raise BadMessage("session", "not open here")
+        if self._drawn[frame.session] + 1 >= wave.max_tokens:
+            raise BadMessage("rows", "the wave has all its tokens")
+        ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
+        x = ids() if worker.index == 0 else worker.activations(rest, frame.rows, frame.codec)
+        y = await worker.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
+        self._drawn[frame.session] += 1
+        if runtime.spec.has_head:
+            self._draw(frame.session, names, y)
+            return
+        passed = wire.Decode(
+            worker.place, frame.session, frame.fingerprint, worker.settings.codec, frame.rows
+        )
+        worker.links.send(
+            worker.index + 1, passed, body[: 4 * frame.rows] + encode(y, worker.settings.codec)
+        )
+
+    def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
+        """Last stage: draw a token for each of `names` from logits (n, V). The draw of a completion
+        at a position does not depend on the other completions."""
+        wave, position = self._waves[session], self._drawn[session]
+        key = hashlib.blake2b(
+            wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
+        ).digest()
+        generator = torch.Generator(logits.device).manual_seed(int.from_bytes(key, "big") >> 1)
+        every = logits.new_zeros(wave.total, logits.shape[1])
+        every[names] = logits
+        token, logprob = sample(every, wave.temperature, wave.top_p, generator)
+        body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
+        self._worker.links.send(0, wire.Tokens(self._worker.place, session, len(names)), body)
+
+    def forget(self, session: bytes) -> None:
+        self._waves.pop(session, None)
+        self._drawn.pop(session, None)
+        self._worker.runtime.sessions.drop(session)
+
+    def clear(self) -> None:
+        self._waves.clear()
+        self._drawn.clear()
+        self._worker.runtime.sessions.clear()
+
+
+class TiedEmbedding:
+    """Exchange of a tied embedding's gradient, for one attempt at a time.
+
+    The gradient is the sum of a term from the first stage and a term from the last. Each sends its
+    term to the other in float32.
+    """
+
+    def __init__(self, worker: StageWorker) -> None:
+        self._worker = worker
+        self._theirs: torch.Tensor | None = None
+        """The other end's term, as far as it has arrived."""
+        self._rows = 0
+        """Rows of it that have arrived."""
+        self._left: tuple[int, torch.Tensor, int] | None = None
+        """(attempt, own term, next row to send)."""
+        self.begun = False
+        """Whether sending the own term has started."""
+
+    @property
+    def other_end(self) -> int:
+        return self._worker.stages - 1 if self._worker.index == 0 else 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether a part of the own term is left to send and the link is not full."""
+        return self._left is not None and not self._worker.links.full(self.other_end)
+
+    def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
+        """Start to send the own term, one part at a time.
+
+        Raises:
+            ValueError: the gradient is not finite.
+        """
+        gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
+        if not bool(torch.isfinite(gradient).all()):
+            raise ValueError("the embedding's gradient is not finite")
+        self._left, self.begun = (attempt, gradient, 0), True
+
+    def send_part(self) -> None:
+        assert self._left is not None
+        attempt, gradient, first = self._left
+        self._left = None
+        worker = self._worker
+        part = gradient[first : first + worker.links.limits.tokens].float()
+        body, after = encode(part, "float32"), first + len(part)
+        worker.links.send(
+            self.other_end, wire.Embedding(worker.place, attempt, first, len(part)), body
+        )
+        self._left = (attempt, gradient, after) if after < len(gradient) else None
+
+    def take_part(self, frame: wire.Embedding, body: bytes) -> None:
+        """Take the next rows of the other end's term. Raises BadMessage."""
+        shared = self._worker.runtime.embedding()
+        assert shared is not None
+        if frame.first != self._rows:
+            raise BadMessage("bounds", f"row {frame.first} of an embedding after {self._rows}")
+        if self._theirs is None:
+            self._theirs = torch.zeros(shared.shape)
+        self._rows += frame.rows
+        self._theirs[frame.first : self._rows] = decode(
+            body, frame.rows, self._worker.runtime.hidden_size, "float32"
+        )
+
+    def add(self, shared: torch.nn.Parameter) -> bool:
+        """Add the other end's term to the own gradient. Return False until all of it has
+        arrived."""
+        if not self.begun or self._theirs is None or self._rows < len(shared):
+            return False
+        theirs = self._theirs.to(shared.device, shared.dtype)
+        shared.grad = theirs if shared.grad is None else shared.grad + theirs
+        self._theirs = None
+        return True
+
+    def clear(self) -> None:
+        self._theirs = self._left = None
+        self._rows, self.begun = 0, False
+
+
+# Frames over streams: one duplex stream to each other stage.
+#
+# A link is the stream to one other stage and its queue. `send` never waits: it queues the frame,
+# and one task per link writes. While a link is `full`, no forward, score or wave starts over it,
+# and no part of an embedding is sent. Gradients, tokens and the commit are always queued, so two
+# stages never wait for each other. Streams are not read while too many frames wait.
+
+INBOX: Final = 64
+"""Most frames of other stages that wait to be handled."""
+INBOX_BYTES: Final = 64 * 2**20
+"""Most bytes of their bodies, plus one frame of each other stage."""
+OUTBOX: Final = 4096
+"""Most frames queued for one stage, far more than a crew has in flight. The stream to a stage whose
+queue is full is closed."""
+OUTBOX_BYTES: Final = 64 * 2**20
+"""A link is full while at least this many bytes are queued. Frames that are always queued may
+exceed it."""
+STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
+"""Reasons of a stream's end that are the other stage's fault. `truncated` is none: a process that
+dies in the middle of a frame leaves it so."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    sender: int
+    """Stage."""
+    frame: Frame | None
+    """None: the stream ended, for `reason`."""
+    body: bytes
+    reason: str = ""
+
+
+class Inbox:
+    """Arrivals that the worker has not handled yet, in order.
+
+    Args:
+        own: this node's stage, whose frames do not count towards the limits.
+    """
+
+    def __init__(self, own: int) -> None:
+        self.idle_since = math.inf
+        """When the worker started to wait; infinite while it works."""
+        self._own = own
+        self._arrivals: deque[Arrival] = deque()
+        self._frames = self._bytes = 0
+        """From other stages."""
+        self._paused = False
+        self._woken = trio.Event()
+        self._room = trio.Event()
+
+    def pause(self, paused: bool) -> None:
+        """Read no frames from the streams while `paused`: the crew is suspended."""
+        self._paused = paused
+        self._wake_readers()
+
+    async def room(self) -> None:
+        """Wait until another frame may be read."""
+        while self._paused or self._frames >= INBOX or self._bytes >= INBOX_BYTES:
+            await self._room.wait()
+
+    def put(self, arrival: Arrival) -> None:
+        self._count(arrival, 1)
+        self._arrivals.append(arrival)
+        self.wake()
+
+    def take(self) -> Arrival | None:
+        if not self._arrivals:
+            return None
+        arrival = self._arrivals.popleft()
+        self._count(arrival, -1)
+        self._wake_readers()
+        return arrival
+
+    def wake(self) -> None:
+        """End `wait`: something arrived, a link has room again, or the crew is over."""
+        self._woken.set()
+
+    async def wait(self) -> None:
+        self.idle_since = trio.current_time()
+        try:
+            await self._woken.wait()
+        finally:
+            self.idle_since = math.inf
+        self._woken = trio.Event()
+
+    def _wake_readers(self) -> None:
+        self._room.set()
+        self._room = trio.Event()
+
+    def _count(self, arrival: Arrival, sign: int) -> None:
+        if arrival.sender != self._own:
+            self._frames += sign
+            self._bytes += sign * len(arrival.body)
+
+
+class Links:
+    """Frames to and from all other stages. Frames to the own stage need no stream.
+
+    Args:
+        streams: stage → stream.
+    """
+
+    def __init__(
+        self, stage: int, streams: Mapping[int, trio.abc.Stream], limits: FrameLimits
+    ) -> None:
+        self.stage = stage
+        self.limits = limits
+        self._streams = dict(streams)
+        self.inbox = Inbox(stage)
+        self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
+        self.queued = dict.fromkeys(self._streams, 0)
+        """Open neighbour → bytes not sent yet."""
+        self.frames_received = 0
+        self.refused: Counter[str] = Counter()
+        """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
+
+    def full(self, stage: int) -> bool:
+        """Return True if no new work for `stage` may start. False for a stream that has ended,
+        which the inbox reports."""
+        return self.queued.get(stage, 0) >= OUTBOX_BYTES
+
+    def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
+        """Queue a frame. A frame for a stream that has ended is discarded. If the queue has too
+        many frames, the stream is closed."""
+        if stage == self.stage:
+            self.inbox.put(Arrival(stage, frame, body))
+            return
+        if stage not in self.queued:
+            return
+        data = headed.pack(frame, body)
+        try:
+            self._out[stage][0].send_nowait(data)
+        except trio.WouldBlock:
+            self._end(stage, "unread")
+        else:
+            self.queued[stage] += len(data)
+
+    async def run(self) -> None:
+        async with trio.open_nursery() as nursery:
+            for peer, stream in self._streams.items():
+                nursery.start_soon(self._read, peer, stream)
+                nursery.start_soon(self._write, peer, stream)
+
+    async def _read(self, peer: int, stream: trio.abc.Stream) -> None:
+        reason = "closed"
+        try:
+            while True:
+                await self.inbox.room()
+                got = await read_frame(stream, self.limits)
+                if got is None:
+                    break
+                self.frames_received += 1
+                self.inbox.put(Arrival(peer, *got))
+        except BadMessage as error:
+            reason = error.reason
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        self._end(peer, reason)
+
+    def _end(self, peer: int, reason: str) -> None:
+        """Report that the stream to `peer` has ended. Nothing waits for room on it any more."""
+        self.queued.pop(peer, None)
+        if reason != "closed":
+            self.refused[reason] += 1
+        self.inbox.put(Arrival(peer, None, b"", reason))
+
+    async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
+        try:
+            async for data in self._out[peer][1]:
+                for at in range(0, len(data), CHUNK_BYTES):
+                    part = data[at : at + CHUNK_BYTES]
+                    await stream.send_all(part)
+                    if peer not in self.queued:
+                        return
+                    was_full = self.full(peer)
+                    self.queued[peer] -= len(part)
+                    if was_full and not self.full(peer):
+                        self.inbox.wake()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            self._end(peer, "closed")

@@ -1,0 +1,227 @@
+"""The Python of protocol/04-stages.md against the vectors and against swarmnode."""
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from swarmnode.policy.quantised import quantise
+from swarmnode.rl.corrections import importance_weights
+from swarmnode.rl.objectives import Objective, policy_loss
+from swarmnode.stages import crew, recovery
+from swarmnode.stages.wire import Copy, Member, Participant, Record, Settings
+
+PROTOCOL = Path(__file__).parents[2] / "protocol"
+VECTORS = [
+    vector
+    for name in ("stages", "crews", "state")
+    for vector in json.loads((PROTOCOL / "vectors" / f"{name}.json").read_text())["vectors"]
+]
+
+
+@pytest.fixture(scope="module")
+def document():
+    said: dict = {}
+    text = (PROTOCOL / "04-stages.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(block, said)
+    return said
+
+
+def derived(kind):
+    found = [vector for vector in VECTORS if vector.get("derive") == kind]
+    assert found
+    return [(vector["input"], vector["output"], vector["name"]) for vector in found]
+
+
+def frames(*types):
+    """(header, length of the whole frame, value, what the crew's model gives) of valid frames."""
+    found = []
+    for vector in VECTORS:
+        if vector.get("read_as") == "stage_frame" and vector["verdict"] == "accept":
+            data = b"".join(bytes.fromhex(part) * times for part, times in vector["frame"])
+            value = vector["value"]
+            if not types or value["header"]["type"] in types:
+                found.append((value["header"], data, value, vector["given"]))
+    assert found
+    return found
+
+
+def unhexed(value, names):
+    return {k: bytes.fromhex(v) if k in names else v for k, v in value.items()}
+
+
+def test_crew_ids_are_those_of_the_vectors(document):
+    for given, output, name in derived("crew_id"):
+        record = unhexed(given["record"], ("lineage", "model", "nonce"))
+        assert document["crew_id"](msgpack.packb(record)).hex() == output, name
+
+
+def test_bodies_are_as_long_as_the_document_says(document):
+    for header, data, _, given in frames():
+        start = 4 + int.from_bytes(data[:4], "big")
+        assert len(data) == start + document["body_bytes"](header, given["hidden"]), header
+
+
+def test_descriptions_of_the_vectors_fit(document):
+    for kind, fits in (("forward", "micro_batch_fits"), ("prefill", "wave_fits")):
+        for header, _, value, given in frames(kind):
+            about, rows, tokens = value["about"], header["rows"], given["tokens"]
+            assert document[fits](about, rows, tokens)
+            assert not document[fits](about, rows + 1, tokens)
+            assert not document[fits](about, rows, 1)
+
+
+def test_the_fence_drops_what_the_vectors_say(document):
+    for given, output, name in derived("stage_fence"):
+        at, kind = given["crew"], "commit" if given["control"] else "forward"
+        place = (given["sender"], given["step"], kind, given["place"])
+        assert document["fence"](at["crew"], at["stages"], *place) == output, name
+
+
+def test_routes_are_those_of_the_vectors(document):
+    for given, output, name in derived("stage_route"):
+        assert [list(hop) for hop in document["route"](**given)] == output, name
+
+
+def test_fingerprints_are_those_of_the_vectors(document):
+    for given, output, name in derived("stage_fingerprint"):
+        crew_bytes, stage, step = given["place"]
+        place = (bytes.fromhex(crew_bytes), stage, step)
+        got = document["policy_fingerprint"](bytes.fromhex(given["base"]), place, given["codec"])
+        assert got.hex() == output, name
+
+
+def test_checkpoints_are_as_long_as_in_the_vectors(document):
+    for given, output, name in derived("state_bytes"):
+        assert document["state_bytes"](**given) == output, name
+
+
+def test_a_stage_answers_a_step_as_swarmnode_does(document):
+    """Random sequences of proposals, gradients, commits and aborts."""
+    rng = random.Random(7)
+    outcomes = set()
+    for _ in range(300):
+        theirs, ours = document["Participant"](5), Participant(5)
+        for _ in range(12):
+            kind = rng.choice(["propose", "accumulate", "accumulate", "commit", "abort"])
+            attempt = rng.randint(1, 4)
+            wanted = rng.sample(range(3), rng.randint(1, 3))
+            given = {"propose": (attempt, wanted), "accumulate": (rng.randint(0, 3),)}
+            answer = attempted(getattr(theirs, kind), *given.get(kind, (attempt,)))
+            if kind == "accumulate":
+                (micro_batch,) = given[kind]
+                if expected := ours.may_accumulate(micro_batch):
+                    ours.accumulated(micro_batch)
+            else:
+                expected = attempted(getattr(ours, kind), *given.get(kind, (attempt,)))
+            assert (answer == "refused") == (expected == "refused")
+            if kind == "accumulate":
+                assert answer == expected
+            assert (theirs.missing == set()) == (ours.complete or ours.prepared)
+            if ours.complete and rng.random() < 0.8:
+                theirs.prepared = ours.prepared = True
+            assert (theirs.step, theirs.attempt) == (ours.step, ours.attempt)
+            outcomes.add((kind, answer))
+    assert {("commit", None), ("abort", None), ("propose", "refused")} <= outcomes
+
+
+def attempted(call, *given):
+    try:
+        return call(*given)
+    except Exception:
+        return "refused"
+
+
+def test_a_node_keeps_its_steps_as_long_as_swarmnode_does(document):
+    seconds = set()
+    for step in (0, 3, 4, 5, 6, 9):
+        for lineage in (b"a" * 32, b"b" * 32):
+            for where in ("memory", "disk", "neighbour"):
+                record = Record(lineage, bytes(32), step, (Member("p", 1),), bytes(8))
+                copies = [Copy(b"a" * 32, 0, 2, 5, where), Copy(b"a" * 32, 0, 2, 2, "neighbour")]
+                given = [as_dict(copy) for copy in copies]
+                settings = Settings(lost_seconds=600.0)
+                got = document["keep_seconds"](given, {"lineage": lineage, "step": step})
+                assert got == crew.keep_seconds(copies, record, settings)
+                seconds.add(got)
+                assert document["is_exact"](given[0], step) == crew.is_exact(copies[0], step)
+    assert seconds == {0.0, 12.0, 600.0}
+
+
+def as_dict(copy):
+    return {name: getattr(copy, name) for name in copy.__struct_fields__}
+
+
+def test_strikes_exclude_for_twice_as_long_each_time(document):
+    seconds = [document["excluded_seconds"](count) for count in range(12)]
+    assert seconds[:4] == [0, 20, 40, 80]
+    assert seconds[-1] == crew.LONGEST_STRIKE_SECONDS
+
+
+@pytest.mark.parametrize("kind", ["dapo", "grpo", "gspo", "cispo", "dr_grpo"])
+@pytest.mark.parametrize("delta", [None, 2.0])
+def test_the_loss_is_that_of_the_trainer(document, kind, delta):
+    logprobs = -torch.rand(2, 5, generator=torch.Generator().manual_seed(1)) * 2
+    old = -torch.rand(2, 5, generator=torch.Generator().manual_seed(2)) * 2
+    weights = torch.tensor([[0.5, 1.0, 2.0, 1.0, 0.25], [1.0] * 5])
+    advantages = torch.tensor([0.7, -1.3])
+    objective = Objective(kind, epsilon=0.2, epsilon_high=0.3, delta=delta)
+    mask = torch.ones(2, 5)
+    ours = policy_loss(logprobs, old, advantages, mask, objective, 1.0, weights=weights).loss
+    given = {"loss_type": kind, "epsilon": 0.2, "epsilon_high": 0.3, "delta": delta}
+    got = sum(
+        document["completion_loss"](given, *row)
+        for row in zip(
+            advantages.tolist(),
+            (logprobs - old).exp().tolist(),
+            logprobs.tolist(),
+            weights.tolist(),
+            strict=True,
+        )
+    )
+    assert got == pytest.approx(float(ours), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_corrections_are_those_of_the_trainer(document, kind, level):
+    old = torch.tensor([[0.1, 1.2, -0.9, 0.4], [0.3, -0.1, 0.2, -3.0]])
+    sampler = torch.zeros(2, 4)
+    weights = importance_weights(old, sampler, torch.ones(2, 4), kind, level)
+    for row, ours in zip(old.tolist(), weights.tolist(), strict=True):
+        got = document["corrections"](kind, level, [math.exp(value) for value in row])
+        assert got == pytest.approx(ours, rel=1e-5)
+
+
+def test_checkfree_is_that_of_recovery(document):
+    left, right = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 4.0, 2.5])
+    for a, b in ((3.0, 1.0), (0.0, 0.0), (0.0, 2.0)):
+        before = recovery.Neighbour({"model.layers.0.x": left}, a)
+        after = recovery.Neighbour({"model.layers.0.x": right}, b)
+        spec = recovery.StageSpec(1, 3, 1, 2, False)
+        ours = recovery.average(before, after, spec)["model.layers.0.x"]
+        got = document["checkfree"]((left.tolist(), a), (right.tolist(), b))
+        assert got == pytest.approx(ours.tolist())
+
+
+def test_the_gate_measures_what_recovery_measures(document):
+    shifts = [0.1, -0.2, 0.03, 0.0]
+    verdict = recovery.verdict_of(np.array(shifts, np.float32))
+    assert document["gate"](shifts) == pytest.approx((verdict.kl, verdict.nll_rise), rel=1e-5)
+
+
+def test_the_scale_of_a_row_is_that_of_a_copy(document):
+    base = torch.tensor([[1.0, -0.5]])
+    (first,) = quantise(base, None)[1].tolist()
+    for factor in (0.5, 1.0, 1.003, 1.005, 2.0):
+        now = base * factor
+        (ours,) = quantise(now, torch.tensor([first]))[1].tolist()
+        got = document["row_scale"](first, float(now.abs().max()) / 127)
+        assert got == pytest.approx(ours, rel=1e-6)

@@ -1,0 +1,328 @@
+"""Crews in the deterministic simulator: the product's `StageService` over the simulated `p2p.api`,
+beside a trainer whose stage is a number.
+
+A step is committed member by member, a few milliseconds apart, and written to each member's disk: a
+kill in between leaves stages at n and n − 1. Neighbours' checkpoints are written every few steps.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import trio
+
+from swarmnode.config import StagesConfig
+from swarmnode.p2p.addresses import Address
+from swarmnode.stages import wire
+from swarmnode.stages.service import NodeCallbacks, StageService
+from swarmnode.stages.wire import Assigned, Capacity, Copy, ModelCost, Part
+from swarmnode.wire.envelope import peer_id
+from tests.support.sim import determinism
+from tests.support.sim.network import Medium, SimNetwork
+from tests.support.sim.node import key_of
+from tests.support.sim.wires import History, Timeline, Way, Wires
+
+STEP_SECONDS = 0.5
+CHECKPOINT_EVERY = 5
+CALL_SECONDS = 20.0
+"""The head gives a step up after so long."""
+
+
+class Trainer:
+    """One trainer process. `memory`: what it holds of its stage; None where it is untrained."""
+
+    def __init__(self, node: CrewNode) -> None:
+        self.node, self.rng = node, node.rng
+        self.pid = node.rng.getrandbits(30)
+        self.memory: Copy | None = None
+        self.assigned: Assigned | None = None
+        self.active = self.running = False
+        self.load = self.progress = 0
+        self.scope = trio.CancelScope()
+        self.inbox, self.said = trio.open_memory_channel[wire.ToTrainer](256)
+
+    async def run(self) -> None:
+        service = self.node.service
+        service.hello(self.pid)
+        self._offer()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._report)
+            try:
+                async for message in self.said:
+                    match message:
+                        case wire.Assigned():
+                            self._forget()
+                            self.assigned = message
+                            nursery.start_soon(self._work, message, self.scope)
+                        case wire.Resumed():
+                            self.running = True
+                        case wire.Suspended():
+                            self.running = False
+                        case wire.Released():
+                            self._forget()
+                            await trio.sleep(self.rng.uniform(0.0, 0.5))
+                            self._offer()
+            finally:
+                self.scope.cancel()
+
+    def _forget(self) -> None:
+        self.scope.cancel()
+        self.scope = trio.CancelScope()
+        self.assigned, self.active, self.running, self.load = None, False, False, 0
+
+    def _offer(self) -> None:
+        memory = [self.memory] if self.memory is not None else []
+        copies = (*memory, *self.node.disk.values())
+        if self.node.liar:
+            lineage = copies[0].lineage if copies else b"x" * 32
+            claims = (Copy(lineage, number, number + 1, 10**12, "disk") for number in range(4))
+            copies = (*copies, *claims)
+        cost = self.node.world.cost
+        self.node.service.receive(wire.Offering(bytes(32), Capacity(1.0, 1.0), cost, copies))
+
+    async def _report(self) -> None:
+        while True:
+            self.report()
+            await trio.sleep(1.0)
+
+    def report(self) -> None:
+        if (a := self.assigned) is not None:
+            step = self.memory.step if self.active and self.memory else a.step
+            phase: wire.StagePhase = "active" if self.active else "loading"
+            self.node.service.receive(
+                wire.StageStatus(a.crew, a.stage, phase, step, self.progress, load=self.load)
+            )
+
+    async def _work(self, assigned: Assigned, scope: trio.CancelScope) -> None:
+        with scope:
+            await trio.sleep(self.rng.uniform(0.1, 1.0))
+            self._restore(assigned)
+            self.active = True
+            self.report()
+            if assigned.stage == 0:
+                await self._lead(assigned)
+
+    def _restore(self, assigned: Assigned) -> None:
+        """From memory or disk at n or n − 1; else something older, which is counted."""
+        first = sum(assigned.layers[: assigned.stage])
+        block = first, first + assigned.layers[assigned.stage]
+        own = [self.memory, *(copy for copy in self.node.disk.values() if copy.where == "disk")]
+        exact = assigned.step == 0 or any(
+            copy is not None
+            and (copy.lineage, copy.layers) == (assigned.lineage, block)
+            and assigned.step - 1 <= copy.step <= assigned.step
+            for copy in own
+        )
+        self.node.world.restored(self.node, assigned, exact)
+        self.memory = Copy(assigned.lineage, *block, assigned.step, "memory")
+
+    async def _lead(self, assigned: Assigned) -> None:
+        """Propose, commit, member by member."""
+        world = self.node.world
+        while True:
+            peers = [world.by_peer[peer] for peer in assigned.members]
+            await trio.sleep(STEP_SECONDS * max(peer.slowness for peer in peers))
+            with trio.move_on_after(CALL_SECONDS):
+                while not (trainers := self._ready(peers, assigned)):  # noqa: ASYNC110
+                    await trio.sleep(0.2)
+                if not self.running:
+                    continue
+                for trainer in trainers:
+                    await trio.sleep(self.rng.uniform(0.0, 0.02))
+                    if trainer.assigned is assigned or (
+                        trainer.assigned is not None and trainer.assigned.crew == assigned.crew
+                    ):
+                        trainer.take()
+                continue
+            self.node.service.receive(wire.StageFault(assigned.crew, None, "a step took too long"))
+
+    def _ready(self, peers: list[CrewNode], assigned: Assigned) -> list[Trainer]:
+        """All members' trainers, the head's last; empty while one cannot work."""
+        found = []
+        for peer in reversed(peers):
+            trainer = peer.trainer
+            if trainer is None or trainer.assigned is None or peer.is_cut_from(self.node):
+                return []
+            if trainer.assigned.crew != assigned.crew or not trainer.running:
+                return []
+            trainer.load = 0
+            if peer.liar:
+                trainer.load = 1
+                return []
+            found.append(trainer)
+        return found
+
+    def take(self) -> None:
+        assert self.memory is not None
+        step = self.memory.step + 1
+        self.memory = Copy(self.memory.lineage, *self.memory.layers, step, "memory")
+        self.node.disk["own"] = Copy(self.memory.lineage, *self.memory.layers, step, "disk")
+        self.progress += 1
+        self.report()
+        self.node.world.took_step(self.node, self.memory)
+
+
+class CrewNode:
+    """A machine. `disk`: outlives its processes. `slowness`: of its steps. `liar`: claims every
+    stage at an absurd step, and keeps its work."""
+
+    def __init__(self, world: CrewWorld, name: str, number: int) -> None:
+        self.world, self.name = world, name
+        self.rng = random.Random(f"{world.seed} {name}")
+        key = key_of(world.seed, name)
+        self.peer = peer_id(key.public_key().public_bytes_raw())
+        self.address = Address("ip4", f"10.0.0.{number + 1}", 4000)
+        self.disk: dict[str, Copy] = {}
+        self.slowness, self.liar = 1.0, False
+        self.trainer: Trainer | None = None
+        self.network: SimNetwork | None = None
+        self.service: StageService
+        self._scope = trio.CancelScope()
+        self._ended = trio.Event()
+
+    @property
+    def state(self) -> str:
+        return self.service.statistics().crew.state if self.network is not None else "dead"
+
+    def is_cut_from(self, other: CrewNode) -> bool:
+        wires, here, there = self.world.wires, str(self.address), str(other.address)
+        return not (wires.passes(here, there) and wires.passes(there, here))
+
+    async def live(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
+        world, directory = self.world, self.world.directory / self.name
+        (directory / "run").mkdir(parents=True, exist_ok=True)
+        known = [(one.address, one.peer) for one in world.nodes[:2] if one is not self]
+        self._ended = trio.Event()
+        with trio.CancelScope() as self._scope:
+            async with trio.open_nursery() as nursery:
+                network = self.network = SimNetwork(
+                    world.medium, self.peer, self.address, b"s" * 32, directory, known,
+                    random.Random(self.rng.getrandbits(64)), nursery,
+                )  # fmt: skip
+                network.start()
+                self.service = StageService(
+                    network,
+                    StagesConfig(trust="anyone"),
+                    directory,
+                    NodeCallbacks(self._tell, lambda reason: None),
+                    settings=world.settings,
+                    rng=random.Random(self.rng.getrandbits(64)),
+                )
+                await nursery.start(self.service.run)
+                task_status.started()
+                self.trainer = Trainer(self)
+                await self.trainer.run()
+        self._ended.set()
+
+    def _tell(self, message: wire.ToTrainer) -> bool:
+        if self.trainer is None:
+            return False
+        self.trainer.inbox.send_nowait(message)
+        return True
+
+    async def kill(self, *, lose_disk: bool = False, silently: bool = False) -> None:
+        """As by SIGKILL of all processes, or (silently) by a power cut."""
+        if self.network is not None:
+            self.network.stop(silently=silently)
+            self.network = self.trainer = None
+            self._scope.cancel()
+            await self._ended.wait()
+        if lose_disk:
+            self.disk.clear()
+
+
+class CrewWorld:
+    """All nodes and what was seen of them. `inexact`: stages that were restored from something
+    old. `lost`: steps below which a lineage continued although they were taken."""
+
+    def __init__(self, seed: int, nodes: int, timeline: Timeline, directory: Path) -> None:
+        self.seed, self.directory = seed, directory
+        self.rng = random.Random(f"crews {seed}")
+        self.settings = wire.Settings(stages=4)
+        self.cost = ModelCost(Part(0, 0), (Part(1.0, 0.01),) * 4, Part(0, 0))
+        self.wires = Wires(
+            random.Random(f"wires {seed}"), timeline, lambda a, b: Way(0.02, 0.01, 1e6)
+        )
+        self.medium = Medium(self.wires, timeline, History())
+        self.nodes = [CrewNode(self, f"n{number}", number) for number in range(nodes)]
+        self.by_peer = {node.peer: node for node in self.nodes}
+        self.inexact = 0
+        self.newest: dict[bytes, int] = {}
+        self.lost: list[str] = []
+        self.steps_at: list[float] = []
+        """When the head of some crew took a step."""
+        self.nursery: trio.Nursery
+
+    def restored(self, node: CrewNode, assigned: Assigned, exact: bool) -> None:
+        self.inexact += not exact
+        newest = self.newest.get(assigned.lineage, 0)
+        if assigned.step < newest - 1:
+            self.lost.append(f"{node.name} continues at {assigned.step} instead of {newest}")
+
+    def took_step(self, node: CrewNode, copy: Copy) -> None:
+        self.newest[copy.lineage] = max(copy.step, self.newest.get(copy.lineage, 0))
+        if copy.first == 0:
+            self.steps_at.append(trio.current_time())
+        if copy.step % CHECKPOINT_EVERY == 0:
+            assigned = node.trainer.assigned if node.trainer is not None else None
+            if assigned is not None:
+                peers = assigned.members
+                keeper = self.by_peer[peers[(assigned.stage + 1) % len(peers)]]
+                kept = Copy(copy.lineage, *copy.layers, copy.step, "neighbour")
+                keeper.disk[f"of {assigned.stage}"] = kept
+
+    async def boot(self, *nodes: CrewNode) -> None:
+        for node in nodes:
+            await self.nursery.start(node.live)
+
+    def crew(self) -> list[CrewNode]:
+        """The members of a running crew, by stage; empty where there is none."""
+        for node in self.nodes:
+            if node.state == "running":
+                slots = node.service.statistics().crew.slots
+                return [self.by_peer[slot.peer] for slot in slots]
+        return []
+
+    async def next_step(self, within: float) -> float:
+        """Wait for the next committed step; return the seconds that it took."""
+        began, count = trio.current_time(), len(self.steps_at)
+        with trio.move_on_after(within):
+            while len(self.steps_at) == count:  # noqa: ASYNC110
+                await trio.sleep(0.05)
+            return trio.current_time() - began
+        raise AssertionError(f"no step for {within} s: {[node.state for node in self.nodes]}")
+
+    def cut(self, inside: list[CrewNode], is_cut: bool) -> None:
+        """Cut the ways between `inside` and all others, or repair them."""
+        for one in self.nodes:
+            for other in self.nodes:
+                if (one in inside) != (other in inside):
+                    self.wires.way(str(one.address), str(other.address)).cut = is_cut
+        self.wires.changed()
+
+
+def run(seed: int, nodes: int, story: Callable[[CrewWorld], Awaitable[None]]) -> CrewWorld:
+    """Run `story` in a world of this many nodes, all of them up."""
+    directory = Path(tempfile.mkdtemp(prefix="swarmnode-crews-"))
+    made: list[CrewWorld] = []
+
+    async def main(timeline: Timeline) -> None:
+        world = CrewWorld(seed, nodes, timeline, directory)
+        made.append(world)
+        async with trio.open_nursery() as world.nursery:
+            world.nursery.start_soon(timeline.run)
+            await world.boot(*world.nodes)
+            await story(world)
+            for node in world.nodes:
+                await node.kill()
+            world.nursery.cancel_scope.cancel()
+
+    try:
+        determinism.run(seed, main)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return made[0]

@@ -1,0 +1,103 @@
+"""Three stages and a spare, all whole nodes: a member does what no member should, and the crew
+continues without it. What it does is put into its trainer by tests/support/inside."""
+
+import os
+import signal
+
+import pytest
+
+from swarmnode.demo.nodes import DemoNode
+from swarmnode.policy.build_deep import write_deep_model
+from tests.support.chaos.crews import log_since, peer_of
+from tests.support.chaos.nodes import INSIDE, changed_environment
+from tests.support.whole_crew import WholeCrew, start, stop, trainer_of, until, whole_settings
+
+pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
+
+STAGES = 3
+BOUND_SECONDS = 300.0
+"""The head's deadline is 120 s without a word; then planners wait 12 s for a lost stage."""
+CASES = [
+    ("sends_nan", 1, "garbage: not_finite"),
+    ("sends_garbage", 2, "its stream had to end"),
+    ("runs_out_of_memory", 1, "refused 3 times in a row|lost a wave 3 times"),
+    ("stops", 2, "its trainer is gone|nothing arrived"),
+]
+
+
+class BadNode(DemoNode):
+    """A node whose trainer misbehaves as its file says."""
+
+    @property
+    def bad_file(self):
+        return self.directory / "bad"
+
+    def launch(self, *arguments):
+        with changed_environment(PYTHONPATH=f"{INSIDE}:{os.getcwd()}", BAD_FILE=str(self.bad_file)):
+            super().launch(*arguments)
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("crew")
+    model = write_deep_model(directory / "model", layers=6)
+    nodes = [
+        BadNode(
+            f"node{i}",
+            directory / f"node{i}",
+            whole_settings(model, i, STAGES, stages={"codec": "float32"}),
+        )
+        for i in range(STAGES + 1)
+    ]
+    crew = WholeCrew(nodes, [], STAGES)
+    try:
+        crew.address = start(nodes)
+        until(lambda: crew.at(6), crew.story)
+        yield crew
+    finally:
+        stop(nodes)
+
+
+def running_with_a_spare(crew):
+    """How a crew is that takes steps, while the fourth node offers itself."""
+
+    def well():
+        seen = crew.at(1)
+        return seen and all(view["offers"] for _, view in seen.values()) and seen
+
+    seen = until(well, crew.story)
+    return until(lambda: crew.at(seen[0][1]["step"] + 1) and well(), crew.story)
+
+
+@pytest.mark.parametrize(("what", "stage", "reason"), CASES)
+def test_the_crew_continues_without_a_member_that_misbehaves(crew, what, stage, reason):
+    seen = running_with_a_spare(crew)
+    node, former, step = seen[stage][0], seen[0][1]["id"], seen[0][1]["step"]
+    others = [one for one, _ in seen.values() if one is not node]
+    sizes = {one.name: one.log_file.stat().st_size for one in crew.nodes}
+    if what == "stops":
+        trainer_of(node).send_signal(signal.SIGSTOP)
+    else:
+        node.bad_file.write_text(what)
+    try:
+        after = until(lambda: crew.at(step + 1, former), crew.story, BOUND_SECONDS)
+        if what != "stops":  # that trainer is ended, and the one that starts may be back in time
+            assert node not in [one for one, _ in after.values()], crew.story()
+        lines = [line for one in others for line in log_since(one, sizes[one.name])]
+        continued = [line["step"] for line in lines if line.get("event") == "assigned"]
+        assert min(continued) >= step, "no step was lost"
+        peer = peer_of(node)
+        told = [line["event"] for line in lines if peer in str(line.get("event"))]
+        assert any(part in event for event in told for part in reason.split("|")), lines
+    finally:
+        node.bad_file.unlink(missing_ok=True)
+        if (trainer := trainer_of(node)) is not None:
+            trainer.kill()
+
+
+def test_a_member_that_is_twenty_times_slower_slows_the_crew_and_ends_nothing(crew):
+    seen = running_with_a_spare(crew)
+    node, former, step = seen[1][0], seen[0][1]["id"], seen[0][1]["step"]
+    node.bad_file.write_text("is_slow")
+    after = until(lambda: crew.at(step + 3), crew.story, BOUND_SECONDS)
+    assert after[0][1]["id"] == former

@@ -1,0 +1,592 @@
+"""What a stage that is slow, silent, short of memory, or sends garbage costs a crew: bounded time,
+one fault with the right stage, and no weight."""
+
+import contextlib
+import math
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+import torch
+import trio
+
+from swarmnode.config import TrainingConfig
+from swarmnode.errors import PeerError, PeerTimeout
+from swarmnode.stages import pipeline, wire
+from swarmnode.stages.model import encode
+from swarmnode.stages.pipeline import REFUSALS, CannotScore
+from swarmnode.wire.tensors import pack_ids
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
+
+SECONDS = 60.0
+CFG = TrainingConfig()
+NAN = b"\0\0\xc0\x7f"
+
+
+def weights(crew):
+    return torch.cat([p.detach().flatten() for m in crew.members for p in m.runtime.parameters()])
+
+
+async def learn(head, rows):
+    return await head.update(rows, CFG, 10.0, 1e-3)
+
+
+async def score(head, rows):
+    return await head.score([(row.prompt_ids, row.completion_ids) for row in rows], 1.0)
+
+
+async def sample(head, rows):
+    return await head.generate(HEADS, 2, 4, 1.0, 1.0, ENDS, random.Random(0))
+
+
+@contextlib.asynccontextmanager
+async def four(models, policy, kind="llama", layers=(1, 1, 1, 1), settings=EXACT, **keys):
+    """A crew of four and rows to learn from; no weight has moved in the end."""
+    _, rows = grpo(policy(kind))
+    keys = {"seconds": SECONDS, **keys}
+    async with crew_of(models[kind], list(layers), settings, **keys) as crew:
+        start = weights(crew)
+        yield crew, rows
+        await quiet()
+        assert torch.equal(weights(crew), start)
+        assert all(member.participant.step == 0 for member in crew.members)
+        assert all(p.grad is None for p in crew.head.runtime.parameters())
+        assert crew.head.fault is None or not crew.head.usable
+
+
+async def quiet(rounds=200):
+    """Until every frame on its way has been handled."""
+    for _ in range(rounds):
+        await trio.lowlevel.checkpoint()
+
+
+def ignores(member, kind):
+    """A member that takes such frames and does nothing with them."""
+    original = member.handle
+
+    async def handle(sender, frame, body):
+        if not isinstance(frame, kind):
+            await original(sender, frame, body)
+
+    member.handle = handle
+
+
+def withholds(member, kind):
+    """A member that does its work and does not send such frames."""
+    original = member.links.send
+    member.links.send = lambda stage, frame, body=b"": (
+        None if isinstance(frame, kind) else original(stage, frame, body)
+    )
+
+
+def changes(member, kind, change):
+    """A member that sends such frames as `change(frame, body)` returns them."""
+    original = member.links.send
+
+    def send(stage, frame, body=b""):
+        if stage != member.index and isinstance(frame, kind):
+            frame, body = change(frame, body)
+        original(stage, frame, body)
+
+    member.links.send = send
+
+
+@contextlib.contextmanager
+def fails(owner, name, error):
+    def raises(*_, **__):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, raises)
+        yield
+
+
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+# ---- deadlines -----------------------------------------------------------------------------------
+
+SILENT = [
+    (learn, ignores, wire.Forward),
+    (learn, ignores, wire.ProposeStep),
+    (learn, withholds, wire.Forward),
+    (learn, withholds, wire.Acknowledge),
+    (score, ignores, wire.Forward),
+    (score, withholds, (wire.Forward, wire.Scores)),
+    (sample, ignores, wire.Prefill),
+    (sample, ignores, wire.Decode),
+    (sample, withholds, (wire.Decode, wire.Tokens)),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "corrupt", "kind", "stage"),
+    [
+        (*case, stage)
+        for case in SILENT
+        for stage in (1, 3)
+        if (stage, case[1:]) != (3, (withholds, wire.Forward))
+    ],
+)
+async def test_a_silent_stage_costs_one_deadline_and_is_not_named(
+    models, policy, autojump_clock, call, corrupt, kind, stage
+):
+    async with four(models, policy) as (crew, rows):
+        corrupt(crew.members[stage], kind)
+        with pytest.raises(PeerTimeout):
+            await call(crew.head, rows)
+        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert trio.current_time() <= SECONDS + 1
+        with pytest.raises(PeerError, match="nothing arrived"):
+            await call(crew.head, rows)
+        await quiet()
+
+
+async def test_a_last_stage_that_keeps_its_half_of_a_tied_embedding_costs_one_deadline(
+    models, policy, autojump_clock
+):
+    async with four(models, policy, "llama-tied") as (crew, rows):
+        withholds(crew.members[3], wire.Embedding)
+        with pytest.raises(PeerTimeout):
+            await learn(crew.head, rows)
+        assert crew.head.fault == (None, "nothing arrived for 60 s")
+
+
+async def learn_in_pieces(head, rows):
+    cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
+    return await head.update(rows, cfg, 10.0, 1e-3)
+
+
+@pytest.mark.parametrize(("call", "late"), [(learn_in_pieces, 18.0), (sample, 55.0)])
+async def test_a_stage_that_answers_just_before_each_deadline_costs_one_call(
+    models, policy, autojump_clock, call, late
+):
+    async with four(models, policy, step_seconds=2 * SECONDS) as (crew, rows):
+
+        async def drips(work):
+            await trio.sleep(late)
+            return work()
+
+        crew.members[2].compute = drips
+        with pytest.raises(PeerTimeout):
+            await call(crew.head, rows)
+        assert crew.head.fault == (None, "a call took longer than 120 s")
+        assert trio.current_time() <= 2 * SECONDS + 1
+
+
+async def test_a_stage_that_does_not_take_a_decided_step_is_one_step_behind(
+    models, policy, autojump_clock
+):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+        ignores(crew.members[2], wire.Commit)
+        with pytest.raises(PeerTimeout):
+            await learn(crew.head, rows)
+        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert [m.participant.step for m in crew.members] == [1, 1, 0]
+
+
+async def test_a_deadline_grows_to_four_times_the_longest_silence_that_was_measured(
+    models, policy, autojump_clock
+):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+        compute = crew.members[1].compute
+        for longest in (0.9 * SECONDS, 3 * SECONDS):
+
+            async def slow(work, longest=longest):
+                await trio.sleep(longest)
+                return await compute(work)
+
+            crew.members[1].compute = slow
+            assert (await learn(crew.head, rows[:1])).refused is None
+        assert crew.head.usable
+
+
+async def test_a_head_whose_own_device_computes_blames_nobody(models, policy, autojump_clock):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
+
+        async def slow(work):
+            await trio.sleep(3 * SECONDS)
+            return work()
+
+        crew.head.compute = slow
+        assert (await learn(crew.head, rows[:1])).refused is None
+        await sample(crew.head, rows)
+        assert crew.head.fault is None
+
+
+async def test_a_stage_that_stops_reading_costs_one_deadline(
+    models, policy, autojump_clock, monkeypatch
+):
+    monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 1)
+    monkeypatch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
+    async with four(models, policy) as (crew, rows):
+        crew.members[2].links.inbox.room = trio.sleep_forever
+        with pytest.raises(PeerTimeout):
+            await learn(crew.head, rows)
+        assert crew.head.fault == (None, "nothing arrived for 60 s")
+        assert trio.current_time() <= SECONDS + 1
+
+
+async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monkeypatch):
+    monkeypatch.setattr(pipeline, "OUTBOX", 4)
+    async with four(models, policy) as (crew, _):
+        await quiet()
+        for _ in range(10):
+            crew.head.links.send(2, wire.Drop(crew.head.place, bytes(16)))
+        await quiet()
+        assert crew.head.fault == (2, "its stream had to end: unread")
+
+
+# ---- refusals ------------------------------------------------------------------------------------
+
+
+async def test_a_stage_that_refuses_three_steps_in_a_row_is_named(models, policy):
+    async with four(models, policy) as (crew, rows):
+        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+            for _ in range(REFUSALS - 1):
+                result = await learn(crew.head, rows[:1])
+                assert (result.refused, result.divisible) == ("device", False)
+                assert crew.head.fault is None
+            assert (await learn(crew.head, rows[:1])).refused == "device"
+        assert crew.head.fault == (1, "refused 3 times in a row: device")
+
+
+async def test_a_step_that_can_be_cut_smaller_is_refused_as_often_as_it_takes(models, policy):
+    async with four(models, policy) as (crew, rows):
+        with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
+            for _ in range(3 * REFUSALS):
+                result = await learn(crew.head, rows)
+                assert (result.refused, result.divisible) == ("device", True)
+        assert crew.head.fault is None
+
+
+async def test_a_step_at_most_1024_micro_batches_small_can_be_cut_no_further(
+    models, policy, monkeypatch
+):
+    async with four(models, policy) as (crew, rows):
+        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+            monkeypatch.setattr(wire, "MICRO_BATCHES", 1)
+            result = await learn(crew.head, rows)
+            assert (result.refused, result.divisible) == ("device", False)
+
+
+async def test_a_refusal_is_counted_once_for_all_micro_batches_of_a_step(models, policy):
+    async with four(models, policy) as (crew, rows):
+        original, pieces = crew.head.handle, []
+
+        async def all_refused(sender, frame, body):
+            if isinstance(frame, wire.Forward):
+                pieces.append(frame.micro_batch)
+            for number in pieces if isinstance(frame, wire.Failed) else ():
+                await original(sender, msgspec.structs.replace(frame, micro_batch=number), body)
+            await original(sender, frame, body)
+
+        crew.head.handle = all_refused
+        cfg = CFG.model_copy(update={"per_device_train_tokens": 11})
+        with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
+            assert not (await crew.head.update(rows, cfg, 10.0, 1e-3)).divisible
+        await quiet()
+        assert len(pieces) > REFUSALS
+        assert crew.head.fault is None
+
+
+async def test_a_committed_step_clears_refusals(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        for _ in range(REFUSALS):
+            for _ in range(REFUSALS - 1):
+                with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+                    assert (await learn(crew.head, rows[:1])).refused == "device"
+            assert (await learn(crew.head, rows[:1])).refused is None
+        assert crew.head.fault is None
+
+
+async def test_a_stage_whose_gradients_are_never_finite_is_named(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 2, 1]) as crew:
+        with torch.no_grad():
+            next(iter(crew.members[1].runtime.parameters())).fill_(math.nan)
+        for _ in range(REFUSALS):
+            assert (await learn(crew.head, rows)).refused == "not_finite"
+        assert crew.head.fault == (1, "refused 3 times in a row: not_finite")
+
+
+async def test_scores_that_the_device_cannot_do_are_refused_and_later_ones_given(models, policy):
+    async with four(models, policy) as (crew, rows):
+        with (
+            fails(crew.members[3].runtime, "score", OUT_OF_MEMORY),
+            pytest.raises(CannotScore, match="device") as caught,
+        ):
+            await score(crew.head, rows)
+        assert caught.value.divisible
+        assert len(await score(crew.head, rows)) == len(rows)
+
+
+async def test_a_wave_that_is_lost_three_times_names_the_stage(models, policy):
+    async with four(models, policy) as (crew, rows):
+        with (
+            fails(crew.members[1].runtime, "prefill", OUT_OF_MEMORY),
+            pytest.raises(PeerError, match="lost a wave 3 times"),
+        ):
+            await sample(crew.head, rows)
+        assert crew.head.fault == (1, "lost a wave 3 times: device")
+        await quiet()
+        assert not crew.members[1].runtime.sessions
+
+
+async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, policy):
+    """An abort goes from the head to each stage; a forward that was sent before it takes the way
+    through the stages and arrives after it."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1]) as crew:
+        sender, held = crew.members[1], []
+        original = sender.links.send
+        sender.links.send = lambda stage, frame, body=b"": (
+            held.append((stage, frame, body))
+            if isinstance(frame, wire.Forward) and not held
+            else original(stage, frame, body)
+        )
+        cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
+        with fails(crew.members[3].runtime, "learn", OUT_OF_MEMORY):
+            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
+        original(*held[0])
+        assert (await learn(crew.head, rows)).refused is None
+        assert all(member.fault is None for member in crew.members)
+
+
+async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        last, held = crew.members[2], []
+        original = last.links.send
+        last.links.send = lambda stage, frame, body=b"": (
+            held.append((stage, frame, body))
+            if isinstance(frame, wire.Backward) and not held
+            else original(stage, frame, body)
+        )
+        cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
+        with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+            assert (await crew.head.update(rows, cfg, 10.0, 1e-3)).refused == "device"
+        await quiet()
+        original(*held[0])
+        assert (await learn(crew.head, rows)).refused is None
+        assert all(member.fault is None for member in crew.members)
+
+
+@pytest.mark.parametrize("call", [learn, sample])
+async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_it(
+    models, policy, call
+):
+    """What the head sends to stage 2 itself waits on a slow line; what it sends through stage 1
+    does not."""
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        original, held = crew.head.links.send, []
+
+        def slow(stage, frame, body=b""):
+            late = (wire.Abort, wire.ProposeStep)
+            if stage == 2 and isinstance(frame, late) and (held or isinstance(frame, wire.Abort)):
+                held.append((stage, frame, body))
+            else:
+                original(stage, frame, body)
+
+        crew.head.links.send = slow
+        with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
+            assert (await learn(crew.head, rows)).refused == "device"
+
+        async def release():
+            last = crew.members[2]
+            while not (last.runtime.sessions or last.micro_batches._early):
+                await trio.lowlevel.checkpoint()
+            for one in held:
+                original(*one)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(release)
+            result = await call(crew.head, rows)
+        assert call is sample or result.refused is None
+        if call is sample:
+            assert all(wave.lost == 0 for wave in result)
+        assert all(member.fault is None for member in crew.members)
+
+
+async def test_a_dropped_attempts_late_half_of_an_embedding_is_no_part_of_the_next(models, policy):
+    _, rows = grpo(policy("llama-tied"))
+    ends = []
+    for disturbed in (False, True):
+        async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
+            last, held = crew.members[2], []
+            original = last.links.send
+
+            def send(stage, frame, body=b"", held=held, original=original):
+                if isinstance(frame, wire.Embedding) and frame.attempt == 1:
+                    held.append((stage, frame, body))
+                else:
+                    original(stage, frame, body)
+
+            if disturbed:
+                last.links.send = send
+                with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
+                    assert (await learn(crew.head, rows)).refused == "device"
+                await quiet()
+                for one in held:
+                    original(*one)
+                assert held
+            assert (await learn(crew.head, rows)).refused is None
+            assert all(member.fault is None for member in crew.members)
+            ends.append(weights(crew))
+    assert torch.equal(*ends)
+
+
+async def test_a_call_that_is_cancelled_leaves_the_crew_able_to_work(
+    models, policy, autojump_clock
+):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 2]) as crew:
+        compute = crew.members[1].compute
+
+        async def slow(work):
+            await trio.sleep(10)
+            return work()
+
+        for call in (learn, score, sample):
+            crew.members[1].compute = slow
+            with trio.move_on_after(5) as scope:
+                await call(crew.head, rows)
+            assert scope.cancelled_caught
+            crew.members[1].compute = compute
+            await trio.sleep(60)
+        assert (await learn(crew.head, rows)).refused is None
+        assert all(member.fault is None for member in crew.members)
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+def spoilt(frame, body):
+    return frame, body[:-4] + NAN
+
+
+def other_codec(frame, body):
+    rows = torch.zeros(frame.rows, 32)
+    about = body[: getattr(frame, "about", 0)]
+    return msgspec.structs.replace(frame, codec="bfloat16"), about + encode(rows, "bfloat16")
+
+
+def fewer_rows(frame, body):
+    return msgspec.structs.replace(frame, rows=frame.rows - 1), body[: -32 * 4]
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "sender", "receiver", "change"),
+    [
+        (learn, wire.Forward, 1, 2, spoilt),
+        (learn, wire.Forward, 1, 2, other_codec),
+        (learn, wire.Forward, 1, 2, fewer_rows),
+        (learn, wire.Backward, 3, 2, spoilt),
+        (learn, wire.Backward, 3, 2, other_codec),
+        (learn, wire.Backward, 3, 2, fewer_rows),
+        (score, wire.Forward, 2, 3, spoilt),
+        (score, wire.Scores, 3, 0, spoilt),
+        (sample, wire.Prefill, 1, 2, spoilt),
+        (sample, wire.Decode, 1, 2, spoilt),
+        (sample, wire.Tokens, 3, 0, spoilt),
+        (learn, wire.Learnt, 3, 0, lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b)),
+        (learn, wire.Acknowledge, 2, 0, lambda f, b: (wire.Commit(f.place, 1, 1.0, 1.0, 1.0), b)),
+    ],
+)
+async def test_the_receiver_names_the_stage_that_sends_garbage(
+    models, policy, autojump_clock, call, kind, sender, receiver, change
+):
+    async with four(models, policy) as (crew, rows):
+        changes(crew.members[sender], kind, change)
+        with pytest.raises(PeerError):  # a deadline, where the network process does not end it
+            await call(crew.head, rows)
+        stage, reason = crew.members[receiver].fault
+        assert stage == sender
+        assert reason.startswith("garbage: ")
+        assert all(member.fault is None for member in crew.members[1:] if member.index != receiver)
+        if receiver == 0:
+            assert trio.current_time() == 0.0, "the head knows at once"
+            assert crew.head.fault[0] == sender
+
+
+async def test_a_tied_embeddings_rows_out_of_order_name_their_sender(models, policy):
+    async with four(models, policy, "llama-tied") as (crew, rows):
+        changes(
+            crew.members[3],
+            wire.Embedding,
+            lambda f, b: (msgspec.structs.replace(f, first=1, rows=f.rows - 1), b[: -32 * 4]),
+        )
+        with pytest.raises(PeerError, match="row 1 of an embedding"):
+            await learn(crew.head, rows)
+        assert crew.head.fault[0] == 3
+
+
+async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy, autojump_clock):
+    settings = replace(EXACT, swapped=True)
+    async with four(models, policy, settings=settings) as (crew, rows):
+        changes(crew.members[1], wire.Forward, spoilt)
+        with pytest.raises(PeerError, match="stage 1: garbage"):
+            await learn(crew.head, rows)
+        assert crew.head.fault[0] == 1
+
+
+async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(models, policy):
+    place = wire.Place(bytes(16), 0, 0)
+    for sender, frame, body in [
+        (0, wire.Commit(place, 1, 1.0, 1.0, 1.0), b""),
+        (0, wire.Abort(place, 1), b""),
+        (0, wire.Prefill(place, bytes(16), bytes(32), "float32", 1, 1), b"\0" + bytes(128)),
+        (0, wire.Backward(place, 1, "float32", 1), bytes(128)),
+        (3, wire.Drop(place, bytes(16)), b""),
+        (3, wire.Tokens(place, bytes(16), 1), bytes(8)),
+        (0, wire.Embedding(place, 1, 0, 1), bytes(128)),
+    ]:
+        async with four(models, policy) as (crew, _):
+            mine = msgspec.structs.replace(frame, place=crew.members[sender].place)
+            crew.members[sender].links.send(1, mine, body)
+            await quiet()
+            assert crew.members[1].fault[0] == sender, frame
+            crew.head.links.send(1, wire.ProposeStep(crew.head.place, 1, (1,)))
+            await quiet()
+            assert crew.members[1].participant.attempt == 0, "nothing is handled after a fault"
+
+
+async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, policy):
+    for rows, ids in ((1, [0]), (2, [60, 61])):  # there are two completions; there is no id 61
+        async with four(models, policy) as (crew, _):
+            head, last = crew.head, crew.members[3]
+            wave = pipeline.Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
+            head.open_waves[b"w" * 16] = wave
+            body = pack_ids(ids) + bytes(4 * rows)
+            last.links.send(0, wire.Tokens(last.place, b"w" * 16, rows), body)
+            await quiet()
+            assert head.fault[0] == 3
+            assert wave.ids == [[], []]
+
+
+async def test_frames_of_another_crew_or_step_are_dropped(models):
+    async with crew_of(models["llama"], [2, 2]) as crew:
+        member, place = crew.members[1], crew.head.place
+        crew.head.links.send(1, wire.Abort(wire.Place(b"x" * 16, 0, 0), 3))
+        crew.head.links.send(1, wire.Drop(wire.Place(place.crew, 0, 1), b"s" * 16))
+        await quiet()
+        assert member.dropped == {"crew": 1, "newer": 1}
+        assert member.fault is None
+
+
+async def test_bytes_that_are_no_frame_are_a_fault_and_half_a_frame_is_a_death(models, policy):
+    async with four(models, policy) as (crew, rows):
+        await crew.streams[2, 1].send_all(b"\xff" * 64)
+        await crew.streams[3, 0].send_all(b"\0\0\1\0half")
+        await crew.streams[3, 0].aclose()
+        await quiet()
+        assert crew.members[1].fault == (2, "its stream had to end: oversize")
+        assert crew.head.fault is None
+        with pytest.raises(PeerError, match="stage 3 is gone: truncated"):
+            await learn(crew.head, rows)

@@ -1,0 +1,240 @@
+"""Checkpoints as bytes and as files: exact, replaced whole or not at all, and never trusted."""
+
+import copy
+import json
+import subprocess
+import sys
+import threading
+
+import msgspec
+import pytest
+import torch
+
+from swarmnode.errors import BadMessage, StateError
+from swarmnode.stages import recovery
+from swarmnode.stages.model import LrScale
+from swarmnode.stages.recovery import (
+    Checkpoint,
+    CheckpointAbout,
+    CheckpointIdentity,
+    CheckpointStore,
+    StageState,
+    as_tensor,
+    checkpoint_interval,
+    decode_state,
+    encode_state,
+    find_checkpoints,
+    read_checkpoint,
+)
+from swarmnode.stages.wire import state_bytes
+from swarmnode.weights.layout import make_layout
+
+LAYOUT = make_layout([("a", (3, 4), "float32"), ("b", (5,), "float32")])
+OURS = CheckpointIdentity("aa" * 32, (1, 2, 1), "owner")
+THEIRS = CheckpointIdentity("bb" * 32, (2, 2), "owner")
+
+
+def state_of(step, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: {spec.name: torch.randn(spec.shape, generator=generator) for spec in LAYOUT}
+    second = {name: tensor.square() for name, tensor in draw().items()}
+    return StageState(step, draw(), draw(), second, {"a": 7.0, "b": 7.0}, 2.5)
+
+
+def checkpoint(step, identity=OURS, stage=1, own=True, **more):
+    body = encode_state(state_of(step, step), LAYOUT, "exact")
+    about = CheckpointAbout(
+        identity,
+        stage,
+        own,
+        "exact",
+        step,
+        2.5,
+        LrScale(1.1, 10, 3),
+    )
+    return Checkpoint(about, as_tensor(body), more)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.begin(OURS, (1, 0, 2))
+    yield store
+    store.close()
+
+
+def same(mine, theirs):
+    return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in mine.items())
+
+
+def test_an_exact_state_comes_back_to_the_bit_and_a_small_one_rounded():
+    state = state_of(4)
+    body = encode_state(state, LAYOUT, "exact")
+    assert len(body) == state_bytes(LAYOUT, "exact")
+    back = decode_state(as_tensor(body), LAYOUT, "exact", 4, 2.5)
+    for part in ("weights", "first", "second"):
+        assert same(getattr(back, part), getattr(state, part))
+    assert back.counts == state.counts
+    small = encode_state(state, LAYOUT, "small")
+    assert len(small) == state_bytes(LAYOUT, "small")
+    back = decode_state(as_tensor(small), LAYOUT, "small", 4, 2.5)
+    assert same(back.weights, {n: t.bfloat16().float() for n, t in state.weights.items()})
+    assert not back.counts
+
+
+def test_a_tensor_without_moments_has_none_afterwards():
+    state = state_of(4)
+    state = StageState(
+        4, state.weights, {"a": state.first["a"]}, {"a": state.second["a"]}, {"a": 1}
+    )
+    back = decode_state(as_tensor(encode_state(state, LAYOUT, "exact")), LAYOUT, "exact", 4, 0.0)
+    assert set(back.first) == set(back.counts) == {"a"}
+
+
+@pytest.mark.parametrize("form", ["exact", "small"])
+def test_bytes_that_are_no_state_are_refused(form):
+    body = encode_state(state_of(1), LAYOUT, form)
+    with pytest.raises(BadMessage, match="size"):
+        decode_state(as_tensor(body[:-1]), LAYOUT, form, 1, 0.0)
+    broken = copy.copy(body)
+    broken[-2:] = b"\xff\xff"  # NaN in both formats
+    with pytest.raises(BadMessage, match="not_finite"):
+        decode_state(as_tensor(broken), LAYOUT, form, 1, 0.0)
+    if form == "exact":
+        state = state_of(1)
+        negative = StageState(1, state.weights, {}, {"a": -state.second["a"]}, {"a": 1.0})
+        with pytest.raises(BadMessage, match="bounds"):
+            decode_state(
+                as_tensor(encode_state(negative, LAYOUT, "exact")), LAYOUT, "exact", 1, 0.0
+            )
+
+
+def test_what_is_written_is_read_again_with_everything_beside_it(store, tmp_path):
+    rng, phi = torch.get_rng_state(), torch.randn(4)
+    written = checkpoint(3, rng=rng, **{"outer.phi.a": phi})
+    store.write(written)
+    found = store.read(1)
+    assert msgspec.structs.replace(found.about, root="") == written.about
+    assert torch.equal(found.body, written.body)
+    assert same(found.more, {"rng": rng, "outer.phi.a": phi})
+    assert store.about(1).step == 3
+    assert OURS.path(1).name == "1-3.safetensors"
+    again = CheckpointStore(tmp_path)
+    again.begin(OURS, (1,))
+    assert again.about(1).step == 3
+    again.close()
+
+
+def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store, tmp_path):
+    store.write(checkpoint(9, stage=0, own=False))
+    store.write(checkpoint(4, stage=0, own=False))
+    assert store.about(0).step == 4
+    assert len(find_checkpoints(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("damage", ["empty", "bit", "metadata", "name"])
+def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, tmp_path, damage):
+    store.write(checkpoint(3))
+    path = tmp_path / OURS.path(1)
+    data, stage = bytearray(path.read_bytes()), 1
+    if damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "bit":
+        data[len(data) - 9] ^= 4
+        path.write_bytes(bytes(data))
+    elif damage == "metadata":
+        path.write_bytes(bytes(data).replace(b"stage", b"stake"))
+    else:
+        (tmp_path / OURS.path(0)).write_bytes(bytes(data))
+        path, stage = tmp_path / OURS.path(0), 0
+    with pytest.raises(StateError, match="damaged"):
+        store.read(stage)
+    assert not path.exists()
+    assert store.about(stage) is None
+    with pytest.raises(StateError):
+        read_checkpoint(tmp_path, OURS.path(2))
+
+
+def test_a_full_disk_leaves_the_old_checkpoint_and_says_why(store, tmp_path, monkeypatch):
+    store.write(checkpoint(3))
+    save = recovery.save_file
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(recovery, "save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        store.write(checkpoint(4))
+    assert store.write_soon(checkpoint(5))
+    store.flush()
+    assert "No space" in store.error
+    assert [path.name for path in tmp_path.rglob("*.*")] == ["1-3.safetensors"]
+    assert store.read(1).about.step == 3
+    monkeypatch.setattr(recovery, "save_file", save)
+    store.write_soon(checkpoint(6))
+    store.flush()
+    assert store.error is None
+    assert store.about(1).step == 6
+
+
+def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypatch):
+    save, go = recovery.save_file, threading.Event()
+    monkeypatch.setattr(
+        recovery, "save_file", lambda *args, **keys: (go.wait(10), save(*args, **keys))
+    )
+    assert store.write_soon(checkpoint(1))
+    assert store.busy
+    assert store.coming.step == 1
+    assert not store.write_soon(checkpoint(2))
+    go.set()
+    store.flush()
+    assert not store.busy
+    assert store.coming is None
+    assert store.about(1).step == 1
+
+
+def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_path):
+    other = CheckpointStore(tmp_path)
+    other.begin(THEIRS, (0, 1))
+    other.write(checkpoint(5, THEIRS, 1))
+    other.write(checkpoint(2, THEIRS, 0, own=False))
+    other.close()
+    (tmp_path / OURS.lineage).mkdir()
+    (tmp_path / OURS.lineage / ".1-3.safetensors.tmp").write_bytes(b"half")
+    store.write(checkpoint(2, stage=0, own=False))  # a neighbour's says nothing about our steps
+    assert len(find_checkpoints(tmp_path)) == 3
+    store.write(checkpoint(4))
+    assert {(about.identity.lineage, about.step) for about in find_checkpoints(tmp_path)} == {
+        (OURS.lineage, 2),
+        (OURS.lineage, 4),
+        (THEIRS.lineage, 5),
+    }
+    store.write(checkpoint(5))
+    assert {about.identity.lineage for about in find_checkpoints(tmp_path)} == {OURS.lineage}
+    assert [path.name for path in tmp_path.iterdir()] == [OURS.lineage]
+
+
+def test_large_stages_are_written_every_few_steps():
+    large = make_layout([("a", (500_000_000,), "float32")])  # 6 GB with moments
+    assert checkpoint_interval([LAYOUT]) == 1
+    assert checkpoint_interval([LAYOUT, large]) == 4
+    assert checkpoint_interval([]) == 1
+
+
+def copies_peak(checkpoint_every):
+    """Bytes for each weight, in a process of its own: a former measurement leaves memory that the
+    next one takes."""
+    command = [sys.executable, "-m", "tests.support.peak_memory"]
+    case = json.dumps([{"checkpoint_every": checkpoint_every}])
+    done = subprocess.run(
+        command, input=case, capture_output=True, text=True, check=True, timeout=120
+    )
+    return json.loads(done.stdout)[0]
+
+
+def test_a_small_copy_beside_an_own_checkpoint_takes_two_bytes_of_each_weight():
+    """The disk stands still: 12 bytes of each weight are on their way to it."""
+    alone, both = map(copies_peak, (100, 1))
+    assert 11.0 < alone < 13.5
+    assert 1.5 < both - alone < 3.5
