@@ -70,8 +70,8 @@ class TrainingGroup:
     was_cut: list[bool] = field(default_factory=list)
     """(G,) whether it ended at the length limit; empty: none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
-    """(G, T_i) as recorded when it was sampled here; empty for a peer's, whose correction is in its
-    weights."""
+    """(G, T_i) as recorded when it was sampled here, or of a peer's when it was judged; empty where
+    the ratio is against `old_logprobs`: of a group that is trained on again."""
     parts: Parts | None = None
     """What the rewards are made of; None where they are single numbers."""
     learnt: list[int] = field(default_factory=list)
@@ -241,7 +241,12 @@ def assemble(
         groups=[i for i, g in enumerate(groups) for _ in g.rows],
         external=[bool(g.peer) for g in groups for _ in g.rows],
         sampler_logprobs=[
-            sampler for g in groups for sampler in g.sampler_logprobs or [[]] * len(g.rows)
+            sampler[: len(each.row[1])]
+            for each, sampler in zip(
+                learnt,
+                (s for g in groups for s in g.sampler_logprobs or [[]] * len(g.rows)),
+                strict=True,
+            )
         ],
         lengths=[len(completion) for g in groups for _, completion in g.rows],
         masked=masked,

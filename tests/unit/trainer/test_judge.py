@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import EngineGone
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
@@ -16,7 +16,7 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import FLOOR, LEAST_PROBABILITY
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.judge import (
     CHECKS,
     ExternalChecks,
@@ -26,6 +26,7 @@ from swarmnode.trainer.judge import (
     judge_until_full,
 )
 from swarmnode.trainer.quota import TokenQuota
+from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
@@ -537,3 +538,19 @@ def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
     judgements = [judge([group], policy, score_rows, 1.0, quota=quota) for _ in range(12)]
     assert judgements[0].accepted[0].learnt[0] == len(sample.completions[0].ids)
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
+
+
+def test_a_fresh_group_of_a_peer_is_not_clipped_by_the_noise_between_two_passes(policy, sample):
+    (accepted,) = judged(policy, external(policy, sample)).accepted
+    off = [[x - 1.0 for x in row] for row in accepted.old_logprobs]
+    fresh = replace(accepted, old_logprobs=off, sampler_logprobs=off)
+    again = replace(fresh, sampler_logprobs=[])
+    cfg = TrainingConfig(max_completion_length=8)
+
+    def clipped(group):
+        updater = Updater(policy.clone(), cfg, MicroBatcher(4096))
+        return updater.update(assemble([group], "grpo")).clip_fraction
+
+    assert accepted.sampler_logprobs == accepted.old_logprobs
+    assert clipped(fresh) == 0
+    assert clipped(again) > 0, "a ratio of e is outside of the clip bounds"
