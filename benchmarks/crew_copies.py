@@ -40,9 +40,9 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, Head
-from swarmnode.stages.policy_copy import copied, decode_copy, encode_copy, install
-from swarmnode.stages.recovery import layout_of, trained
+from swarmnode.stages.pipeline import Head, WorkerSettings
+from swarmnode.stages.policy_copy import copied_layout, decode_copy, encode_copy, install_copy
+from swarmnode.stages.recovery import trained, trained_layout
 from swarmnode.stages.wire import ActivationCodec, FrameLimits
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import assemble, own_group
@@ -73,19 +73,21 @@ class Copy:
 
     def encoded(self, runtimes: Sequence[StageRuntime]) -> list[bytes]:
         return [
-            encode_copy(r.spec, trained(r), copied(r.spec, layout_of(r.model)), self._base)
+            encode_copy(
+                r.spec, trained(r), copied_layout(r.spec, trained_layout(r.model)), self._base
+            )
             for r in runtimes
         ]
 
     def refresh(self, runtimes: Sequence[StageRuntime], bodies: Sequence[bytes]) -> None:
         for runtime, body in zip(runtimes, bodies, strict=True):
-            layout = copied(runtime.spec, layout_of(runtime.model))
-            install(self.policy.model, decode_copy(runtime.spec, body, layout, self._base))
+            layout = copied_layout(runtime.spec, trained_layout(runtime.model))
+            install_copy(self.policy.model, decode_copy(runtime.spec, body, layout, self._base))
 
 
 @contextlib.asynccontextmanager
 async def late_crew(
-    runtimes: Sequence[StageRuntime], settings: CrewSettings, limits: FrameLimits, seconds: float
+    runtimes: Sequence[StageRuntime], settings: WorkerSettings, limits: FrameLimits, seconds: float
 ) -> AsyncIterator[Head]:
     """A crew whose streams are late by `seconds` each way."""
     async with (
@@ -132,7 +134,7 @@ class Start:
     policy: Policy
     training: TrainingConfig
     limits: FrameLimits
-    settings: CrewSettings
+    settings: WorkerSettings
 
     def runtimes(self) -> list[StageRuntime]:
         model = self.policy.clone().model
@@ -148,7 +150,7 @@ def start() -> Start:
         policy = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
     config = policy.base.config
     limits = FrameLimits(hidden=int(config.hidden_size), vocab=int(config.vocab_size), tokens=16384)
-    return Start(policy, TrainingConfig(), limits, CrewSettings(policy.fingerprint, CODEC))
+    return Start(policy, TrainingConfig(), limits, WorkerSettings(policy.fingerprint, CODEC))
 
 
 async def through_the_crew(

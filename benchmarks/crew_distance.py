@@ -34,7 +34,7 @@ from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.distance import join
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.run import DemoOptions
-from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.wire import activation_bytes
 from tests.support.netns import Topology, enter, missing
 
@@ -335,7 +335,7 @@ def seven_billion() -> list[list[str]]:
     """What a line of so many Mbit/s takes, and nothing else, for a 7 B policy in four stages, of
     hidden size 4,096 with 32 layers."""
     rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt is there once for its eight completions
-    default = CrewSettings(bytes(32), StagesConfig().codec)
+    default = WorkerSettings(bytes(32), StagesConfig().codec)
     forward, backward = (
         activation_bytes(codec, rows_of_a_step, 4096) for codec in (default.codec, "bfloat16")
     )

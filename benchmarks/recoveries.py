@@ -18,7 +18,7 @@ from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
     Neighbour,
     RecoverySettings,
-    layers_of,
+    neighbour_layers,
     synthesise,
 )
 
@@ -110,7 +110,7 @@ def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Re
         (before, after), spec = neighbours(staged, stage, lost), staged.specs[stage]
         ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
         if method == "identity":
-            layers = layers_of(before if before is not None else after, spec)
+            layers = neighbour_layers(before if before is not None else after, spec)
             return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
         if (method == "copy") != (spec.has_embedding or spec.has_head):
             raise Refused(f"{method} is not for stage {stage} of {STAGES}")

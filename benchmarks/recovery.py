@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
-from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings, judge
 from swarmnode.stages.wire import state_bytes
 from tests.support.chaos.__main__ import schedules
@@ -87,7 +87,7 @@ async def measure(
             model_of(seed),
             [1, 1, 1, 1],
             Path(directory),
-            CrewSettings(b"b" * 32, "float32"),
+            WorkerSettings(b"b" * 32, "float32"),
             settings,
         )
         async with fleet.up() as crew:
@@ -136,7 +136,7 @@ def main() -> None:
         )
     torch.set_num_threads(1)
     layout = Fleet(
-        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), CrewSettings(b"b" * 32), BASE
+        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), WorkerSettings(b"b" * 32), BASE
     ).layouts[LOST]
     print(
         f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a checkpoint of"

@@ -29,8 +29,8 @@ from swarmnode.policy.device import TRAINED_BYTES, probe, set_up
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate
 from swarmnode.stages import model as stage_model
-from swarmnode.stages.model import StageRuntime, adapt, load_stage, packing
-from swarmnode.stages.trainer import cached_tokens, cost_of, kept_bytes
+from swarmnode.stages.model import StageRuntime, add_adapter, load_stage, make_packing
+from swarmnode.stages.trainer import cached_tokens, estimate_cost, host_bytes_per_weight
 from swarmnode.stages.wire import model_cost, stage_memory, stage_specs
 
 SHAPE, LAYERS, PROMPT = "qwen2.5-0.5b", (12, 12), 64
@@ -51,7 +51,7 @@ def peak_bytes() -> int:
 def learn(runtime: StageRuntime, length: int) -> None:
     batch = collate([([5] * PROMPT, [7 + i % 90 for i in range(length)])], 0)
     x = torch.randn(
-        packing(batch).rows, runtime.hidden_size, generator=torch.Generator().manual_seed(0)
+        make_packing(batch).rows, runtime.hidden_size, generator=torch.Generator().manual_seed(0)
     )
     runtime.learn(batch, x, 1.0, lambda logprobs, entropy: logprobs.sum())
 
@@ -68,7 +68,7 @@ def measure(directory: Path, arm: str, length: int, rank: int) -> tuple[float, f
     stage = load_stage(directory, spec)
     runtime = StageRuntime(
         spec,
-        adapt(stage, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+        add_adapter(stage, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
         if rank
         else stage,
     )
@@ -90,8 +90,8 @@ def planned_bytes(directory: str, length: int, rank: int) -> float:
         policy=PolicyConfig(lora=LoraSettings(r=rank)),
         training=TrainingConfig(max_completion_length=length),
     )
-    cost = cost_of(settings, config, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(settings.weights)
+    cost = estimate_cost(settings, config, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + host_bytes_per_weight(settings.weights)
     weights = model_cost(
         config,
         batch_tokens=1,

@@ -48,7 +48,7 @@ def read(data_dir: Path) -> dict[str, float]:
     }
 
 
-class Told:
+class PauseFlags:
     """Reasons for which this node rests, as the supervisor says them. Call it as often as you
     like."""
 

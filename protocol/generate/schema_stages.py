@@ -12,14 +12,14 @@ from protocol.generate.schema import render, write
 from swarmnode.stages import wire
 from swarmnode.stages.wire import AnyStateMessage as StateMessage
 from swarmnode.stages.wire import (
-    Copy,
+    CrewRecord,
     Frame,
+    GateProbe,
+    HeldBlock,
     MicroBatch,
-    Probe,
-    Questions,
-    Record,
     StreamOpen,
     StreamReady,
+    WaveDescription,
 )
 
 
@@ -31,13 +31,13 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     **_named("stage", Frame),
     **_named("state", StateMessage),
     **_named("crews", wire.CrewMessage),
-    "crew_record": Record,
-    "crew_copy": Copy,
+    "crew_record": CrewRecord,
+    "crew_copy": HeldBlock,
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
-    "state_probe": Probe,
+    "state_probe": GateProbe,
     "stage_micro_batch": MicroBatch,
-    "stage_wave": Questions,
+    "stage_wave": WaveDescription,
 }
 """File name to message."""
 

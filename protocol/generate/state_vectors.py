@@ -12,7 +12,7 @@ import torch
 from protocol.generate.frames import Vector, accepted, pack, pairs, rejected, without
 from protocol.generate.stage_vectors import CREW, GIVEN, PLACE
 from swarmnode.stages.policy_copy import encode_copy
-from swarmnode.stages.wire import StageSpec, activation_bytes, root_of, state_bytes
+from swarmnode.stages.wire import StageSpec, activation_bytes, hash_body, state_bytes
 from swarmnode.weights.layout import make_layout
 
 ROOT = b"\x46" * 32
@@ -202,5 +202,5 @@ def derivations() -> Iterator[Vector]:
             "name": name,
             "derive": "state_root",
             "input": {"body": body.hex()},
-            "output": root_of(body).hex(),
+            "output": hash_body(body).hex(),
         }

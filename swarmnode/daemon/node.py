@@ -31,7 +31,7 @@ from swarmnode.observe.http import serve_http
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch
 from swarmnode.p2p.metering import Meter
-from swarmnode.pauses import REASONS, Told
+from swarmnode.pauses import REASONS, PauseFlags
 from swarmnode.process import Progress, die_with_parent, run_main
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
@@ -57,7 +57,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
-        resting = Told(data_dir)
+        resting = PauseFlags(data_dir)
         meter = Meter(
             config.network,
             config.node.quiet_hours,

@@ -138,7 +138,7 @@ class LinkServer:
                 self._handler.judged(message)
             case Report():
                 self._handler.report(message)
-            case wire.Offering() | wire.StageStatus() | wire.StageFault():
+            case wire.TrainerOffer() | wire.StageStatus() | wire.StageFault():
                 self._handler.stages(message)
             case _:
                 self._handler.weights(message)

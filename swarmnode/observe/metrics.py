@@ -33,7 +33,7 @@ from swarmnode.rollouts.pull_gossip import LISTINGS, PULLED
 from swarmnode.rollouts.pull_gossip import SERVED as ROLLOUTS_SERVED
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages.crew import CrewState, SlotState
-from swarmnode.stages.service import BOUNDS as RECOVERY_BOUNDS
+from swarmnode.stages.service import RECOVERY_BOUNDS as RECOVERY_BOUNDS
 from swarmnode.stages.wire import (
     DEVICE_REASON,
     FENCE_REASONS,
@@ -41,11 +41,11 @@ from swarmnode.stages.wire import (
     NOTES,
     SOURCES,
     STATE_REFUSALS,
-    Kind,
-    Request,
+    CrewRequest,
     StagePhase,
+    StreamKind,
 )
-from swarmnode.stages.wire import REFUSALS as STREAM_REFUSALS
+from swarmnode.stages.wire import STREAM_REFUSALS as STREAM_REFUSALS
 from swarmnode.weights import exchange, local
 
 Labels = tuple[str, ...]
@@ -79,9 +79,9 @@ DROPS = {
 CREW_STATES: tuple[str, ...] = get_args(CrewState)
 SLOT_STATES: tuple[str, ...] = get_args(SlotState)
 STAGE_PHASES: tuple[str, ...] = get_args(StagePhase)
-KINDS: tuple[str, ...] = get_args(Kind)
+KINDS: tuple[str, ...] = get_args(StreamKind)
 CREW_MESSAGES: tuple[str, ...] = tuple(
-    str(message.__struct_config__.tag) for message in get_args(Request)
+    str(message.__struct_config__.tag) for message in get_args(CrewRequest)
 )
 IGNORED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.IGNORE)
 REJECTED = tuple(reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT)

@@ -37,29 +37,29 @@ from msgspec.structs import replace
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (
     HASH_BYTES,
-    MEMBERS,
+    MAX_MEMBERS,
     NONCE_BYTES,
     Capacity,
-    Copy,
-    Member,
+    CrewMember,
+    CrewRecord,
+    HeldBlock,
+    MembershipSettings,
+    MemberStatus,
     ModelCost,
     Offer,
-    Part,
-    Record,
-    Settings,
-    Status,
+    PartCost,
     crew_id,
-    peers_of,
+    member_peers,
     stage_memory,
     stage_parts,
 )
 
 
 def advance(
-    state: State, event: wire.Event, now: float, means: Means
+    state: State, event: wire.Event, now: float, dependencies: CrewDependencies
 ) -> tuple[State, list[wire.Action]]:
     """Return the state after `event`, and the actions, in order."""
-    transition = _Transition(state, now, means)
+    transition = _Transition(state, now, dependencies)
     transition.handle(event)
     return transition.state, transition.actions
 
@@ -78,10 +78,10 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Means:
+class CrewDependencies:
     """Inputs of a decision beside state and time."""
 
-    settings: Settings
+    settings: MembershipSettings
     rng: random.Random
     trusts: Callable[[str], bool] = lambda peer: True
     """Return True if the operator allows this peer in a crew."""
@@ -89,7 +89,7 @@ class Means:
     """Return the measured bytes per second of this node's line."""
 
 
-class Peer(msgspec.Struct, frozen=True):
+class PeerState(msgspec.Struct, frozen=True):
     """Another node, in or outside our crew."""
 
     connected: bool = False
@@ -111,9 +111,9 @@ class MemberState(msgspec.Struct, frozen=True):
 
     heard_at: float
     """When its last heartbeat, or answer to a heartbeat, arrived."""
-    moved_at: float
+    progressed_at: float
     """When its phase or progress last changed."""
-    status: Status = Status()
+    status: MemberStatus = MemberStatus()
     joined_at: float | None = None
     """Its first heartbeat with this crew's id."""
     suspected: bool = False
@@ -122,7 +122,7 @@ class MemberState(msgspec.Struct, frozen=True):
 class Crew(msgspec.Struct, frozen=True):
     """The crew of this node, founded or forming."""
 
-    record: Record
+    record: CrewRecord
     id: bytes
     stage: int
     """The stage that this node holds."""
@@ -135,7 +135,7 @@ class Crew(msgspec.Struct, frozen=True):
     """Deadline of a step."""
     members: Mapping[str, MemberState]
     """The other members."""
-    own: Status = Status()
+    own: MemberStatus = MemberStatus()
     phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
     """When this node last took a step, or started to run."""
@@ -143,7 +143,7 @@ class Crew(msgspec.Struct, frozen=True):
     """Whether the crew has taken a step."""
 
     @property
-    def founded(self) -> bool:
+    def formed(self) -> bool:
         """Whether every member has sent a heartbeat."""
         return self.phase != Phase.FORMING
 
@@ -152,10 +152,10 @@ class State(msgspec.Struct, frozen=True):
     """Everything that one node knows of crews. `me`: its peer id."""
 
     me: str
-    offering: wire.Offering | None = None
+    trainer_offer: wire.TrainerOffer | None = None
     """The last offer of our trainer; None while it cannot work in a crew."""
     draining: bool = False
-    peers: Mapping[str, Peer] = {}
+    peers: Mapping[str, PeerState] = {}
     crew: Crew | None = None
     free_since: float = math.inf
     """When this node started to wait for a crew. A crew that took no step does not restart the
@@ -165,18 +165,18 @@ class State(msgspec.Struct, frozen=True):
     plan_since: float = math.inf
     """Since when this node has had a plan without a break; infinite without a plan."""
     retry_at: float = 0.0
-    lapses: int = 0
+    failed_proposals: int = 0
     """Own proposals in a row that failed."""
     offered_at: float = LONG_AGO
-    beat_at: float = LONG_AGO
+    heartbeat_at: float = LONG_AGO
     last_tick: float | None = None
     lag: float = 1.0
     """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
-    stood_since: float | None = None
+    stopped_at: float | None = None
     """When the last running crew paused or ended; None while one runs."""
     recovery_seconds: float | None = None
     """From the last pause or end of a running crew to one that runs."""
-    former: tuple[str, ...] = ()
+    former_members: tuple[str, ...] = ()
     """Other members of the last crew that took a step."""
     step_times: tuple[float, ...] = ()
     """Seconds of the last committed steps."""
@@ -191,29 +191,29 @@ class State(msgspec.Struct, frozen=True):
 GRACE_SECONDS: Final = 2.0
 """A member waits this much longer than the proposer for a crew to form: the proposer leaves
 first."""
-HEARD_SECONDS: Final = 60.0
+OTHER_BYTES_SECONDS: Final = 60.0
 """Other bytes of a member are signs of life for this time after its last heartbeat: tensors on a
 full line delay heartbeats."""
 LAG_DECAY: Final = 0.7
 """The share of the process's lag that is left after a punctual tick."""
-RETRY_SECONDS: Final = 1.0
+FIRST_RETRY_SECONDS: Final = 1.0
 """Wait after the first failed proposal; doubles up to 16 times this."""
-SLOWER_THAN_PLANNED: Final = 10.0
+PLANNED_STEP_FACTOR: Final = 10.0
 """The deadline of a step is at least this multiple of its planned time."""
-SLOWER_THAN_MEASURED: Final = 4.0
+MEASURED_STEP_FACTOR: Final = 4.0
 """It is also at least this multiple of the median measured time, which counts up to the deadline
 from the plan."""
-STEP_TIMES: Final = 20
+MAX_STEP_TIMES: Final = 20
 """Number of last steps in that median."""
-HEAD_DEADLINES: Final = 3.0
+HEAD_DEADLINE_FACTOR: Final = 3.0
 """After this many step deadlines without a step, the other members count the head as failed."""
-SECONDS_DECAY: Final = 1 / 32
+DISTANCE_DECAY: Final = 1 / 32
 """Weight of a slower round trip in the estimate of `Peer.seconds`."""
-LONGEST_STRIKE_SECONDS: Final = 3600.0
-MOST_STRIKES: Final = 32
+MAX_STRIKE_SECONDS: Final = 3600.0
+MAX_STRIKES: Final = 32
 CLEARING_STEPS: Final = 10
 """Committed steps together that clear a peer's strikes."""
-FAILURES: Final = 5
+MAX_FAILED_CREWS: Final = 5
 """A peer gets a strike when it has refused or ended this many crews in a row before their first
 step. Otherwise a node that runs out of memory whenever it loads its stage would block its crew
 without bound."""
@@ -222,49 +222,56 @@ without bound."""
 class _Transition:
     """One call of `advance`."""
 
-    def __init__(self, state: State, now: float, means: Means) -> None:
-        self.state, self.now, self.means, self.settings = state, now, means, means.settings
+    def __init__(self, state: State, now: float, dependencies: CrewDependencies) -> None:
+        self.state, self.now, self.dependencies, self.settings = (
+            state,
+            now,
+            dependencies,
+            dependencies.settings,
+        )
         self.actions: list[wire.Action] = []
 
     def handle(self, event: wire.Event) -> None:
         if math.isinf(self.state.free_since):
             self._set(free_since=self.now, new_offer_at=self.now)
         match event:
-            case wire.Tick():
+            case wire.ClockTick():
                 self._tick(event.heard)
-            case wire.Received():
-                self.actions.append(wire.SendAnswer(self._answer(event.peer, event.message)))
-            case wire.Answered():
-                self._take_answer(event)
-            case wire.Offering() if self.state.phase in (Phase.FREE, Phase.FORMING):
-                self._set(offering=event)  # in a founded crew it was sent before
+            case wire.RequestReceived():
+                self.actions.append(
+                    wire.SendAnswer(self._answer_request(event.peer, event.message))
+                )
+            case wire.RequestFinished():
+                self._handle_outcome(event)
+            case wire.TrainerOffer() if self.state.phase in (Phase.FREE, Phase.FORMING):
+                self._set(trainer_offer=event)  # in a founded crew it was sent before
                 self._send_offers()
-                self._consider()
+                self._propose_if_due()
             case wire.StageStatus():
-                self._take_own_status(event)
+                self._handle_own_status(event)
             case wire.StageFault():
-                self._take_fault(event)
-            case wire.TrainerLeft():
-                self._set(offering=None)
-                self._end("its trainer is gone")
+                self._handle_fault(event)
+            case wire.TrainerDisconnected():
+                self._set(trainer_offer=None)
+                self._end_crew("its trainer is gone")
                 self._send_offers()
-            case wire.Drain():
+            case wire.DrainStarted():
                 self._set(draining=True)
-                self._end(event.reason)
+                self._end_crew(event.reason)
                 self._send_offers()
-            case wire.Garbage() if self._is_member(event.peer):
-                self._fail(event.peer, "sent garbage")
+            case wire.GarbageReceived() if self._is_member(event.peer):
+                self._strike_and_end(event.peer, "sent garbage")
             case wire.StreamLost() if self._is_member(event.peer, event.crew):
-                self._end("lost a stream to it", event.peer)
-            case wire.PeerGone():
+                self._end_crew("lost a stream to it", event.peer)
+            case wire.PeerDisconnected():
                 if event.peer in self.state.peers:
                     self._set_peer(event.peer, connected=False, offer=None)
                 if self._is_member(event.peer):
-                    self._end("lost its connection", event.peer)
-            case wire.PeerBack() if self._has_room(event.peer):
+                    self._end_crew("lost its connection", event.peer)
+            case wire.PeerConnected() if self._make_room_for(event.peer):
                 self._set_peer(event.peer, connected=True)
-                if self._offers_itself:
-                    self._send(event.peer, self._own_offer())
+                if self._is_offering:
+                    self._send(event.peer, self._make_offer())
 
     def _set(self, **changes: Any) -> None:  # noqa: ANN401
         self.state = replace(self.state, **changes)
@@ -280,8 +287,8 @@ class _Transition:
     def _set_peer(self, peer: str, **changes: Any) -> None:  # noqa: ANN401
         self._set(peers={**self.state.peers, peer: replace(self._peer(peer), **changes)})
 
-    def _peer(self, peer: str) -> Peer:
-        return self.state.peers.get(peer, Peer())
+    def _peer(self, peer: str) -> PeerState:
+        return self.state.peers.get(peer, PeerState())
 
     def _is_member(self, peer: str, crew: bytes | None = None) -> bool:
         """Return True if `peer` is another member of this node's crew. A given `crew` must be the
@@ -289,7 +296,7 @@ class _Transition:
         ours = self.state.crew
         return ours is not None and peer in ours.members and crew in (None, ours.id)
 
-    def _has_room(self, peer: str) -> bool:
+    def _make_room_for(self, peer: str) -> bool:
         """Return True if this node may store `peer`. When it stores `most_peers`, forget one that
         is neither connected nor excluded."""
         peers = self.state.peers
@@ -300,8 +307,8 @@ class _Transition:
         self._set(peers={p: one for p, one in peers.items() if p != forgotten})
         return forgotten is not None
 
-    def _send(self, peer: str, message: wire.Request) -> None:
-        self.actions.append(wire.Send(peer, message))
+    def _send(self, peer: str, message: wire.CrewRequest) -> None:
+        self.actions.append(wire.SendRequest(peer, message))
 
     def _note(self, what: str, detail: str = "") -> None:
         self.actions.append(wire.Note(what, detail))
@@ -309,60 +316,71 @@ class _Transition:
     # ---- offers: what free nodes know of each other ----------------------------------------------
 
     @property
-    def _offers_itself(self) -> bool:
+    def _is_offering(self) -> bool:
         return (
-            self.state.crew is None and self.state.offering is not None and not self.state.draining
+            self.state.crew is None
+            and self.state.trainer_offer is not None
+            and not self.state.draining
         )
 
-    def _own_offer(self) -> Offer:
-        offering = self.state.offering
-        if offering is None or not self._offers_itself:
+    def _make_offer(self) -> Offer:
+        trainer_offer = self.state.trainer_offer
+        if trainer_offer is None or not self._is_offering:
             return Offer(bytes(HASH_BYTES), 0.0, 0.0, 0.0)
-        capacity, hop = offering.capacity, self._hop_seconds()
-        return Offer(offering.model, capacity.memory, capacity.speed, hop, offering.copies)
+        capacity, hop = trainer_offer.capacity, self._hop_seconds()
+        return Offer(
+            trainer_offer.model, capacity.memory, capacity.speed, hop, trainer_offer.held_blocks
+        )
 
     def _hop_seconds(self) -> float:
         """Return the seconds in which one micro-batch leaves this node's line and reaches the usual
         peer."""
-        offering = self.state.offering
-        line = offering.cost.batch_bytes / self.means.uplink() if offering is not None else 0.0
-        return min(MOST_SECONDS, line + usual_seconds(self.state))
+        trainer_offer = self.state.trainer_offer
+        line = (
+            trainer_offer.cost.batch_bytes / self.dependencies.uplink()
+            if trainer_offer is not None
+            else 0.0
+        )
+        return min(MAX_DISTANCE_SECONDS, line + typical_distance(self.state))
 
     def _send_offers(self) -> None:
         """Send this node's offer to all connected peers. Without an offer, send its withdrawal
         once."""
-        offers = self._offers_itself
+        offers = self._is_offering
         if offers or self.state.offered_at != LONG_AGO:
             self._set(offered_at=self.now if offers else LONG_AGO)
             for peer, known in self.state.peers.items():
                 if known.connected:
-                    self._send(peer, self._own_offer())
+                    self._send(peer, self._make_offer())
 
-    def _take_offer(self, peer: str, offer: Offer) -> None:
-        if not self._has_room(peer):
+    def _handle_offer(self, peer: str, offer: Offer) -> None:
+        if not self._make_room_for(peer):
             return
-        known, own = self._peer(peer).offer, self.state.offering
-        is_new = known is None or (known.model, known.copies) != (offer.model, offer.copies)
+        known, own = self._peer(peer).offer, self.state.trainer_offer
+        is_new = known is None or (known.model, known.held_blocks) != (
+            offer.model,
+            offer.held_blocks,
+        )
         self._set_peer(peer, offer=offer, offered_at=self.now)
         if is_new and offer.memory > 0 and (own is None or offer.model == own.model):
             self._set(new_offer_at=self.now)
-            self._consider()
+            self._propose_if_due()
 
     # ---- forming a crew --------------------------------------------------------------------------
 
     @property
-    def _waited(self) -> float:
+    def _free_seconds(self) -> float:
         """Seconds without a crew."""
         return self.now - self.state.free_since
 
-    def _consider(self) -> None:
+    def _propose_if_due(self) -> None:
         """Propose a crew when one is possible and it is this node's turn."""
         state, settings = self.state, self.settings
-        if not self._offers_itself or self.now < state.retry_at:
+        if not self._is_offering or self.now < state.retry_at:
             return
         offers = self._usable_offers()
-        plan = self._plan(offers, self._waited)
-        if plan is None or state.me not in peers_of(plan.record):
+        plan = self._plan(offers, self._free_seconds)
+        if plan is None or state.me not in member_peers(plan.record):
             self._set(plan_since=math.inf)
             return
         since = min(state.plan_since, self.now)
@@ -371,15 +389,17 @@ class _Transition:
         gathered = min(last_change + settings.gather_seconds, since + 3 * settings.gather_seconds)
         if plan.record.step == 0 and self.now < gathered:
             return
-        turns = sorted(peers_of(plan.record), key=lambda peer: _turn(peer, offers[peer]))
+        turns = sorted(
+            member_peers(plan.record), key=lambda peer: _proposal_order(peer, offers[peer])
+        )
         if self.now - since >= turns.index(state.me) * settings.turn_seconds:
             self._propose(plan)
 
     def _offers(self) -> dict[str, Offer]:
         """Return our offer and those of the peers that the operator trusts."""
         others = current_offers(self.state, self.now, self.settings)
-        trusted = {peer: offer for peer, offer in others.items() if self.means.trusts(peer)}
-        return {self.state.me: self._own_offer(), **trusted}
+        trusted = {peer: offer for peer, offer in others.items() if self.dependencies.trusts(peer)}
+        return {self.state.me: self._make_offer(), **trusted}
 
     def _usable_offers(self) -> dict[str, Offer]:
         """Return the offers to plan with. Excluded peers are among them only while no crew is
@@ -395,17 +415,17 @@ class _Transition:
         """Return True if a crew without `peers` is possible now or after a wait. A crew that starts
         from the base counts only if no offer has steps, which it would discard."""
         plan = self._plan({p: offer for p, offer in offers.items() if p not in peers}, math.inf)
-        stepped = any(newest(offer.copies) for offer in offers.values())
+        stepped = any(newest_own_block(offer.held_blocks) for offer in offers.values())
         return plan is not None and (plan.record.step > 0 or not stepped)
 
     def _plan(self, offers: Mapping[str, Offer], waited: float) -> CrewPlan | None:
-        assert self.state.offering is not None
-        cost = self.state.offering.cost
+        assert self.state.trainer_offer is not None
+        cost = self.state.trainer_offer.cost
         near = {p: known.seconds for p, known in self.state.peers.items() if known.seconds}
         return plan_crew(self.state.me, offers, cost, self.settings, waited, near)
 
     def _propose(self, plan: CrewPlan) -> None:
-        rng, record = self.means.rng, plan.record
+        rng, record = self.dependencies.rng, plan.record
         lineage = record.lineage if record.step else rng.randbytes(HASH_BYTES)
         record = replace(record, lineage=lineage, nonce=rng.randbytes(NONCE_BYTES))
         lost = ", ".join(f"{first} to {last - 1}" for first, last in plan.lost)
@@ -414,104 +434,107 @@ class _Transition:
             f"step {record.step}, {len(record.members)} stages"
             + (f", no exact copy of layers {lost}" if lost else ""),
         )
-        self._form(self.state.me, record)
-        for peer in peers_of(record):
+        self._join(self.state.me, record)
+        for peer in member_peers(record):
             if peer != self.state.me:
-                self._send(peer, wire.Propose(record))
-        self._found()
+                self._send(peer, wire.ProposeRequest(record))
+        self._finish_forming()
 
-    def _accept(self, proposer: str, record: Record) -> wire.CrewAnswer:
+    def _accept(self, proposer: str, record: CrewRecord) -> wire.CrewAnswer:
         crew = crew_id(record)
         if self.state.crew is not None and self.state.crew.id == crew:
-            return wire.Accept(crew)
-        why = self._why_not(proposer, record)
+            return wire.AcceptAnswer(crew)
+        why = self._refusal_reason(proposer, record)
         if why is not None:
             self._note("refused", f"refused the proposal of {proposer}: {why}")
-            return wire.Refuse(why, crew)
-        self._form(proposer, record)
+            return wire.RefuseAnswer(why, crew)
+        self._join(proposer, record)
         self._send_heartbeats()
-        return wire.Accept(crew)
+        return wire.AcceptAnswer(crew)
 
-    def _why_not(self, proposer: str, record: Record) -> wire.Refusal | None:
+    def _refusal_reason(self, proposer: str, record: CrewRecord) -> wire.CrewRefusal | None:
         """Return why `record` is refused; None where it is accepted."""
-        state, offering, peers = self.state, self.state.offering, peers_of(record)
+        state, trainer_offer, peers = self.state, self.state.trainer_offer, member_peers(record)
         if state.me not in peers or proposer not in peers or proposer == state.me:
             return "record"
-        if offering is None or not self._offers_itself:
+        if trainer_offer is None or not self._is_offering:
             return "busy"
         sizes = [member.layers for member in record.members]
-        if record.model != offering.model or sum(sizes) != len(offering.cost.layers):
+        if record.model != trainer_offer.model or sum(sizes) != len(trainer_offer.cost.layers):
             return "model"
-        if stage_memory(offering.cost, sizes, peers.index(state.me)) > offering.capacity.memory:
+        if (
+            stage_memory(trainer_offer.cost, sizes, peers.index(state.me))
+            > trainer_offer.capacity.memory
+        ):
             return "room"
-        if not all(peer == state.me or self.means.trusts(peer) for peer in peers):
+        if not all(peer == state.me or self.dependencies.trusts(peer) for peer in peers):
             return "trust"
-        if self._waited < keep_seconds(offering.copies, record, self.settings):
+        if self._free_seconds < keep_seconds(trainer_offer.held_blocks, record, self.settings):
             return "newer"
         struck = [peer for peer in peers if self._is_struck(peer)]
         if struck and self._is_possible_without(struck, self._offers()):
             return "struck"
         return None
 
-    def _form(self, proposer: str, record: Record) -> None:
+    def _join(self, proposer: str, record: CrewRecord) -> None:
         """Be a member: heartbeats carry this crew's id from now on."""
-        peers = peers_of(record)
-        member = MemberState(heard_at=self.now, moved_at=self.now)
+        peers = member_peers(record)
+        member = MemberState(heard_at=self.now, progressed_at=self.now)
         crew = Crew(
             record,
             crew_id(record),
             peers.index(self.state.me),
             proposer,
             since=self.now,
-            waited=self._waited,
+            waited=self._free_seconds,
             step_seconds=self._step_seconds(record),
             members={peer: member for peer in peers if peer != self.state.me},
         )
         self._set(crew=crew, plan_since=math.inf)
 
-    def _step_seconds(self, record: Record) -> float:
+    def _step_seconds(self, record: CrewRecord) -> float:
         """Return the deadline of a step. Measured steps extend it at most fourfold: slow steps must
         not extend their own deadline without bound."""
-        assert self.state.offering is not None
-        cost, own = self.state.offering.cost, self.state.offering.capacity.speed
+        assert self.state.trainer_offer is not None
+        cost, own = self.state.trainer_offer.cost, self.state.trainer_offer.capacity.speed
         sizes, offers = [member.layers for member in record.members], self._offers()
-        speeds = [offers[peer].speed if peer in offers else own for peer in peers_of(record)]
+        speeds = [offers[peer].speed if peer in offers else own for peer in member_peers(record)]
         slowest = max(
-            sum(part.work for part in stage_parts(cost, sizes, stage)) / similar(speed, speeds)
+            sum(part.work for part in stage_parts(cost, sizes, stage)) / round_speed(speed, speeds)
             for stage, speed in enumerate(speeds)
         )
         way = 2 * len(sizes) * self._hop_seconds()
         planned = cost.batches * (slowest + (1 + cost.crossings) * way)
-        least = max(self.settings.step_seconds, SLOWER_THAN_PLANNED * planned)
+        least = max(self.settings.step_seconds, PLANNED_STEP_FACTOR * planned)
         measured = median(self.state.step_times) if self.state.step_times else 0.0
-        return max(least, SLOWER_THAN_MEASURED * min(measured, least))
+        return max(least, MEASURED_STEP_FACTOR * min(measured, least))
 
-    def _found(self) -> None:
+    def _finish_forming(self) -> None:
         """Assign the stage to our trainer, once every member has sent a heartbeat."""
         crew = self.state.crew
         assert crew is not None
         if any(member.joined_at is None for member in crew.members.values()):
             return
-        for peer in self.state.former:
+        for peer in self.state.former_members:
             if peer not in crew.members:
-                self._note("behind", f"{peer}: {self._why_behind(peer)}")
+                self._note("behind", f"{peer}: {self._absence_reason(peer)}")
         self._set_crew(phase=Phase.PREPARING)
-        self._set(lapses=0, former=())
+        self._set(failed_proposals=0, former_members=())
         self._send_offers()  # withdraws ours
         record = crew.record
         self._note("founded", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
-        layers, peers = tuple(member.layers for member in record.members), peers_of(record)
-        assigned = wire.Assigned(
+        layers, peers = tuple(member.layers for member in record.members), member_peers(record)
+        assigned = wire.StageAssignment(
             crew.id, record.lineage, crew.stage, layers, peers, record.step, "", crew.step_seconds
         )
         self.actions.append(assigned)
 
-    def _why_behind(self, peer: str) -> str:
+    def _absence_reason(self, peer: str) -> str:
         """Return why a former member is not in the next crew, for the log."""
         known = self._peer(peer)
         if not known.connected:
             return "not connected"
-        if not self.means.trusts(peer):
+        if not self.dependencies.trusts(peer):
             return "excluded by stages.trust"
         if self._is_struck(peer):
             return f"{known.strikes} strikes, for {known.struck_until - self.now:.0f} s more"
@@ -519,42 +542,45 @@ class _Transition:
 
     # ---- messages of peers -----------------------------------------------------------------------
 
-    def _answer(self, peer: str, message: wire.Request) -> wire.CrewAnswer:
+    def _answer_request(self, peer: str, message: wire.CrewRequest) -> wire.CrewAnswer:
         crew = self.state.crew
         match message:
             case wire.Heartbeat():
                 if crew is None or message.crew != crew.id or peer not in crew.members:
-                    return wire.Refuse("crew", message.crew)
-                self._hear(peer, message.status)
-                return wire.Alive(message.crew, (self.state.crew or crew).own)
-            case wire.Propose():
+                    return wire.RefuseAnswer("crew", message.crew)
+                self._handle_heartbeat(peer, message.status)
+                return wire.AliveAnswer(message.crew, (self.state.crew or crew).own)
+            case wire.ProposeRequest():
                 return self._accept(peer, message.record)
-            case wire.Leave() if self._is_member(peer, message.crew):
-                self._end(f"left: {message.reason}", peer)
+            case wire.LeaveRequest() if self._is_member(peer, message.crew):
+                self._end_crew(f"left: {message.reason}", peer)
             case Offer():
-                self._take_offer(peer, message)
-        return wire.Noted()
+                self._handle_offer(peer, message)
+        return wire.NotedAnswer()
 
-    def _take_answer(self, event: wire.Answered) -> None:
+    def _handle_outcome(self, event: wire.RequestFinished) -> None:
         peer, answer, crew = event.peer, event.answer, self.state.crew
         if answer is not None and peer in self.state.peers:
-            took = event.seconds / 2
-            before = self._peer(peer).seconds or took
-            self._set_peer(peer, seconds=min(took, before + SECONDS_DECAY * (took - before)))
+            one_way_seconds = event.seconds / 2
+            before = self._peer(peer).seconds or one_way_seconds
+            self._set_peer(
+                peer,
+                seconds=min(one_way_seconds, before + DISTANCE_DECAY * (one_way_seconds - before)),
+            )
         if crew is None or peer not in crew.members:
             return
-        if isinstance(answer, wire.Alive) and answer.crew == crew.id:
-            self._hear(peer, answer.status)
-        elif isinstance(answer, wire.Refuse) and answer.crew == crew.id:
+        if isinstance(answer, wire.AliveAnswer) and answer.crew == crew.id:
+            self._handle_heartbeat(peer, answer.status)
+        elif isinstance(answer, wire.RefuseAnswer) and answer.crew == crew.id:
             joined, sent_at = crew.members[peer].joined_at, self.now - event.seconds
-            if isinstance(event.request, wire.Propose):
+            if isinstance(event.request, wire.ProposeRequest):
                 if answer.reason == "busy":
                     self._set_peer(peer, offer=None)  # until it offers again
-                self._end(f"refused the crew: {answer.reason}", peer)
+                self._end_crew(f"refused the crew: {answer.reason}", peer)
             elif joined is not None and sent_at > joined:  # else it had not accepted yet
-                self._end("is not in this crew any more", peer)
+                self._end_crew("is not in this crew any more", peer)
 
-    def _hear(self, peer: str, status: Status) -> None:
+    def _handle_heartbeat(self, peer: str, status: MemberStatus) -> None:
         """Handle a sign of life of a member of our crew."""
         crew = self.state.crew
         assert crew is not None
@@ -566,59 +592,62 @@ class _Transition:
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         member = MemberState(
             heard_at=self.now,
-            moved_at=self.now if moved else member.moved_at,
+            progressed_at=self.now if moved else member.progressed_at,
             status=status,
             joined_at=self.now if member.joined_at is None else member.joined_at,
         )
         self._set_member(peer, member)
         if status.phase == "failed":
-            self._end("its stage failed", peer)
-        elif not crew.founded:
-            self._found()
+            self._end_crew("its stage failed", peer)
+        elif not crew.formed:
+            self._finish_forming()
         else:
             self._run_or_pause()
 
     def _send_heartbeats(self) -> None:
         crew = self.state.crew
         if crew is not None:
-            self._set(beat_at=self.now)
+            self._set(heartbeat_at=self.now)
             for peer in crew.members:
                 self._send(peer, wire.Heartbeat(crew.id, crew.own))
 
     # ---- messages of our trainer -----------------------------------------------------------------
 
-    def _take_own_status(self, status: wire.StageStatus) -> None:
+    def _handle_own_status(self, status: wire.StageStatus) -> None:
         crew = self.state.crew
         if crew is None:  # its connection was down when the crew ended
-            self.actions.append(wire.Released("that crew is over"))
+            self.actions.append(wire.CrewEnd("that crew is over"))
         if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
             return
-        before, own = crew.own, Status(status.phase, status.step, status.progress, status.load)
+        before, own = (
+            crew.own,
+            MemberStatus(status.phase, status.step, status.progress, status.load),
+        )
         self._set_crew(own=own)
         if own.phase == "active" and own.step > max(before.step, crew.record.step):
-            times = (*self.state.step_times, self.now - crew.stepped_at)[-STEP_TIMES:]
-            self._set(step_times=times, former=tuple(crew.members))
+            times = (*self.state.step_times, self.now - crew.stepped_at)[-MAX_STEP_TIMES:]
+            self._set(step_times=times, former_members=tuple(crew.members))
             self._set_crew(stepped_at=self.now, stepped=True)
             for peer in crew.members:
                 self._clear_strikes(peer)
         if own.phase == "failed":
-            self._end(status.reason or "its stage failed")
+            self._end_crew(status.reason or "its stage failed")
             return
         self._run_or_pause()
         if own.phase != before.phase:
             self._send_heartbeats()
 
-    def _take_fault(self, fault: wire.StageFault) -> None:
+    def _handle_fault(self, fault: wire.StageFault) -> None:
         crew = self.state.crew
         if crew is None or fault.crew != crew.id:
             return
-        others = {n: p for n, p in enumerate(peers_of(crew.record)) if n != crew.stage}
+        others = {n: p for n, p in enumerate(member_peers(crew.record)) if n != crew.stage}
         if fault.stage is None and crew.stage == 0:
-            self._miss_step(crew, fault.reason)
+            self._handle_missed_step(crew, fault.reason)
         elif fault.stage in others:
-            self._fail(others[fault.stage], fault.reason)
+            self._strike_and_end(others[fault.stage], fault.reason)
         else:
-            self._end(fault.reason)
+            self._end_crew(fault.reason)
 
     # ---- time ------------------------------------------------------------------------------------
 
@@ -626,17 +655,17 @@ class _Transition:
         state, settings = self.state, self.settings
         late = (self.now - state.last_tick) / settings.tick_seconds if state.last_tick else 1.0
         self._set(lag=max(1.0, late, state.lag * LAG_DECAY), last_tick=self.now)
-        if state.crew is not None and state.crew.founded:
+        if state.crew is not None and state.crew.formed:
             self._watch_members(state.crew, heard)
             self._run_or_pause()
         elif state.crew is not None:
             self._watch_forming(state.crew)
         slack = 0.25 * settings.tick_seconds
-        if self.now - self.state.beat_at >= settings.heartbeat_seconds - slack:
+        if self.now - self.state.heartbeat_at >= settings.heartbeat_seconds - slack:
             self._send_heartbeats()
         if self.now - self.state.offered_at >= settings.offer_seconds - slack:
             self._send_offers()
-        self._consider()
+        self._propose_if_due()
 
     def _watch_forming(self, crew: Crew) -> None:
         grace = 0.0 if crew.proposer == self.state.me else GRACE_SECONDS
@@ -645,42 +674,45 @@ class _Transition:
         missing = [p for p, member in crew.members.items() if member.joined_at is None]
         for peer in missing:
             self._strike(peer, "did not join the crew")
-        self._end("did not join the crew", missing[0])
+        self._end_crew("did not join the crew", missing[0])
 
     def _watch_members(self, crew: Crew, heard: Mapping[str, float]) -> None:
         """End the crew when a deadline has expired; suspect silent members."""
         settings = self.settings
         for peer, member in crew.members.items():
-            last = min(heard.get(peer, -math.inf), member.heard_at + HEARD_SECONDS)
+            last = min(heard.get(peer, -math.inf), member.heard_at + OTHER_BYTES_SECONDS)
             silent = (self.now - max(member.heard_at, last)) / self.state.lag
             if silent >= settings.gone_seconds:
-                self._fail(peer, f"was silent for {silent:.0f} s")
+                self._strike_and_end(peer, f"was silent for {silent:.0f} s")
                 return
             suspected = silent >= settings.suspect_seconds
             if suspected != member.suspected:
                 self._note("suspected" if suspected else "refuted", peer)
                 self._set_member(peer, replace(member, suspected=suspected))
         if crew.phase != Phase.PREPARING:
-            if self.now - crew.stepped_at >= HEAD_DEADLINES * crew.step_seconds:
-                self._miss_step(crew, "has taken no step")
+            if self.now - crew.stepped_at >= HEAD_DEADLINE_FACTOR * crew.step_seconds:
+                self._handle_missed_step(crew, "has taken no step")
             return
-        assert self.state.offering is not None
-        cost, sizes = self.state.offering.cost, [member.layers for member in crew.record.members]
-        for stage, peer in enumerate(peers_of(crew.record)):
+        assert self.state.trainer_offer is not None
+        cost, sizes = (
+            self.state.trainer_offer.cost,
+            [member.layers for member in crew.record.members],
+        )
+        for stage, peer in enumerate(member_peers(crew.record)):
             found = crew.members.get(peer)
             if found is None or found.status.phase == "active":
                 continue
             restoring = stage_memory(cost, sizes, stage) / settings.restore_bytes_per_second
             if (
-                self.now - found.moved_at >= settings.prepare_seconds
+                self.now - found.progressed_at >= settings.prepare_seconds
                 or self.now - crew.since >= settings.prepare_seconds + restoring
             ):
-                self._fail(peer, "did not restore its stage")
+                self._strike_and_end(peer, "did not restore its stage")
                 return
 
     def _run_or_pause(self) -> None:
         crew = self.state.crew
-        if crew is None or not crew.founded:
+        if crew is None or not crew.formed:
             return
         members = crew.members.values()
         calm = not any(member.suspected for member in members)
@@ -688,21 +720,21 @@ class _Transition:
         if calm and phases == {"active"} and crew.phase != Phase.RUNNING:
             if crew.phase == Phase.PREPARING:  # a pause moves no deadline
                 self._set_crew(stepped_at=self.now)
-            stood = self.state.stood_since
-            if stood is not None:
-                self._set(recovery_seconds=self.now - stood, stood_since=None)
+            stopped_at = self.state.stopped_at
+            if stopped_at is not None:
+                self._set(recovery_seconds=self.now - stopped_at, stopped_at=None)
             self._set_crew(phase=Phase.RUNNING)
-            self._note("running", "" if stood is None else f"{self.now - stood:.3f}")
-            self.actions.append(wire.Resumed(crew.id))
+            self._note("running", "" if stopped_at is None else f"{self.now - stopped_at:.3f}")
+            self.actions.append(wire.CrewResume(crew.id))
         elif not calm and crew.phase == Phase.RUNNING:
             self._set_crew(phase=Phase.PAUSED)
-            self._set(stood_since=self.now)
+            self._set(stopped_at=self.now)
             self._note("paused")
-            self.actions.append(wire.Suspended("a member is suspected"))
+            self.actions.append(wire.CrewPause("a member is suspected"))
 
     # ---- the end of a crew, and strikes ----------------------------------------------------------
 
-    def _end(self, why: str, peer: str = "") -> None:
+    def _end_crew(self, why: str, peer: str = "") -> None:
         """Leave the crew, if there is one: founded or forming. `peer`: the cause, if it is another
         member."""
         crew = self.state.crew
@@ -710,50 +742,50 @@ class _Transition:
             return
         cause = f"{peer} {why}" if peer else why
         for other in crew.members:
-            self._send(other, wire.Leave(crew.id, _printable(cause)))
+            self._send(other, wire.LeaveRequest(crew.id, _printable_ascii(cause)))
         if peer in crew.members and not crew.stepped:
             failures = self._peer(peer).failures + 1
             self._set_peer(peer, failures=failures)
-            if failures >= FAILURES:
-                self._strike(peer, f"{FAILURES} crews without a step: {why}")
+            if failures >= MAX_FAILED_CREWS:
+                self._strike(peer, f"{MAX_FAILED_CREWS} crews without a step: {why}")
         if crew.phase == Phase.RUNNING:
-            self._set(stood_since=self.now)
+            self._set(stopped_at=self.now)
         waited = 0.0 if crew.stepped else crew.waited
         self._set(crew=None, free_since=self.now - waited, plan_since=math.inf)
-        if crew.founded:
-            self._set(offering=None)  # the trainer offers again when it has stopped
+        if crew.formed:
+            self._set(trainer_offer=None)  # the trainer offers again when it has stopped
             self._note("broken", cause)
-            self.actions.append(wire.Released(cause))
+            self.actions.append(wire.CrewEnd(cause))
             return
         if crew.proposer == self.state.me:
-            pause = RETRY_SECONDS * 2.0 ** min(self.state.lapses, 4)
-            retry_at = self.now + pause * self.means.rng.uniform(0.5, 1.5)
-            self._set(retry_at=retry_at, lapses=self.state.lapses + 1)
+            pause = FIRST_RETRY_SECONDS * 2.0 ** min(self.state.failed_proposals, 4)
+            retry_at = self.now + pause * self.dependencies.rng.uniform(0.5, 1.5)
+            self._set(retry_at=retry_at, failed_proposals=self.state.failed_proposals + 1)
         self._note("refused", cause)
         self._send_offers()
 
-    def _fail(self, peer: str, reason: str) -> None:
+    def _strike_and_end(self, peer: str, reason: str) -> None:
         """Strike a member, and end the crew."""
         self._strike(peer, reason)
-        self._end(reason, peer)
+        self._end_crew(reason, peer)
 
-    def _miss_step(self, crew: Crew, reason: str) -> None:
+    def _handle_missed_step(self, crew: Crew, reason: str) -> None:
         """Strike for an expired deadline of a step, and end the crew.
 
         The head strikes the members that report work in hand, or all if no member does. Other
         members strike the head.
         """
-        peers = [peers_of(crew.record)[0]]
+        peers = [member_peers(crew.record)[0]]
         if crew.stage == 0:
             loaded = [peer for peer, member in crew.members.items() if member.status.load > 0]
             peers = loaded or list(crew.members)
         for peer in peers:
             self._strike(peer, reason)
-        self._end(reason, peers[0] if peers else "")
+        self._end_crew(reason, peers[0] if peers else "")
 
     def _strike(self, peer: str, reason: str) -> None:
-        strikes = min(self._peer(peer).strikes + 1, MOST_STRIKES)
-        seconds = min(LONGEST_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
+        strikes = min(self._peer(peer).strikes + 1, MAX_STRIKES)
+        seconds = min(MAX_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
         self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
         self._note("struck", f"{peer}: {reason}; left out of plans for {seconds:.0f} s")
 
@@ -770,13 +802,13 @@ class _Transition:
         return known.strikes > 0 and self.now < known.struck_until
 
 
-def _turn(peer: str, offer: Offer) -> tuple[int, str]:
+def _proposal_order(peer: str, offer: Offer) -> tuple[int, str]:
     """Return the key of the order in which members propose: the newest step first."""
-    own = newest(offer.copies)
+    own = newest_own_block(offer.held_blocks)
     return (-own.step if own is not None else 0, peer)
 
 
-def _printable(text: str) -> str:
+def _printable_ascii(text: str) -> str:
     shown = "".join(character if " " <= character <= "~" else "?" for character in text)
     return shown[: wire.REASON_BYTES]
 
@@ -792,15 +824,15 @@ def _printable(text: str) -> str:
 #     a step with as few lost blocks as possible, and some copy of at least half      exact_seconds
 #     the base, although steps were taken                                             lost_seconds
 
-CONSIDERED: Final = 16
+MAX_PLANNED_STEPS: Final = 16
 """Steps of all lineages that a plan considers: those that most peers have, and its own."""
-LEAST_SECONDS: Final = 0.001
-MOST_SECONDS: Final = 10.0
+MIN_DISTANCE_SECONDS: Final = 0.001
+MAX_DISTANCE_SECONDS: Final = 10.0
 """Distances below and above count as 0 and as this."""
-SPREAD: Final = 8.0
+MAX_SPEED_RATIO: Final = 8.0
 """A claimed speed counts as at most this many times the median, and as at least its inverse."""
-SLOW_LINE: Final = 4.0
-USUAL_SECONDS: Final = 0.01
+SLOW_LINE_FACTOR: Final = 4.0
+TYPICAL_HOP_SECONDS: Final = 0.01
 """The plan considers a node's line only if a transfer on it takes more than
 `SLOW_LINE × max(USUAL_SECONDS, median)`. All other lines count as equal, so that crews get the same
 blocks and can average."""
@@ -811,7 +843,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class CrewPlan:
-    record: Record
+    record: CrewRecord
     """Its nonce is all zero, and so is its lineage where training starts from the base."""
     lost: tuple[Block, ...] = ()
 
@@ -820,7 +852,7 @@ def plan_crew(
     me: str,
     offers: Mapping[str, Offer],
     cost: ModelCost,
-    settings: Settings,
+    settings: MembershipSettings,
     waited: float,
     distances: Mapping[str, float] = MappingProxyType({}),
 ) -> CrewPlan | None:
@@ -832,61 +864,74 @@ def plan_crew(
         distances: one-way seconds to a peer, as measured by this node.
     """
     model = offers[me].model
-    able = {
+    candidates = {
         peer: offer
         for peer, offer in sorted(offers.items())
         if offer.model == model and offer.memory > 0 and offer.speed > 0
     }
-    if me not in able:
+    if me not in candidates:
         return None
-    own = newest(able[me].copies)
-    copies = [(peer, copy) for peer, offer in able.items() for copy in offer.copies if copy.step]
-    points = {(peer, (copy.lineage, copy.step)) for peer, copy in copies if is_own(copy)}
+    own = newest_own_block(candidates[me].held_blocks)
+    held_blocks = [
+        (peer, copy)
+        for peer, offer in candidates.items()
+        for copy in offer.held_blocks
+        if copy.step
+    ]
+    points = {(peer, (copy.lineage, copy.step)) for peer, copy in held_blocks if is_own_block(copy)}
     peers_at = Counter(point for _, point in points)
-    common = sorted(peers_at, key=lambda point: (-peers_at[point], -point[1], point))[:CONSIDERED]
+    common = sorted(peers_at, key=lambda point: (-peers_at[point], -point[1], point))[
+        :MAX_PLANNED_STEPS
+    ]
     ours = {point for peer, point in points if peer == me}
     plans = [
         plan
         for lineage, step in sorted(ours.union(common))
-        if (plan := _continue(me, able, cost, lineage, step, copies, distances))
+        if (plan := _plan_continuation(me, candidates, cost, lineage, step, held_blocks, distances))
     ]
 
     def wait(plan: CrewPlan) -> float:
         at = plan.record
         ahead = any(lineage == at.lineage and step > at.step + 1 for lineage, step in peers_at)
         seconds = settings.exact_seconds if plan.lost or ahead else 0.0
-        return max(seconds, keep_seconds(able[me].copies, at, settings))
+        return max(seconds, keep_seconds(candidates[me].held_blocks, at, settings))
 
     def rank(plan: CrewPlan) -> tuple[bool, int, int, bytes]:
         is_ours = own is not None and own.lineage == plan.record.lineage
         return is_ours, -len(plan.lost), plan.record.step, plan.record.lineage
 
     best = max((plan for plan in plans if waited >= wait(plan)), key=rank, default=None)
-    if best is not None and (me in peers_of(best.record) or waited < settings.lost_seconds):
+    if best is not None and (me in member_peers(best.record) or waited < settings.lost_seconds):
         return best
     if waited < settings.lost_seconds:
         if own is not None or plans:
             return None  # a crew that keeps trained steps may become possible
-        able = {peer: offer for peer, offer in able.items() if newest(offer.copies) is None}
-    return _begin(me, able, cost, settings.stages, distances)
+        candidates = {
+            peer: offer
+            for peer, offer in candidates.items()
+            if newest_own_block(offer.held_blocks) is None
+        }
+    return _plan_from_base(me, candidates, cost, settings.stages, distances)
 
 
-def is_own(copy: Copy) -> bool:
+def is_own_block(copy: HeldBlock) -> bool:
     return copy.where != "neighbour" and copy.step > 0
 
 
-def is_exact(copy: Copy, step: int) -> bool:
+def is_exact_block(copy: HeldBlock, step: int) -> bool:
     return copy.where != "neighbour" and step - 1 <= copy.step <= step
 
 
-def newest(copies: Collection[Copy]) -> Copy | None:
+def newest_own_block(held_blocks: Collection[HeldBlock]) -> HeldBlock | None:
     """Return the newest copy of a node's own training; None for an untrained node."""
-    return max(filter(is_own, copies), key=lambda copy: copy.step, default=None)
+    return max(filter(is_own_block, held_blocks), key=lambda copy: copy.step, default=None)
 
 
-def keep_seconds(copies: Collection[Copy], record: Record, settings: Settings) -> float:
-    """Return how long a node without a crew keeps `copies` rather than join `record`."""
-    own = newest(copies)
+def keep_seconds(
+    held_blocks: Collection[HeldBlock], record: CrewRecord, settings: MembershipSettings
+) -> float:
+    """Return how long a node without a crew keeps `held_blocks` rather than join `record`."""
+    own = newest_own_block(held_blocks)
     if own is None:
         return 0.0
     if record.lineage == own.lineage and record.step > 0:
@@ -894,29 +939,29 @@ def keep_seconds(copies: Collection[Copy], record: Record, settings: Settings) -
     return settings.exact_seconds if record.step > own.step else settings.lost_seconds
 
 
-def _continue(
+def _plan_continuation(
     me: str,
-    able: Mapping[str, Offer],
+    candidates: Mapping[str, Offer],
     cost: ModelCost,
     lineage: bytes,
     step: int,
-    all_copies: Sequence[tuple[str, Copy]],
+    all_blocks: Sequence[tuple[str, HeldBlock]],
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
     """Plan a crew that continues `lineage` at `step`. An exact holder of a block keeps it. Lost
     blocks go to the spares that fit, first to those with an older copy of the block."""
-    copies = [
+    held_blocks = [
         (peer, copy)
-        for peer, copy in all_copies
+        for peer, copy in all_blocks
         if copy.lineage == lineage and copy.last <= len(cost.layers)
     ]
-    blocks = _cut(step, copies, len(cost.layers))
+    blocks = _former_blocks(step, held_blocks, len(cost.layers))
     sizes = [last - first for first, last in blocks]
     needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
     exact: dict[Block, set[str]] = {block: set() for block in blocks}
     held = Counter[tuple[str, Block]]()  # the newest copy up to `step`; memory before disk
-    for peer, copy in copies:
-        if copy.layers in exact and is_exact(copy, step):
+    for peer, copy in held_blocks:
+        if copy.layers in exact and is_exact_block(copy, step):
             exact[copy.layers].add(peer)
         if copy.step <= step:
             age = 2 * copy.step + (copy.where == "memory")
@@ -925,10 +970,10 @@ def _continue(
 
     def pick(block: Block, peers: Collection[str]) -> str | None:
         free = set(peers).difference(chosen.values())
-        near = {peer: rough(distances.get(peer, 0.0)) for peer in free}
-        size = {peer: able[peer].memory * able[peer].speed for peer in free}
+        near = {peer: round_distance(distances.get(peer, 0.0)) for peer in free}
+        size = {peer: candidates[peer].memory * candidates[peer].speed for peer in free}
         return min(
-            (peer for peer in free if able[peer].memory >= needs[block]),
+            (peer for peer in free if candidates[peer].memory >= needs[block]),
             key=lambda peer: (-held[peer, block], near[peer], -size[peer], peer),
             default=None,
         )
@@ -938,27 +983,33 @@ def _continue(
             chosen[block] = holder
     lost = tuple(block for block in blocks if block not in chosen)
     for block in sorted(lost, key=lambda block: -needs[block]):
-        if (spare := pick(block, able)) is None:
+        if (spare := pick(block, candidates)) is None:
             return None
         chosen[block] = spare
     copied = {block for _, block in +held}
-    if len(blocks) > MEMBERS or 2 * len({*lost} - copied) > len(blocks):
+    if len(blocks) > MAX_MEMBERS or 2 * len({*lost} - copied) > len(blocks):
         return None  # a mixture of mostly base weights is worse than the base
     if len(blocks) == 1 and chosen[blocks[0]] != me:
         return None  # only a node itself may propose a crew of itself alone
-    members = tuple(Member(chosen[block], block[1] - block[0]) for block in blocks)
-    return CrewPlan(Record(lineage, able[me].model, step, members, bytes(NONCE_BYTES)), lost)
+    members = tuple(CrewMember(chosen[block], block[1] - block[0]) for block in blocks)
+    return CrewPlan(
+        CrewRecord(lineage, candidates[me].model, step, members, bytes(NONCE_BYTES)), lost
+    )
 
 
-def _cut(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> list[Block]:
+def _former_blocks(
+    step: int, held_blocks: Sequence[tuple[str, HeldBlock]], layers: int
+) -> list[Block]:
     """Cut the model into blocks as the former crew did.
 
     Of the blocks that start at a layer, take the one that most peers hold exactly. Layers without
     any copy are cut into blocks of at most the largest known size.
     """
-    exact_holders = {(peer, copy.layers) for peer, copy in copies if is_exact(copy, step)}
+    exact_holders = {
+        (peer, copy.layers) for peer, copy in held_blocks if is_exact_block(copy, step)
+    }
     exact = Counter(block for _, block in exact_holders)
-    known = Counter(block for _, block in {(peer, copy.layers) for peer, copy in copies})
+    known = Counter(block for _, block in {(peer, copy.layers) for peer, copy in held_blocks})
     largest = max((last - first for first, last in known), default=layers)
     blocks, start = list[Block](), 0
     while start < layers:
@@ -970,26 +1021,37 @@ def _cut(step: int, copies: Sequence[tuple[str, Copy]], layers: int) -> list[Blo
     return blocks
 
 
-def _begin(
+def _plan_from_base(
     me: str,
-    able: Mapping[str, Offer],
+    candidates: Mapping[str, Offer],
     cost: ModelCost,
     stages: int,
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
     """Plan a crew that starts from the base and contains this node. It has the nearest nodes, or
     those with the most memory if the nearest cannot hold the model."""
-    near = {peer: 0.0 if peer == me else rough(distances.get(peer, 0.0)) for peer in able}
-    size = {peer: able[peer].memory * able[peer].speed for peer in able}
+    near = {
+        peer: 0.0 if peer == me else round_distance(distances.get(peer, 0.0)) for peer in candidates
+    }
+    size = {peer: candidates[peer].memory * candidates[peer].speed for peer in candidates}
     for peers in (
-        sorted(able, key=lambda peer: (peer != me, near[peer], -size[peer], peer))[:MEMBERS],
-        sorted(able, key=lambda peer: (peer != me, -able[peer].memory, peer))[:MEMBERS],
+        sorted(candidates, key=lambda peer: (peer != me, near[peer], -size[peer], peer))[
+            :MAX_MEMBERS
+        ],
+        sorted(candidates, key=lambda peer: (peer != me, -candidates[peer].memory, peer))[
+            :MAX_MEMBERS
+        ],
     ):
-        speeds, hops = [able[p].speed for p in peers], [able[p].hop_seconds for p in peers]
-        slow = SLOW_LINE * max(USUAL_SECONDS, median(hops))
+        speeds, hops = (
+            [candidates[p].speed for p in peers],
+            [candidates[p].hop_seconds for p in peers],
+        )
+        slow = SLOW_LINE_FACTOR * max(TYPICAL_HOP_SECONDS, median(hops))
         capacities = tuple(
             Capacity(
-                able[peer].memory, similar(speed, speeds), min(hop, MOST_SECONDS) * (hop > slow)
+                candidates[peer].memory,
+                round_speed(speed, speeds),
+                min(hop, MAX_DISTANCE_SECONDS) * (hop > slow),
             )
             for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
@@ -998,21 +1060,29 @@ def _begin(
         plan = make_plan(cost, capacities, apart, stages)
         if plan is not None:
             held = zip(plan.members, plan.layers, strict=True)
-            members = tuple(Member(peers[index], count) for index, count in held)
-            record = Record(bytes(HASH_BYTES), able[me].model, 0, members, bytes(NONCE_BYTES))
+            members = tuple(CrewMember(peers[index], count) for index, count in held)
+            record = CrewRecord(
+                bytes(HASH_BYTES), candidates[me].model, 0, members, bytes(NONCE_BYTES)
+            )
             return CrewPlan(record)
     return None
 
 
-def rough(seconds: float) -> float:
+def round_distance(seconds: float) -> float:
     """Round a distance to a power of two: a new measurement changes no plan."""
-    return 0.0 if seconds < LEAST_SECONDS else 2.0 ** round(math.log2(min(seconds, MOST_SECONDS)))
+    return (
+        0.0
+        if seconds < MIN_DISTANCE_SECONDS
+        else 2.0 ** round(math.log2(min(seconds, MAX_DISTANCE_SECONDS)))
+    )
 
 
-def similar(speed: float, speeds: Collection[float]) -> float:
+def round_speed(speed: float, speeds: Collection[float]) -> float:
     """Round a claimed speed to the median times a power of two, at most SPREAD from it."""
     usual = median(speeds)
-    return usual * min(SPREAD, max(1 / SPREAD, 2.0 ** round(math.log2(speed / usual))))
+    return usual * min(
+        MAX_SPEED_RATIO, max(1 / MAX_SPEED_RATIO, 2.0 ** round(math.log2(speed / usual)))
+    )
 
 
 @dataclass(frozen=True)
@@ -1051,7 +1121,7 @@ def make_plan(
             left.remove(nearest[-1])
         largest = sorted(range(count), key=lambda index: -members[index].memory)
         for order in (nearest, [*largest[:1], *largest[2:], *largest[1:2]]):
-            layers, slowest = _split(model, [members[index] for index in order])
+            layers, slowest = _assign_layers(model, [members[index] for index in order])
             way = sum(apart[a][b] for a, b in pairwise((*order, order[0])))
             seconds = slowest + model.crossings * way
             if seconds < (best.seconds * (1 - 1e-6) if best is not None else math.inf):
@@ -1059,14 +1129,14 @@ def make_plan(
     return best
 
 
-def _split(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float]:
+def _assign_layers(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float]:
     """Give each of `members` a layer; then each further layer to the member that is the fastest
     with it. All layers count as the largest.
 
     Returns:
         Layers of each member, and the seconds of the slowest; infinite where no room is left.
     """
-    layer = Part(max(p.memory for p in model.layers), max(p.work for p in model.layers))
+    layer = PartCost(max(p.memory for p in model.layers), max(p.work for p in model.layers))
     ends = [[model.embedding] * (member is members[0]) for member in members]
     ends[-1].append(model.head)
     sizes = [0] * len(members)
@@ -1125,15 +1195,15 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """One-way time of a message to the usual peer."""
 
 
-def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
+def statistics(state: State, now: float, settings: MembershipSettings) -> CrewStatistics:
     crew = state.crew
     shown = CrewStatistics(
         state=cast("CrewState", state.phase.value),
         offers=len(current_offers(state, now, settings)),
         recovery_seconds=state.recovery_seconds,
-        peer_seconds=usual_seconds(state),
+        peer_seconds=typical_distance(state),
     )
-    if crew is None or not crew.founded:
+    if crew is None or not crew.formed:
         return shown
     own = MemberState(now, now, crew.own)
     slots = []
@@ -1146,11 +1216,11 @@ def statistics(state: State, now: float, settings: Settings) -> CrewStatistics:
         id=crew.id.hex(),
         stage=crew.stage,
         slots=tuple(slots),
-        standing_seconds=0.0 if state.stood_since is None else now - state.stood_since,
+        standing_seconds=0.0 if state.stopped_at is None else now - state.stopped_at,
     )
 
 
-def current_offers(state: State, now: float, settings: Settings) -> dict[str, Offer]:
+def current_offers(state: State, now: float, settings: MembershipSettings) -> dict[str, Offer]:
     """Return the other nodes' offers that have not expired."""
     oldest = now - 3 * settings.offer_seconds
     return {
@@ -1160,7 +1230,7 @@ def current_offers(state: State, now: float, settings: Settings) -> dict[str, Of
     }
 
 
-def usual_seconds(state: State) -> float:
+def typical_distance(state: State) -> float:
     """Return the median one-way time to connected peers."""
     near = [one.seconds for one in state.peers.values() if one.connected and one.seconds]
-    return min(MOST_SECONDS, median(near)) if near else 0.0
+    return min(MAX_DISTANCE_SECONDS, median(near)) if near else 0.0

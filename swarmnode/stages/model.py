@@ -53,11 +53,11 @@ from swarmnode.rl.corrections import against_sampler, own_correction
 from swarmnode.rl.objectives import WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.stages.wire import (
     ActivationCodec,
-    Loss,
+    LossInputs,
     MicroBatch,
-    Questions,
     StagePart,
     StageSpec,
+    WaveDescription,
     activation_bytes,
     int8_block,
     is_device_error,
@@ -166,10 +166,10 @@ def load_stage(
         Unavailable: a tensor is missing or a file is damaged.
     """
     config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    return build_stage(config, spec, tensors_of(directory), dtype=dtype, device=device)
+    return build_stage(config, spec, tensor_reader(directory), dtype=dtype, device=device)
 
 
-def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
+def tensor_reader(directory: Path) -> Callable[[str], torch.Tensor]:
     """Return a function that reads one tensor of a model's directory by name. Both raise
     Unavailable for a missing tensor or a damaged file."""
     try:
@@ -188,7 +188,7 @@ def tensors_of(directory: Path) -> Callable[[str], torch.Tensor]:
     return read
 
 
-def adapt(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
+def add_adapter(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
     """Put a LoRA adapter on a stage: base frozen, adapter float32."""
     from peft import get_peft_model
 
@@ -466,7 +466,7 @@ class StageRuntime:
     """One stage on this machine.
 
     Args:
-        model: The result of `load_stage` or `adapt`.
+        model: The result of `load_stage` or `add_adapter`.
         dtype: What it computes in, float32 or bfloat16.
         known_logits: Cuts logits to the tokens that the tokenizer has
             (`PolicyText.known_logits`).
@@ -669,7 +669,7 @@ class StageRuntime:
 
     def hidden(self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all") -> torch.Tensor:
         """`forward` with gradient."""
-        where = packing(batch)
+        where = make_packing(batch)
         if part == "embed":
             embed = self.model.get_input_embeddings()
             with self._autocast():
@@ -745,7 +745,7 @@ class StageRuntime:
         self, batch: Batch, x: torch.Tensor | None, temperature: float, part: StagePart = "all"
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`score` with gradient."""
-        where = packing(batch)
+        where = make_packing(batch)
         self.tokens += where.rows
         first, later = self._both(batch, where, x, "head" if part == "head" else "layers")
         row = torch.arange(len(batch.completion_ids), device=first.device)
@@ -884,7 +884,7 @@ class LearnRow:
 
 
 def describe(
-    rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: Loss | None = None
+    rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: LossInputs | None = None
 ) -> MicroBatch:
     """Return (prompt ids, completion ids) as a frame carries them. Equal prompts become one, in the
     order of `policy.logprobs.collate`."""
@@ -901,10 +901,10 @@ def describe(
     )
 
 
-def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> Loss:
+def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> LossInputs:
     """Return the arguments of the loss as a frame carries them."""
     objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
-    return Loss(
+    return LossInputs(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
         advantages=pack_logprobs([row.advantage for row in rows]),
         weights=pack_logprobs([row.weight for row in rows]),
@@ -919,7 +919,7 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
     )
 
 
-def batch_of(work: MicroBatch, device: torch.device) -> Batch:
+def make_batch(work: MicroBatch, device: torch.device) -> Batch:
     """Return the padded batch of a checked description. Padding is token 0, masked everywhere."""
     prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
     completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
@@ -930,7 +930,7 @@ def batch_of(work: MicroBatch, device: torch.device) -> Batch:
     )
 
 
-def prompts_of(questions: Questions, device: torch.device) -> Prompts:
+def make_prompts(questions: WaveDescription, device: torch.device) -> Prompts:
     prompts = _ragged(unpack_ids(questions.ids).tolist(), questions.lengths)
     width = max(questions.lengths)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
@@ -938,7 +938,7 @@ def prompts_of(questions: Questions, device: torch.device) -> Prompts:
     return Prompts(ids, mask, questions.num_generations, questions.names)
 
 
-def loss_of(
+def compute_loss(
     work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
     """Return the loss, and the sums of `Learnt`. logprobs, entropy (N, T)."""
@@ -1029,7 +1029,7 @@ class Packing:
         )
 
 
-def packing(batch: Batch) -> Packing:
+def make_packing(batch: Batch) -> Packing:
     """Return where the rows of `batch` are."""
     prompts = batch.prompt_mask.nonzero(as_tuple=True)
     completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)

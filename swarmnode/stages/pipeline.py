@@ -43,13 +43,13 @@ from swarmnode.stages.model import (
     LearnRow,
     StageOptimizer,
     StageRuntime,
-    batch_of,
+    compute_loss,
     decode,
     describe,
     describe_loss,
     encode,
-    loss_of,
-    prompts_of,
+    make_batch,
+    make_prompts,
 )
 from swarmnode.stages.wire import (
     CHUNK_BYTES,
@@ -61,18 +61,18 @@ from swarmnode.stages.wire import (
     MicroBatch,
     Participant,
     Place,
-    Questions,
     RefusalReason,
     Route,
     Routes,
-    arriving,
+    WaveDescription,
+    backward_hop,
+    forward_hop,
     is_device_error,
     read_frame,
     read_micro_batch,
-    read_questions,
     read_scores,
     read_tokens,
-    returning,
+    read_wave,
 )
 from swarmnode.wire import headed, limits, strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids
@@ -82,18 +82,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Compute(Protocol):
+class WorkRunner(Protocol):
     """Runs a piece of work: in a thread, in the event loop, or with a measurement."""
 
     def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-async def in_thread(work: Callable[[], T]) -> T:
+async def run_in_thread(work: Callable[[], T]) -> T:
     """Compute beside the event loop, so that heartbeats and streams continue."""
     return await trio.to_thread.run_sync(work)
 
 
-async def inline(work: Callable[[], T]) -> T:
+async def run_inline(work: Callable[[], T]) -> T:
     """Compute in the event loop: deterministic, for tests and for a crew in one process."""
     return work()
 
@@ -102,7 +102,7 @@ async def inline(work: Callable[[], T]) -> T:
 
 
 @dataclass(frozen=True)
-class CrewSettings:
+class WorkerSettings:
     """Settings that all members of a crew share, and this node's bound on the learning rate."""
 
     base: bytes
@@ -162,8 +162,8 @@ class StageWorker:
         runtime: StageRuntime,
         links: Links,
         fence: Fence,
-        settings: CrewSettings,
-        compute: Compute = in_thread,
+        settings: WorkerSettings,
+        compute: WorkRunner = run_in_thread,
         optimizer: StageOptimizer | None = None,
     ) -> None:
         self.runtime, self.links, self.fence = runtime, links, fence
@@ -174,13 +174,13 @@ class StageWorker:
         self.observers: list[Observer] = []
         self.refused: Counter[str] = Counter()
         """Refusals and garbage, by reason."""
-        self.micro_batches = MicroBatches(self)
-        self.waves = Decoding(self)
+        self.micro_batches = MicroBatchRunner(self)
+        self.waves = WaveDecoder(self)
         self.tied = TiedEmbedding(self)
         self.fault: tuple[int | None, str] | None = None
         """Why this crew cannot continue: (stage that caused it or None for unknown, reason). The
         first fault stays; after it the worker handles nothing."""
-        self._held: deque[Arrival] = deque()
+        self._held: deque[ReceivedFrame] = deque()
         """Frames to score or to generate that wait until the next link is not full."""
 
     @property
@@ -219,7 +219,7 @@ class StageWorker:
         while self.fault is None:
             await trio.lowlevel.checkpoint()
             if (arrival := self.links.inbox.take()) is not None:
-                await self._arrived(arrival)
+                await self._handle_arrival(arrival)
             elif not await self._work():
                 await self.links.inbox.wait()
 
@@ -234,7 +234,7 @@ class StageWorker:
         """Do one waiting piece of work whose result has room. Return False without one."""
         if self._held and not self.links.full(self.index + 1):
             await self._handle(self._held.popleft())
-        elif self.tied.sends:
+        elif self.tied.can_send:
             with self.refusing(self._refuse_step):
                 self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
@@ -245,34 +245,34 @@ class StageWorker:
             return False
         return True
 
-    async def _arrived(self, arrival: Arrival) -> None:
+    async def _handle_arrival(self, arrival: ReceivedFrame) -> None:
         frame = arrival.frame
         if frame is None:
-            self.gone(arrival.sender, arrival.reason)
-        elif not self._passes_on(frame) or not (self._held or self.links.full(self.index + 1)):
+            self.handle_stream_end(arrival.sender, arrival.reason)
+        elif not self._is_deferrable(frame) or not (self._held or self.links.full(self.index + 1)):
             await self._handle(arrival)
         elif len(self._held) < self.links.limits.sessions:
             self._held.append(arrival)
         else:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
 
-    def _passes_on(self, frame: Frame) -> bool:
+    def _is_deferrable(self, frame: Frame) -> bool:
         """Return True if the frame makes this stage send scoring or generation work to the next
         stage. Such a frame may wait, since no gradient and no commit depends on it."""
-        asks = isinstance(frame, (wire.Prefill, wire.Decode)) or (
-            isinstance(frame, wire.Forward) and frame.purpose == "score"
+        asks = isinstance(frame, (wire.PrefillFrame, wire.DecodeFrame)) or (
+            isinstance(frame, wire.ForwardFrame) and frame.purpose == "score"
         )
         return asks and not self.runtime.spec.has_head
 
-    async def _handle(self, arrival: Arrival) -> None:
+    async def _handle(self, arrival: ReceivedFrame) -> None:
         """Handle a frame, or drop it if the fence says so. Garbage is the sender's fault."""
         frame, sender = arrival.frame, arrival.sender
         assert frame is not None
-        step = None if isinstance(frame, wire.Control) else self.participant.step
+        step = None if isinstance(frame, wire.ControlFrame) else self.participant.step
         if self.fence.check(frame.place, sender, step):
             return
         try:
-            if not sends(frame, sender, self.index, self.stages, self.micro_batches.routes):
+            if not may_send(frame, sender, self.index, self.stages, self.micro_batches.routes):
                 raise BadMessage("bounds", f"stage {sender} sends no {type(frame).__name__} here")
             with self.refusing(lambda reason: self._refuse(frame, reason)):
                 await self.handle(sender, frame, arrival.body)
@@ -305,18 +305,18 @@ class StageWorker:
         self.set_fault(sender, f"garbage: {error}")
 
     def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
-        if isinstance(frame, (wire.Prefill, wire.Decode)):
+        if isinstance(frame, (wire.PrefillFrame, wire.DecodeFrame)):
             self.waves.forget(frame.session)
-            self.links.send(0, wire.Lost(self.place, frame.session, reason))
-        elif isinstance(frame, (wire.Forward, wire.Backward)):
-            self.links.send(0, wire.Failed(self.place, frame.micro_batch, reason))
+            self.links.send(0, wire.LostFrame(self.place, frame.session, reason))
+        elif isinstance(frame, (wire.ForwardFrame, wire.BackwardFrame)):
+            self.links.send(0, wire.FailedFrame(self.place, frame.micro_batch, reason))
         else:
             self._refuse_step(reason)
 
     def _refuse_step(self, reason: RefusalReason) -> None:
-        self.links.send(0, wire.Acknowledge(self.place, self.participant.attempt, reason, 0.0))
+        self.links.send(0, wire.AcknowledgeFrame(self.place, self.participant.attempt, reason, 0.0))
 
-    def gone(self, stage: int, reason: str) -> None:
+    def handle_stream_end(self, stage: int, reason: str) -> None:
         """Handle the end of the stream to another stage. It is a fault only if the stage sent
         garbage; in any case the network process ends the crew."""
         if reason in STREAM_FAULTS:
@@ -330,30 +330,30 @@ class StageWorker:
             ValueError: the own result is not finite.
         """
         match frame:
-            case wire.Forward():
+            case wire.ForwardFrame():
                 await self.micro_batches.forward(sender, frame, body)
-            case wire.Backward():
+            case wire.BackwardFrame():
                 self.micro_batches.backward(sender, frame, body)
-            case wire.Prefill():
+            case wire.PrefillFrame():
                 await self.waves.prefill(frame, body)
-            case wire.Decode():
+            case wire.DecodeFrame():
                 await self.waves.decode(frame, body)
-            case wire.Drop():
+            case wire.DropFrame():
                 self.waves.forget(frame.session)
-            case wire.Embedding() if self.runtime.embedding() is not None:
+            case wire.EmbeddingFrame() if self.runtime.embedding() is not None:
                 if self.participant.proposed and frame.attempt == self.participant.attempt:
                     self.tied.take_part(frame, body)
                     self._acknowledge()
-            case wire.ProposeStep():
+            case wire.ProposeFrame():
                 self.participant.propose(frame.attempt, frame.micro_batches)
-                for early in self.micro_batches.take_early():
+                for early in self.micro_batches.take_early_frames():
                     await self._handle(early)
-            case wire.Commit():
+            case wire.CommitFrame():
                 async with self.optimizer.moving:
                     self.participant.commit(frame.attempt)
                     await self._take(frame.clip, frame.learning_rate)
-                self.links.send(0, wire.Done(self.place, frame.attempt))
-            case wire.Abort():
+                self.links.send(0, wire.DoneFrame(self.place, frame.attempt))
+            case wire.AbortFrame():
                 self.participant.abort(frame.attempt)
                 self._drop_step()
             case _:
@@ -364,7 +364,7 @@ class StageWorker:
     def _prepare(self) -> None:
         """Acknowledge the step if the gradients of all its micro-batches are there. A tied
         embedding's gradient is exchanged first."""
-        if not self.participant.complete or self.tied.begun:
+        if not self.participant.complete or self.tied.started:
             return
         if (shared := self.runtime.embedding()) is not None:
             self.tied.begin(self.participant.attempt, shared)
@@ -379,7 +379,9 @@ class StageWorker:
         if squared_norm is None:
             raise ValueError("the gradient is not finite")
         participant.prepared = True
-        self.links.send(0, wire.Acknowledge(self.place, participant.attempt, None, squared_norm))
+        self.links.send(
+            0, wire.AcknowledgeFrame(self.place, participant.attempt, None, squared_norm)
+        )
 
     async def _take(self, clip: float, learning_rate: float) -> None:
         """Take the step that `participant` has just counted. A cancelled worker finishes it first.
@@ -432,22 +434,24 @@ class StageWorker:
             observer.dropped()
 
 
-def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
+def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
     """Return True if `sender` may send this frame to `stage` (protocol/04). The head sends its own
     work to itself."""
     last = stages - 1
     match frame:
-        case wire.Forward():
-            return arriving(routes.of(frame.micro_batch, frame.purpose), sender, stage) is not None
-        case wire.Backward():
-            return returning(routes.of(frame.micro_batch), sender, stage) is not None
-        case wire.Prefill() | wire.Decode():
+        case wire.ForwardFrame():
+            return (
+                forward_hop(routes.of(frame.micro_batch, frame.purpose), sender, stage) is not None
+            )
+        case wire.BackwardFrame():
+            return backward_hop(routes.of(frame.micro_batch), sender, stage) is not None
+        case wire.PrefillFrame() | wire.DecodeFrame():
             return sender == stage - 1 or sender == stage == 0
-        case wire.Learnt() | wire.Scores() | wire.Tokens():
+        case wire.LearntFrame() | wire.ScoresFrame() | wire.TokensFrame():
             return (sender, stage) == (last, 0)
-        case wire.Embedding():
+        case wire.EmbeddingFrame():
             return {sender, stage} == {0, last}
-        case wire.Lost() | wire.Failed() | wire.Acknowledge() | wire.Done():
+        case wire.LostFrame() | wire.FailedFrame() | wire.AcknowledgeFrame() | wire.DoneFrame():
             return stage == 0
         case _:
             return sender == 0
@@ -457,7 +461,7 @@ def sends(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) ->
 
 SCORES_PER_STAGE: Final = 2
 """Micro-batches per stage that are under way in `score`: one is computed, one is in transit."""
-REFUSALS: Final = 3
+MAX_REFUSALS: Final = 3
 """The crew ends when one stage refuses this many calls in a row, or one wave is lost this often."""
 SILENCE_FACTOR: Final = 4
 """A call fails after this multiple of the longest time between two arrivals, see `Head`."""
@@ -494,7 +498,7 @@ class BatchState:
     attempt: int = 0
     """Of the update; 0 for scores."""
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
-    learnt: dict[int, wire.Learnt] = field(default_factory=dict)
+    learnt: dict[int, wire.LearntFrame] = field(default_factory=dict)
     norms: dict[int, float] = field(default_factory=dict)
     """Stage → squared norm that it acknowledged with."""
     done: set[int] = field(default_factory=set)
@@ -526,8 +530,8 @@ class Head(StageWorker):
         runtime: StageRuntime,
         links: Links,
         fence: Fence,
-        settings: CrewSettings,
-        compute: Compute = in_thread,
+        settings: WorkerSettings,
+        compute: WorkRunner = run_in_thread,
         optimizer: StageOptimizer | None = None,
         *,
         seconds: float = 120.0,
@@ -540,7 +544,7 @@ class Head(StageWorker):
         """Longest time between two arrivals in a call."""
         self._began = self._last = -math.inf
         """The beginning of the call, and its last arrival; -inf between two calls."""
-        self._over: str | None = None
+        self._end_reason: str | None = None
         """Why the crew is over."""
         self._changed = trio.Event()
         self._number = self._parity = 0
@@ -554,7 +558,7 @@ class Head(StageWorker):
     @property
     def usable(self) -> bool:
         """Whether the crew can still work."""
-        return self._over is None
+        return self._end_reason is None
 
     async def generate(
         self,
@@ -578,7 +582,9 @@ class Head(StageWorker):
             ValueError: no wave can hold one completion.
         """
         self._batch = BatchState()
-        pieces = cut(prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens)
+        pieces = cut_waves(
+            prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens
+        )
         draw = rng.getrandbits
         waves = [
             Wave([prompts[i] for i in piece], each, max_tokens, temperature, top_p, draw(63), ends)
@@ -591,7 +597,7 @@ class Head(StageWorker):
                     while later and len(open_now) < self.stages:
                         self._begin(later.pop())
                     before = len(open_now)
-                    await self._until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
+                    await self._wait_until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
         finally:
             for session in list(open_now):
                 self._end_wave(session)
@@ -604,37 +610,37 @@ class Head(StageWorker):
         session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
         self.open_waves[session] = wave
         rows = sum(questions.lengths)
-        frame = wire.Prefill(self.place, session, self.fingerprint, codec, rows, len(about))
+        frame = wire.PrefillFrame(self.place, session, self.fingerprint, codec, rows, len(about))
         self.links.send(0, frame, about)
 
-    def _take_tokens(self, frame: wire.Tokens, body: bytes) -> None:
+    def _take_tokens(self, frame: wire.TokensFrame, body: bytes) -> None:
         """Take the next token of each completion and ask for the one after it."""
         wave = self.open_waves.get(frame.session)
         if wave is None:
             return
         if frame.rows != len(wave.live):
             raise BadMessage("shape", "not a token for each completion that is left")
-        wave.took(*read_tokens(body, frame.rows, self.links.limits))
+        wave.append_tokens(*read_tokens(body, frame.rows, self.links.limits))
         if not wave.live:
             self._end_wave(frame.session)
             return
         codec, rows = self.settings.codec, len(wave.live)
-        step = wire.Decode(self.place, frame.session, self.fingerprint, codec, rows)
-        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.latest()))
+        step = wire.DecodeFrame(self.place, frame.session, self.fingerprint, codec, rows)
+        self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.last_tokens()))
 
-    def _lost_wave(self, stage: int, frame: wire.Lost) -> None:
+    def _lost_wave(self, stage: int, frame: wire.LostFrame) -> None:
         wave = self.open_waves.get(frame.session)
         if wave is None:
             return
         self._end_wave(frame.session)
         wave.lost += 1
-        if wave.lost >= REFUSALS:
-            self.set_fault(stage, f"lost a wave {REFUSALS} times: {frame.reason}")
+        if wave.lost >= MAX_REFUSALS:
+            self.set_fault(stage, f"lost a wave {MAX_REFUSALS} times: {frame.reason}")
         self._begin(wave)
 
     def _end_wave(self, session: bytes) -> None:
         self.open_waves.pop(session, None)
-        self._broadcast(wire.Drop(self.place, session))
+        self._broadcast(wire.DropFrame(self.place, session))
 
     def _next_number(self) -> int:
         self._number += 1
@@ -667,16 +673,16 @@ class Head(StageWorker):
         tokens_of = {
             number: sum(len(rows[i][1]) for i in piece) for number, piece in pieces.items()
         }
-        divisible = _half(pieces.values(), lengths) is not None
+        divisible = _halve(pieces.values(), lengths) is not None
         batch = self._batch = BatchState(tokens_of, divisible)
         with self._call():
-            for begun, (number, piece) in enumerate(pieces.items()):
-                room = begun - SCORES_PER_STAGE * self.stages
-                await self._until(lambda room=room: len(batch.scores) > room)  # type: ignore[misc]
+            for started, (number, piece) in enumerate(pieces.items()):
+                room = started - SCORES_PER_STAGE * self.stages
+                await self._wait_until(lambda room=room: len(batch.scores) > room)  # type: ignore[misc]
                 if batch.failed is not None:
                     break
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
-            await self._until(lambda: len(batch.scores) == len(pieces))
+            await self._wait_until(lambda: len(batch.scores) == len(pieces))
         if batch.failed is not None:
             raise CannotScore(batch.failed, batch.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
@@ -706,28 +712,30 @@ class Head(StageWorker):
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
         groups = [row.group for row in rows]
         cuts = micro_batches(lengths, tokens, groups)
-        if len(cuts) > wire.MICRO_BATCHES:
-            raise ValueError(f"{len(cuts)} micro-batches in one step, at most {wire.MICRO_BATCHES}")
+        if len(cuts) > wire.MAX_MICRO_BATCHES:
+            raise ValueError(
+                f"{len(cuts)} micro-batches in one step, at most {wire.MAX_MICRO_BATCHES}"
+            )
         pieces = {self._next_alternating(): [rows[i] for i in piece] for piece in cuts}
         tokens_of = {
             number: sum(len(row.completion_ids) for row in piece)
             for number, piece in pieces.items()
         }
-        halves = _half(cuts, lengths, groups)
-        divisible = halves is not None and len(halves) <= wire.MICRO_BATCHES
+        halves = _halve(cuts, lengths, groups)
+        divisible = halves is not None and len(halves) <= wire.MAX_MICRO_BATCHES
         self._attempt += 1
         batch = self._batch = BatchState(tokens_of, divisible, self._attempt)
         with self._call():
             try:
-                self._broadcast(wire.ProposeStep(self.place, batch.attempt, tuple(sorted(pieces))))
+                self._broadcast(wire.ProposeFrame(self.place, batch.attempt, tuple(sorted(pieces))))
                 for number, piece in pieces.items():
                     texts = [(row.prompt_ids, row.completion_ids) for row in piece]
                     loss = describe_loss(piece, cfg, normalizer)
                     self._submit(number, "learn", describe(texts, cfg.temperature, loss))
-                await self._until(lambda: len(batch.norms) == self.stages)
+                await self._wait_until(lambda: len(batch.norms) == self.stages)
             finally:
                 if batch.failed is not None or len(batch.norms) < self.stages:
-                    self._broadcast(wire.Abort(self.place, batch.attempt))
+                    self._broadcast(wire.AbortFrame(self.place, batch.attempt))
             if batch.failed is not None:
                 return StepResult(refused=batch.failed, divisible=batch.divisible)
             sums = list(batch.learnt.values())
@@ -739,8 +747,8 @@ class Head(StageWorker):
             norm = math.sqrt(sum(batch.norms.values()))
             clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             rate = float(learning_rate * factor)
-            self._broadcast(wire.Commit(self.place, batch.attempt, norm, clip, rate))
-            await self._until(lambda: len(batch.done) == self.stages)
+            self._broadcast(wire.CommitFrame(self.place, batch.attempt, norm, clip, rate))
+            await self._wait_until(lambda: len(batch.done) == self.stages)
         self._refusals.clear()
         return StepResult(
             loss=sum(one.loss for one in sums),
@@ -761,7 +769,7 @@ class Head(StageWorker):
 
     def _submit(self, number: int, purpose: wire.Purpose, work: MicroBatch) -> None:
         about, codec = strict.encode(work), self.settings.codec
-        frame = wire.Forward(self.place, number, purpose, codec, work.rows, len(about))
+        frame = wire.ForwardFrame(self.place, number, purpose, codec, work.rows, len(about))
         self.links.send(0, frame, about)
 
     def _broadcast(self, frame: Frame) -> None:
@@ -780,7 +788,7 @@ class Head(StageWorker):
         finally:
             self._last = -math.inf
 
-    async def _until(self, true: Callable[[], bool]) -> None:
+    async def _wait_until(self, true: Callable[[], bool]) -> None:
         """Wait until `true()`, or until a stage refuses the call.
 
         Silence counts from the last arrival, or from when the own stage began to wait.
@@ -790,8 +798,8 @@ class Head(StageWorker):
             PeerTimeout: a deadline expired.
         """
         while self._batch.failed is None and not true():
-            if self._over is not None:
-                raise PeerError(self._over)
+            if self._end_reason is not None:
+                raise PeerError(self._end_reason)
             silence = max(self._seconds, SILENCE_FACTOR * self._longest)
             call_ends = self._began + self._call_seconds
             self._changed = trio.Event()
@@ -812,31 +820,31 @@ class Head(StageWorker):
             self._longest = max(self._longest, now - self._last)
         self._last = now
         match frame:
-            case wire.Tokens():
+            case wire.TokensFrame():
                 self._take_tokens(frame, body)
-            case wire.Lost():
+            case wire.LostFrame():
                 self._lost_wave(sender, frame)
-            case wire.Learnt() | wire.Scores() | wire.Failed() if (
+            case wire.LearntFrame() | wire.ScoresFrame() | wire.FailedFrame() if (
                 frame.micro_batch not in batch.tokens
             ):
                 return  # of a call that has ended
-            case wire.Learnt():
+            case wire.LearntFrame():
                 batch.learnt[frame.micro_batch] = frame
-            case wire.Scores():
+            case wire.ScoresFrame():
                 if frame.rows != batch.tokens[frame.micro_batch]:
                     raise BadMessage("shape", "not a score for each token")
                 batch.scores[frame.micro_batch] = read_scores(body, frame.rows)
-            case wire.Failed():
+            case wire.FailedFrame():
                 self._refused(sender, frame.reason)
-            case wire.Acknowledge() | wire.Done() if frame.attempt != batch.attempt:
+            case wire.AcknowledgeFrame() | wire.DoneFrame() if frame.attempt != batch.attempt:
                 return  # of an attempt that has ended
-            case wire.Acknowledge() if frame.refused is not None:
+            case wire.AcknowledgeFrame() if frame.refused is not None:
                 self._refused(sender, frame.refused)
-            case wire.Acknowledge():
+            case wire.AcknowledgeFrame():
                 if sender == self.stages - 1 and len(batch.learnt) < len(batch.tokens):
                     raise BadMessage("bounds", "acknowledged before all losses were sent")
                 batch.norms[sender] = frame.squared_norm
-            case wire.Done():
+            case wire.DoneFrame():
                 batch.done.add(sender)
             case _:
                 await super().handle(sender, frame, body)
@@ -855,23 +863,23 @@ class Head(StageWorker):
         if reason == TOO_MUCH and batch.divisible:
             return
         self._refusals[stage] += 1
-        if self._refusals[stage] >= REFUSALS:
-            self.set_fault(stage, f"refused {REFUSALS} times in a row: {reason}")
+        if self._refusals[stage] >= MAX_REFUSALS:
+            self.set_fault(stage, f"refused {MAX_REFUSALS} times in a row: {reason}")
 
     def set_fault(self, stage: int | None, reason: str) -> None:
         super().set_fault(stage, reason)
         self._end(f"stage {stage}: {reason}" if stage is not None else reason)
 
-    def gone(self, stage: int, reason: str) -> None:
-        super().gone(stage, reason)
+    def handle_stream_end(self, stage: int, reason: str) -> None:
+        super().handle_stream_end(stage, reason)
         self._end(f"stage {stage} is gone: {reason}")
 
     def _end(self, why: str) -> None:
-        self._over = self._over or why
+        self._end_reason = self._end_reason or why
         self._changed.set()
 
 
-def _half(
+def _halve(
     batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]] | None:
     """Return micro-batches with half the tokens of the largest; None when that is one row, which
@@ -909,7 +917,7 @@ class Wave:
         self.live = list(range(total))
         """Unfinished completions, ascending. All have equally many tokens."""
 
-    def took(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+    def append_tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
         """Append one token to each of `live`. Raises ValueError when there are not as many."""
         for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
             self.ids[name].append(token)
@@ -920,17 +928,17 @@ class Wave:
             if self.ids[n][-1] not in self.ends and len(self.ids[n]) < self.max_tokens
         ]
 
-    def latest(self) -> list[int]:
+    def last_tokens(self) -> list[int]:
         """Return the tokens (live,) that the next step runs."""
         return [self.ids[name][-1] for name in self.live]
 
-    def questions(self) -> Questions:
+    def questions(self) -> WaveDescription:
         """Return the description that starts the wave. In a restart, every completion so far is
         part of a prompt of its own."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
-        return Questions(
+        return WaveDescription(
             lengths=tuple(map(len, prompts)),
             ids=pack_ids([i for prompt in prompts for i in prompt]),
             num_generations=1 if position else self.num_generations,
@@ -944,7 +952,7 @@ class Wave:
         )
 
 
-def cut(
+def cut_waves(
     prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
 ) -> list[tuple[list[int], int]]:
     """Cut prompts into at least `min(waves, prompts)` waves of at most `tokens` padded tokens.
@@ -994,15 +1002,15 @@ def cut(
 
 Visit = tuple[int, int]
 """(micro-batch, which hop of its route)."""
-Work = tuple[Literal["forward", "backward", "learn"], Visit]
+WorkItem = tuple[Literal["forward", "backward", "learn"], Visit]
 """`learn` is the last stage's forward, loss and backward in one."""
-Limit = Literal["counted", "free", "learn"]
+LimitRule = Literal["counted", "free", "learn"]
 """How the limit of micro-batches in flight applies to a forward. `counted`: it waits and counts;
 `free`: neither; `learn`: the last stage's, which never waits for a gradient."""
 
-ROOM: Final = 2
+IN_FLIGHT_FACTOR: Final = 2
 """Multiple of the paper's limit of micro-batches in flight."""
-MOST_FORWARDS: Final = 32
+MAX_IN_FLIGHT: Final = 32
 """Upper bound on that limit. The next stage bounds the micro-batches that it stores, leftovers of
 an aborted attempt included (`limits.STAGE_WAITING`)."""
 
@@ -1012,15 +1020,17 @@ class Schedule:
     visits."""
 
     def __init__(self, stage: int, stages: int) -> None:
-        self.waiting: deque[tuple[Visit, Limit]] = deque()
+        self.waiting: deque[tuple[Visit, LimitRule]] = deque()
         """Forwards that arrived and have not run."""
-        self.in_flight: dict[Visit, Limit] = {}
+        self.in_flight: dict[Visit, LimitRule] = {}
         """Visits that wait for their gradient."""
-        self._room = max(stages - stage, min(ROOM * (stages - stage), MOST_FORWARDS))
+        self._max_in_flight = max(
+            stages - stage, min(IN_FLIGHT_FACTOR * (stages - stage), MAX_IN_FLIGHT)
+        )
         self._backwards: deque[Visit] = deque()
         self._seen: set[Visit] = set()
 
-    def forward_arrived(self, micro_batch: Visit, limit: Limit) -> bool:
+    def forward_arrived(self, micro_batch: Visit, limit: LimitRule) -> bool:
         """Return False, and change nothing, if it arrived before in this step."""
         if micro_batch in self._seen:
             return False
@@ -1035,7 +1045,7 @@ class Schedule:
         self._backwards.append(micro_batch)
         return True
 
-    def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> Work | None:
+    def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> WorkItem | None:
         """Return the next piece of work and count it as done; None if all wait.
 
         Args:
@@ -1059,8 +1069,11 @@ class Schedule:
         """Return the number of pieces of work that `next` would return. From any thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
-    def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, Limit]]:
-        full = sum(limit == "counted" for limit in list(self.in_flight.values())) >= self._room
+    def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, LimitRule]]:
+        full = (
+            sum(limit == "counted" for limit in list(self.in_flight.values()))
+            >= self._max_in_flight
+        )
         for micro_batch, limit in list(self.waiting):
             if limit == "learn" or not ((full and limit == "counted") or blocked(micro_batch)):
                 yield micro_batch, limit
@@ -1073,13 +1086,13 @@ class Schedule:
         self._seen.clear()
 
 
-KEPT = limits.STAGE_WAITING
+MAX_PENDING = limits.STAGE_WAITING
 """Most micro-batches from other stages that are stored at a time, leftovers of an aborted attempt
 included. A schedule has at most `max(32, stages)` in flight."""
 
 
 @dataclass
-class Kept:
+class PendingMicroBatch:
     """A micro-batch that waits for its gradient. Only its input is stored: the backward computes
     the forward again."""
 
@@ -1093,7 +1106,7 @@ class Kept:
     gradient: torch.Tensor | None = None
 
 
-class MicroBatches:
+class MicroBatchRunner:
     """A stage's part in training and scoring: forward, backward, and on to the next stage.
 
     Raises:
@@ -1104,58 +1117,60 @@ class MicroBatches:
         if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
             raise Refused("swapped stages cannot train an adapter: set stages.recovery to copies")
         self.schedule = Schedule(worker.index, worker.stages)
-        self.kept: dict[tuple[int, int], Kept] = {}
-        self._early: list[Arrival] = []
+        self.pending: dict[tuple[int, int], PendingMicroBatch] = {}
+        self._early: list[ReceivedFrame] = []
         """Forwards that came before their proposal, which takes another stream."""
         self._worker = worker
         self.routes = Routes(worker.stages, worker.settings.swapped)
 
-    def take_early(self) -> list[Arrival]:
+    def take_early_frames(self) -> list[ReceivedFrame]:
         """Return the forwards that came before the proposal, to be handled again now."""
         early, self._early = self._early, []
         return early
 
-    async def forward(self, sender: int, frame: wire.Forward, body: bytes) -> None:
+    async def forward(self, sender: int, frame: wire.ForwardFrame, body: bytes) -> None:
         """Schedule it, or score it at once. Raises BadMessage, ValueError."""
         worker = self._worker
         about = body[: frame.about]
-        waiting = sum(kept.x is not None for kept in self.kept.values()) + len(self._early)
-        if sender != worker.index and waiting >= KEPT:
+        waiting = sum(pending.x is not None for pending in self.pending.values()) + len(self._early)
+        if sender != worker.index and waiting >= MAX_PENDING:
             raise BadMessage("bounds", "more micro-batches than are ever in flight")
         if frame.purpose == "learn" and not worker.participant.may_accumulate(frame.micro_batch):
             if frame.micro_batch > worker.participant.newest:
-                self._early.append(Arrival(sender, frame, body))
+                self._early.append(ReceivedFrame(sender, frame, body))
             return  # otherwise of an attempt that has ended
         work = read_micro_batch(about, frame.rows, worker.links.limits, frame.purpose)
         route = self.routes.of(frame.micro_batch, frame.purpose)
-        hop = arriving(route, sender, worker.index)
-        assert hop is not None, "see `sends`"
+        hop = forward_hop(route, sender, worker.index)
+        assert hop is not None, "see `may_send`"
         x = None if hop == 0 else worker.activations(body[frame.about :], frame.rows, frame.codec)
-        kept = Kept(route, hop, work, about, batch_of(work, worker.runtime.device), x)
+        pending = PendingMicroBatch(
+            route, hop, work, about, make_batch(work, worker.runtime.device), x
+        )
         if frame.purpose == "score":
-            await self._score(frame.micro_batch, kept)
-        elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(kept)):
-            self.kept[frame.micro_batch, hop] = kept
+            await self._score(frame.micro_batch, pending)
+        elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(pending)):
+            self.pending[frame.micro_batch, hop] = pending
             for observer in worker.observers:
                 observer.received(frame.micro_batch, about, sender, body[frame.about :])
 
-    def backward(self, sender: int, frame: wire.Backward, body: bytes) -> None:
+    def backward(self, sender: int, frame: wire.BackwardFrame, body: bytes) -> None:
         """Take the gradient of activations that this stage sent. Raises BadMessage."""
         worker = self._worker
-        hop = returning(self.routes.of(frame.micro_batch), sender, worker.index)
-        assert hop is not None, "see `sends`"
-        kept = self.kept.get((frame.micro_batch, hop))
-        if kept is None:
+        hop = backward_hop(self.routes.of(frame.micro_batch), sender, worker.index)
+        assert hop is not None, "see `may_send`"
+        pending = self.pending.get((frame.micro_batch, hop))
+        if pending is None:
             return  # of an attempt that has ended
-        if kept.work.rows != frame.rows:
-            raise BadMessage("shape", f"a gradient of {frame.rows} rows for {kept.work.rows}")
+        if pending.work.rows != frame.rows:
+            raise BadMessage("shape", f"a gradient of {frame.rows} rows for {pending.work.rows}")
         if frame.codec != gradient_codec(worker.settings.codec):
             raise BadMessage("schema", f"a gradient in {frame.codec}")
         gradient = decode(body, frame.rows, worker.runtime.hidden_size, frame.codec)
         if self.schedule.backward_arrived((frame.micro_batch, hop)):
-            kept.gradient = gradient.to(worker.runtime.device)
+            pending.gradient = gradient.to(worker.runtime.device)
 
-    def next(self) -> Work | None:
+    def next(self) -> WorkItem | None:
         """Return the next work to `do` whose result has room."""
         return self.schedule.next(self._blocked)
 
@@ -1164,110 +1179,122 @@ class MicroBatches:
         return self.schedule.ready(self._blocked)
 
     def _blocked(self, key: tuple[int, int]) -> bool:
-        kept = self.kept.get(key)
-        return kept is not None and self._worker.links.full(kept.route[kept.hop + 1].stage)
+        pending = self.pending.get(key)
+        return pending is not None and self._worker.links.full(pending.route[pending.hop + 1].stage)
 
-    def _limit(self, kept: Kept) -> Limit:
-        if kept.hop == len(kept.route) - 1:
+    def _limit(self, pending: PendingMicroBatch) -> LimitRule:
+        if pending.hop == len(pending.route) - 1:
             return "learn"
-        return "free" if self._worker.settings.swapped and kept.hop > 0 else "counted"
+        return "free" if self._worker.settings.swapped and pending.hop > 0 else "counted"
 
-    async def do(self, work: Work) -> None:
+    async def do(self, work: WorkItem) -> None:
         kind, (micro_batch, hop) = work
-        worker, kept = self._worker, self.kept[micro_batch, hop]
-        part = kept.route[hop].part
-        refuse = lambda reason: worker.links.send(0, wire.Failed(worker.place, micro_batch, reason))
+        worker, pending = self._worker, self.pending[micro_batch, hop]
+        part = pending.route[hop].part
+        refuse = lambda reason: worker.links.send(
+            0, wire.FailedFrame(worker.place, micro_batch, reason)
+        )
         with worker.refusing(refuse):
             if kind == "forward":
-                y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x, part))
-                self._pass_on(micro_batch, kept, "learn", y)
+                y = await worker.compute(
+                    lambda: worker.runtime.forward(pending.batch, pending.x, part)
+                )
+                self._pass_on(micro_batch, pending, "learn", y)
                 return
             if kind == "learn":
                 sums: list[float] = []
-                gradient = await worker.compute(lambda: self._learn(micro_batch, kept, sums))
+                gradient = await worker.compute(lambda: self._learn(micro_batch, pending, sums))
             else:
-                entering = kept.gradient
+                entering = pending.gradient
                 assert entering is not None, "see `Schedule`"
                 gradient = await worker.compute(
-                    lambda: worker.runtime.backward(kept.batch, kept.x, entering, part)
+                    lambda: worker.runtime.backward(pending.batch, pending.x, entering, part)
                 )
-            del self.kept[micro_batch, hop]
-            if hop == min(i for i, visit in enumerate(kept.route) if visit.stage == worker.index):
+            del self.pending[micro_batch, hop]
+            if hop == min(
+                i for i, visit in enumerate(pending.route) if visit.stage == worker.index
+            ):
                 worker.participant.accumulated(micro_batch)
             if kind == "learn":  # before the acknowledgement
-                worker.links.send(0, wire.Learnt(worker.place, micro_batch, *sums))
+                worker.links.send(0, wire.LearntFrame(worker.place, micro_batch, *sums))
             if hop > 0:
                 assert gradient is not None
                 codec = gradient_codec(worker.settings.codec)
-                frame = wire.Backward(worker.place, micro_batch, codec, kept.work.rows)
-                worker.links.send(kept.route[hop - 1].stage, frame, encode(gradient, codec))
+                frame = wire.BackwardFrame(worker.place, micro_batch, codec, pending.work.rows)
+                worker.links.send(pending.route[hop - 1].stage, frame, encode(gradient, codec))
 
-    def _learn(self, micro_batch: int, kept: Kept, sums: list[float]) -> torch.Tensor | None:
+    def _learn(
+        self, micro_batch: int, pending: PendingMicroBatch, sums: list[float]
+    ) -> torch.Tensor | None:
         worker = self._worker
 
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            value, parts = loss_of(kept.work, kept.batch, logprobs, entropy)
+            value, parts = compute_loss(pending.work, pending.batch, logprobs, entropy)
             sums.extend(parts)
             for observer in worker.observers:
                 observer.learnt(
-                    micro_batch, logprobs.detach()[kept.batch.completion_mask].float().cpu()
+                    micro_batch, logprobs.detach()[pending.batch.completion_mask].float().cpu()
                 )
             return value
 
         return worker.runtime.learn(
-            kept.batch, kept.x, kept.work.temperature, loss, kept.route[kept.hop].part
+            pending.batch,
+            pending.x,
+            pending.work.temperature,
+            loss,
+            pending.route[pending.hop].part,
         )
 
-    async def _score(self, micro_batch: int, kept: Kept) -> None:
+    async def _score(self, micro_batch: int, pending: PendingMicroBatch) -> None:
         worker = self._worker
         if not worker.runtime.spec.has_head:
-            y = await worker.compute(lambda: worker.runtime.forward(kept.batch, kept.x))
-            self._pass_on(micro_batch, kept, "score", y)
+            y = await worker.compute(lambda: worker.runtime.forward(pending.batch, pending.x))
+            self._pass_on(micro_batch, pending, "score", y)
             return
         scores = await worker.compute(
-            lambda: worker.runtime.score(kept.batch, kept.x, kept.work.temperature)
+            lambda: worker.runtime.score(pending.batch, pending.x, pending.work.temperature)
         )
-        mask = kept.batch.completion_mask
+        mask = pending.batch.completion_mask
         body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
-        worker.links.send(0, wire.Scores(worker.place, micro_batch, int(mask.sum())), body)
+        worker.links.send(0, wire.ScoresFrame(worker.place, micro_batch, int(mask.sum())), body)
 
     def _pass_on(
-        self, micro_batch: int, kept: Kept, purpose: wire.Purpose, y: torch.Tensor
+        self, micro_batch: int, pending: PendingMicroBatch, purpose: wire.Purpose, y: torch.Tensor
     ) -> None:
         worker = self._worker
-        frame = wire.Forward(
+        frame = wire.ForwardFrame(
             worker.place,
             micro_batch,
             purpose,
             worker.settings.codec,
-            kept.work.rows,
-            len(kept.about),
+            pending.work.rows,
+            len(pending.about),
         )
-        body, receiver = encode(y, worker.settings.codec), kept.route[kept.hop + 1].stage
-        worker.links.send(receiver, frame, kept.about + body)
+        body, receiver = encode(y, worker.settings.codec), pending.route[pending.hop + 1].stage
+        worker.links.send(receiver, frame, pending.about + body)
         for observer in worker.observers if purpose == "learn" else ():
             observer.sent(micro_batch, receiver, body)
 
     def clear(self) -> None:
         self.schedule.clear()
-        self.kept.clear()
+        self.pending.clear()
 
 
-class Decoding:
+class WaveDecoder:
     """A stage's part in generation: open waves, a prefill, then one token at a time. The last stage
     samples."""
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
-        self._waves: dict[bytes, Questions] = {}
+        self._waves: dict[bytes, WaveDescription] = {}
         self._drawn: dict[bytes, int] = {}
         """Session → tokens of each completion so far."""
 
-    async def prefill(self, frame: wire.Prefill, body: bytes) -> None:
+    async def prefill(self, frame: wire.PrefillFrame, body: bytes) -> None:
         """Raises BadMessage, ValueError."""
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
-        questions = read_questions(about, frame.rows, worker.links.limits)
+        questions = read_wave(about, frame.rows, worker.links.limits)
         if frame.fingerprint != worker.fingerprint:
             raise BadMessage("fingerprint", "a wave of another policy")
         if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
@@ -1277,7 +1304,7 @@ class Decoding:
             if worker.index == 0
             else worker.activations(body[frame.about :], frame.rows, frame.codec)
         )
-        prompts = prompts_of(questions, runtime.device)
+        prompts = make_prompts(questions, runtime.device)
         self._waves[frame.session] = questions
         self._drawn[frame.session] = questions.position
         y = await worker.compute(
@@ -1290,7 +1317,7 @@ class Decoding:
                 y.repeat_interleave(questions.num_generations, 0),
             )
             return
-        passed = wire.Prefill(
+        passed = wire.PrefillFrame(
             worker.place,
             frame.session,
             frame.fingerprint,
@@ -1300,7 +1327,7 @@ class Decoding:
         )
         worker.links.send(worker.index + 1, passed, about + encode(y, worker.settings.codec))
 
-    async def decode(self, frame: wire.Decode, body: bytes) -> None:
+    async def decode(self, frame: wire.DecodeFrame, body: bytes) -> None:
         """Raises BadMessage, ValueError."""
         worker, runtime = self._worker, self._worker.runtime
         names = unpack_ids(body[: 4 * frame.rows]).tolist()
@@ -1317,7 +1344,7 @@ class Decoding:
         if runtime.spec.has_head:
             self._draw(frame.session, names, y)
             return
-        passed = wire.Decode(
+        passed = wire.DecodeFrame(
             worker.place, frame.session, frame.fingerprint, worker.settings.codec, frame.rows
         )
         worker.links.send(
@@ -1336,7 +1363,7 @@ class Decoding:
         every[names] = logits
         token, logprob = sample(every, wave.temperature, wave.top_p, generator)
         body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
-        self._worker.links.send(0, wire.Tokens(self._worker.place, session, len(names)), body)
+        self._worker.links.send(0, wire.TokensFrame(self._worker.place, session, len(names)), body)
 
     def forget(self, session: bytes) -> None:
         self._waves.pop(session, None)
@@ -1364,7 +1391,7 @@ class TiedEmbedding:
         """Rows of it that have arrived."""
         self._left: tuple[int, torch.Tensor, int] | None = None
         """(attempt, own term, next row to send)."""
-        self.begun = False
+        self.started = False
         """Whether sending the own term has started."""
 
     @property
@@ -1372,7 +1399,7 @@ class TiedEmbedding:
         return self._worker.stages - 1 if self._worker.index == 0 else 0
 
     @property
-    def sends(self) -> bool:
+    def can_send(self) -> bool:
         """Whether a part of the own term is left to send and the link is not full."""
         return self._left is not None and not self._worker.links.full(self.other_end)
 
@@ -1385,7 +1412,7 @@ class TiedEmbedding:
         gradient = torch.zeros_like(shared) if shared.grad is None else shared.grad
         if not bool(torch.isfinite(gradient).all()):
             raise ValueError("the embedding's gradient is not finite")
-        self._left, self.begun = (attempt, gradient, 0), True
+        self._left, self.started = (attempt, gradient, 0), True
 
     def send_part(self) -> None:
         assert self._left is not None
@@ -1395,11 +1422,11 @@ class TiedEmbedding:
         part = gradient[first : first + worker.links.limits.tokens].float()
         body, after = encode(part, "float32"), first + len(part)
         worker.links.send(
-            self.other_end, wire.Embedding(worker.place, attempt, first, len(part)), body
+            self.other_end, wire.EmbeddingFrame(worker.place, attempt, first, len(part)), body
         )
         self._left = (attempt, gradient, after) if after < len(gradient) else None
 
-    def take_part(self, frame: wire.Embedding, body: bytes) -> None:
+    def take_part(self, frame: wire.EmbeddingFrame, body: bytes) -> None:
         """Take the next rows of the other end's term. Raises BadMessage."""
         shared = self._worker.runtime.embedding()
         assert shared is not None
@@ -1415,7 +1442,7 @@ class TiedEmbedding:
     def add(self, shared: torch.nn.Parameter) -> bool:
         """Add the other end's term to the own gradient. Return False until all of it has
         arrived."""
-        if not self.begun or self._theirs is None or self._rows < len(shared):
+        if not self.started or self._theirs is None or self._rows < len(shared):
             return False
         theirs = self._theirs.to(shared.device, shared.dtype)
         shared.grad = theirs if shared.grad is None else shared.grad + theirs
@@ -1424,7 +1451,7 @@ class TiedEmbedding:
 
     def clear(self) -> None:
         self._theirs = self._left = None
-        self._rows, self.begun = 0, False
+        self._rows, self.started = 0, False
 
 
 # Frames over streams: one duplex stream to each other stage.
@@ -1434,14 +1461,14 @@ class TiedEmbedding:
 # and no part of an embedding is sent. Gradients, tokens and the commit are always queued, so two
 # stages never wait for each other. Streams are not read while too many frames wait.
 
-INBOX: Final = 64
+MAX_INBOX_FRAMES: Final = 64
 """Most frames of other stages that wait to be handled."""
-INBOX_BYTES: Final = 64 * 2**20
+MAX_INBOX_BYTES: Final = 64 * 2**20
 """Most bytes of their bodies, plus one frame of each other stage."""
-OUTBOX: Final = 4096
+MAX_OUTBOX_FRAMES: Final = 4096
 """Most frames queued for one stage, far more than a crew has in flight. The stream to a stage whose
 queue is full is closed."""
-OUTBOX_BYTES: Final = 64 * 2**20
+FULL_LINK_BYTES: Final = 64 * 2**20
 """A link is full while at least this many bytes are queued. Frames that are always queued may
 exceed it."""
 STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
@@ -1450,7 +1477,7 @@ dies in the middle of a frame leaves it so."""
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ReceivedFrame:
     sender: int
     """Stage."""
     frame: Frame | None
@@ -1470,12 +1497,12 @@ class Inbox:
         self.idle_since = math.inf
         """When the worker started to wait; infinite while it works."""
         self._own = own
-        self._arrivals: deque[Arrival] = deque()
+        self._arrivals: deque[ReceivedFrame] = deque()
         self._frames = self._bytes = 0
         """From other stages."""
         self._paused = False
         self._woken = trio.Event()
-        self._room = trio.Event()
+        self._max_in_flight = trio.Event()
 
     def pause(self, paused: bool) -> None:
         """Read no frames from the streams while `paused`: the crew is suspended."""
@@ -1484,15 +1511,15 @@ class Inbox:
 
     async def room(self) -> None:
         """Wait until another frame may be read."""
-        while self._paused or self._frames >= INBOX or self._bytes >= INBOX_BYTES:
-            await self._room.wait()
+        while self._paused or self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
+            await self._max_in_flight.wait()
 
-    def put(self, arrival: Arrival) -> None:
+    def put(self, arrival: ReceivedFrame) -> None:
         self._count(arrival, 1)
         self._arrivals.append(arrival)
         self.wake()
 
-    def take(self) -> Arrival | None:
+    def take(self) -> ReceivedFrame | None:
         if not self._arrivals:
             return None
         arrival = self._arrivals.popleft()
@@ -1513,10 +1540,10 @@ class Inbox:
         self._woken = trio.Event()
 
     def _wake_readers(self) -> None:
-        self._room.set()
-        self._room = trio.Event()
+        self._max_in_flight.set()
+        self._max_in_flight = trio.Event()
 
-    def _count(self, arrival: Arrival, sign: int) -> None:
+    def _count(self, arrival: ReceivedFrame, sign: int) -> None:
         if arrival.sender != self._own:
             self._frames += sign
             self._bytes += sign * len(arrival.body)
@@ -1536,7 +1563,9 @@ class Links:
         self.limits = limits
         self._streams = dict(streams)
         self.inbox = Inbox(stage)
-        self._out = {peer: trio.open_memory_channel[bytes](OUTBOX) for peer in self._streams}
+        self._out = {
+            peer: trio.open_memory_channel[bytes](MAX_OUTBOX_FRAMES) for peer in self._streams
+        }
         self.queued = dict.fromkeys(self._streams, 0)
         """Open neighbour → bytes not sent yet."""
         self.frames_received = 0
@@ -1546,13 +1575,13 @@ class Links:
     def full(self, stage: int) -> bool:
         """Return True if no new work for `stage` may start. False for a stream that has ended,
         which the inbox reports."""
-        return self.queued.get(stage, 0) >= OUTBOX_BYTES
+        return self.queued.get(stage, 0) >= FULL_LINK_BYTES
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
         """Queue a frame. A frame for a stream that has ended is discarded. If the queue has too
         many frames, the stream is closed."""
         if stage == self.stage:
-            self.inbox.put(Arrival(stage, frame, body))
+            self.inbox.put(ReceivedFrame(stage, frame, body))
             return
         if stage not in self.queued:
             return
@@ -1579,7 +1608,7 @@ class Links:
                 if got is None:
                     break
                 self.frames_received += 1
-                self.inbox.put(Arrival(peer, *got))
+                self.inbox.put(ReceivedFrame(peer, *got))
         except BadMessage as error:
             reason = error.reason
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -1591,7 +1620,7 @@ class Links:
         self.queued.pop(peer, None)
         if reason != "closed":
             self.refused[reason] += 1
-        self.inbox.put(Arrival(peer, None, b"", reason))
+        self.inbox.put(ReceivedFrame(peer, None, b"", reason))
 
     async def _write(self, peer: int, stream: trio.abc.Stream) -> None:
         try:

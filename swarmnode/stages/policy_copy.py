@@ -38,7 +38,7 @@ from swarmnode.policy.micro import MicroBatcher, free_memory, is_oom
 from swarmnode.policy.model import base_model
 from swarmnode.policy.quantised import MOST, Int8Matrix, build_quantised, quantise
 from swarmnode.policy.text import PolicyText
-from swarmnode.stages.model import adapt, tensors_of
+from swarmnode.stages.model import add_adapter, tensor_reader
 from swarmnode.stages.wire import StageSpec, is_device_error, stage_specs
 from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
@@ -61,7 +61,7 @@ MAX_AGE = 4
 again when it has caught up."""
 
 
-class WholeCopy:
+class PolicyCopy:
     """A copy of the whole policy in this node's memory.
 
     `sample` and `release` belong to the thread that samples, `follow` to the crew's.
@@ -82,19 +82,19 @@ class WholeCopy:
         """Steps that the weights in `_policy` have taken."""
         self._releases = 0
         """Number of calls of `release`: a fetch from before one is not installed after it."""
-        self._fetched: tuple[int, int, list[Parts]] | None = None
+        self._fetched: tuple[int, int, list[CopyTensors]] | None = None
         """Releases, step and weights of all stages, to be installed."""
         self._fetching = False
         self._bytes: int | None = None
 
-    def facts(self, step: int) -> dict[str, int]:
+    def status_fields(self, step: int) -> dict[str, int]:
         """Return the fields of StageStatus about the copy, for a crew at `step`."""
         if self._policy is None:
             return {}
         size = {} if self._bytes is None else {"copy_bytes": self._bytes}
         return {"copy_age_steps": max(0, step - self._step), **size}
 
-    def has(self, step: int) -> bool:
+    def is_at(self, step: int) -> bool:
         """Return True if the next sample is from the policy at `step`."""
         fetched = self._fetched
         current = fetched is not None and fetched[0] == self._releases
@@ -118,7 +118,7 @@ class WholeCopy:
             return None
         if fetched is not None and fetched[0] == self._releases:
             for parts in fetched[2]:
-                install(policy.model, parts)
+                install_copy(policy.model, parts)
             self._step = fetched[1]
         if not 0 <= step - self._step <= MAX_AGE:
             return None
@@ -149,10 +149,10 @@ class WholeCopy:
     def _build(self) -> None:
         model, place, started = self._model, self._model.placement, time.monotonic()
         lora = lora_settings(model.policy) if model.terms.lora.r else None
-        adapted = lambda bare: bare if lora is None else adapt(bare, lora)
+        adapted = lambda bare: bare if lora is None else add_adapter(bare, lora)
         try:
             built = build_quantised(
-                model.config, tensors_of(model.directory), place.dtype, place.device, adapted
+                model.config, tensor_reader(model.directory), place.dtype, place.device, adapted
             )
         except (RuntimeError, MemoryError) as error:
             if not is_oom(error):
@@ -174,22 +174,22 @@ class WholeCopy:
 
     # ---- in the crew's thread --------------------------------------------------------------------
 
-    def follow(self, layers: Sequence[int], step: int) -> None:
+    def start_fetch(self, layers: Sequence[int], step: int) -> None:
         """Start to fetch the policy at `step` from a crew with these layers, unless it is here or a
         fetch is under way."""
         peer = self._peer()
-        if peer is None or self._fetching or self._policy is None or self.has(step):
+        if peer is None or self._fetching or self._policy is None or self.is_at(step):
             return
         specs = stage_specs(self._model.config, layers)
         self._fetching = peer.channel.spawn(partial(self._fetch, peer, specs))
 
     async def _fetch(self, peer: StatePeer, specs: Sequence[StageSpec]) -> None:
-        found: list[tuple[int, int, Parts]] = []
+        found: list[tuple[int, int, CopyTensors]] = []
         releases = self._releases
 
         async def fetch_one(spec: StageSpec) -> None:
             try:
-                found.append(await peer.fetch.copy(spec))
+                found.append(await peer.fetch.policy_copy(spec))
             except (PeerError, StateError, Unavailable, RuntimeError, MemoryError) as error:
                 if isinstance(error, RuntimeError | MemoryError) and not is_device_error(error):
                     raise
@@ -263,11 +263,11 @@ DEFLATE_OVERHEAD_BYTES: Final = 1024
 Tensors = Mapping[str, torch.Tensor]
 BaseTensors = Callable[[str], torch.Tensor]
 """Name in the whole model → tensor of the base model."""
-Parts = dict[str, tuple[torch.Tensor, ...]]
+CopyTensors = dict[str, tuple[torch.Tensor, ...]]
 """Name in the whole model → (codes, scales) of a matrix, else (tensor,)."""
 
 
-def copied(spec: StageSpec, layout: Layout) -> Layout:
+def copied_layout(spec: StageSpec, layout: Layout) -> Layout:
     """Return what a copy has of a stage: all that is trained; a tied embedding only of stage 0."""
     twice = spec.shares_embedding and spec.has_head
     return tuple(
@@ -279,11 +279,11 @@ def copy_bytes(layout: Layout, adapter: bool) -> int:
     """Return the exact length of an adapter's copy, or the greatest length of another copy."""
     if adapter:
         return 2 * elements(layout)
-    plain = sum(_size(tensor) for tensor in layout)
+    plain = sum(_plain_bytes(tensor) for tensor in layout)
     return plain + plain // 1000 + DEFLATE_OVERHEAD_BYTES
 
 
-def _size(tensor: TensorSpec) -> int:
+def _plain_bytes(tensor: TensorSpec) -> int:
     return tensor.elements + 4 * tensor.shape[0] if len(tensor.shape) == 2 else 4 * tensor.elements
 
 
@@ -299,13 +299,13 @@ def encode_copy(
     deflate = zlib.compressobj(DEFLATE_LEVEL)
     out = []
     for tensor in layout:
-        before, scales = _bytes(base(spec.whole(tensor.name)), None)
-        now, _ = _bytes(weights[tensor.name], scales)
+        before, scales = _tensor_bytes(base(spec.whole(tensor.name)), None)
+        now, _ = _tensor_bytes(weights[tensor.name], scales)
         out.append(deflate.compress(np.bitwise_xor(now, before).tobytes()))
     return b"".join([*out, deflate.flush()])
 
 
-def _bytes(
+def _tensor_bytes(
     tensor: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[np.ndarray, torch.Tensor | None]:
     """Return the tensor's bytes, and the scales if it is a matrix."""
@@ -317,7 +317,7 @@ def _bytes(
 
 def decode_copy(
     spec: StageSpec, body: bytes | bytearray, layout: Layout, base: BaseTensors | None
-) -> Parts:
+) -> CopyTensors:
     """Return the weights that `encode_copy` encoded, on the host.
 
     Raises:
@@ -326,14 +326,14 @@ def decode_copy(
     pieces: Iterator[bytes | memoryview] = (
         _split(body, layout) if base is None else _inflate(body, layout)
     )
-    found: Parts = {}
+    found: CopyTensors = {}
     for tensor, piece in zip(layout, pieces, strict=True):
         name = spec.whole(tensor.name)
         if base is None:
             bits = torch.from_numpy(np.frombuffer(piece, "<i2").copy())
             found[name] = (_finite(bfloat16_values(bits).view(tensor.shape)),)
             continue
-        raw = np.bitwise_xor(np.frombuffer(piece, np.uint8), _bytes(base(name), None)[0])
+        raw = np.bitwise_xor(np.frombuffer(piece, np.uint8), _tensor_bytes(base(name), None)[0])
         if len(tensor.shape) != 2:
             found[name] = (_finite(torch.from_numpy(raw.view("<f4").copy()).view(tensor.shape)),)
             continue
@@ -361,11 +361,11 @@ def _inflate(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memory
     stream, rest = zlib.decompressobj(), bytes(body)
     try:
         for tensor in layout:
-            piece = stream.decompress(rest, _size(tensor))
+            piece = stream.decompress(rest, _plain_bytes(tensor))
             rest = stream.unconsumed_tail
-            if len(piece) != _size(tensor):
+            if len(piece) != _plain_bytes(tensor):
                 raise BadMessage(
-                    "size", f"{len(piece)} bytes of {tensor.name}, which has {_size(tensor)}"
+                    "size", f"{len(piece)} bytes of {tensor.name}, which has {_plain_bytes(tensor)}"
                 )
             yield piece
         if stream.decompress(rest, 1) or not stream.eof or stream.unused_data:
@@ -381,7 +381,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def install(model: Model, parts: Parts) -> None:
+def install_copy(model: Model, parts: CopyTensors) -> None:
     """Write `parts` into the copy that `policy.quantised.build_quantised` made of the model."""
     matrices = {
         name.replace(".base_layer", ""): m

@@ -70,20 +70,20 @@ from swarmnode.stages import wire
 from swarmnode.stages.model import (
     LrScale,
     StageRuntime,
-    adapt,
-    batch_of,
+    add_adapter,
     cut_ends,
     decode,
     encode,
     load_stage,
+    make_batch,
     stage_config,
-    tensors_of,
+    tensor_reader,
 )
-from swarmnode.stages.pipeline import Compute, Observer, StageWorker, in_thread
+from swarmnode.stages.pipeline import Observer, StageWorker, WorkRunner, run_in_thread
 from swarmnode.stages.policy_copy import (
     BaseTensors,
-    Parts,
-    copied,
+    CopyTensors,
+    copied_layout,
     copy_bytes,
     decode_copy,
     encode_copy,
@@ -93,20 +93,20 @@ from swarmnode.stages.wire import (
     CHUNK_BYTES,
     ActivationCodec,
     Fence,
-    Form,
     FrameLimits,
-    Have,
-    Holds,
+    GateProbe,
+    HaveMessage,
+    HoldsMessage,
     MicroBatch,
     Place,
-    Probe,
     Routes,
     StageSpec,
+    StateForm,
     activation_bytes,
+    hash_body,
     is_device_error,
     read_f32,
     read_micro_batch,
-    root_of,
     state_bytes,
 )
 from swarmnode.weights.layout import Layout, elements, make_layout
@@ -126,7 +126,7 @@ RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
 """As `stages.recovery`."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
 """Of `wire.SOURCES`."""
-Notify = Callable[[Literal["loading"], str], None]
+ReportSource = Callable[[Literal["loading"], str], None]
 """Called with the source that is tried next."""
 
 
@@ -147,7 +147,7 @@ class RecoverySettings:
     """Nats per token of KL(before ‖ restored)."""
     gate_nll: float = 0.05
     """Nats per token."""
-    copy_factor: float = 10.0
+    checkpoint_factor: float = 10.0
     """Factor of both bounds for an old checkpoint. It lacks some steps, so it differs more; the
     base lacks all of them."""
     warmup_steps: int = 10
@@ -155,7 +155,7 @@ class RecoverySettings:
     exact_bytes: int = 256 * 1024 * 1024
     """A checkpoint up to this size goes to neighbours in float32 with Adam's moments; a larger one
     in bfloat16 without."""
-    edge_bytes: int = 256 * 1024 * 1024
+    input_bytes: int = 256 * 1024 * 1024
     """Received activations that are remembered for the probe of an average."""
     seconds: float = 120.0
     """A transfer fails after this time without a byte."""
@@ -163,7 +163,7 @@ class RecoverySettings:
     """How long a stage waits for another stage that is being restored. Half of a 7 B model in
     bfloat16 takes 19 minutes at 50 Mbit/s."""
 
-    def keeps_copies(self, spec: StageSpec) -> bool:
+    def uses_checkpoints(self, spec: StageSpec) -> bool:
         """Return True if this stage comes back from checkpoints, not from its neighbours."""
         return self.mode == "copies" or (
             self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
@@ -171,7 +171,7 @@ class RecoverySettings:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingKind:
     """What decides whether a crew may restore its stages as the papers do."""
 
     pretrained: bool = False
@@ -186,7 +186,7 @@ def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     )
 
 
-def check_paper(mode: RecoveryMode, stages: int, run: Run) -> None:
+def check_paper(mode: RecoveryMode, stages: int, run: TrainingKind) -> None:
     """Check that a crew may restore its stages as the papers do.
 
     Args:
@@ -228,7 +228,7 @@ BaseWeights = Callable[[], Tensors]
 
 
 @dataclass(frozen=True)
-class Source:
+class RestoreSource:
     """A source from which the stage can be restored."""
 
     name: SourceName
@@ -253,8 +253,8 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Restored:
-    source: Source
+class RestoredStage:
+    source: RestoreSource
     verdict: Verdict | None
     """None where no member had a probe."""
     passed: bool
@@ -279,7 +279,7 @@ async def restore(
     step: int,
     base: BaseWeights | None,
     notify: Callable[[str], None] = lambda source: None,
-) -> Restored:
+) -> RestoredStage:
     """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
 
     If no source passes the gate, the first one with finite results is taken.
@@ -293,12 +293,12 @@ async def restore(
     holds = await peer.fetch.ask()
     probes = await _newest_probes(peer, holds, step)
     tried: list[tuple[SourceName, str]] = []
-    fallback: tuple[Source, Candidate, Verdict] | None = None
+    fallback: tuple[RestoreSource, Candidate, Verdict] | None = None
     for source in _sources(stage, holds, step, base is not None):
         notify(source.name)
         candidate: Candidate | None = None
         try:
-            candidate = await _put_in_place(peer, source, holds, base)
+            candidate = await _load_candidate(peer, source, holds, base)
             verdict = await judge(peer, probes) if probes else None
         except PeerError as error:
             if candidate is not None:
@@ -312,9 +312,9 @@ async def restore(
             reason = "out of memory" if is_oom(error) else f"device: {error}"
             free_memory()
         else:
-            if passes(source, verdict, stage.settings):
+            if passes_gate(source, verdict, stage.settings):
                 stage.phase = "ready"
-                return Restored(source, verdict, True, tuple(tried), candidate)
+                return RestoredStage(source, verdict, True, tuple(tried), candidate)
             assert verdict is not None
             reason = f"KL {verdict.kl:.3g}, NLL {verdict.nll_rise:+.3g} nats per token"
             if fallback is None and verdict.finite:
@@ -330,44 +330,52 @@ async def restore(
     )
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
     stage.phase, stage.restored = "ready", candidate.state
-    return Restored(source, verdict, False, tuple(tried), candidate)
+    return RestoredStage(source, verdict, False, tuple(tried), candidate)
 
 
 def _sources(
-    stage: LocalStage, holds: Mapping[int, Holds], step: int, has_base: bool
-) -> list[Source]:
+    stage: LocalStage, holds: Mapping[int, HoldsMessage], step: int, has_base: bool
+) -> list[RestoreSource]:
     """Return the sources of this stage, the best first."""
     copies = [
-        Source("neighbour", held.checkpoint, holder)
+        RestoreSource("neighbour", held.checkpoint, holder)
         for holder, held in holds.items()
         if held.checkpoint is not None
     ]
     if (own := stage.stored(stage.spec.index)) is not None:
         current = own.own and step - 1 <= own.step <= step
-        copies.append(Source("checkpoint" if own.own else "neighbour", own.step, None, current))
+        copies.append(
+            RestoreSource("checkpoint" if own.own else "neighbour", own.step, None, current)
+        )
     age = lambda copy: abs(step - (copy.step or 0))
     copies.sort(key=lambda copy: (not copy.current, age(copy), copy.holder is not None))
     mode = stage.settings.mode
-    if mode != "copies" and not stage.settings.keeps_copies(stage.spec):
-        copies = [*(copy for copy in copies if copy.current), Source(mode)]
-    return [*copies, Source("base")] if has_base else copies
+    if mode != "copies" and not stage.settings.uses_checkpoints(stage.spec):
+        copies = [*(copy for copy in copies if copy.current), RestoreSource(mode)]
+    return [*copies, RestoreSource("base")] if has_base else copies
 
 
-async def _put_in_place(
-    peer: StatePeer, source: Source, holds: Mapping[int, Holds], base: BaseWeights | None
+async def _load_candidate(
+    peer: StatePeer,
+    source: RestoreSource,
+    holds: Mapping[int, HoldsMessage],
+    base: BaseWeights | None,
 ) -> Candidate:
     """Load the stage from `source`. Raises PeerError, StateError, Unavailable, Refused, OSError."""
     stage = peer.stage
-    candidate = await _load(peer, source, holds, base)
+    candidate = await _read_candidate(peer, source, holds, base)
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
     stage.phase, stage.restored = "candidate", candidate.state
     if stage.runtime.embedding() is not None:
-        candidate = await _tie(peer, candidate, holds)
+        candidate = await _take_tied_embedding(peer, candidate, holds)
     return candidate
 
 
-async def _load(
-    peer: StatePeer, source: Source, holds: Mapping[int, Holds], base: BaseWeights | None
+async def _read_candidate(
+    peer: StatePeer,
+    source: RestoreSource,
+    holds: Mapping[int, HoldsMessage],
+    base: BaseWeights | None,
 ) -> Candidate:
     stage, spec = peer.stage, peer.stage.spec
     if source.name in ("checkpoint", "neighbour"):
@@ -381,7 +389,9 @@ async def _load(
     return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
 
 
-async def _synthesise(peer: StatePeer, holds: Mapping[int, Holds]) -> dict[str, torch.Tensor]:
+async def _synthesise(
+    peer: StatePeer, holds: Mapping[int, HoldsMessage]
+) -> dict[str, torch.Tensor]:
     """Make the stage of its neighbours. Raises Refused if they cannot give it now."""
     spec = peer.stage.spec
     for near in (spec.index - 1, spec.index + 1):
@@ -403,7 +413,9 @@ async def _synthesise(peer: StatePeer, holds: Mapping[int, Holds]) -> dict[str, 
     return await peer.channel.compute(lambda: synthesise(spec, before, after, ends=ends))
 
 
-async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]) -> Candidate:
+async def _take_tied_embedding(
+    peer: StatePeer, candidate: Candidate, holds: Mapping[int, HoldsMessage]
+) -> Candidate:
     """Return the candidate with the other end's embedding and moments: both ends must have the same
     tied embedding. If both ends are lost, they use that of stage 0."""
     stage, spec = peer.stage, peer.stage.spec
@@ -425,7 +437,9 @@ async def _tie(peer: StatePeer, candidate: Candidate, holds: Mapping[int, Holds]
     return replace(candidate, state=state)
 
 
-async def _newest_probes(peer: StatePeer, holds: Mapping[int, Holds], step: int) -> list[Probe]:
+async def _newest_probes(
+    peer: StatePeer, holds: Mapping[int, HoldsMessage], step: int
+) -> list[GateProbe]:
     """Return the probes of the newest committed step, from the last stage if it has them, else from
     any member."""
     own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
@@ -442,12 +456,12 @@ async def _newest_probes(peer: StatePeer, holds: Mapping[int, Holds], step: int)
     return max(committed)[3] if committed else []
 
 
-def base_stage(directory: Path, spec: StageSpec) -> BaseWeights:
+def base_stage_reader(directory: Path, spec: StageSpec) -> BaseWeights:
     """Return a reader of the stage's weights in a model's directory."""
     return lambda: {n: host_copy(p) for n, p in load_stage(directory, spec).named_parameters()}
 
 
-def base_adapter(runtime: StageRuntime) -> BaseWeights:
+def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
     """Return a reader of the untrained adapter, which is in `runtime` before anything is
     restored."""
     untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
@@ -463,7 +477,7 @@ def base_adapter(runtime: StageRuntime) -> BaseWeights:
 # step's micro-batches count: what was learnt after an older one would look like damage. A damaged
 # policy earns equal rewards for all answers, so training cannot repair it.
 
-LEAST_PROBES, PROBE_ROWS = 2, 2048
+MIN_PROBES, MIN_PROBE_ROWS = 2, 2048
 """Enough probes, and enough rows in them. r of a restored stage has a standard deviation of some
 hundredths, so 2,048 rows give its mean square to a tenth. More rows would take minutes on a home
 line at 7 B."""
@@ -482,21 +496,21 @@ class Verdict:
         return math.isfinite(self.kl) and math.isfinite(self.nll_rise)
 
 
-def passes(source: Source, verdict: Verdict | None, settings: RecoverySettings) -> bool:
+def passes_gate(source: RestoreSource, verdict: Verdict | None, settings: RecoverySettings) -> bool:
     """Return True if the gate lets a stage from `source` train.
 
     Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
-    finite numbers are enough. Otherwise both bounds apply, times `copy_factor` for a checkpoint.
+    finite numbers are enough. Otherwise both bounds apply, times `checkpoint_factor` for a checkpoint.
     """
     if verdict is None:
         return True
     if source.current or settings.mode != "copies":
         return verdict.finite
-    room = settings.copy_factor if source.name in ("checkpoint", "neighbour") else 1.0
+    room = settings.checkpoint_factor if source.name in ("checkpoint", "neighbour") else 1.0
     return verdict.kl < room * settings.gate_kl and verdict.nll_rise < room * settings.gate_nll
 
 
-async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
+async def judge(peer: StatePeer, probes: Sequence[GateProbe]) -> Verdict:
     """Run the newest of `probes`, which is not empty, through all stages.
 
     Raises:
@@ -504,34 +518,34 @@ async def judge(peer: StatePeer, probes: Sequence[Probe]) -> Verdict:
         RuntimeError: As `is_device_error` knows.
     """
     shifts = []
-    for probe in enough(probes):
+    for probe in choose_probes(probes):
         try:
             shifts.append(await _shift(peer, probe))
         except (Incompatible, ValueError):  # a number is not finite
             return Verdict(math.inf, math.inf, 0)
-    return verdict_of(np.concatenate(shifts))
+    return make_verdict(np.concatenate(shifts))
 
 
-def enough(probes: Sequence[Probe]) -> list[Probe]:
+def choose_probes(probes: Sequence[GateProbe]) -> list[GateProbe]:
     """Return the last probes of the newest step, as many as the gate needs."""
-    newest, rows, chosen = max(probe.step for probe in probes), 0, list[Probe]()
+    newest, rows, chosen = max(probe.step for probe in probes), 0, list[GateProbe]()
     for probe in reversed([probe for probe in probes if probe.step == newest]):
-        if len(chosen) < LEAST_PROBES or rows < PROBE_ROWS:
+        if len(chosen) < MIN_PROBES or rows < MIN_PROBE_ROWS:
             chosen.append(probe)
             rows += probe.rows
     return chosen
 
 
-def verdict_of(shift: np.ndarray) -> Verdict:
+def make_verdict(shift: np.ndarray) -> Verdict:
     """Args: shift: (tokens,) r as above."""
     shift = shift.astype(np.float64)
     return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
 
 
-async def _shift(peer: StatePeer, probe: Probe) -> np.ndarray:
+async def _shift(peer: StatePeer, probe: GateProbe) -> np.ndarray:
     """Return (tokens,) r. Raises ValueError or Incompatible if a number of any stage is not
     finite."""
-    work, old = work_of(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
+    work, old = read_work(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
     x = b""
     for stage in range(peer.stage.spec.stages):
         if stage == peer.stage.spec.index:
@@ -559,7 +573,7 @@ def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: Activation
         BadMessage: `x` is not activations of this micro-batch.
         ValueError: The stage's own numbers are not finite.
     """
-    batch = batch_of(work, runtime.device)
+    batch = make_batch(work, runtime.device)
     entered = (
         None
         if runtime.spec.has_embedding
@@ -618,7 +632,7 @@ def synthesise(
         Incompatible: The neighbours' layers are not this stage's.
     """
     if spec.has_embedding or spec.has_head:
-        layers = layers_of(after if spec.has_embedding else before, spec)
+        layers = neighbour_layers(after if spec.has_embedding else before, spec)
         state = {name: tensor.clone() for name, tensor in layers.items()}
     else:
         state = average(before, after, spec)
@@ -634,7 +648,7 @@ def average(
 ) -> dict[str, torch.Tensor]:
     """Return the average of algorithm 1, line 3, computed in float64. Two zero gradients weigh
     alike."""
-    left, right = layers_of(before, spec), layers_of(after, spec)
+    left, right = neighbour_layers(before, spec), neighbour_layers(after, spec)
     assert before is not None
     assert after is not None
     weights = (before.squared_norm, after.squared_norm)
@@ -649,7 +663,7 @@ def average(
     }
 
 
-def layers_of(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.Tensor]:
+def neighbour_layers(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.Tensor]:
     """Return a neighbour's layers.
 
     Raises:
@@ -685,7 +699,7 @@ class StageRecovery:
     Args:
         directory: The trainer's.
         averaging: Returns the averaging of the stage that is held now.
-        more: Returns other fields of `facts` for a step of the crew.
+        extra_status: Returns other fields of `status_fields` for a step of the crew.
         connect: Opens a state stream to each other stage; raises PeerError.
         owner: `trainer.state.owner` of the policy, for exports.
     """
@@ -696,9 +710,9 @@ class StageRecovery:
         settings: RecoverySettings,
         model: CrewModel,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
-        more: Callable[[int], dict[str, int]] = lambda step: {},
+        extra_status: Callable[[int], dict[str, int]] = lambda step: {},
         *,
-        connect: Callable[[wire.Assigned], Awaitable[dict[int, trio.abc.Stream]]],
+        connect: Callable[[wire.StageAssignment], Awaitable[dict[int, trio.abc.Stream]]],
         owner: str,
     ) -> None:
         self.outer: Tensors = {}
@@ -710,48 +724,52 @@ class StageRecovery:
         self._settings = settings
         self._model = model
         self._averaging = averaging
-        self._more = more
+        self._extra_status = extra_status
         self._connect = connect
         self._owner = owner
         self._layouts: tuple[Layout, ...] = ()
-        self._arrivals: dict[int, Arrival] = {}
+        self._partial_bodies: dict[int, PartialBody] = {}
         self._recorder: Recorder | None = None
         self._taken_anyway = 0
 
-    def copies(self) -> tuple[wire.Copy, ...]:
+    def held_blocks(self) -> tuple[wire.HeldBlock, ...]:
         """Return the newest checkpoints on this node's disk. In a thread."""
-        coming = self._store.coming  # read before the files, since it may become one meanwhile
-        found = {about.path: about for about in find_checkpoints(self._directory)}
+        coming = (
+            self._store.writing_metadata
+        )  # read before the files, since it may become one meanwhile
+        found = {metadata.path: metadata for metadata in find_checkpoints(self._directory)}
         if coming is not None:
             found[coming.path] = coming
-        newest = sorted(found.values(), key=lambda about: -about.step)[: wire.COPIES - 1]
+        newest = sorted(found.values(), key=lambda metadata: -metadata.step)[
+            : wire.MAX_HELD_BLOCKS - 1
+        ]
         return tuple(
-            wire.Copy(
-                lineage=bytes.fromhex(about.identity.lineage),
-                first=about.identity.block(about.stage)[0],
-                last=about.identity.block(about.stage)[1],
-                step=about.step,
-                where="disk" if about.own else "neighbour",
+            wire.HeldBlock(
+                lineage=bytes.fromhex(metadata.identity.lineage),
+                first=metadata.identity.block(metadata.stage)[0],
+                last=metadata.identity.block(metadata.stage)[1],
+                step=metadata.step,
+                where="disk" if metadata.own else "neighbour",
             )
-            for about in newest
+            for metadata in newest
         )
 
-    def prepare(self, assigned: wire.Assigned) -> None:
+    def prepare(self, assignment: wire.StageAssignment) -> None:
         """Open what this node has on disk for the assigned stage. In a thread."""
         self._recorder = None  # it holds a checkpoint of the stage before
         self._store.flush()
         model = self._model
         lora = lora_settings(model.policy) if model.terms.lora.r else None
-        specs = wire.stage_specs(model.config, assigned.layers)
+        specs = wire.stage_specs(model.config, assignment.layers)
         layouts = stage_layouts(model.config, specs, lora, model.terms.frozen_a)
-        identity = CheckpointIdentity(assigned.lineage.hex(), assigned.layers, self._owner)
+        identity = CheckpointIdentity(assignment.lineage.hex(), assignment.layers, self._owner)
         if layouts != self._layouts:
-            self._arrivals.clear()
+            self._partial_bodies.clear()
         self._layouts = layouts
-        kept = kept_stages(assigned.stage, len(specs), self._settings)
+        kept = stored_stages(assignment.stage, len(specs), self._settings)
         self._store.begin(identity, kept)
 
-    def built(self, stage: Stage) -> None:
+    def stage_built(self, stage: Stage) -> None:
         """A stage with the base model's weights is in memory."""
         averaging = self._averaging()
         self.outer = {}
@@ -765,12 +783,12 @@ class StageRecovery:
         stage.observers.append(self._recorder)
 
     @contextlib.asynccontextmanager
-    async def open(self, assigned: wire.Assigned, stage: Stage) -> AsyncIterator[None]:
+    async def open(self, assignment: wire.StageAssignment, stage: Stage) -> AsyncIterator[None]:
         """Open the state streams, over which this node requests and serves checkpoints, and close
         them with the context. Raises PeerError."""
         assert self._recorder is not None
         averaging = self._averaging()
-        streams = await self._connect(assigned)
+        streams = await self._connect(assignment)
         try:
             local = LocalStage(
                 stage.runtime,
@@ -779,11 +797,11 @@ class StageRecovery:
                 self._model.terms.codec,
                 self._recorder,
                 self._store,
-                base=None if self._model.terms.lora.r else tensors_of(self._model.directory),
-                arrivals=self._arrivals,
+                base=None if self._model.terms.lora.r else tensor_reader(self._model.directory),
+                partial_bodies=self._partial_bodies,
             )
-            place = Place(assigned.crew[: wire.CREW_BYTES], assigned.stage, assigned.step)
-            fence = Fence(place, len(assigned.layers))
+            place = Place(assignment.crew[: wire.CREW_BYTES], assignment.stage, assignment.step)
+            fence = Fence(place, len(assignment.layers))
             self.peer = peer = StatePeer(local, fence, streams, stage.meter)
             async with trio.open_nursery() as nursery:
                 await nursery.start(peer.run)
@@ -800,7 +818,7 @@ class StageRecovery:
                     await trio.aclose_forcefully(stream)
 
     async def restore(
-        self, stage: Stage, assigned: wire.Assigned, notify: Notify
+        self, stage: Stage, assignment: wire.StageAssignment, notify: ReportSource
     ) -> tuple[str, float | None]:
         """Fill `stage` and return (source, KL of the gate).
 
@@ -811,11 +829,11 @@ class StageRecovery:
         assert self.peer is not None
         restored = await restore(
             self.peer,
-            step=assigned.step,
+            step=assignment.step,
             base=self._base(stage),
             notify=lambda source: notify("loading", source),
         )
-        self._arrivals.pop(assigned.stage, None)
+        self._partial_bodies.pop(assignment.stage, None)
         restored.install(stage.worker)
         self.outer = restored.candidate.outer
         self._taken_anyway += not restored.passed
@@ -824,7 +842,7 @@ class StageRecovery:
         log.info(
             "weights restored",
             source=restored.source.name,
-            step=assigned.step,
+            step=assignment.step,
             source_step=restored.source.step,
         )
         return restored.source.name, None if restored.verdict is None else restored.verdict.kl
@@ -832,13 +850,13 @@ class StageRecovery:
     def _base(self, stage: Stage) -> BaseWeights:
         """Return a reader of the weights that training began with. Before anything is restored."""
         if self._model.terms.lora.r > 0:
-            return base_adapter(stage.runtime)
-        return base_stage(self._model.directory, stage.runtime.spec)
+            return base_adapter_reader(stage.runtime)
+        return base_stage_reader(self._model.directory, stage.runtime.spec)
 
-    def attach(self, assigned: wire.Assigned, worker: StageWorker) -> None:
+    def attach(self, assignment: wire.StageAssignment, worker: StageWorker) -> None:
         """The stage has its weights; `worker` has not begun."""
         assert self.peer is not None
-        self.peer.attach(worker, assigned.step)
+        self.peer.attach(worker, assignment.step)
 
     def progress(self) -> int:
         """Return a number that grows while weights arrive or the disk is written: such a stage is
@@ -846,9 +864,9 @@ class StageRecovery:
         writing = int(time.monotonic()) if self._store.busy else 0
         return writing + (self.peer.channel.progress if self.peer is not None else 0)
 
-    def facts(self, step: int) -> dict[str, int]:
+    def status_fields(self, step: int) -> dict[str, int]:
         """Return fields of StageStatus: checkpoint_step, checkpoint_age_steps, and `more`."""
-        kept = self.peer.sharing.kept if self.peer is not None else {}
+        kept = self.peer.sharing.stored_steps if self.peer is not None else {}
         if kept:
             newest = max(kept.values())
             ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
@@ -856,7 +874,7 @@ class StageRecovery:
             ages = {"checkpoint_age_steps": step}  # the loss of this stage would cost all steps
         else:
             ages = {}
-        return {**ages, **self._more(step)}
+        return {**ages, **self._extra_status(step)}
 
     def refused(self) -> dict[str, int]:
         """Return counts of `wire.STATE_REFUSALS`."""
@@ -908,7 +926,7 @@ class StageState:
     squared_norm: float = 0.0
 
 
-def layout_of(model: torch.nn.Module) -> Layout:
+def trained_layout(model: torch.nn.Module) -> Layout:
     return make_layout(
         (name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad
     )
@@ -933,13 +951,13 @@ def stage_layouts(
             )
             cut_ends(model, spec)
             model.tie_weights()
-            model = model if lora is None else adapt(model, lora)
-        layout = layout_of(model)
+            model = model if lora is None else add_adapter(model, lora)
+        layout = trained_layout(model)
         layouts.append(tuple(t for t in layout if not (frozen_a and A_MARK in t.name)))
     return tuple(layouts)
 
 
-def form_of(layout: Layout, settings: RecoverySettings) -> Form:
+def neighbour_form(layout: Layout, settings: RecoverySettings) -> StateForm:
     """Return the form in which a stage goes to its neighbours."""
     return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
 
@@ -1000,7 +1018,7 @@ def load_moments(worker: StageWorker, state: StageState) -> None:
 
 
 @torch.no_grad()
-def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
+def encode_state(state: StageState, layout: Layout, form: StateForm) -> bytearray:
     """Return `state_bytes(layout, form)` bytes. Tensors that are missing are zero."""
     body = bytearray(state_bytes(layout, form))
     if not body:
@@ -1017,7 +1035,7 @@ def encode_state(state: StageState, layout: Layout, form: Form) -> bytearray:
     return body
 
 
-def check_state(body: torch.Tensor, layout: Layout, form: Form) -> None:
+def check_state(body: torch.Tensor, layout: Layout, form: StateForm) -> None:
     """Check the body (bytes,) of a checkpoint, a block at a time.
 
     Raises:
@@ -1036,7 +1054,7 @@ def check_state(body: torch.Tensor, layout: Layout, form: Form) -> None:
 
 
 def decode_state(
-    body: torch.Tensor, layout: Layout, form: Form, step: int, squared_norm: float
+    body: torch.Tensor, layout: Layout, form: StateForm, step: int, squared_norm: float
 ) -> StageState:
     """Return the state that `body` (bytes,) encodes. Raises BadMessage as `check_state` does."""
     check_state(body, layout, form)
@@ -1070,7 +1088,7 @@ def as_tensor(body: bytearray) -> torch.Tensor:
 #     body       the state as above, uint8: exact of the own stage; of a neighbour's as it arrived
 #     outer.*    own stage: state of averaging with other crews, of the same moment
 #     rng        own stage: torch's random generator
-#     about      metadata, JSON: `CheckpointAbout`
+#     about      metadata, JSON: `CheckpointMetadata`
 #
 # A new checkpoint of a block of layers replaces the old one. A file that the present crew does not
 # keep is deleted once this crew has taken as many steps as are in it.
@@ -1083,7 +1101,7 @@ STEP_BYTES: Final = 2 * 10**9
 is made for about 600 TB."""
 
 
-def kept_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
+def stored_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
     """Return the stages whose checkpoints the holder of `stage` keeps, its own first."""
     if settings.keep_policy:
         return (stage, *(other for other in range(stages) if other != stage))
@@ -1130,14 +1148,14 @@ class CheckpointIdentity:
         return Path(self.lineage, f"{first}-{last}.safetensors")
 
 
-class CheckpointAbout(msgspec.Struct, frozen=True):
+class CheckpointMetadata(msgspec.Struct, frozen=True):
     """Metadata of a checkpoint."""
 
     identity: CheckpointIdentity
     stage: int
     own: bool
     """This node trained it; otherwise its stage sent it."""
-    form: Form
+    form: StateForm
     step: int
     squared_norm: float
     lr_scale: LrScale = msgspec.field(default_factory=LrScale)
@@ -1151,10 +1169,10 @@ class CheckpointAbout(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    about: CheckpointAbout
+    metadata: CheckpointMetadata
     body: torch.Tensor
     """(bytes,)"""
-    more: Tensors = field(default_factory=dict)
+    extra_tensors: Tensors = field(default_factory=dict)
     """`outer.*` and `rng`."""
 
 
@@ -1162,13 +1180,13 @@ class CheckpointStore:
     """Reads and writes checkpoints; a thread of its own writes those of the own stage."""
 
     def __init__(self, directory: Path) -> None:
-        self.coming: CheckpointAbout | None = None
+        self.writing_metadata: CheckpointMetadata | None = None
         """Own checkpoint that is being written."""
         self.error: str | None = None
         """Why the last write of the own stage failed."""
         self._directory = directory
         self._identity: CheckpointIdentity | None = None
-        self._kept: dict[Path, CheckpointAbout | None] = {}
+        self._kept: dict[Path, CheckpointMetadata | None] = {}
         """Files of the present crew."""
         self._lock = threading.Lock()
         """One file is written or read at a time."""
@@ -1180,10 +1198,10 @@ class CheckpointStore:
         with self._lock:
             self._identity = identity
             self._kept = {
-                path: _read_about(self._directory / path) for path in map(identity.path, stages)
+                path: _read_metadata(self._directory / path) for path in map(identity.path, stages)
             }
 
-    def about(self, stage: int) -> CheckpointAbout | None:
+    def metadata(self, stage: int) -> CheckpointMetadata | None:
         """Return the metadata of the checkpoint of `stage`; None if there is none."""
         return None if self._identity is None else self._kept.get(self._identity.path(stage))
 
@@ -1202,29 +1220,34 @@ class CheckpointStore:
                 raise
 
     def describe(
-        self, stage: int, form: Form, step: int, squared_norm: float, own: LrScale | None = None
-    ) -> CheckpointAbout:
+        self,
+        stage: int,
+        form: StateForm,
+        step: int,
+        squared_norm: float,
+        own: LrScale | None = None,
+    ) -> CheckpointMetadata:
         """Return metadata for a checkpoint of the present crew; `own` of a stage that this node
         trains."""
         assert self._identity is not None
         scale = LrScale() if own is None else replace(own)
-        return CheckpointAbout(
+        return CheckpointMetadata(
             self._identity, stage, own is not None, form, step, squared_norm, scale
         )
 
     def write(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
-        about = msgspec.structs.replace(
-            checkpoint.about, root=root_of(checkpoint.body.numpy().data).hex()
+        metadata = msgspec.structs.replace(
+            checkpoint.metadata, root=hash_body(checkpoint.body.numpy().data).hex()
         )
-        path = self._directory / about.path
-        tensors = {"body": checkpoint.body, **checkpoint.more}
+        path = self._directory / metadata.path
+        tensors = {"body": checkpoint.body, **checkpoint.extra_tensors}
         unfinished = path.with_name(f".{path.name}.tmp")
         with self._lock:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
-                metadata = {"about": json.dumps(msgspec.to_builtins(about))}
-                save_file(tensors, unfinished, metadata=metadata)
+                header = {"about": json.dumps(msgspec.to_builtins(metadata))}
+                save_file(tensors, unfinished, metadata=header)
                 with open(unfinished, "rb") as file:
                     os.fsync(file.fileno())
                 os.replace(unfinished, path)
@@ -1233,10 +1256,10 @@ class CheckpointStore:
                     unfinished.unlink(missing_ok=True)
                 raise OSError(str(error)) from None
             sync_directory(path.parent)
-            if about.path in self._kept:
-                self._kept[about.path] = about
-            if about.own:
-                self._clear_away(about.step)
+            if metadata.path in self._kept:
+                self._kept[metadata.path] = metadata
+            if metadata.own:
+                self._clear_away(metadata.step)
 
     @property
     def busy(self) -> bool:
@@ -1246,7 +1269,7 @@ class CheckpointStore:
         """Write the own stage in the background. Return False if the disk is busy."""
         if self.busy:
             return False
-        self.coming = checkpoint.about
+        self.writing_metadata = checkpoint.metadata
         self._writing = self._thread.submit(self._write_own, checkpoint)
         return True
 
@@ -1271,7 +1294,7 @@ class CheckpointStore:
                 )
             self.error = str(error)
         finally:
-            self.coming = None
+            self.writing_metadata = None
 
     def _clear_away(self, step: int) -> None:
         """Delete what the present crew does not keep and that has no more than `step` steps."""
@@ -1282,8 +1305,8 @@ class CheckpointStore:
                 relative = path.relative_to(self._directory)
                 if relative in self._kept:
                     continue
-                about = _read_about(path)
-                if about is None or about.step <= step:
+                metadata = _read_metadata(path)
+                if metadata is None or metadata.step <= step:
                     path.unlink(missing_ok=True)
             for directory in self._directory.iterdir():
                 if directory.is_dir() and not any(directory.iterdir()):
@@ -1292,43 +1315,43 @@ class CheckpointStore:
             log.warning("old checkpoints not deleted", error=str(error))
 
 
-def find_checkpoints(directory: Path) -> list[CheckpointAbout]:
+def find_checkpoints(directory: Path) -> list[CheckpointMetadata]:
     """Return the metadata of all checkpoints in a store's directory that can be read."""
-    found = [_read_about(path) for path in sorted(directory.glob("*/*.safetensors"))]
-    return [about for about in found if about is not None]
+    found = [_read_metadata(path) for path in sorted(directory.glob("*/*.safetensors"))]
+    return [metadata for metadata in found if metadata is not None]
 
 
 def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
     """Read one file of a store's directory. Raises StateError if it is missing or damaged."""
-    with _opened(directory / path) as (about, file):
+    with _opened(directory / path) as (metadata, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
-        if about.path != path or root_of(body.numpy().data).hex() != about.root:
+        if metadata.path != path or hash_body(body.numpy().data).hex() != metadata.root:
             raise ValueError("another hash")
-    return Checkpoint(about, body, tensors)
+    return Checkpoint(metadata, body, tensors)
 
 
-def _read_about(path: Path) -> CheckpointAbout | None:
+def _read_metadata(path: Path) -> CheckpointMetadata | None:
     """Return a file's metadata; None if it is missing or damaged."""
     if not path.exists():
         return None
     try:
-        with _opened(path) as (about, _):
-            return about
+        with _opened(path) as (metadata, _):
+            return metadata
     except StateError as error:
         log.warning("ignoring a damaged checkpoint", error=str(error))
         return None
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[tuple[CheckpointAbout, safe_open]]:
+def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
     """Open a checkpoint. Raises StateError if it is missing or damaged."""
     try:
         with held(path) as name, safe_open(name, "pt", device="cpu") as file:
-            about = msgspec.json.decode(file.metadata()["about"], type=CheckpointAbout)
-            if not 0 <= about.stage < len(about.identity.layers):
+            metadata = msgspec.json.decode(file.metadata()["about"], type=CheckpointMetadata)
+            if not 0 <= metadata.stage < len(metadata.identity.layers):
                 raise ValueError("no such stage")
-            yield about, file
+            yield metadata, file
     except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
         raise StateError(f"{path} is damaged: {error}") from None
 
@@ -1338,7 +1361,7 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointAbout, safe_open]]:
 
 
 @dataclass(frozen=True)
-class Edge:
+class StageInput:
     """A committed micro-batch as it came to this stage."""
 
     micro_batch: int
@@ -1378,17 +1401,17 @@ class Recorder(Observer):
     ) -> None:
         self.spec = spec
         self.settings = settings
-        self.probes: list[Probe] = []
+        self.probes: list[GateProbe] = []
         """Oldest first. The last stage records them, its neighbours have copies."""
-        self.edges: deque[Edge] = deque(maxlen=settings.probes)
+        self.inputs: deque[StageInput] = deque(maxlen=settings.probes)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
         """checkfree+: end stage → (step, true copies of its embedding, or norm and head)."""
         self.shared: SharedCheckpoint | None = None
-        self.copy: tuple[int, bytes] | None = None
+        self.policy_copy: tuple[int, bytes] | None = None
         """(step, int8 copy) if a member has asked since the last step."""
-        self.unwritten: tuple[StageWorker, CheckpointAbout] | None = None
+        self.unwritten: tuple[StageWorker, CheckpointMetadata] | None = None
         """Worker whose last step is not written, and that step."""
-        self.sharing: Sharing | None = None
+        self.sharing: CheckpointSharing | None = None
         """Set while there are state streams."""
         self._layout = layouts[spec.index] if layouts else ()
         self._store = store
@@ -1407,7 +1430,7 @@ class Recorder(Observer):
         # a step may have a thousand micro-batches, and only the last are remembered
         size = lambda: sum(len(body) for _, body in self._pending.values())
         while len(self._pending) > self.settings.probes or (
-            len(self._pending) > 1 and size() > self.settings.edge_bytes
+            len(self._pending) > 1 and size() > self.settings.input_bytes
         ):
             oldest = next(iter(self._pending))
             del self._pending[oldest]
@@ -1422,7 +1445,7 @@ class Recorder(Observer):
         self._logprobs.clear()
 
     def committed(self, worker: StageWorker) -> None:
-        self.copy = None
+        self.policy_copy = None
         self._remember(worker.participant.step - 1)
         if self._store is not None:
             self._checkpoint(worker, self._store)
@@ -1446,38 +1469,38 @@ class Recorder(Observer):
         for number, (about, body) in sorted(self._pending.items()):
             rows = strict.decode(about, MicroBatch).rows
             if number in self._logprobs:
-                self.probes.append(Probe(number, step, rows, about, self._logprobs[number]))
-            self.edges.append(Edge(number, step, rows, about, body))
+                self.probes.append(GateProbe(number, step, rows, about, self._logprobs[number]))
+            self.inputs.append(StageInput(number, step, rows, about, body))
         self.dropped()
         del self.probes[: -self.settings.probes]
-        while sum(len(edge.body) for edge in self.edges) > self.settings.edge_bytes:
-            self.edges.popleft()
+        while sum(len(edge.body) for edge in self.inputs) > self.settings.input_bytes:
+            self.inputs.popleft()
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
         """Copy the stage if it is to be written or shared after this step."""
         optimizer, step, body = worker.optimizer, worker.participant.step, None
-        about = store.describe(
+        metadata = store.describe(
             self.spec.index, "exact", step, optimizer.squared_norm, optimizer.lr_scale
         )
-        self.unwritten = worker, about
+        self.unwritten = worker, metadata
         if step % self._every == 0 and not store.busy:
-            body = self._write(worker, about, store)
-        if self.settings.keeps_copies(self.spec) and step % self.settings.checkpoint_every == 0:
+            body = self._write(worker, metadata, store)
+        if self.settings.uses_checkpoints(self.spec) and step % self.settings.checkpoint_every == 0:
             self.share(worker, body)
 
     def _write(
-        self, worker: StageWorker, about: CheckpointAbout, store: CheckpointStore
+        self, worker: StageWorker, metadata: CheckpointMetadata, store: CheckpointStore
     ) -> bytearray:
         body = encode_state(live_state(worker), self._layout, "exact")
         more = {f"outer.{name}": tensor for name, tensor in self._outer().items()}
         more["rng"] = torch.get_rng_state()
-        if store.write_soon(Checkpoint(about, as_tensor(body), more)):
+        if store.write_soon(Checkpoint(metadata, as_tensor(body), more)):
             self.unwritten = None
         return body
 
     def share(self, worker: StageWorker, exact: bytearray | None = None) -> None:
         """Copy the stage for its neighbours, between two steps. `exact` is its exact form."""
-        state, form = live_state(worker), form_of(self._layout, self.settings)
+        state, form = live_state(worker), neighbour_form(self._layout, self.settings)
         if exact is None or form != "exact":
             self.shared = None  # two of them may not fit
             exact = encode_state(state, self._layout, form)
@@ -1489,26 +1512,26 @@ class Recorder(Observer):
         if self._store is None or self.unwritten is None:
             return
         self._store.flush()
-        worker, about = self.unwritten
+        worker, metadata = self.unwritten
         with worker.optimizer.lock:
-            if worker.optimizer.lr_scale == about.lr_scale:  # counts each step as it begins
-                self._write(worker, about, self._store)
+            if worker.optimizer.lr_scale == metadata.lr_scale:  # counts each step as it begins
+                self._write(worker, metadata, self._store)
 
 
-def work_of(item: Probe | Edge, limits: FrameLimits) -> MicroBatch:
+def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
     """Return a probe's or an edge's micro-batch. Raises BadMessage as `read_micro_batch` does."""
     return read_micro_batch(item.about, item.rows, limits, "learn")
 
 
 # The local stage, as the exchange below reads and fills it.
 
-Part = Literal["checkpoint", "layers", "ends", "tied"]
+StatePart = Literal["checkpoint", "layers", "ends", "tied"]
 """Bodies that are states of a stage or of a part of it: all that is trained; the layers alone; the
 embedding, or norm and head; the tied embedding with its moments."""
 
 
 @dataclass
-class Arrival:
+class PartialBody:
     """A body that has partly arrived. It outlives a crew, so a transfer is resumed."""
 
     root: bytes = b""
@@ -1545,7 +1568,7 @@ class LocalStage:
     phase: wire.StatePhase = "starting"
     base: BaseTensors | None = None
     restored: StageState | None = None
-    arrivals: dict[int, Arrival] = field(default_factory=dict)
+    partial_bodies: dict[int, PartialBody] = field(default_factory=dict)
     _encoding: trio.Lock = field(default_factory=trio.Lock)
 
     @property
@@ -1556,26 +1579,28 @@ class LocalStage:
     def settings(self) -> RecoverySettings:
         return self.recorder.settings
 
-    def stored(self, stage: int) -> CheckpointAbout | None:
+    def stored(self, stage: int) -> CheckpointMetadata | None:
         """Return the metadata of the checkpoint of `stage` on this disk."""
-        return None if self.store is None else self.store.about(stage)
+        return None if self.store is None else self.store.metadata(stage)
 
     def read_checkpoint(self) -> Candidate:
         """Read the checkpoint of the own stage. Raises StateError, BadMessage."""
         assert self.store is not None
         found = self.store.read(self.spec.index)
-        about, layout = found.about, self.layouts[self.spec.index]
-        state = decode_state(found.body, layout, about.form, about.step, about.squared_norm)
-        if not about.own:
+        metadata, layout = found.metadata, self.layouts[self.spec.index]
+        state = decode_state(
+            found.body, layout, metadata.form, metadata.step, metadata.squared_norm
+        )
+        if not metadata.own:
             return self.warming_up(state)
         outer = {
             name.removeprefix("outer."): tensor
-            for name, tensor in found.more.items()
+            for name, tensor in found.extra_tensors.items()
             if name.startswith("outer.")
         }
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError("the state of averaging in our checkpoint is not finite")
-        return Candidate(state, about.lr_scale, outer, found.more.get("rng"))
+        return Candidate(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
 
     def warming_up(self, state: StageState) -> Candidate:
         """Return a candidate whose learning rate warms up if its optimizer is new."""
@@ -1585,12 +1610,12 @@ class LocalStage:
         """Return a spec that says which end `stage` is; its layers do not matter."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
-    def shape(self, what: Part, of: int) -> tuple[Layout, Form]:
+    def shape(self, what: StatePart, of: int) -> tuple[Layout, StateForm]:
         """Return the tensors and the form of a body about stage `of`. A tied embedding has this
         end's name, whichever end sent it."""
         layout = self.layouts[of]
         if what == "checkpoint":
-            return layout, form_of(layout, self.settings)
+            return layout, neighbour_form(layout, self.settings)
         if what == "layers":
             return tuple(spec for spec in layout if ".layers." in spec.name), "plain"
         if what == "ends":
@@ -1599,7 +1624,7 @@ class LocalStage:
         name = "model.embed_tokens.weight" if self.spec.has_embedding else "lm_head.weight"
         return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "exact"
 
-    def size(self, of: int, have: Have) -> int:
+    def size(self, of: int, have: HaveMessage) -> int:
         """Return the length that a body about stage `of` must have. Raises BadMessage."""
         least = 0
         match have.what:
@@ -1608,7 +1633,7 @@ class LocalStage:
                 each = ABOUT_ITEM_BYTES * (tokens + 16) + 4 * tokens + 256
                 most = self.settings.probes * each + 16
             case "copy":
-                layout = copied(self.spec_of(of), self.layouts[of])
+                layout = copied_layout(self.spec_of(of), self.layouts[of])
                 most = copy_bytes(layout, adapter=self.base is None)
                 least = most if self.base is None else 0
             case "output":
@@ -1619,17 +1644,17 @@ class LocalStage:
             raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
         return have.size
 
-    def read_probes(self, body: bytearray) -> list[Probe]:
+    def read_probes(self, body: bytearray) -> list[GateProbe]:
         """Raises BadMessage."""
-        probes: list[Probe] = strict.decode(bytes(body), list[Probe])
+        probes: list[GateProbe] = strict.decode(bytes(body), list[GateProbe])
         if not 1 <= len(probes) <= self.settings.probes:
             raise BadMessage("bounds", f"{len(probes)} probes")
         for probe in probes:
-            tokens = sum(work_of(probe, self.limits).completion_lengths)
+            tokens = sum(read_work(probe, self.limits).completion_lengths)
             read_f32("logprobs", probe.logprobs, tokens)
         return probes
 
-    async def copy(self, compute: Compute) -> tuple[int, bytes]:
+    async def policy_copy(self, compute: WorkRunner) -> tuple[int, bytes]:
         """Return (step, int8 copy of the weights), encoded once between two steps.
 
         Raises:
@@ -1638,26 +1663,26 @@ class LocalStage:
         """
         if self.worker is None:
             raise StateError("nothing is trained here yet")
-        layout = copied(self.spec, self.layouts[self.spec.index])
+        layout = copied_layout(self.spec, self.layouts[self.spec.index])
         participant = self.worker.participant
         async with self._encoding:
             async with self.worker.optimizer.moving:  # never in the middle of a step
                 step = participant.step
-            if self.recorder.copy is None or self.recorder.copy[0] != step:
-                self.recorder.copy = None
+            if self.recorder.policy_copy is None or self.recorder.policy_copy[0] != step:
+                self.recorder.policy_copy = None
                 body = await compute(
                     lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base)
                 )
                 if participant.step != step:
                     raise StateError("a step was taken while it was copied")
-                self.recorder.copy = step, body
-            return self.recorder.copy
+                self.recorder.policy_copy = step, body
+            return self.recorder.policy_copy
 
 
 # The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
 #
-# `StatePeer` is this member. `Fetcher` sends requests, `Server` answers them, `Sharing` announces
-# and fetches new checkpoints, and `Channel` has the streams. A body is what a request returns, in
+# `StatePeer` is this member. `StateFetcher` sends requests, `StateServer` answers them, `CheckpointSharing` announces
+# and fetches new checkpoints, and `StateChannel` has the streams. A body is what a request returns, in
 # chunks. Chunks of several bodies take turns. A request fails when nothing arrives for `seconds`.
 # Invalid input is counted. After MISBEHAVED invalid messages of a stage its stream is closed, and a
 # closed stream ends the crew.
@@ -1666,7 +1691,7 @@ SERVED_AT_ONCE: Final = 5
 """Requests of one peer."""
 SERVED_PER_STEP: Final = 64
 """Bodies of one kind for one peer between two steps. A stage that is restored asks for a few."""
-MISBEHAVED: Final = 16
+MAX_BAD_MESSAGES: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
 """(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
 `min(factor × duration of the chunk, seconds)`. Two neighbours together take a quarter of a line."""
@@ -1687,16 +1712,18 @@ class StatePeer:
         stage: LocalStage,
         fence: Fence,
         streams: Mapping[int, trio.abc.Stream],
-        compute: Compute = in_thread,
+        compute: WorkRunner = run_in_thread,
     ) -> None:
         step = lambda: (
             stage.worker.participant.step if stage.worker is not None else fence.place.step
         )
         self.stage = stage
-        self.channel = Channel(fence, streams, stage.limits, stage.settings.seconds, compute, step)
-        self.fetch = Fetcher(self.channel, stage)
-        self.sharing = Sharing(self.channel, stage, self.fetch)
-        self._server = Server(self.channel, stage)
+        self.channel = StateChannel(
+            fence, streams, stage.limits, stage.settings.seconds, compute, step
+        )
+        self.fetch = StateFetcher(self.channel, stage)
+        self.sharing = CheckpointSharing(self.channel, stage, self.fetch)
+        self._server = StateServer(self.channel, stage)
         stage.recorder.sharing = self.sharing
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -1706,29 +1733,29 @@ class StatePeer:
         """The stage has its weights, and `worker` runs it from `step` on."""
         self.stage.worker, self.stage.restored = worker, None
         self.stage.phase = "ready"
-        self.sharing.begin(step)
+        self.sharing.offer_checkpoint(step)
 
     def _received(self, stage: int, message: wire.AnyStateMessage, body: bytes) -> None:
         match message:
-            case wire.Made():
-                self.sharing.made(stage, message)
-            case wire.Kept():
-                self.sharing.kept[stage] = message.step
-            case wire.Ask() | wire.Want() | wire.Run():
+            case wire.MadeMessage():
+                self.sharing.handle_made(stage, message)
+            case wire.KeptMessage():
+                self.sharing.stored_steps[stage] = message.step
+            case wire.AskMessage() | wire.WantMessage() | wire.RunMessage():
                 self._server.serve(stage, message, body)
 
 
-class Fetcher:
+class StateFetcher:
     """Asks other members. Every method raises PeerError as `Channel.fetch` does."""
 
-    def __init__(self, channel: Channel, stage: LocalStage) -> None:
+    def __init__(self, channel: StateChannel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
 
-    async def ask(self) -> dict[int, Holds]:
+    async def ask(self) -> dict[int, HoldsMessage]:
         """Return what each stage that answers has stored of this stage. Repeat the query, for at
         most ASK_SECONDS, while a stage does not yet know whether it must be restored."""
-        found: dict[int, Holds] = {}
+        found: dict[int, HoldsMessage] = {}
 
         async def one(stage: int) -> None:
             with contextlib.suppress(PeerError):  # it counts as a stage that has nothing
@@ -1744,52 +1771,58 @@ class Fetcher:
                 return found
             await trio.sleep(RETRY_SECONDS[0])
 
-    async def body(self, holder: int, what: wire.Wanted, of: int) -> tuple[Have, bytearray]:
+    async def body(
+        self, holder: int, what: wire.RequestedBody, of: int
+    ) -> tuple[HaveMessage, bytearray]:
         """Return a body about stage `of` from the member of stage `holder`."""
 
-        def size(have: Have) -> int:
+        def size(have: HaveMessage) -> int:
             if have.step > self._channel.step + 1:  # stages are at most one step apart
                 raise BadMessage("bounds", f"{have.what} of step {have.step}, which is to come")
             return self._stage.size(of, have)
 
-        arrivals = self._stage.arrivals
-        arrival = arrivals.setdefault(of, Arrival()) if what == "checkpoint" else Arrival()
-        want = wire.Want(self._channel.place, 0, what, of, 0, b"")
-        found = await self._channel.fetch(holder, want, size, arrival=arrival)
+        partial_bodies = self._stage.partial_bodies
+        partial_body = (
+            partial_bodies.setdefault(of, PartialBody()) if what == "checkpoint" else PartialBody()
+        )
+        want = wire.WantMessage(self._channel.place, 0, what, of, 0, b"")
+        found = await self._channel.fetch(holder, want, size, partial_body=partial_body)
         if what == "checkpoint":
-            arrivals.pop(of, None)
+            partial_bodies.pop(of, None)
         return found
 
-    async def state(self, holder: int, what: Part, of: int) -> StageState:
+    async def state(self, holder: int, what: StatePart, of: int) -> StageState:
         """Return stage `of`, or a part of it, as `holder` has it. Waits for a stage that is being
         restored."""
-        have, body = await self._patiently(holder, lambda: self.body(holder, what, of))
+        have, body = await self._retry_while_loading(holder, lambda: self.body(holder, what, of))
         layout, form = self._stage.shape(what, of)
         decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
-        with self._channel.counting(holder):
+        with self._channel.counting_bad_messages(holder):
             return await self._channel.compute(decode)
 
-    async def probes(self, holder: int) -> list[Probe]:
+    async def probes(self, holder: int) -> list[GateProbe]:
         """Return at most `settings.probes`, oldest first."""
         _, body = await self.body(holder, "probes", holder)
-        with self._channel.counting(holder):
+        with self._channel.counting_bad_messages(holder):
             return self._stage.read_probes(body)
 
-    async def copy(self, spec: StageSpec) -> tuple[int, int, Parts]:
+    async def policy_copy(self, spec: StageSpec) -> tuple[int, int, CopyTensors]:
         """Return (bytes received, step, weights) of a stage as it is now. The own stage is encoded
         and decoded likewise, without a stream; it raises as `LocalStage.copy` does."""
-        layout, base = copied(spec, self._stage.layouts[spec.index]), self._stage.base
+        layout, base = copied_layout(spec, self._stage.layouts[spec.index]), self._stage.base
         body: bytes | bytearray
         if spec.index == self._stage.spec.index:
-            came, (step, body) = 0, await self._stage.copy(self._channel.compute)
+            came, (step, body) = 0, await self._stage.policy_copy(self._channel.compute)
         else:
             have, body = await self.body(spec.index, "copy", spec.index)
             came, step = have.size, have.step
-        with self._channel.counting(spec.index):
+        with self._channel.counting_bad_messages(spec.index):
             parts = await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
         return came, step, parts
 
-    async def run_at(self, stage: int, edge: Probe | Edge, tokens: int, x: bytes) -> bytes:
+    async def run_at(
+        self, stage: int, edge: GateProbe | StageInput, tokens: int, x: bytes
+    ) -> bytes:
         """Run one micro-batch through `stage` as it is now, as `run_one` does. Waits for a stage
         that is being restored.
 
@@ -1806,14 +1839,14 @@ class Fetcher:
             else activation_bytes(local.codec, edge.rows, local.runtime.hidden_size)
         )
         codec = local.codec if stage else None
-        run = wire.Run(self._channel.place, 0, codec, edge.rows, len(edge.about))
+        run = wire.RunMessage(self._channel.place, 0, codec, edge.rows, len(edge.about))
         ask = lambda: self._channel.fetch(stage, run, lambda have: size, edge.about + x)
-        _, body = await self._patiently(stage, ask)
+        _, body = await self._retry_while_loading(stage, ask)
         return bytes(body)
 
-    async def _patiently(
-        self, stage: int, ask: Callable[[], Awaitable[tuple[Have, bytearray]]]
-    ) -> tuple[Have, bytearray]:
+    async def _retry_while_loading(
+        self, stage: int, ask: Callable[[], Awaitable[tuple[HaveMessage, bytearray]]]
+    ) -> tuple[HaveMessage, bytearray]:
         """Ask again while the stage is being restored."""
         until = trio.current_time() + self._stage.settings.neighbour_seconds
         pause, most = RETRY_SECONDS
@@ -1828,18 +1861,18 @@ class Fetcher:
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A body that is there: what reads it, and its fields of `Have`."""
+class ServedBody:
+    """A body that is there: what reads it, and its fields of `HaveMessage`."""
 
     step: int
     read: Callable[[], bytes | bytearray | memoryview]
     squared_norm: float = 0.0
 
 
-class Server:
+class StateServer:
     """Answers other members."""
 
-    def __init__(self, channel: Channel, stage: LocalStage) -> None:
+    def __init__(self, channel: StateChannel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
         self._serving: Counter[int] = Counter()
@@ -1847,27 +1880,31 @@ class Server:
         """(stage, kind) → bodies since the last step."""
         self._served_step = -1
 
-    def serve(self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes) -> None:
+    def serve(
+        self, stage: int, message: wire.AskMessage | wire.WantMessage | wire.RunMessage, body: bytes
+    ) -> None:
         """Answer one request in the background."""
         if self._serving[stage] >= SERVED_AT_ONCE:
             self._channel.refused["busy"] += 1
-            self._channel.post(stage, wire.Lack(self._channel.place, message.request, "busy"))
+            self._channel.post(
+                stage, wire.LackMessage(self._channel.place, message.request, "busy")
+            )
             return
         self._serving[stage] += 1
         self._channel.spawn(partial(self._serve, stage, message, body))
 
     async def _serve(
-        self, stage: int, message: wire.Ask | wire.Want | wire.Run, body: bytes
+        self, stage: int, message: wire.AskMessage | wire.WantMessage | wire.RunMessage, body: bytes
     ) -> None:
         """Answer one request. A failure is counted and answered."""
         lack: wire.LackReason | None = "failed"
         try:
-            with self._channel.failing(), self._channel.counting(stage):
-                if isinstance(message, wire.Ask):
+            with self._channel.counting_failures(), self._channel.counting_bad_messages(stage):
+                if isinstance(message, wire.AskMessage):
                     await self._channel.send(stage, self._holds(stage, message.request))
                     lack = None
                 else:
-                    lack = await self._give(stage, message, body)
+                    lack = await self._send_requested(stage, message, body)
         except BadMessage:
             lack = "refused"
         except PeerError:
@@ -1875,12 +1912,12 @@ class Server:
         finally:
             self._serving[stage] -= 1
         if lack is not None:
-            self._channel.post(stage, wire.Lack(self._channel.place, message.request, lack))
+            self._channel.post(stage, wire.LackMessage(self._channel.place, message.request, lack))
 
-    def _holds(self, stage: int, request: int) -> Holds:
+    def _holds(self, stage: int, request: int) -> HoldsMessage:
         checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
         ends, probes = recorder.ends.get(stage), recorder.probes
-        return Holds(
+        return HoldsMessage(
             self._channel.place,
             request,
             self._stage.phase,
@@ -1889,24 +1926,24 @@ class Server:
             probes[-1].step if probes else None,
         )
 
-    async def _give(
-        self, stage: int, asked: wire.Want | wire.Run, body: bytes
+    async def _send_requested(
+        self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
     ) -> wire.LackReason | None:
         """Send a body; return a reason where there is none to send."""
-        want = asked if isinstance(asked, wire.Want) else None
-        what: wire.What = "output" if want is None else want.what
+        want = asked if isinstance(asked, wire.WantMessage) else None
+        what: wire.BodyKind = "output" if want is None else want.what
         phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
         runs = phase in ("candidate", "ready")
         if (what in ("layers", "tied", "copy") and phase != "ready") or (want is None and not runs):
             return "loading"
-        found = await self._find(stage, asked, body)
+        found = await self._find_body(stage, asked, body)
         if found is None:
             return "none"
-        if self._too_often(stage, what):
+        if self._exceeds_quota(stage, what):
             return "refused"
         data = memoryview(await channel.compute(found.read))
-        root = await channel.compute(lambda: root_of(data))
-        have = Have(
+        root = await channel.compute(lambda: hash_body(data))
+        have = HaveMessage(
             channel.place, asked.request, what, found.step, len(data), root, found.squared_norm
         )
         at = want.at if want is not None and want.root == root else 0
@@ -1916,7 +1953,7 @@ class Server:
         await channel.send_body(stage, have, data, at, background=to_keep)
         return None
 
-    def _too_often(self, stage: int, what: str) -> bool:
+    def _exceeds_quota(self, stage: int, what: str) -> bool:
         if self._served_step != self._channel.step:
             self._served.clear()
             self._served_step = self._channel.step
@@ -1925,46 +1962,48 @@ class Server:
         self._channel.refused["repeated"] += repeated
         return repeated
 
-    async def _find(self, stage: int, asked: wire.Want | wire.Run, body: bytes) -> Answer | None:
+    async def _find_body(
+        self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
+    ) -> ServedBody | None:
         """Return what `stage` asks for; None where it is not here. Raises BadMessage."""
         local, recorder, step = self._stage, self._stage.recorder, self._channel.step
         spec, worker = local.spec, local.worker
-        if isinstance(asked, wire.Run):
+        if isinstance(asked, wire.RunMessage):
             if asked.codec != (None if spec.has_embedding else local.codec):
                 raise BadMessage("schema", "not activations of this crew")
             work = read_micro_batch(body[: asked.about], asked.rows, local.limits, "learn")
             x = body[asked.about :]
-            return Answer(step, lambda: run_one(local.runtime, work, x, local.codec))
+            return ServedBody(step, lambda: run_one(local.runtime, work, x, local.codec))
         of = asked.of
         if of not in (stage, spec.index):
             return None
         match asked.what:
             case "checkpoint" if of == spec.index and recorder.shared is not None:
                 shared = recorder.shared
-                return Answer(shared.step, lambda: shared.body, shared.squared_norm)
+                return ServedBody(shared.step, lambda: shared.body, shared.squared_norm)
             case "checkpoint" if of != spec.index and (store := local.store) is not None:
-                if (stored := store.about(of)) is not None:
+                if (stored := store.metadata(of)) is not None:
                     read = lambda: store.read(of).body.numpy().data
-                    return Answer(stored.step, read, stored.squared_norm)
+                    return ServedBody(stored.step, read, stored.squared_norm)
             case "ends" if of in recorder.ends:
                 ends_step, tensors = recorder.ends[of]
                 state = StageState(ends_step, tensors)
-                return Answer(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
+                return ServedBody(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
             case "probes" if recorder.probes:
                 probes = list(recorder.probes)
-                return Answer(probes[-1].step, lambda: strict.encode(probes))
+                return ServedBody(probes[-1].step, lambda: strict.encode(probes))
             case "copy":
-                copy_step, copy = await local.copy(self._channel.compute)
-                return Answer(copy_step, lambda: copy)
+                copy_step, copy = await local.policy_copy(self._channel.compute)
+                return ServedBody(copy_step, lambda: copy)
             case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "copies":
                 norm = 0.0 if worker is None else worker.optimizer.squared_norm
-                return Answer(step, lambda: self._encode_now("layers"), norm)
+                return ServedBody(step, lambda: self._encode_now("layers"), norm)
             case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
                 if local.shape("tied", of)[0]:
-                    return Answer(step, lambda: self._encode_now("tied"))
+                    return ServedBody(step, lambda: self._encode_now("tied"))
         return None
 
-    def _encode_now(self, what: Part) -> bytearray:
+    def _encode_now(self, what: StatePart) -> bytearray:
         """Encode a part of our stage as it is."""
         local = self._stage
         if local.worker is not None:
@@ -1975,33 +2014,33 @@ class Server:
         return encode_state(state, *local.shape(what, local.spec.index))
 
 
-class Sharing:
+class CheckpointSharing:
     """Storage of each other's checkpoints, ends and probes.
 
     A stage announces a new body. The members that store it fetch one body of each stage and kind at
     a time, and skip a body that is superseded meanwhile.
     """
 
-    def __init__(self, channel: Channel, stage: LocalStage, fetch: Fetcher) -> None:
-        self.kept: dict[int, int] = {}
+    def __init__(self, channel: StateChannel, stage: LocalStage, fetch: StateFetcher) -> None:
+        self.stored_steps: dict[int, int] = {}
         """Stage → committed steps in this stage's checkpoint on the disk of its holder."""
         self._channel = channel
         self._stage = stage
         self._fetch = fetch
-        self._newest: dict[tuple[int, wire.Given], wire.Made] = {}
+        self._newest: dict[tuple[int, wire.SharedBody], wire.MadeMessage] = {}
         """(stage, kind) that is being fetched → its newest announcement."""
-        self._room = trio.Lock()
+        self._memory_lock = trio.Lock()
         """There is memory for one checkpoint at a time."""
 
-    def announce(self, what: wire.Given, step: int) -> None:
+    def announce(self, what: wire.SharedBody, step: int) -> None:
         for stage in self._channel.streams:
-            self._channel.post(stage, wire.Made(self._channel.place, 0, what, step))
+            self._channel.post(stage, wire.MadeMessage(self._channel.place, 0, what, step))
 
-    def begin(self, step: int) -> None:
+    def offer_checkpoint(self, step: int) -> None:
         """Offer our checkpoint to this crew's members; make one if there is none that is new
         enough."""
         recorder, settings = self._stage.recorder, self._stage.settings
-        if self._stage.store is None or not settings.keeps_copies(self._stage.spec) or not step:
+        if self._stage.store is None or not settings.uses_checkpoints(self._stage.spec) or not step:
             return
         shared = recorder.shared
         if shared is not None and step - settings.checkpoint_every < shared.step <= step:
@@ -2012,17 +2051,17 @@ class Sharing:
     async def _share(self) -> None:
         worker, recorder = self._stage.worker, self._stage.recorder
         assert worker is not None
-        with self._channel.failing():
+        with self._channel.counting_failures():
             async with worker.optimizer.moving:  # never in the middle of a step
                 await self._channel.compute(partial(recorder.share, worker))
             assert recorder.shared is not None
             self.announce("checkpoint", recorder.shared.step)
 
-    def made(self, stage: int, made: wire.Made) -> None:
+    def handle_made(self, stage: int, made: wire.MadeMessage) -> None:
         """Another member has a new body: fetch it if it belongs here."""
         own, stages = self._stage.spec.index, self._stage.spec.stages
         if made.what == "checkpoint":
-            kept = kept_stages(own, stages, self._stage.settings)
+            kept = stored_stages(own, stages, self._stage.settings)
             is_kept = self._stage.store is not None and stage in kept
         elif made.what == "ends":
             is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
@@ -2033,18 +2072,18 @@ class Sharing:
         is_fetching = (stage, made.what) in self._newest
         self._newest[stage, made.what] = made
         if not is_fetching:
-            self._channel.spawn(partial(self._follow, stage, made.what))
+            self._channel.spawn(partial(self._fetch_announced, stage, made.what))
 
-    async def _follow(self, stage: int, what: wire.Given) -> None:
+    async def _fetch_announced(self, stage: int, what: wire.SharedBody) -> None:
         """Fetch and keep bodies of one kind until the newest that was announced is here."""
-        tried: wire.Made | None = None
+        tried: wire.MadeMessage | None = None
         while (made := self._newest[stage, what]) is not tried:
             tried = made
             try:
-                async with self._room if what == "checkpoint" else contextlib.nullcontext():
-                    step = await self._take(stage, made)
+                async with self._memory_lock if what == "checkpoint" else contextlib.nullcontext():
+                    step = await self._store_newest(stage, made)
                 if what == "checkpoint":
-                    self._channel.post(stage, wire.Kept(self._channel.place, 0, step))
+                    self._channel.post(stage, wire.KeptMessage(self._channel.place, 0, step))
             except PeerError:
                 pass  # the next body will be announced as well
             except OSError as error:
@@ -2052,17 +2091,17 @@ class Sharing:
                 self._channel.refused["failed"] += 1
         del self._newest[stage, what]
 
-    async def _take(self, stage: int, made: wire.Made) -> int:
+    async def _store_newest(self, stage: int, made: wire.MadeMessage) -> int:
         """Have the body that was announced, or a later one; return its step."""
         stored = self._stage.stored(stage) if made.what == "checkpoint" else None
         if stored is not None and not stored.own and stored.step == made.step:
             return made.step
         have, body = await self._fetch.body(stage, made.what, stage)
-        with self._channel.counting(stage):
-            await self._channel.compute(lambda: self._keep(stage, have, body))
+        with self._channel.counting_bad_messages(stage):
+            await self._channel.compute(lambda: self._store(stage, have, body))
         return have.step
 
-    def _keep(self, stage: int, have: Have, body: bytearray) -> None:
+    def _store(self, stage: int, have: HaveMessage, body: bytearray) -> None:
         """Keep a body of `stage`. Raises BadMessage, OSError."""
         local, recorder = self._stage, self._stage.recorder
         if have.what == "probes":
@@ -2074,15 +2113,15 @@ class Sharing:
             assert local.store is not None
             layout, form = local.shape("checkpoint", stage)
             check_state(as_tensor(body), layout, form)
-            about = local.store.describe(stage, form, have.step, have.squared_norm)
-            local.store.write(Checkpoint(about, as_tensor(body)))
+            metadata = local.store.describe(stage, form, have.step, have.squared_norm)
+            local.store.write(Checkpoint(metadata, as_tensor(body)))
 
 
 class StageLoading(PeerError):
     """Raised when the stage that was asked is still being restored."""
 
 
-class Channel:
+class StateChannel:
     """The state streams of one member in one crew: messages, requests and bodies.
 
     Args:
@@ -2095,12 +2134,12 @@ class Channel:
         streams: Mapping[int, trio.abc.Stream],
         limits: FrameLimits,
         seconds: float,
-        compute: Compute,
+        compute: WorkRunner,
         step: Callable[[], int],
     ) -> None:
         self.compute = compute
         self.streams = dict(streams)
-        self.gone: dict[int, str] = {}
+        self.ended: dict[int, str] = {}
         """Stage → why its stream ended."""
         self.refused: Counter[str] = Counter()
         """By `wire.STATE_REFUSALS`."""
@@ -2143,7 +2182,7 @@ class Channel:
         finally:
             self._nursery = None
             for stage in self.streams:
-                self._lose(stage, "the crew is over")
+                self._end_stream(stage, "the crew is over")
 
     def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
         """Start `work` in the background. Return False if `run` is over or has not begun."""
@@ -2152,23 +2191,23 @@ class Channel:
         self._nursery.start_soon(work)
         return True
 
-    async def ask(self, stage: int, seconds: float) -> Holds:
+    async def ask(self, stage: int, seconds: float) -> HoldsMessage:
         """Return what `stage` has of ours. Raises PeerError."""
-        with self.counting(stage), self._request(stage) as (number, answers):
-            await self.send(stage, wire.Ask(self.place, number))
+        with self.counting_bad_messages(stage), self._request(stage) as (number, answers):
+            await self.send(stage, wire.AskMessage(self.place, number))
             answer, _ = await self._receive(stage, answers, seconds)
-            if not isinstance(answer, Holds):
+            if not isinstance(answer, HoldsMessage):
                 raise BadMessage("schema", "an answer to another question")
             return answer
 
     async def fetch(
         self,
         stage: int,
-        message: wire.Want | wire.Run,
-        size: Callable[[Have], int],
+        message: wire.WantMessage | wire.RunMessage,
+        size: Callable[[HaveMessage], int],
         body: bytes = b"",
-        arrival: Arrival | None = None,
-    ) -> tuple[Have, bytearray]:
+        partial_body: PartialBody | None = None,
+    ) -> tuple[HaveMessage, bytearray]:
         """Return a body with the hash that was promised.
 
         Args:
@@ -2179,36 +2218,36 @@ class Channel:
             PeerError: BadMessage for a body that is not what it has to be, PeerTimeout,
                 StageLoading, Incompatible if the peer could not compute it.
         """
-        arrival = arrival or Arrival()
-        if isinstance(message, wire.Want) and arrival.at:
+        partial_body = partial_body or PartialBody()
+        if isinstance(message, wire.WantMessage) and partial_body.at:
             # if all have arrived, the last byte is sent again
-            arrival.at = min(arrival.at, len(arrival.body) - 1)
-            message = msgspec.structs.replace(message, at=arrival.at, root=arrival.root)
-        what = message.what if isinstance(message, wire.Want) else "output"
-        with self.counting(stage):
+            partial_body.at = min(partial_body.at, len(partial_body.body) - 1)
+            message = msgspec.structs.replace(message, at=partial_body.at, root=partial_body.root)
+        what = message.what if isinstance(message, wire.WantMessage) else "output"
+        with self.counting_bad_messages(stage):
             with self._request(stage) as (number, answers):
                 message = msgspec.structs.replace(message, request=number)
                 await self.send(stage, message, body)
                 have, _ = await self._receive(stage, answers, self._seconds)
-                if not isinstance(have, Have) or have.what != what:
+                if not isinstance(have, HaveMessage) or have.what != what:
                     raise BadMessage("schema", f"no {what}")
                 if have.size < 1 or have.size != size(have):
                     raise BadMessage("size", f"{have.size} bytes of {what}")
-                arrival.begin(have.root, have.size)
-                while arrival.at < have.size:
+                partial_body.begin(have.root, have.size)
+                while partial_body.at < have.size:
                     chunk, data = await self._receive(stage, answers, self._seconds)
-                    length = min(CHUNK_BYTES, have.size - arrival.at)
-                    if not isinstance(chunk, wire.Chunk) or (
-                        (chunk.at, chunk.length) != (arrival.at, length)
+                    length = min(CHUNK_BYTES, have.size - partial_body.at)
+                    if not isinstance(chunk, wire.ChunkMessage) or (
+                        (chunk.at, chunk.length) != (partial_body.at, length)
                     ):
                         raise BadMessage("size", "a chunk out of place")
-                    arrival.body[arrival.at : arrival.at + length] = data
-                    arrival.at += length
+                    partial_body.body[partial_body.at : partial_body.at + length] = data
+                    partial_body.at += length
                     self.progress += 1
-            if await self.compute(lambda: root_of(arrival.body)) != have.root:
-                arrival.begin(b"", 0)
+            if await self.compute(lambda: hash_body(partial_body.body)) != have.root:
+                partial_body.begin(b"", 0)
                 raise BadMessage("hash", f"{what} from stage {stage}")
-        return have, arrival.body
+        return have, partial_body.body
 
     @contextlib.contextmanager
     def _request(self, stage: int) -> Iterator[tuple[int, trio.MemoryReceiveChannel[Incoming]]]:
@@ -2232,8 +2271,8 @@ class Channel:
         except trio.TooSlowError:
             raise PeerTimeout(f"stage {stage} sent nothing for {seconds:.0f} s") from None
         except trio.EndOfChannel:
-            raise self._lost(stage) from None
-        if isinstance(message, wire.Lack):
+            raise self._gone_error(stage) from None
+        if isinstance(message, wire.LackMessage):
             kind = {"loading": StageLoading, "failed": Incompatible}.get(message.reason, PeerError)
             raise kind(f"stage {stage}: {message.reason}")
         return message, body
@@ -2251,22 +2290,24 @@ class Channel:
         self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
     ) -> None:
         """Wait for the stream's turn and send. Raises PeerError."""
-        if stage in self.gone or stage not in self.streams:
-            raise self._lost(stage)
+        if stage in self.ended or stage not in self.streams:
+            raise self._gone_error(stage)
         try:
             await self._outboxes[stage][0].send(wire.pack_state(message, body))
         except trio.BrokenResourceError:
-            raise self._lost(stage) from None
+            raise self._gone_error(stage) from None
 
     async def send_body(
-        self, stage: int, have: Have, body: memoryview, at: int, background: bool
+        self, stage: int, have: HaveMessage, body: memoryview, at: int, background: bool
     ) -> None:
         """Send a body from byte `at` on, in chunks. Raises PeerError."""
         await self.send(stage, have)
         pause, most = BACKGROUND_PAUSE
         for start in range(at, len(body), CHUNK_BYTES):
             began, part = trio.current_time(), body[start : start + CHUNK_BYTES]
-            await self.send(stage, wire.Chunk(self.place, have.request, start, len(part)), part)
+            await self.send(
+                stage, wire.ChunkMessage(self.place, have.request, start, len(part)), part
+            )
             if background:
                 await trio.sleep(min(most, pause * (trio.current_time() - began)))
 
@@ -2278,9 +2319,9 @@ class Channel:
                     with trio.fail_after(self._seconds):
                         await stream.send_all(data[at : at + WRITE_BYTES])
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            self._lose(stage, "closed")
+            self._end_stream(stage, "closed")
         except trio.TooSlowError:
-            self._lose(stage, "does not read")
+            self._end_stream(stage, "does not read")
 
     async def _read(self, stage: int, handle: Handler) -> None:
         reason, stream = "closed", self.streams[stage]
@@ -2300,20 +2341,20 @@ class Channel:
             self.refused[reason] += 1
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass
-        self._lose(stage, reason)
+        self._end_stream(stage, reason)
         await trio.aclose_forcefully(stream)
 
     @contextlib.contextmanager
-    def counting(self, stage: int) -> Iterator[None]:
+    def counting_bad_messages(self, stage: int) -> Iterator[None]:
         """Count a BadMessage that `stage` is to blame for."""
         try:
             yield
         except BadMessage as error:
-            self.refuse(stage, error)
+            self.count_bad_message(stage, error)
             raise
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
+    def counting_failures(self) -> Iterator[None]:
         """Count what this node's disk or device cannot do."""
         try:
             yield
@@ -2324,18 +2365,18 @@ class Channel:
                 raise
             self.refused["failed"] += 1
 
-    def refuse(self, stage: int, error: BadMessage) -> None:
+    def count_bad_message(self, stage: int, error: BadMessage) -> None:
         """Count what `stage` sent and should not have."""
         self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
         self._bad[stage] += 1
-        if self._bad[stage] >= MISBEHAVED:
-            self._lose(stage, "misbehaved")
+        if self._bad[stage] >= MAX_BAD_MESSAGES:
+            self._end_stream(stage, "misbehaved")
 
-    def _lose(self, stage: int, reason: str) -> None:
+    def _end_stream(self, stage: int, reason: str) -> None:
         """End the stream of `stage` and all requests to it."""
-        if stage in self.gone or stage not in self.streams:
+        if stage in self.ended or stage not in self.streams:
             return
-        self.gone[stage] = reason
+        self.ended[stage] = reason
         if reason not in NO_FAULT:
             self.fault = self.fault or (stage, reason)
         self._readers[stage].cancel()
@@ -2344,5 +2385,5 @@ class Channel:
             if of == stage:
                 answers.close()
 
-    def _lost(self, stage: int) -> PeerError:
-        return PeerError(f"stage {stage} is gone: {self.gone.get(stage, 'no stream')}")
+    def _gone_error(self, stage: int) -> PeerError:
+        return PeerError(f"stage {stage} is gone: {self.ended.get(stage, 'no stream')}")

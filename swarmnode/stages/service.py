@@ -31,23 +31,23 @@ from swarmnode.files import listening, write_atomically
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
 from swarmnode.stages.crew import (
+    CrewDependencies,
     CrewStatistics,
-    Means,
     Phase,
     State,
     advance,
-    newest,
+    newest_own_block,
     statistics,
 )
 from swarmnode.stages.wire import (
-    Kind,
+    StreamKind,
     StreamOpen,
     StreamPeers,
     StreamReady,
     read_first,
     read_open,
-    refusal,
     socket_file,
+    stream_refusal,
 )
 from swarmnode.wire import headed, ids
 
@@ -56,11 +56,11 @@ log = logging.getLogger(__name__)
 REQUEST_TIMEOUT: Final = 10.0
 """Heartbeats do not wait for each other's answers: over a line that tensors fill an answer takes
 seconds."""
-LEAVE_SECONDS: Final = 3.0
+LEAVE_TIMEOUT: Final = 3.0
 """Deadline for telling the members that this node stops."""
 POLL_INTERVAL: Final = 5.0
 """Between two looks at the connections, whatever the network reports."""
-BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
+RECOVERY_BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
 NOTE_WORDS: Final = {
     "struck": "peer struck",
@@ -104,7 +104,7 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
     """Events of our crews, by `wire.NOTES`."""
-    recovery_counts: tuple[int, ...] = (0,) * (len(BOUNDS) + 1)
+    recovery_counts: tuple[int, ...] = (0,) * (len(RECOVERY_BOUNDS) + 1)
     """Crews that stood still and ran again, by BOUNDS of the seconds; not cumulated, those
     above every bound last."""
     recovery_seconds_total: float = 0.0
@@ -149,11 +149,13 @@ class StageService:
         data_dir: Path,
         node: NodeCallbacks,
         *,
-        settings: wire.Settings | None = None,
+        settings: wire.MembershipSettings | None = None,
         rng: random.Random | None = None,
     ) -> None:
         self.cfg = cfg
-        self.settings = settings or wire.Settings(stages=cfg.stages, lost_seconds=cfg.wait_seconds)
+        self.settings = settings or wire.MembershipSettings(
+            stages=cfg.stages, lost_seconds=cfg.wait_seconds
+        )
         self.proxy = StreamProxy(
             network.streams,
             data_dir,
@@ -163,7 +165,7 @@ class StageService:
         )
         self._network = network
         self._node = node
-        self._means = Means(
+        self._dependencies = CrewDependencies(
             self.settings,
             rng or random.SystemRandom(),
             self._trusts,
@@ -171,20 +173,20 @@ class StageService:
         )
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
-        self._resting = ""
+        self._pause_reason = ""
         self._connected: set[str] = set()
-        self._held = frozenset[str]()
+        self._kept_connections = frozenset[str]()
         """Members whose connections the network keeps."""
-        self._partners = _Partners(data_dir / "partners.json")
+        self._partners = _PartnerFile(data_dir / "partners.json")
         # our trainer
         self._trainer_pid: int | None = None
-        self._offering: wire.Offering | None = None
+        self._trainer_offer: wire.TrainerOffer | None = None
         self._status: wire.StageStatus | None = None
         self._restored_crew = b""
-        self._progress = Progress()
+        self._progress = HangDetector()
         # counts
         self._notes = Counter(dict.fromkeys(wire.NOTES, 0))
-        self._recoveries = [0] * (len(BOUNDS) + 1)
+        self._recoveries = [0] * (len(RECOVERY_BOUNDS) + 1)
         self._recovery_seconds = 0.0
         self._sources, self._unanswered = Counter[str](), Counter[str]()
         self._last_reason = ""
@@ -225,18 +227,19 @@ class StageService:
         crew = self._state.crew
         if self._nursery is None or crew is None:
             return
-        with trio.move_on_after(LEAVE_SECONDS):
+        with trio.move_on_after(LEAVE_TIMEOUT):
             async with trio.open_nursery() as nursery:
                 for peer in crew.members:
-                    nursery.start_soon(self._send, peer, wire.Leave(crew.id, reason))
-        self._handle(wire.Drain(reason))
+                    nursery.start_soon(self._send, peer, wire.LeaveRequest(crew.id, reason))
+        self._handle(wire.DrainStarted(reason))
 
     def statistics(self) -> StagesStatistics:
         crew, own = self._state.crew, self._status
         if crew is None or own is None or (own.crew, own.stage) != (crew.id, crew.stage):
             own = None
         return StagesStatistics(
-            enabled=self.cfg.mode != "off" and (self._offering is not None or crew is not None),
+            enabled=self.cfg.mode != "off"
+            and (self._trainer_offer is not None or crew is not None),
             crew=statistics(self._state, _now(), self.settings),
             own=own,
             streams=self.proxy.statistics(),
@@ -259,7 +262,9 @@ class StageService:
                 return peer in self.cfg.allowed
         score = self._network.score(peer)
         # an untrained node has nothing to lose
-        is_untrained = self._offering is None or newest(self._offering.copies) is None
+        is_untrained = (
+            self._trainer_offer is None or newest_own_block(self._trainer_offer.held_blocks) is None
+        )
         return score > 0 or peer in self._partners or (score >= 0 and is_untrained)
 
     # ---- for the trainer -------------------------------------------------------------------------
@@ -273,8 +278,8 @@ class StageService:
     def receive(self, message: wire.FromTrainer) -> None:
         """Handle a message of our trainer."""
         match message:
-            case wire.Offering():
-                self._offering = message
+            case wire.TrainerOffer():
+                self._trainer_offer = message
             case wire.StageStatus():
                 self._status = message
                 self._last_reason = message.reason or self._last_reason
@@ -290,8 +295,8 @@ class StageService:
     def trainer_left(self) -> None:
         """The trainer's connection has ended."""
         if self._trainer_pid is not None:
-            self._offering = None
-            self._handle(wire.TrainerLeft())
+            self._trainer_offer = None
+            self._handle(wire.TrainerDisconnected())
 
     # ---- one event at a time ---------------------------------------------------------------------
 
@@ -299,13 +304,13 @@ class StageService:
         """Start the actions for `event`. Returns the answer, to a Received."""
         if self.cfg.mode == "off":
             return None
-        self._state, actions = advance(self._state, event, _now(), self._means)
+        self._state, actions = advance(self._state, event, _now(), self._dependencies)
         answer: wire.CrewAnswer | None = None
         for action in actions:
             match action:
                 case wire.SendAnswer():
                     answer = action.message
-                case wire.Send():
+                case wire.SendRequest():
                     if self._nursery is not None:
                         self._nursery.start_soon(self._send, action.peer, action.message)
                 case wire.Note():
@@ -316,21 +321,21 @@ class StageService:
         members = frozenset[str]() if crew is None else frozenset(crew.members)
         if crew is not None and crew.stepped:
             self._partners.add(members)
-        if members != self._held:
-            self._held = members
+        if members != self._kept_connections:
+            self._kept_connections = members
             self._network.hold(members)
         return answer
 
     def _notify_trainer(self, message: wire.ToTrainer) -> None:
         match message:
-            case wire.Assigned():
+            case wire.StageAssignment():
                 self.proxy.assign(StreamPeers(message.crew, message.stage, message.members))
                 message = msgspec.structs.replace(message, socket=str(self.proxy.path))
-            case wire.Released():
+            case wire.CrewEnd():
                 self.proxy.release()
                 self._status = None
                 self._progress.restart()
-            case wire.Suspended():
+            case wire.CrewPause():
                 self._progress.restart()
         if not self._node.send_to_trainer(message):
             # it sends its status or offer when it is back
@@ -344,14 +349,14 @@ class StageService:
         if what == "broken":
             self._last_reason = detail
         if what == "running" and detail:
-            self._recoveries[bisect.bisect_left(BOUNDS, float(detail))] += 1
+            self._recoveries[bisect.bisect_left(RECOVERY_BOUNDS, float(detail))] += 1
             self._recovery_seconds += float(detail)
 
     async def _tick(self) -> None:
         while True:
-            self._rest()
-            heard = {peer: self._network.heard(peer) for peer in self._held}
-            self._handle(wire.Tick({peer: at for peer, at in heard.items() if at is not None}))
+            self._pause_or_resume()
+            heard = {peer: self._network.heard(peer) for peer in self._kept_connections}
+            self._handle(wire.ClockTick({peer: at for peer, at in heard.items() if at is not None}))
             if self._state.phase == Phase.RUNNING and self._progress.stalled(_now()):
                 log.error("trainer has work and does none, restarting")
                 self._restarts += 1
@@ -359,33 +364,33 @@ class StageService:
                 self._node.restart_trainer("work in hand, and nothing done")
             await trio.sleep(self.settings.tick_seconds)
 
-    def _rest(self) -> None:
+    def _pause_or_resume(self) -> None:
         """Leave while this node may not take part; start from an empty state when it may."""
         reason = self._node.paused()
-        if reason and not self._resting:
+        if reason and not self._pause_reason:
             log.info("no crew for now: %s", reason)
-            self._handle(wire.Drain(reason))
-        elif self._resting and not reason:
+            self._handle(wire.DrainStarted(reason))
+        elif self._pause_reason and not reason:
             self._state = State(self._network.peer_id)
             for peer in self._connected:
-                self._handle(wire.PeerBack(peer))
-            if self._offering is not None:
-                self._handle(self._offering)
-        self._resting = reason
+                self._handle(wire.PeerConnected(peer))
+            if self._trainer_offer is not None:
+                self._handle(self._trainer_offer)
+        self._pause_reason = reason
 
     async def _watch_connections(self) -> None:
         while True:
             before, self._connected = self._connected, set(self._network.connected())
             for peer in sorted(before - self._connected):
-                self._handle(wire.PeerGone(peer))
+                self._handle(wire.PeerDisconnected(peer))
             for peer in sorted(self._connected - before):
-                self._handle(wire.PeerBack(peer))
+                self._handle(wire.PeerConnected(peer))
             with trio.move_on_after(POLL_INTERVAL):
                 await self._network.changed()
 
     # ---- peers -----------------------------------------------------------------------------------
 
-    async def _send(self, peer: str, message: wire.Request) -> None:
+    async def _send(self, peer: str, message: wire.CrewRequest) -> None:
         """Send a request; its outcome is an event."""
         began = _now()
         answer: wire.CrewAnswer | None = None
@@ -409,7 +414,7 @@ class StageService:
             self._unanswered[type(message).__name__.lower()] += 1
         elif isinstance(message, wire.Heartbeat):
             self._heartbeat_seconds = seconds
-        self._handle(wire.Answered(peer, message, answer, seconds))
+        self._handle(wire.RequestFinished(peer, message, answer, seconds))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """Return the answer to a peer. Raises PeerError to reset the stream."""
@@ -418,14 +423,14 @@ class StageService:
         except BadMessage:
             self._garbage(peer)
             raise
-        answer = self._handle(wire.Received(peer, message))
+        answer = self._handle(wire.RequestReceived(peer, message))
         if answer is None:
             raise PeerError("no answer")
         return wire.encode_message(answer)
 
     def _garbage(self, peer: str) -> None:
         self._network.rejected(peer, "stages_malformed")
-        self._handle(wire.Garbage(peer))
+        self._handle(wire.GarbageReceived(peer))
 
 
 def _now() -> float:
@@ -437,24 +442,24 @@ def _now() -> float:
 
 # ---- what the service knows of its trainer and its partners --------------------------------------
 
-STEPS: Final = 100
+MAX_STEP_DURATIONS: Final = 100
 """Recent steps that count."""
-LEAST_STEPS: Final = 5
+MIN_STEP_DURATIONS: Final = 5
 """Fewer steps do not show a trainer's pace."""
-HANG_STEPS: Final = 4.0
+HANG_FACTOR: Final = 4.0
 """A trainer with work in hand hangs after this many times its longest recent step without
 progress."""
 HANG_SECONDS: Final = 15.0
 """The least such time: a device or disk may stall."""
-PARTNERS: Final = 256
+MAX_PARTNERS: Final = 256
 """The most peers in `partners.json`."""
 
 
-class Progress:
+class HangDetector:
     """Detects a trainer that has work in hand and makes no progress."""
 
     def __init__(self) -> None:
-        self._durations: deque[float] = deque(maxlen=STEPS)
+        self._durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)
         self._step: tuple[int, float] | None = None
         self._progress: tuple[int, float] | None = None
 
@@ -472,13 +477,13 @@ class Progress:
             self._progress = (progress, now)
 
     def stalled(self, now: float) -> bool:
-        if self._progress is None or len(self._durations) < LEAST_STEPS:
+        if self._progress is None or len(self._durations) < MIN_STEP_DURATIONS:
             return False
-        longest = HANG_STEPS * max(self._durations)
+        longest = HANG_FACTOR * max(self._durations)
         return now - self._progress[1] > max(HANG_SECONDS, longest)
 
 
-class _Partners:
+class _PartnerFile:
     """Peers with which this node has taken steps, on disk; the oldest are forgotten."""
 
     def __init__(self, path: Path) -> None:
@@ -497,7 +502,7 @@ class _Partners:
     def add(self, peers: Iterable[str]) -> None:
         new = [peer for peer in peers if peer not in self._peers]
         if new:
-            self._peers = dict.fromkeys([*self._peers, *new][-PARTNERS:])
+            self._peers = dict.fromkeys([*self._peers, *new][-MAX_PARTNERS:])
             try:
                 write_atomically(self._path, msgspec.json.encode(list(self._peers)))
             except OSError as error:
@@ -529,15 +534,15 @@ ORDERLY_SECONDS: Final = 1.0
 is lost only after this time. A stream that breaks is lost at once."""
 BUDGET_SECONDS: Final = 0.25
 """Between two looks whether the byte budget allows more."""
-BACKLOG: Final = 64
-STREAMS: Final = 32
-STREAMS_PER_PEER: Final = 6
+SOCKET_BACKLOG: Final = 64
+MAX_INCOMING_STREAMS: Final = 32
+MAX_STREAMS_PER_PEER: Final = 6
 """Incoming streams at a time: two kinds, those of the crew before, and as many on their way."""
 
-Key = tuple[int, Kind]
+PipeKey = tuple[int, StreamKind]
 """The other stage, and what the stream is for."""
 _SOCKET_ERRORS: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
-_NO_BYTES: Final = dict.fromkeys(get_args(Kind), 0)
+_NO_BYTES: Final = dict.fromkeys(get_args(StreamKind), 0)
 
 
 @dataclass(eq=False)
@@ -571,8 +576,8 @@ class StreamProxy:
         self.line = Uplink()
         self._streams, self._report, self._allows, self._rejected = streams, lost, allows, rejected
         self._crew: StreamPeers | None = None
-        self._pipes: dict[Key, _Pipe] = {}
-        self._parked: dict[Key, PeerStream] = {}
+        self._pipes: dict[PipeKey, _Pipe] = {}
+        self._parked: dict[PipeKey, PeerStream] = {}
         self._newly_parked = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._sent, self._received = Counter(_NO_BYTES), Counter(_NO_BYTES)
@@ -581,13 +586,13 @@ class StreamProxy:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
         """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
-        with listening(self.path, BACKLOG, f"stage socket {self.path}") as made:
+        with listening(self.path, SOCKET_BACKLOG, f"stage socket {self.path}") as made:
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(made))
             self._streams.serve(
                 ids.STAGE_STREAM_PROTOCOL,
                 self._accept,
-                concurrent=STREAMS,
-                per_peer=STREAMS_PER_PEER,
+                concurrent=MAX_INCOMING_STREAMS,
+                per_peer=MAX_STREAMS_PER_PEER,
             )
             try:
                 async with trio.open_nursery() as nursery:
@@ -650,7 +655,9 @@ class StreamProxy:
         try:
             with pipe.scope:
                 dials = crew.stage < opened.stage
-                pipe.stream = await (self._dial(crew, key) if dials else self._take(crew, key))
+                pipe.stream = await (
+                    self._dial(crew, key) if dials else self._take_parked(crew, key)
+                )
                 peer_ended = await self._pump(unix, pipe.stream, opened.kind)
         finally:
             if self._pipes.get(key) is pipe:
@@ -659,7 +666,7 @@ class StreamProxy:
                 assert self._nursery is not None
                 self._nursery.start_soon(self._close, pipe.stream, crew, key, peer_ended)
 
-    async def _dial(self, crew: StreamPeers, key: Key) -> PeerStream:
+    async def _dial(self, crew: StreamPeers, key: PipeKey) -> PeerStream:
         """Open a stream, again and again until the peer's trainer is there."""
         stage, kind = key
         pause = RETRY_SECONDS[0]
@@ -700,7 +707,7 @@ class StreamProxy:
         try:
             with trio.move_on_after(OPEN_SECONDS):
                 opened = await read_first(stream, StreamOpen)
-                reason = refusal(self._crew, stream.peer, opened)
+                reason = stream_refusal(self._crew, stream.peer, opened)
         except BadMessage as error:
             reason = "malformed"
             self._rejected(stream.peer, "stages_malformed")
@@ -726,7 +733,7 @@ class StreamProxy:
         self._refused[reason] += 1
         stream.reset(reason)
 
-    async def _take(self, crew: StreamPeers, key: Key) -> PeerStream:
+    async def _take_parked(self, crew: StreamPeers, key: PipeKey) -> PeerStream:
         """Return the parked stream, once there is one."""
         while True:
             stream = self._parked.pop(key, None)
@@ -737,7 +744,7 @@ class StreamProxy:
                 await stream.send(headed.pack(StreamReady(crew.crew)))
                 return stream
 
-    async def _pump(self, unix: trio.SocketStream, stream: PeerStream, kind: Kind) -> bool:
+    async def _pump(self, unix: trio.SocketStream, stream: PeerStream, kind: StreamKind) -> bool:
         """Copy bytes both ways until one side ends. Returns True if the peer ended first."""
         ends: list[str] = []
 
@@ -783,7 +790,7 @@ class StreamProxy:
         return ends[0] == "peer"
 
     async def _close(
-        self, stream: PeerStream, crew: StreamPeers, key: Key, peer_ended: bool
+        self, stream: PeerStream, crew: StreamPeers, key: PipeKey, peer_ended: bool
     ) -> None:
         """End a stream in order: the peer gets what is on its way. Report it if it is lost."""
         try:
@@ -808,10 +815,10 @@ class StreamProxy:
 
 
 WINDOW_SECONDS: Final = 1.0
-BUSY: Final = 0.5
+BUSY_SHARE: Final = 0.5
 """The share of a window that sends wait in a full line. Other windows do not show its speed."""
-WINDOWS: Final = 32
-LEAST: Final = 64 * 1024.0
+MAX_WINDOWS: Final = 32
+MIN_BYTES_PER_SECOND: Final = 64 * 1024.0
 """Bytes per second of the slowest line."""
 
 
@@ -820,7 +827,7 @@ class Uplink:
     was full. Neither a buffer that fills nor a member that reads slowly counts as the line."""
 
     def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=WINDOWS)
+        self._rates: deque[float] = deque(maxlen=MAX_WINDOWS)
         self._since: float | None = None
         self._bytes, self._waited = 0, 0.0
 
@@ -828,7 +835,7 @@ class Uplink:
     def bytes_per_second(self) -> float:
         """Infinite while the line was never full."""
         rates = sorted(self._rates)
-        return max(LEAST, rates[len(rates) * 3 // 4]) if rates else math.inf
+        return max(MIN_BYTES_PER_SECOND, rates[len(rates) * 3 // 4]) if rates else math.inf
 
     def sent(self, count: int, seconds: float, now: float) -> None:
         """Count `count` bytes that were taken `now`, after `seconds`."""
@@ -837,6 +844,6 @@ class Uplink:
         self._bytes, self._waited = self._bytes + count, self._waited + seconds
         elapsed = now - self._since
         if elapsed >= WINDOW_SECONDS:
-            if self._waited >= BUSY * elapsed:
+            if self._waited >= BUSY_SHARE * elapsed:
                 self._rates.append(self._bytes / elapsed)
             self._since, self._bytes, self._waited = None, 0, 0.0

@@ -62,16 +62,16 @@ from swarmnode.errors import (
 from swarmnode.files import socket_address
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello, WeightsReport
-from swarmnode.pauses import Told
+from swarmnode.pauses import PauseFlags
 from swarmnode.policy.device import (
     HEADROOM,
     TRAINED_BYTES,
     Placement,
     count_parameters,
     free_bytes,
-    needed_bytes,
     probe,
     set_up,
+    update_bytes,
 )
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
@@ -107,49 +107,49 @@ from swarmnode.stages.model import (
     LearnRow,
     StageOptimizer,
     StageRuntime,
-    adapt,
+    add_adapter,
     check_split,
     load_stage,
 )
 from swarmnode.stages.pipeline import (
     TOO_MUCH,
     CannotScore,
-    CrewSettings,
     Head,
     Links,
     Observer,
     StageWorker,
     Wave,
+    WorkerSettings,
     gradient_codec,
 )
-from swarmnode.stages.policy_copy import MemberSampler, WholeCopy
+from swarmnode.stages.policy_copy import MemberSampler, PolicyCopy
 from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
-    Edge,
-    Run,
+    StageInput,
     StageRecovery,
     StatePeer,
+    TrainingKind,
     check_paper,
+    read_work,
     recovery_settings,
     run_one,
-    work_of,
 )
 from swarmnode.stages.wire import (
     CREW_BYTES,
-    MICRO_BATCHES,
+    MAX_MICRO_BATCHES,
     ActivationCodec,
-    Assigned,
     Capacity,
-    Copy,
     Fence,
     FrameLimits,
-    Kind,
+    HeldBlock,
     ModelCost,
-    Offering,
-    Open,
     Place,
+    SocketOpen,
+    StageAssignment,
     StageFault,
     StageStatus,
+    StreamKind,
+    TrainerOffer,
     activation_bytes,
     is_device_error,
     model_cost,
@@ -197,7 +197,7 @@ class CrewTrainer:
     """The trainer of a node that holds one stage of a policy."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
-        self.copy: WholeCopy | None = None
+        self.policy_copy: PolicyCopy | None = None
         """What this node samples from; None if it samples through the stages."""
         self._config = config
         self._progress = progress
@@ -223,20 +223,22 @@ class CrewTrainer:
         c = self._config
         with contextlib.ExitStack() as stack:
             self._model = stack.enter_context(open_model(c, self._report_loading))
-            self._offering = self._model.offering
+            self._trainer_offer = self._model.trainer_offer
             self._recovery = StageRecovery(
                 self._directory,
                 recovery_settings(c.stages),
                 self._model,
                 lambda: self._averaging,
-                lambda step: self.copy.facts(step) if self.copy is not None else {},
-                connect=lambda assigned: connect_all(assigned, "state"),
+                lambda step: (
+                    self.policy_copy.status_fields(step) if self.policy_copy is not None else {}
+                ),
+                connect=lambda assignment: connect_all(assignment, "state"),
                 owner=self._model.owner,
             )
             stack.callback(self._recovery.close)
             if c.stages.policy_copy in ("memory", "both"):
                 peer = lambda: self._recovery.peer
-                self.copy = WholeCopy(self._model, peer, cached_tokens(c.training))
+                self.policy_copy = PolicyCopy(self._model, peer, cached_tokens(c.training))
             self._link = Link(
                 c.node.data_dir, self._greet, self._receive_weights, self._receive_stages
             )
@@ -245,7 +247,7 @@ class CrewTrainer:
                 self._recovery,
                 self._link.send,
                 self._progress,
-                self._built,
+                self._on_ready,
                 self._reduce_offer,
                 self._offer,
             )
@@ -261,13 +263,13 @@ class CrewTrainer:
 
     def _train(self) -> None:
         """Lead the crew while this node is its head, sample beside it while it is a member."""
-        c, scorer, averages = self._config, None, False
-        pauses = Pauses(c.node.quiet_hours, Told(c.node.data_dir), 0.0, self._stop).reasons
+        c, scorer, may_average = self._config, None, False
+        pauses = Pauses(c.node.quiet_hours, PauseFlags(c.node.data_dir), 0.0, self._stop).reasons
         with contextlib.ExitStack() as stack:
             while not self._stop.is_set() and not self._runner.finished(c.training.max_steps):
-                lineage = self._runner.wait(self._leads, POLL_INTERVAL)
-                if (self._active_averaging() is not None) != averages:
-                    averages = not averages
+                lineage = self._runner.wait(self._waiting_lineage, POLL_INTERVAL)
+                if (self._active_averaging() is not None) != may_average:
+                    may_average = not may_average
                     self._link.send(self._hello())
                 if lineage is None and (not self._may_sample() or pauses()):
                     continue
@@ -285,19 +287,19 @@ class CrewTrainer:
                         reason=str(gone),
                     )
                 except (LocalError, OSError) as error:
-                    if lineage is not None or self.copy is None:
+                    if lineage is not None or self.policy_copy is None:
                         raise
                     log.warning(
                         "sampling from the policy copy failed, disabled until restart; the stage"
                         " continues",
                         error=str(error),
                     )
-                    self.copy.release()
-                    self.copy = self._sampler = self._engine = None
+                    self.policy_copy.release()
+                    self.policy_copy = self._sampler = self._engine = None
 
-    def _leads(self) -> bytes | None:
+    def _waiting_lineage(self) -> bytes | None:
         """Return the lineage whose crew waits for this node as its head."""
-        return self._runner.leads() if self._runner.head() is not None else None
+        return self._runner.led_lineage() if self._runner.head() is not None else None
 
     def _lead(self, lineage: bytes, scorer: Scorer) -> None:
         """Run the training loop as long as this node is the head of `lineage`."""
@@ -311,7 +313,7 @@ class CrewTrainer:
                 self._stop,
                 c.stages.wait_seconds,
                 self._active_averaging,
-                self.copy,
+                self.policy_copy,
             )
         directory = self._directory / HEAD
         self._loop = Loop(
@@ -322,16 +324,16 @@ class CrewTrainer:
             self._loop.run(c.weights.join_seconds)
         finally:
             self._loop = self._sampler = None
-            if self.copy is not None:
-                self.copy.release()
+            if self.policy_copy is not None:
+                self.policy_copy.release()
 
     def _may_sample(self) -> bool:
         """Return True if another node leads a working crew and this one has a copy to sample."""
         return (
-            self.copy is not None
+            self.policy_copy is not None
             and self._config.sharing.enabled
-            and self._runner.averages
-            and self._runner.leads() is None
+            and self._runner.may_average
+            and self._runner.led_lineage() is None
         )
 
     def _sample(self, scorer: Scorer) -> None:
@@ -340,11 +342,11 @@ class CrewTrainer:
         Raises EngineGone, LocalError, OSError.
         """
         c, stage = self._config, self._runner.stage
-        if stage is None or self.copy is None:
+        if stage is None or self.policy_copy is None:
             return
         if self._sampler is None or self._sampler.lineage != stage.lineage:
             if self._sampler is not None:
-                self.copy.release()  # it is the other lineage's
+                self.policy_copy.release()  # it is the other lineage's
             engine = MemberPolicy(
                 c.training,
                 self._model,
@@ -352,21 +354,21 @@ class CrewTrainer:
                 stage.lineage,
                 self._stop,
                 0.0,
-                copy=self.copy,
+                policy_copy=self.policy_copy,
             )
             self._sampler = MemberSampler(engine, c, self._link, scorer, self._directory)
         self._sampler.sample(stage.step, len(stage.layers))
 
     # ---- the stage -------------------------------------------------------------------------------
 
-    def _build(self, assigned: Assigned) -> Stage:
+    def _build(self, assignment: StageAssignment) -> Stage:
         if self._averaging is not None:  # it refers to the stage before
             self._averaging.close()
             self._averaging = None
-        runtime = self._model.build(assigned.layers, assigned.stage)
-        stage = Stage(assigned, runtime, self._model.settings(), self._model.limits())
+        runtime = self._model.build(assignment.layers, assignment.stage)
+        stage = Stage(assignment, runtime, self._model.settings(), self._model.limits())
         weights, terms = self._config.weights, self._model.terms
-        if weights.rule != "off" and averaged(stage):
+        if weights.rule != "off" and averaged_parameters(stage):
             self._averaging = StageAveraging(
                 weights,
                 adapter_shape(terms.lora, terms.frozen_a),
@@ -374,11 +376,11 @@ class CrewTrainer:
                 stage,
                 self._link.send,
                 lambda: self._link.statistics().connected,
-                lambda: self._runner.averages,
+                lambda: self._runner.may_average,
             )
         return stage
 
-    def _built(self, stage: Stage) -> None:
+    def _on_ready(self, stage: Stage) -> None:
         """Start averaging: the stage has its weights."""
         if self._averaging is not None:
             self._averaging.begin(self._recovery.outer)
@@ -386,14 +388,14 @@ class CrewTrainer:
             stage.observers.insert(1, self._averaging)
         self._recovery.outer = {}  # averaging has its own copies
 
-    def _reduce_offer(self, assigned: Assigned) -> None:
+    def _reduce_offer(self, assignment: StageAssignment) -> None:
         """Offer less from now on, so that a stage that does not fit is not planned again."""
-        offering = self._offering
-        if sum(assigned.layers) == len(offering.cost.layers):
-            planned = stage_memory(offering.cost, assigned.layers, assigned.stage)
-            memory = min(offering.capacity.memory, REDUCED_OFFER * planned)
-            self._offering = msgspec.structs.replace(
-                offering, capacity=replace(offering.capacity, memory=memory)
+        trainer_offer = self._trainer_offer
+        if sum(assignment.layers) == len(trainer_offer.cost.layers):
+            planned = stage_memory(trainer_offer.cost, assignment.layers, assignment.stage)
+            memory = min(trainer_offer.capacity.memory, REDUCED_OFFER * planned)
+            self._trainer_offer = msgspec.structs.replace(
+                trainer_offer, capacity=replace(trainer_offer.capacity, memory=memory)
             )
             log.warning("stage did not fit, offering less memory", gib=round(memory / 2**30, 2))
 
@@ -410,9 +412,12 @@ class CrewTrainer:
 
     def _offer(self, stage: Stage | None) -> None:
         """Offer this node, which works in no crew, with its copies of stages."""
-        copy = stage.copy() if stage is not None else None
-        copies = (*([copy] if copy is not None else []), *self._recovery.copies())
-        self._link.send(msgspec.structs.replace(self._offering, copies=copies))
+        in_memory = stage.held_block() if stage is not None else None
+        held_blocks = (
+            *([in_memory] if in_memory is not None else []),
+            *self._recovery.held_blocks(),
+        )
+        self._link.send(msgspec.structs.replace(self._trainer_offer, held_blocks=held_blocks))
 
     def _hello(self) -> Hello:
         if self._loop is not None:
@@ -437,7 +442,7 @@ class CrewTrainer:
         gives = isinstance(message, local.TakeSnapshot | local.WriteState)
         # a suspended stage gives nothing away; an exchange under way may end
         if isinstance(message, local.AdoptState) or (
-            self._runner.active and (self._runner.averages or not gives)
+            self._runner.active and (self._runner.may_average or not gives)
         ):
             averaging.receive(message)
         else:
@@ -454,15 +459,15 @@ CONNECT_SECONDS = 10.0
 RETRY_SECONDS = 0.1
 
 
-async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream:
+async def connect(assignment: StageAssignment, stage: int, kind: StreamKind) -> trio.abc.Stream:
     """Open a stream to the trainer of `stage`, which need not be there yet.
 
     Raises PeerError if the network process does not answer.
     """
-    opened = headed.pack(Open(assigned.crew, stage, kind))
+    opened = headed.pack(SocketOpen(assignment.crew, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
         while True:
-            address, directory = socket_address(Path(assigned.socket))
+            address, directory = socket_address(Path(assignment.socket))
             try:
                 stream = await trio.open_unix_socket(address)
                 try:
@@ -479,13 +484,13 @@ async def connect(assigned: Assigned, stage: int, kind: Kind) -> trio.abc.Stream
     raise PeerError("the network process did not accept a stream to another stage in time")
 
 
-async def connect_all(assigned: Assigned, kind: Kind) -> dict[int, trio.abc.Stream]:
+async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int, trio.abc.Stream]:
     """Open a stream to every other stage. Raises PeerError."""
     streams: dict[int, trio.abc.Stream] = {}
     try:
-        for stage in range(len(assigned.members)):
-            if stage != assigned.stage:
-                streams[stage] = await connect(assigned, stage, kind)
+        for stage in range(len(assignment.members)):
+            if stage != assignment.stage:
+                streams[stage] = await connect(assignment, stage, kind)
     except BaseException:
         await close_all(streams)
         raise
@@ -505,7 +510,7 @@ async def close_all(streams: Mapping[int, trio.abc.Stream]) -> None:
 #     Suspended   nothing starts, received frames wait
 #     Released    the session ends; weights and optimizer stay in memory
 #
-# Other threads read its state through `wait`; only the head's calls come from outside (`ask`).
+# Other threads read its state through `wait`; only the head's calls come from outside (`call_head`).
 
 STATUS_SECONDS = 1.0
 
@@ -514,7 +519,7 @@ STATUS_SECONDS = 1.0
 class StageSession:
     """This node's part in one crew."""
 
-    assigned: Assigned
+    assignment: StageAssignment
     phase: wire.StagePhase = "loading"
     source: str = ""
     """One of `wire.SOURCES`."""
@@ -544,7 +549,7 @@ class StageRunner:
 
     Args:
         build: makes a stage with the base model's weights; called in a worker thread.
-        built: called when the stage has its own weights.
+        on_ready: called when the stage has its own weights.
         send: sends a message to the network process; callable from any thread.
         lacked: called when an assigned stage did not fit this node's memory.
         offer: called in a worker thread when there is no crew, with the stage in memory.
@@ -552,18 +557,18 @@ class StageRunner:
 
     def __init__(
         self,
-        build: Callable[[Assigned], Stage],
+        build: Callable[[StageAssignment], Stage],
         recovery: StageRecovery,
         send: Callable[[wire.FromTrainer], None],
         progress: Progress,
-        built: Callable[[Stage], None] = lambda stage: None,
-        lacked: Callable[[Assigned], None] = lambda assigned: None,
+        on_ready: Callable[[Stage], None] = lambda stage: None,
+        on_out_of_memory: Callable[[StageAssignment], None] = lambda assignment: None,
         offer: Callable[[Stage | None], None] = lambda stage: None,
     ) -> None:
         self.stage: Stage | None = None
         self._build = build
-        self._built = built
-        self._lacked = lacked
+        self._on_ready = on_ready
+        self._on_out_of_memory = on_out_of_memory
         self._offer = offer
         self._recovery = recovery
         self._send = send
@@ -599,29 +604,31 @@ class StageRunner:
         # outside the handler: the exception's frames hold the stage's memory
         if failure is not None:
             self._handle_failure(session, *failure)
-        log.info("stage session ended", crew=session.assigned.crew.hex()[:16], phase=session.phase)
+        log.info(
+            "stage session ended", crew=session.assignment.crew.hex()[:16], phase=session.phase
+        )
 
     async def _load_and_work(self, session: StageSession) -> None:
         # load
-        assigned, stage = session.assigned, self.stage
-        in_memory = stage is not None and stage.follow(assigned)
+        assignment, stage = session.assignment, self.stage
+        in_memory = stage is not None and stage.continue_at(assignment)
         if stage is None or not in_memory:
             stage = None  # there may be no room for two
             self._replace_stage(None)
-            await trio.to_thread.run_sync(self._recovery.prepare, assigned)
-            stage = await trio.to_thread.run_sync(self._build, assigned)
-            self._recovery.built(stage)
+            await trio.to_thread.run_sync(self._recovery.prepare, assignment)
+            stage = await trio.to_thread.run_sync(self._build, assignment)
+            self._recovery.stage_built(stage)
             self._replace_stage(stage)
-        async with self._recovery.open(assigned, stage):
+        async with self._recovery.open(assignment, stage):
             # restore
             if in_memory:
-                session.source = "memory" if assigned.step else ""
+                session.source = "memory" if assignment.step else ""
             else:
-                if assigned.step:
+                if assignment.step:
                     session.source, session.gate_kl = await self._recovery.restore(
-                        stage, assigned, partial(self._update, session)
+                        stage, assignment, partial(self._update, session)
                     )
-                self._built(stage)
+                self._on_ready(stage)
                 stage.source = session.source
             session.source_seconds = time.monotonic() - session.since
             log.info(
@@ -631,12 +638,12 @@ class StageRunner:
                 seconds=round(session.source_seconds, 2),
             )
             # connect
-            streams = await connect_all(assigned, "frames")
+            streams = await connect_all(assignment, "frames")
             try:
                 # work
-                worker = stage.begin(assigned, streams)
+                worker = stage.begin(assignment, streams)
                 worker.links.inbox.pause(session.suspended)
-                self._recovery.attach(assigned, worker)
+                self._recovery.attach(assignment, worker)
                 self._update(session, "active", session.source)
                 await worker.run()
             finally:
@@ -645,14 +652,14 @@ class StageRunner:
     def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
         if kind == "peer":
             # with the own stage as the cause, the crew ends without a strike for any member
-            self._report_fault(session, session.assigned.stage, reason)
+            self._report_fault(session, session.assignment.stage, reason)
             return
         if kind != "source":
             self._replace_stage(None)  # what is in memory is neither offered nor saved
             self._recovery.forget()
             free_memory()
         if kind == "memory":
-            self._lacked(session.assigned)
+            self._on_out_of_memory(session.assignment)
         log.error("stage failed", reason=reason)
         session.reason = reason[:128]
         self._update(session, "failed", session.source)
@@ -701,7 +708,7 @@ class StageRunner:
             raise self._error
         return cast("T | None", found) or None
 
-    def ask(self, head: Head, work: Callable[[Head], Awaitable[T]]) -> T:
+    def call_head(self, head: Head, work: Callable[[Head], Awaitable[T]]) -> T:
         """Return `await work(head)`, run in the crew's thread.
 
         Raises what `work` raises, PeerError when the head's crew ends meanwhile, and EngineGone
@@ -728,24 +735,24 @@ class StageRunner:
     def head(self) -> Head | None:
         """Return the head that may begin something now: of stage 0, active, not suspended."""
         stage = self.stage
-        worker = stage.worker if stage is not None and self.averages else None
+        worker = stage.worker if stage is not None and self.may_average else None
         return worker if isinstance(worker, Head) and worker.usable else None
 
-    def leads(self) -> bytes | None:
+    def led_lineage(self) -> bytes | None:
         """Return the lineage whose first stage is ours or is being loaded; None otherwise."""
         session = self._session
-        if session is None or session.assigned.stage != 0:
+        if session is None or session.assignment.stage != 0:
             return None
-        return session.assigned.lineage
+        return session.assignment.lineage
 
-    def leads_no_more(self, lineage: bytes) -> bool:
+    def lost_leadership(self, lineage: bytes) -> bool:
         """Return True if there is a crew whose head for `lineage` is another node."""
-        return self._session is not None and self.leads() != lineage
+        return self._session is not None and self.led_lineage() != lineage
 
     def members(self) -> tuple[str, ...]:
         """Return the peer ids of the present crew by stage; empty if there is none."""
         session = self._session
-        return session.assigned.members if session is not None else ()
+        return session.assignment.members if session is not None else ()
 
     def finished(self, limit: int) -> bool:
         """Return True if `limit` steps are taken and nobody needs our stage afterwards.
@@ -762,7 +769,7 @@ class StageRunner:
         return session is not None and session.active
 
     @property
-    def averages(self) -> bool:
+    def may_average(self) -> bool:
         """Whether this stage is active and its crew not suspended."""
         session = self._session
         return session is not None and session.active and session.resumed
@@ -771,7 +778,7 @@ class StageRunner:
         session, stage = self._session, self.stage
         if session is None:
             return None
-        a = session.assigned
+        a = session.assignment
         status = StageStatus(
             a.crew,
             a.stage,
@@ -795,7 +802,7 @@ class StageRunner:
             tokens_per_second=stage.meter.tokens_per_second,
             load=stage.load(),
             dropped=stage.dropped(),
-            **self._recovery.facts(stage.step),
+            **self._recovery.status_fields(stage.step),
         )
 
     # ---- the thread ------------------------------------------------------------------------------
@@ -803,7 +810,7 @@ class StageRunner:
     def _run_thread(self) -> None:
         try:
             trio.run(self._main)
-        except BaseException as error:  # noqa: BLE001 - raised again in `wait` and `ask`
+        except BaseException as error:  # noqa: BLE001 - raised again in `wait` and `call_head`
             self._error = error
         self._notify()
 
@@ -811,7 +818,7 @@ class StageRunner:
         self._token = trio.lowlevel.current_trio_token()
         self._notify()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._beat)
+            nursery.start_soon(self._report_status)
             async for message in self._messages:
                 await self._handle(message, nursery)
             self._send_status()  # the last step
@@ -821,20 +828,22 @@ class StageRunner:
     async def _handle(self, message: wire.ToTrainer, nursery: trio.Nursery) -> None:
         session = self._session
         match message:
-            case Assigned():
+            case StageAssignment():
                 await self._end_session()
                 log.info(
                     "assigned", crew=message.crew.hex()[:16], step=message.step, stage=message.stage
                 )
                 self._session = StageSession(message)
                 nursery.start_soon(self.run_stage, self._session)
-            case wire.Suspended() if session is not None:
+            case wire.CrewPause() if session is not None:
                 log.info("suspended", reason=message.reason)
                 self._suspend(session, True)
-            case wire.Resumed() if session is not None and message.crew == session.assigned.crew:
+            case wire.CrewResume() if (
+                session is not None and message.crew == session.assignment.crew
+            ):
                 log.info("resumed")
                 self._suspend(session, False)
-            case wire.Released():
+            case wire.CrewEnd():
                 log.info("released", reason=message.reason)
                 await self._end_session()
                 self._session = None
@@ -852,7 +861,7 @@ class StageRunner:
             self._session.scope.cancel()
             await self._session.over.wait()
 
-    async def _beat(self) -> None:
+    async def _report_status(self) -> None:
         """Send a status each second; report progress to the supervisor when there is some, or
         nothing to do."""
         shown = -1
@@ -880,7 +889,7 @@ class StageRunner:
             session.faulted = True
             blamed = "unknown" if stage is None else stage
             log.warning("crew cannot continue", stage=blamed, reason=reason)
-            self._send(StageFault(session.assigned.crew, stage, reason[:128]))
+            self._send(StageFault(session.assignment.crew, stage, reason[:128]))
 
     def _send_status(self) -> None:
         status = self.status()
@@ -936,11 +945,11 @@ WAIT_SECONDS = 1.0
 FIRST_TOKENS = 1024
 """Padded tokens of the first micro-batches in a crew whose speed is not known. 16,384 tokens can
 take a CPU stage many times the head's deadline."""
-PIECES = 8
+MICRO_BATCHES_PER_STAGE = 8
 """A step is cut into this many micro-batches per stage: with more of them stages idle less."""
-LEAST_TOKENS = 1024
+MIN_MICRO_BATCH_TOKENS = 1024
 """But a micro-batch is allowed at least this many tokens: a device is slow with smaller ones."""
-SLOW_TOKEN = 0.1
+SLOW_TOKEN_SECONDS = 0.1
 """If a token takes more seconds through all stages, a warning recommends sampling from a copy."""
 
 
@@ -952,7 +961,7 @@ class CrewPolicy:
         stop: ends all waiting.
         wait_seconds: how long to wait for a crew.
         averaging: returns our own stage's averaging, if it is averaged now.
-        copy: what training samples from, if it is recent enough.
+        policy_copy: what training samples from, if it is recent enough.
     """
 
     def __init__(
@@ -964,7 +973,7 @@ class CrewPolicy:
         stop: threading.Event,
         wait_seconds: float,
         averaging: Callable[[], StageAveraging | None] = lambda: None,
-        copy: WholeCopy | None = None,
+        policy_copy: PolicyCopy | None = None,
     ) -> None:
         self.lineage = lineage
         self._training = training
@@ -973,8 +982,8 @@ class CrewPolicy:
         self._stop = stop
         self._wait_seconds = wait_seconds
         self._averaging = averaging
-        self._copy = copy
-        self._advised = False
+        self._policy_copy = policy_copy
+        self._recommended = False
         self._members: tuple[str, ...] = ()
         self._batcher = self._new_batcher()
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
@@ -1011,11 +1020,11 @@ class CrewPolicy:
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         """Sample from this node's copy if it is recent enough, else through the stages."""
-        copy, stage = self._copy, self._runner.stage
-        if prompts and copy is not None and stage is not None:
+        policy_copy, stage = self._policy_copy, self._runner.stage
+        if prompts and policy_copy is not None and stage is not None:
             step = self._step()
-            self._runner.run_soon(copy.follow, stage.layers, step)
-            samples = copy.sample(step, prompts, sampling, rng)
+            self._runner.run_soon(policy_copy.start_fetch, stage.layers, step)
+            samples = policy_copy.sample(step, prompts, sampling, rng)
             if samples is not None:
                 return samples
         return self._through_stages(prompts, sampling, rng)
@@ -1047,7 +1056,7 @@ class CrewPolicy:
             )
             waves = self._call(self._head(), work)
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
-        self._advise((time.monotonic() - began) / tokens)
+        self._recommend_copy((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
         return [
             GroupSample(prompt, samples[size * q : size * (q + 1)])
@@ -1062,10 +1071,14 @@ class CrewPolicy:
             for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
         ]
 
-    def _advise(self, token_seconds: float) -> None:
+    def _recommend_copy(self, token_seconds: float) -> None:
         """Log once that a copy of the policy would be faster."""
-        if self._copy is None and token_seconds > SLOW_TOKEN and not self._advised:
-            self._advised = True
+        if (
+            self._policy_copy is None
+            and token_seconds > SLOW_TOKEN_SECONDS
+            and not self._recommended
+        ):
+            self._recommended = True
             log.warning(
                 "sampling sends every token through all stages; a node with room can sample from a"
                 " copy of the policy",
@@ -1162,7 +1175,9 @@ class CrewPolicy:
         """Return the padded tokens of a micro-batch, so that a step has at most MICRO_BATCHES."""
         memory = self._memory
         tokens = _micro_batch_tokens(memory, lengths, stages)
-        while tokens < TOKENS and len(micro_batches(lengths, tokens, groups)) > MICRO_BATCHES:
+        while (
+            tokens < MAX_TOKENS and len(micro_batches(lengths, tokens, groups)) > MAX_MICRO_BATCHES
+        ):
             tokens *= 2
         memory.tokens = max(memory.tokens, tokens)
         return tokens
@@ -1183,7 +1198,7 @@ class CrewPolicy:
             EngineGone: the crew's thread has ended.
         """
         try:
-            return self._runner.ask(head, work)
+            return self._runner.call_head(head, work)
         except PeerError as error:
             log.warning("call to the crew failed", error=str(error))
             if isinstance(error, CannotScore) and error.too_much:
@@ -1210,13 +1225,13 @@ class CrewPolicy:
         late = time.monotonic() + limit
         while True:
             head = self._runner.wait(self._runner.head, WAIT_SECONDS)
-            if self._runner.leads_no_more(self.lineage):
+            if self._runner.lost_leadership(self.lineage):
                 raise EngineGone("another node is the head now")
             if head is not None:
                 return head
             if self._stop.is_set():
                 raise EngineGone("stopping")
-            if self._runner.leads() == self.lineage:
+            if self._runner.led_lineage() == self.lineage:
                 late = time.monotonic() + limit
             elif time.monotonic() > late:
                 raise PeerTimeout(
@@ -1273,7 +1288,10 @@ class CrewPolicy:
 
 def _micro_batch_tokens(memory: MicroBatcher, lengths: Sequence[int], stages: int) -> int:
     """Return the padded tokens of a micro-batch of rows of these lengths."""
-    return min(memory.tokens, max(LEAST_TOKENS, sum(lengths) // (PIECES * stages)))
+    return min(
+        memory.tokens,
+        max(MIN_MICRO_BATCH_TOKENS, sum(lengths) // (MICRO_BATCHES_PER_STAGE * stages)),
+    )
 
 
 class MemberPolicy(CrewPolicy):
@@ -1281,7 +1299,7 @@ class MemberPolicy(CrewPolicy):
 
     def _step(self) -> int:
         stage = self._runner.stage
-        if stage is None or not self._runner.averages:
+        if stage is None or not self._runner.may_average:
             raise EngineGone("no crew works here")
         return stage.step
 
@@ -1297,7 +1315,7 @@ HEAD_SECONDS = 120.0
 """A head's call fails when no work arrives for so long, or for four times the longest wait."""
 
 
-class Meter(Observer):
+class StageMeter(Observer):
     """Runs a stage's computations in a thread and measures the time that they take."""
 
     def __init__(self) -> None:
@@ -1332,35 +1350,43 @@ class Stage:
     """One stage of one lineage in this process. Its optimizer continues from crew to crew."""
 
     def __init__(
-        self, assigned: Assigned, runtime: StageRuntime, settings: CrewSettings, limits: FrameLimits
+        self,
+        assignment: StageAssignment,
+        runtime: StageRuntime,
+        settings: WorkerSettings,
+        limits: FrameLimits,
     ) -> None:
-        self.lineage, self.index, self.layers = assigned.lineage, assigned.stage, assigned.layers
+        self.lineage, self.index, self.layers = (
+            assignment.lineage,
+            assignment.stage,
+            assignment.layers,
+        )
         self.runtime = runtime
-        self.meter = Meter()
+        self.meter = StageMeter()
         self.optimizer = StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = [self.meter]
         self.source: str | None = None
         """One of `wire.SOURCES`; None until the stage has its weights."""
         self._settings = settings
         self._limits = limits
-        self._first_step = assigned.step
+        self._first_step = assignment.step
         self._dropped: Counter[str] = Counter()
-        self.worker = self._make_worker(assigned, {})
+        self.worker = self._make_worker(assignment, {})
 
     @property
     def step(self) -> int:
         """Steps taken."""
         return self.worker.participant.step
 
-    def is_of(self, assigned: Assigned) -> bool:
+    def is_of(self, assignment: StageAssignment) -> bool:
         """Return True if this is the assigned block of layers of the assigned lineage."""
         return (self.lineage, self.index, self.layers) == (
-            assigned.lineage,
-            assigned.stage,
-            assigned.layers,
+            assignment.lineage,
+            assignment.stage,
+            assignment.layers,
         )
 
-    def follow(self, assigned: Assigned) -> bool:
+    def continue_at(self, assignment: StageAssignment) -> bool:
         """Continue at the crew's step if these weights are of it or of the step before.
 
         A stage that is one step behind counts as if it had taken the step. Losing one update of
@@ -1370,17 +1396,17 @@ class Stage:
         Returns:
             Whether the weights serve the crew. If not, the stage is to be restored.
         """
-        if not self.is_of(assigned) or self.source is None:
+        if not self.is_of(assignment) or self.source is None:
             return False
-        behind = assigned.step - self.step
+        behind = assignment.step - self.step
         if behind not in (0, 1):
             return False
         if behind:
             log.info("stage continues one step behind its crew", step=self.step)
-        self.worker.participant.step = assigned.step
+        self.worker.participant.step = assignment.step
         return True
 
-    def copy(self) -> Copy | None:
+    def held_block(self) -> HeldBlock | None:
         """Return what to offer of the weights in memory; None before the first step or restore.
 
         Weights from elsewhere that have taken no step here count as a neighbour's, so that the
@@ -1390,26 +1416,30 @@ class Stage:
             return None
         own = self.source in ("", "memory", "checkpoint") or self.step > self._first_step
         spec = self.runtime.spec
-        return Copy(
+        return HeldBlock(
             self.lineage, spec.first, spec.last, self.step, "memory" if own else "neighbour"
         )
 
-    def begin(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
+    def begin(
+        self, assignment: StageAssignment, streams: dict[int, trio.abc.Stream]
+    ) -> StageWorker:
         """Return a worker for a new crew, with the stage's weights and optimizer. `run` it."""
         self._dropped = Counter(self.dropped())
-        self.worker = self._make_worker(assigned, streams)
+        self.worker = self._make_worker(assignment, streams)
         for parameter in self.runtime.parameters():
             parameter.grad = None
         self.runtime.sessions.clear()
         return self.worker
 
-    def _make_worker(self, assigned: Assigned, streams: dict[int, trio.abc.Stream]) -> StageWorker:
-        place = Place(assigned.crew[:CREW_BYTES], self.index, assigned.step)
+    def _make_worker(
+        self, assignment: StageAssignment, streams: dict[int, trio.abc.Stream]
+    ) -> StageWorker:
+        place = Place(assignment.crew[:CREW_BYTES], self.index, assignment.step)
         links = Links(self.index, streams, self._limits)
-        fence = Fence(place, len(assigned.layers))
+        fence = Fence(place, len(assignment.layers))
         common = (self.runtime, links, fence, self._settings, self.meter, self.optimizer)
         worker = (
-            Head(*common, seconds=HEAD_SECONDS, step_seconds=assigned.step_seconds)
+            Head(*common, seconds=HEAD_SECONDS, step_seconds=assignment.step_seconds)
             if self.index == 0
             else StageWorker(*common)
         )
@@ -1461,13 +1491,13 @@ class StageAveraging(Replica, Observer):
         stage: Stage,
         send: Callable[[local.FromTrainer], None],
         connected: Callable[[], bool] = lambda: True,
-        averages: Callable[[], bool] = lambda: True,
+        may_average: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.probe = CrewProbe()
+        self.probe = AverageProbe()
         self._connected = connected
-        self._averages = averages
+        self._may_average = may_average
         self._since = time.monotonic()
-        tensors, layers = averaged(stage), sum(stage.layers)
+        tensors, layers = averaged_parameters(stage), sum(stage.layers)
         super().__init__(
             AveragedTensors(tensors, cfg.fragments, stage.optimizer.lock, layers),
             cfg,
@@ -1507,7 +1537,7 @@ class StageAveraging(Replica, Observer):
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
-        if self._averages():  # not after the last step of a suspended crew
+        if self._may_average():  # not after the last step of a suspended crew
             self.between_steps(self._connected(), seconds, stepped=True)
             self.keep()  # only the head sees rewards
 
@@ -1534,7 +1564,7 @@ class StageAveraging(Replica, Observer):
             self._send(local.StateWritten("", 0, []))
 
 
-def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
+def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
     """Return the averaged parameters of this stage by their names in the whole model."""
     spec, shared = stage.runtime.spec, stage.runtime.embedding()
     return {
@@ -1547,7 +1577,7 @@ def averaged(stage: Stage) -> dict[str, torch.nn.Parameter]:
 # The probe of an average: does another crew's average make this crew's policy worse?
 #
 #     here      the newest committed micro-batches through this stage, with own and averaged weights
-#     others    both outputs through the stages behind it, by `Run` on the state streams
+#     others    both outputs through the stages behind it, by `TrainingKind` on the state streams
 #     loss      − log-probability of completions better than their group, nats per token; of
 #               all completions while there are too few, and KL (`averaging.probe`)
 #
@@ -1561,7 +1591,7 @@ VERDICT_SECONDS = (120.0, 3.0)
 minutes and eight steps (`weights/exchange.py`)."""
 
 
-class CrewProbe:
+class AverageProbe:
     """The probe of one stage's averages, while there is a crew."""
 
     def __init__(self) -> None:
@@ -1589,9 +1619,9 @@ class CrewProbe:
         peer, token = self._peer, self._token
         if peer is None or token is None:
             return False
-        known = _newest(peer)
+        known = _newest_inputs(peer)
         rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
-        judged, count = list[tuple[Edge, list[int]]](), 0
+        judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
             if count < PROBE_SEQUENCES:  # more take minutes of a home's line at 7 B
                 judged.append((edge, _completions(peer, edge, better=rewarded)))
@@ -1614,7 +1644,7 @@ class CrewProbe:
 
 async def _judge(
     peer: StatePeer,
-    known: Sequence[tuple[Edge, list[int]]],
+    known: Sequence[tuple[StageInput, list[int]]],
     rewarded: bool,
     mine: Mapping[str, torch.Tensor],
     mean: Mapping[str, torch.Tensor],
@@ -1626,7 +1656,7 @@ async def _judge(
     try:
         with trio.move_on_after(seconds):
             as_is, averaged = [
-                await peer.channel.compute(partial(_with, peer.stage.runtime, tensors))
+                await peer.channel.compute(partial(_with_tensors, peer.stage.runtime, tensors))
                 for tensors in (mine, mean)
             ]
             before, after = list[float](), list[float]()
@@ -1646,14 +1676,14 @@ async def _judge(
         answer(losses)
 
 
-def _newest(peer: StatePeer) -> list[Edge]:
+def _newest_inputs(peer: StatePeer) -> list[StageInput]:
     """Return the newest committed micro-batches as they came to this stage."""
-    return list(peer.stage.recorder.edges)[-PROBE_MICRO_BATCHES:]
+    return list(peer.stage.recorder.inputs)[-PROBE_MICRO_BATCHES:]
 
 
-def _completions(peer: StatePeer, edge: Edge, better: bool) -> list[int]:
+def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:
     """Return the completions of `edge`; only those with an advantage above zero if `better`."""
-    work = work_of(edge, peer.stage.limits)
+    work = read_work(edge, peer.stage.limits)
     if not better:
         return list(range(len(work.completion_lengths)))
     loss = work.loss
@@ -1661,13 +1691,13 @@ def _completions(peer: StatePeer, edge: Edge, better: bool) -> list[int]:
 
 
 async def _logprobs(
-    peer: StatePeer, edge: Edge, completions: list[int], runtime: StageRuntime
+    peer: StatePeer, edge: StageInput, completions: list[int], runtime: StageRuntime
 ) -> list[float]:
     """Return the log-probabilities of the completions' tokens.
 
     Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite.
     """
-    work, spec = work_of(edge, peer.stage.limits), peer.stage.spec
+    work, spec = read_work(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
     x = await peer.channel.compute(lambda: run_one(runtime, work, x, peer.stage.codec))
     tokens = sum(work.completion_lengths)
@@ -1680,7 +1710,7 @@ async def _logprobs(
     return list(map(float, chosen))
 
 
-def _with(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
+def _with_tensors(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
     """Return the same stage with other values for some weights; it shares the others."""
     local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
     return StageRuntime(
@@ -1709,15 +1739,15 @@ def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> 
 # The model that this node cannot hold alone: tokenizer, costs of its parts, capacity, and one
 # stage. Tensors of other stages are read only to hash the files.
 
-TOKENS = 16384
+MAX_TOKENS = 16384
 """Most padded tokens of a micro-batch or wave in any crew."""
-WAVES = 4
+ASSUMED_WAVES = 4
 """Assumed number of waves under way at a time: as many as stages."""
 PROMPT_TOKENS = 64
 """Assumed length of a question, for the size of the caches."""
 CROSSINGS_OF_AN_UPDATE = 4
 """To the last stage and back, once for scores and once for gradients."""
-SPEED_SIZE = 512
+SPEED_MATRIX_SIZE = 512
 """Side of the matrices that measure a machine's speed."""
 SPEED_SECONDS = 0.1
 CHECKPOINT_BYTES = 2 * 3
@@ -1771,7 +1801,7 @@ class CrewModel:
     """transformers'."""
     text: PolicyText
     placement: Placement
-    offering: Offering
+    trainer_offer: TrainerOffer
     pretrained: bool
     """Whether the base model was trained. A stage of an untrained one is no use to a crew that has
     taken steps."""
@@ -1784,13 +1814,15 @@ class CrewModel:
 
     def limits(self) -> FrameLimits:
         return FrameLimits(
-            hidden=int(self.config.hidden_size), vocab=int(self.config.vocab_size), tokens=TOKENS
+            hidden=int(self.config.hidden_size),
+            vocab=int(self.config.vocab_size),
+            tokens=MAX_TOKENS,
         )
 
-    def settings(self) -> CrewSettings:
+    def settings(self) -> WorkerSettings:
         terms = self.terms
         factor = 1.0 if terms.recovery == "copies" else LEARNING_RATE_FACTOR
-        return CrewSettings(
+        return WorkerSettings(
             base=self.text.fingerprint,
             codec=terms.codec,
             swapped=terms.recovery == "checkfree+",
@@ -1809,7 +1841,7 @@ class CrewModel:
         dtype = self.placement.dtype if lora else torch.float32
         stage = load_stage(self.directory, spec, dtype=dtype, device=self.placement.device)
         if lora:
-            stage = adapt(stage, lora_settings(self.policy))
+            stage = add_adapter(stage, lora_settings(self.policy))
             if self.terms.frozen_a:
                 freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
         runtime = StageRuntime(
@@ -1839,7 +1871,7 @@ def open_model(
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_split(hf)
         pretrained = not is_untrained(directory)
-        run = Run(pretrained=pretrained, adapter=terms.lora.r > 0)
+        run = TrainingKind(pretrained=pretrained, adapter=terms.lora.r > 0)
         check_paper(terms.recovery, config.stages.stages, run)
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
@@ -1863,18 +1895,18 @@ def open_model(
         opened = stored(config.node.data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
-        cost = cost_of(config, hf, placement)
+        cost = estimate_cost(config, hf, placement)
         memory = stage_room(config, hf, placement, cost)
-        offering = Offering(
+        trainer_offer = TrainerOffer(
             terms.hash(text.fingerprint),
             Capacity(memory / HEADROOM, measure_speed(placement)),
             cost,
         )
         report(
-            f"{cfg.model} in stages: at most {offering.capacity.memory / 2**30:.2f} GiB here;"
+            f"{cfg.model} in stages: at most {trainer_offer.capacity.memory / 2**30:.2f} GiB here;"
             f" {placement.reason}"
         )
-        yield CrewModel(directory, hf, text, placement, offering, pretrained, cfg, terms)
+        yield CrewModel(directory, hf, text, placement, trainer_offer, pretrained, cfg, terms)
 
 
 def is_untrained(directory: Path) -> bool:
@@ -1904,14 +1936,14 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
             " 0",
         ),
         (
-            longest > TOKENS,
-            f"a crew computes {TOKENS} tokens at a time, and an answer may have {answer}: set"
-            f" training.max_completion_length to {TOKENS - 1024} or lower",
+            longest > MAX_TOKENS,
+            f"a crew computes {MAX_TOKENS} tokens at a time, and an answer may have {answer}: set"
+            f" training.max_completion_length to {MAX_TOKENS - 1024} or lower",
         ),
         (
-            rows > MICRO_BATCHES * (TOKENS // longest),
-            f"a step of {rows} answers of {answer} tokens is more than {MICRO_BATCHES}"
-            f" micro-batches of {TOKENS}: set training.groups_per_step lower",
+            rows > MAX_MICRO_BATCHES * (MAX_TOKENS // longest),
+            f"a step of {rows} answers of {answer} tokens is more than {MAX_MICRO_BATCHES}"
+            f" micro-batches of {MAX_TOKENS}: set training.groups_per_step lower",
         ),
         (
             policy.quantization != "none",
@@ -1957,7 +1989,7 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
         check_split(hf)
     except ConfigError as error:
         raise DeviceError(f"{reason}, and {error}") from None
-    layer = smallest_stage(cost_of(config, hf, placement))
+    layer = smallest_stage(estimate_cost(config, hf, placement))
     if layer > room:
         raise DeviceError(f"{reason}, and one layer alone needs {layer / 2**30:.1f} GiB")
     return False
@@ -1972,9 +2004,8 @@ def capacity(config: Config, placement: Placement) -> int | None:
 
 
 def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement) -> int:
-    """Return the bytes to train the whole policy here, without saving and averaging."""
-    parameters, edges = count_parameters(hf)
-    return needed_bytes(parameters, policy.lora.r * edges, placement.dtype, optim=policy.optim)
+    """Return the bytes that loading the whole policy for training requires (`device.fit`)."""
+    return update_bytes(policy, hf, placement)
 
 
 def stage_room(
@@ -2005,10 +2036,10 @@ def within_host_memory(memory: float, config: Config, placement: Placement) -> f
     free = free_bytes(torch.device("cpu"))
     if config.policy.lora.r or free is None or placement.device.type == "cpu":
         return memory
-    return min(memory, free * TRAINED_BYTES / kept_bytes(config.weights))
+    return min(memory, free * TRAINED_BYTES / host_bytes_per_weight(config.weights))
 
 
-def kept_bytes(weights: WeightsConfig) -> int:
+def host_bytes_per_weight(weights: WeightsConfig) -> int:
     """Return the host bytes for each trained weight beside training: to save, to average, and for
     checkpoints. A stage sees no reward, so it keeps one fragment of what came before an
     exchange."""
@@ -2026,7 +2057,7 @@ def copy_memory(config: Config, hf: PretrainedConfig) -> float:
     return parameters + adapter + sum(layer.memory for layer in caches.layers)
 
 
-def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
+def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
     """Return what the parts of the model cost in training; on a CPU also to save and average.
 
     Activations are those of the smallest possible micro-batch, the longest row alone: the head
@@ -2034,8 +2065,8 @@ def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> Model
     `StageRuntime`. The bytes between two stages are those of a full micro-batch.
     """
     cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
-    shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, TOKENS)
-    beside = kept_bytes(config.weights) if kind == "cpu" else 0
+    shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, MAX_TOKENS)
+    beside = host_bytes_per_weight(config.weights) if kind == "cpu" else 0
     cost = model_cost(
         hf,
         batch_tokens=tokens,
@@ -2058,7 +2089,7 @@ def cost_of(config: Config, hf: PretrainedConfig, placement: Placement) -> Model
     codecs = (config.stages.codec, gradient_codec(config.stages.codec))
     return replace(
         cost,
-        stage=layer + WAVES * state,
+        stage=layer + ASSUMED_WAVES * state,
         embedding=more(cost.embedding, table - layer),
         layers=tuple(more(part, state) for part in cost.layers),
         head=more(cost.head, head - layer),
@@ -2081,7 +2112,7 @@ def sampled_tokens(cfg: TrainingConfig) -> int:
 
 def cached_tokens(cfg: TrainingConfig) -> int:
     """Return the tokens in the caches of a step's samples."""
-    return min(sampled_tokens(cfg), WAVES * TOKENS)
+    return min(sampled_tokens(cfg), ASSUMED_WAVES * MAX_TOKENS)
 
 
 def measure_speed(placement: Placement) -> float:
@@ -2089,7 +2120,7 @@ def measure_speed(placement: Placement) -> float:
 
     The rounding makes crews of like machines split alike, so that their stages can be averaged.
     """
-    size = SPEED_SIZE
+    size = SPEED_MATRIX_SIZE
     dtype = placement.dtype if placement.device.type != "cpu" else torch.float32
     a = torch.ones(size, size, device=placement.device, dtype=dtype)
     float((a @ a).sum())  # the first product also starts the device

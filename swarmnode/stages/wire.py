@@ -66,8 +66,8 @@ CHUNK_BYTES: Final = 1024 * 1024
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
-MICRO_BATCHES: Final = caps.MICRO_BATCHES
-STAGES: Final = caps.STAGES
+MAX_MICRO_BATCHES: Final = caps.MICRO_BATCHES
+MAX_STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
 INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
@@ -89,11 +89,11 @@ class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     """Committed steps at the sender."""
 
 
-class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
     place: Place
 
 
-class Forward(Header, frozen=True, tag="forward"):
+class ForwardFrame(FrameHeader, frozen=True, tag="forward"):
     """Stage → next stage of the route. Body: description (`MicroBatch`) ‖ activations."""
 
     micro_batch: int
@@ -105,8 +105,8 @@ class Forward(Header, frozen=True, tag="forward"):
     """Bytes of the description."""
 
 
-class Backward(Header, frozen=True, tag="backward"):
-    """Stage → previous stage of the route. Body: gradient of the activations that `Forward`
+class BackwardFrame(FrameHeader, frozen=True, tag="backward"):
+    """Stage → previous stage of the route. Body: gradient of the activations that `ForwardFrame`
     brought."""
 
     micro_batch: int
@@ -114,7 +114,7 @@ class Backward(Header, frozen=True, tag="backward"):
     rows: int
 
 
-class Learnt(Header, frozen=True, tag="learnt"):
+class LearntFrame(FrameHeader, frozen=True, tag="learnt"):
     """Last stage → head: sums over one micro-batch's trained tokens."""
 
     micro_batch: int
@@ -128,7 +128,7 @@ class Learnt(Header, frozen=True, tag="learnt"):
     """Sum of the weights' squares."""
 
 
-class Scores(Header, frozen=True, tag="scores"):
+class ScoresFrame(FrameHeader, frozen=True, tag="scores"):
     """Last stage → head. Body: log-probability of each completion token, completion after
     completion, float32; then entropies."""
 
@@ -137,8 +137,8 @@ class Scores(Header, frozen=True, tag="scores"):
     """Completion tokens."""
 
 
-class Prefill(Header, frozen=True, tag="prefill"):
-    """Stage i → i + 1: a wave begins. Body: `Questions` ‖ activations."""
+class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
+    """Stage i → i + 1: a wave begins. Body: `WaveDescription` ‖ activations."""
 
     session: bytes
     fingerprint: bytes
@@ -147,7 +147,7 @@ class Prefill(Header, frozen=True, tag="prefill"):
     about: int
 
 
-class Decode(Header, frozen=True, tag="decode"):
+class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
     """Stage i → i + 1: one token further. Body: names of the completions, u32 each ‖
     activations."""
 
@@ -157,7 +157,7 @@ class Decode(Header, frozen=True, tag="decode"):
     rows: int
 
 
-class Tokens(Header, frozen=True, tag="tokens"):
+class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
     """Last stage → head. Body: a token id for each unfinished completion, u32 ‖ their
     log-probabilities, float32."""
 
@@ -165,27 +165,27 @@ class Tokens(Header, frozen=True, tag="tokens"):
     rows: int
 
 
-class Drop(Header, frozen=True, tag="drop"):
+class DropFrame(FrameHeader, frozen=True, tag="drop"):
     """Head → all: a wave has ended."""
 
     session: bytes
 
 
-class Lost(Header, frozen=True, tag="lost"):
+class LostFrame(FrameHeader, frozen=True, tag="lost"):
     """Any stage → head: it refuses this wave; the head begins it again from token ids."""
 
     session: bytes
     reason: RefusalReason
 
 
-class Failed(Header, frozen=True, tag="failed"):
+class FailedFrame(FrameHeader, frozen=True, tag="failed"):
     """Any stage → head: it refuses this micro-batch."""
 
     micro_batch: int
     reason: RefusalReason
 
 
-class Embedding(Header, frozen=True, tag="embedding"):
+class EmbeddingFrame(FrameHeader, frozen=True, tag="embedding"):
     """Head ↔ last stage: rows first … first + rows − 1 of a tied embedding's gradient,
     float32."""
 
@@ -194,14 +194,14 @@ class Embedding(Header, frozen=True, tag="embedding"):
     rows: int
 
 
-class ProposeStep(Header, frozen=True, tag="propose"):
+class ProposeFrame(FrameHeader, frozen=True, tag="propose"):
     """Head → all, before the work itself: the step consists of exactly these micro-batches."""
 
     attempt: int
     micro_batches: tuple[int, ...]
 
 
-class Acknowledge(Header, frozen=True, tag="acknowledge"):
+class AcknowledgeFrame(FrameHeader, frozen=True, tag="acknowledge"):
     """Any stage → head: the gradients of exactly these micro-batches are here, or a refusal."""
 
     attempt: int
@@ -210,7 +210,7 @@ class Acknowledge(Header, frozen=True, tag="acknowledge"):
     """Of this stage's raw gradient, before clipping; only the head counts a tied embedding."""
 
 
-class Commit(Header, frozen=True, tag="commit"):
+class CommitFrame(FrameHeader, frozen=True, tag="commit"):
     """Head → all, once every stage has acknowledged: take the step."""
 
     attempt: int
@@ -220,21 +220,34 @@ class Commit(Header, frozen=True, tag="commit"):
     learning_rate: float
 
 
-class Abort(Header, frozen=True, tag="abort"):
+class AbortFrame(FrameHeader, frozen=True, tag="abort"):
     """Head → all, at the first refusal: drop the gradients of this attempt."""
 
     attempt: int
 
 
-class Done(Header, frozen=True, tag="done"):
+class DoneFrame(FrameHeader, frozen=True, tag="done"):
     """Any stage → head: the step is taken here."""
 
     attempt: int
 
 
-Compute = Forward | Backward | Learnt | Scores | Prefill | Decode | Tokens | Drop | Lost | Failed
-Control = Embedding | ProposeStep | Acknowledge | Commit | Abort | Done
-Frame = Compute | Control
+ComputeFrame = (
+    ForwardFrame
+    | BackwardFrame
+    | LearntFrame
+    | ScoresFrame
+    | PrefillFrame
+    | DecodeFrame
+    | TokensFrame
+    | DropFrame
+    | LostFrame
+    | FailedFrame
+)
+ControlFrame = (
+    EmbeddingFrame | ProposeFrame | AcknowledgeFrame | CommitFrame | AbortFrame | DoneFrame
+)
+Frame = ComputeFrame | ControlFrame
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
@@ -267,15 +280,15 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
     a field is outside `limits`."""
     _check_frame(frame, limits)
     match frame:
-        case Forward() | Prefill():
+        case ForwardFrame() | PrefillFrame():
             return frame.about + activation_bytes(frame.codec, frame.rows, limits.hidden)
-        case Backward():
+        case BackwardFrame():
             return activation_bytes(frame.codec, frame.rows, limits.hidden)
-        case Decode():
+        case DecodeFrame():
             return 4 * frame.rows + activation_bytes(frame.codec, frame.rows, limits.hidden)
-        case Scores() | Tokens():
+        case ScoresFrame() | TokensFrame():
             return 8 * frame.rows
-        case Embedding():
+        case EmbeddingFrame():
             return 4 * frame.rows * limits.hidden
         case _:
             return 0
@@ -303,7 +316,7 @@ _FRAME_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BY
 _COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER)
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
-_AMOUNTS: Final = {
+_FRAME_RANGES: Final = {
     "loss": _ANY,
     "clipped": _ANY,
     "entropy": _ANY,
@@ -320,7 +333,7 @@ _AMOUNTS: Final = {
 def check_place(place: Place) -> None:
     """Raises BadMessage("bounds")."""
     check_length("crew", place.crew, CREW_BYTES)
-    check_between("stage", place.stage, 0, STAGES - 1)
+    check_between("stage", place.stage, 0, MAX_STAGES - 1)
     check_counter("step", place.step)
 
 
@@ -328,11 +341,11 @@ def _check_frame(frame: Frame, limits: FrameLimits) -> None:
     check_place(frame.place)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
     ranges = {"rows": (1, limits.tokens), "about": (1, about), **_COUNTERS}
-    check_fields(frame, _FRAME_LENGTHS, {**ranges, **_AMOUNTS})
-    if isinstance(frame, Embedding):
+    check_fields(frame, _FRAME_LENGTHS, {**ranges, **_FRAME_RANGES})
+    if isinstance(frame, EmbeddingFrame):
         check_between("first", frame.first, 0, limits.vocab - frame.rows)
-    if isinstance(frame, ProposeStep):
-        check_rising("micro_batches", frame.micro_batches, 1, MICRO_BATCHES)
+    if isinstance(frame, ProposeFrame):
+        check_rising("micro_batches", frame.micro_batches, 1, MAX_MICRO_BATCHES)
         check_counter("micro_batches", frame.micro_batches[0])
         check_counter("micro_batches", frame.micro_batches[-1])
 
@@ -428,7 +441,7 @@ class Hop:
 Route = tuple[Hop, ...]
 
 
-def plain(stages: int) -> Route:
+def plain_route(stages: int) -> Route:
     return tuple(Hop(stage, "all") for stage in range(stages))
 
 
@@ -442,7 +455,7 @@ def swapped_order(stages: int) -> tuple[int, ...]:
     return (1, 0, *range(2, stages - 2), stages - 1, stages - 2)
 
 
-def swapped(stages: int) -> Route:
+def swapped_route(stages: int) -> Route:
     """Raises Refused as `swapped_order` does."""
     return (
         Hop(0, "embed"),
@@ -456,15 +469,15 @@ class Routes:
     four stages."""
 
     def __init__(self, stages: int, swap: bool) -> None:
-        self._plain = plain(stages)
-        self._swapped = swapped(stages) if swap else self._plain
+        self._plain = plain_route(stages)
+        self._swapped = swapped_route(stages) if swap else self._plain
 
     def of(self, micro_batch: int, purpose: Literal["learn", "score"] = "learn") -> Route:
         """Only training is swapped: what is generated and scored is the plain policy."""
         return self._swapped if purpose == "learn" and micro_batch % 2 else self._plain
 
 
-def arriving(route: Route, sender: int, stage: int) -> int | None:
+def forward_hop(route: Route, sender: int, stage: int) -> int | None:
     """Which hop of `route` a forward from `sender` to `stage` begins; None for none. The head sends
     itself the first."""
     if sender == stage == route[0].stage:
@@ -479,7 +492,7 @@ def arriving(route: Route, sender: int, stage: int) -> int | None:
     )
 
 
-def returning(route: Route, sender: int, stage: int) -> int | None:
+def backward_hop(route: Route, sender: int, stage: int) -> int | None:
     """Which hop of `route` a gradient from `sender` to `stage` ends; None for none."""
     return next(
         (
@@ -596,7 +609,7 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
 # inputs.
 
 
-class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LossInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Arguments of `rl.objectives.policy_loss` and `rl.corrections.against_sampler`, see there."""
 
     old_logprobs: bytes
@@ -630,7 +643,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """(N,)."""
     completion_ids: bytes
     temperature: float
-    loss: Loss | None
+    loss: LossInputs | None
     """None where only scores are wanted."""
 
     @property
@@ -641,7 +654,7 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WaveDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A wave: Q prompts, or the completions so far of a wave that is begun again; each goes on
     `num_generations` times."""
 
@@ -671,8 +684,8 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
     not_finite."""
     batch: MicroBatch = strict.decode(data, MicroBatch)
     count = len(batch.completion_lengths)
-    _lengths(batch.prompt_lengths, limits)
-    _lengths(batch.completion_lengths, limits)
+    _check_lengths(batch.prompt_lengths, limits)
+    _check_lengths(batch.completion_lengths, limits)
     padded = len(batch.prompt_lengths) * max(batch.prompt_lengths) + count * (
         max(batch.prompt_lengths) + max(batch.completion_lengths)
     )
@@ -689,11 +702,11 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
         raise BadMessage("bounds", "prompts are not in the order of their completions")
     if batch.rows != rows:
         raise BadMessage("shape", f"{rows} rows for {batch.rows} tokens")
-    _ids(batch.prompt_ids, sum(batch.prompt_lengths), limits)
+    _check_ids(batch.prompt_ids, sum(batch.prompt_lengths), limits)
     ends = list(accumulate(4 * length for length in batch.prompt_lengths))
     if len({batch.prompt_ids[a:b] for a, b in pairwise([0, *ends])}) != len(ends):
         raise BadMessage("bounds", "a prompt is there twice")
-    _ids(batch.completion_ids, sum(batch.completion_lengths), limits)
+    _check_ids(batch.completion_ids, sum(batch.completion_lengths), limits)
     check_positive("temperature", batch.temperature)
     if (batch.loss is None) != (purpose == "score"):
         raise BadMessage("bounds", "a loss comes with `learn` and only with it")
@@ -702,11 +715,11 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
     return batch
 
 
-def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
+def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
     """The description of `rows` prompt tokens. Raises BadMessage: malformed, schema, bounds, shape,
     not_finite."""
-    q: Questions = strict.decode(data, Questions)
-    _lengths(q.lengths, limits)
+    q: WaveDescription = strict.decode(data, WaveDescription)
+    _check_lengths(q.lengths, limits)
     count = len(q.lengths) * q.num_generations
     if (
         not 1 <= q.num_generations <= limits.tokens
@@ -724,7 +737,7 @@ def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
         raise BadMessage("bounds", "names")
     if sum(q.lengths) != rows:
         raise BadMessage("shape", f"{rows} rows for {sum(q.lengths)} tokens")
-    _ids(q.ids, rows, limits)
+    _check_ids(q.ids, rows, limits)
     if q.temperature != 0:
         check_positive("temperature", q.temperature)
     check_positive("top_p", q.top_p, 1)
@@ -732,13 +745,13 @@ def read_questions(data: bytes, rows: int, limits: FrameLimits) -> Questions:
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
-    """(rows,) token ids and their log-probabilities, the body of `Tokens`. Raises BadMessage:
+    """(rows,) token ids and their log-probabilities, the body of `TokensFrame`. Raises BadMessage:
     shape, bounds, not_finite."""
     import numpy as np
 
     from swarmnode.wire.tensors import unpack_ids
 
-    _ids(body[: 4 * rows], rows, limits)
+    _check_ids(body[: 4 * rows], rows, limits)
     logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
         raise BadMessage("bounds", "a log-probability above 0")
@@ -747,7 +760,7 @@ def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int],
 
 
 def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
-    """(rows,) log-probabilities and entropies, the body of `Scores`. Raises BadMessage: shape,
+    """(rows,) log-probabilities and entropies, the body of `ScoresFrame`. Raises BadMessage: shape,
     bounds, not_finite."""
     values = read_f32("scores", body, 2 * rows)
     return values[:rows].tolist(), values[rows:].tolist()
@@ -768,7 +781,7 @@ def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
     return values
 
 
-def _check_loss(loss: Loss, count: int, tokens: int) -> None:
+def _check_loss(loss: LossInputs, count: int, tokens: int) -> None:
     if len(loss.sampled) != count:
         raise BadMessage("shape", f"sampled has {len(loss.sampled)} values, not {count}")
     for name, length in (("advantages", count), ("weights", count), ("old_logprobs", tokens)):
@@ -778,12 +791,12 @@ def _check_loss(loss: Loss, count: int, tokens: int) -> None:
             check_positive(name, getattr(loss, name))
 
 
-def _lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:
+def _check_lengths(lengths: tuple[int, ...], limits: FrameLimits) -> None:
     if not 1 <= len(lengths) <= limits.tokens or min(lengths) < 1 or max(lengths) > limits.tokens:
         raise BadMessage("bounds", "lengths")
 
 
-def _ids(data: bytes, count: int, limits: FrameLimits) -> None:
+def _check_ids(data: bytes, count: int, limits: FrameLimits) -> None:
     from swarmnode.wire.tensors import unpack_ids
 
     ids = unpack_ids(data)
@@ -857,12 +870,12 @@ def is_device_error(error: BaseException) -> bool:
 
 # Cost of a model's parts and capacity of members: the input of the plan in `crew.py`.
 
-MEMBERS: Final = 8
+MAX_MEMBERS: Final = 8
 """The most members of one crew."""
 
 
 @dataclass(frozen=True)
-class Part:
+class PartCost:
     """Cost of one layer, the embedding or the head for its holder."""
 
     memory: float
@@ -873,9 +886,9 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelCost:
-    embedding: Part
-    layers: tuple[Part, ...]
-    head: Part
+    embedding: PartCost
+    layers: tuple[PartCost, ...]
+    head: PartCost
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
     """Bytes that a stage sends of a micro-batch: activations and gradients."""
@@ -905,7 +918,7 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
 
 
-def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[Part]:
+def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[PartCost]:
     """Return the parts of the model in `stage` of these blocks."""
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
@@ -940,11 +953,11 @@ def model_cost(
     )
     vocabulary = config.vocab_size * width
     each = weight_bytes + trained_bytes
-    layers = Part(layer * each + 2 * 2 * keys * cached_tokens, 8.0 * layer * batch_tokens)
+    layers = PartCost(layer * each + 2 * 2 * keys * cached_tokens, 8.0 * layer * batch_tokens)
     return ModelCost(
-        embedding=Part(vocabulary * each, 0.0),
+        embedding=PartCost(vocabulary * each, 0.0),
         layers=(layers,) * config.num_hidden_layers,
-        head=Part(vocabulary * each, 8.0 * vocabulary * batch_tokens),
+        head=PartCost(vocabulary * each, 8.0 * vocabulary * batch_tokens),
     )
 
 
@@ -956,26 +969,26 @@ def model_cost(
 
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
-LAYERS: Final = 1024
-COPIES: Final = 4 * MEMBERS
+MAX_LAYERS: Final = 1024
+MAX_HELD_BLOCKS: Final = 4 * MAX_MEMBERS
 """The most copies in one offer."""
 RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
-AMOUNT: Final = 1e30
+MAX_AMOUNT: Final = 1e30
 """The largest memory or speed that a peer may claim."""
 
-Where = Literal["memory", "disk", "neighbour"]
+BlockLocation = Literal["memory", "disk", "neighbour"]
 """Where a copy is: in the trainer's memory, in this node's own checkpoint, or in a checkpoint that
 this node stores for a ring neighbour."""
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CrewMember(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The holder of a stage."""
 
     peer: str
     layers: int
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CrewRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A crew. Two records are one crew if their hashes are equal."""
 
     lineage: bytes
@@ -985,13 +998,13 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     (`trainer.crew_terms`)."""
     step: int
     """Committed steps that the crew continues from; 0 is the base."""
-    members: tuple[Member, ...]
+    members: tuple[CrewMember, ...]
     """By stage; their blocks of layers follow each other."""
     nonce: bytes
     """8 random bytes: the same members may form another crew at the same step."""
 
 
-class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class HeldBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A block of layers that the sender has."""
 
     lineage: bytes
@@ -999,19 +1012,19 @@ class Copy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     last: int
     """Layers first … last − 1."""
     step: int
-    where: Where
+    where: BlockLocation
 
     @property
     def layers(self) -> tuple[int, int]:
         return self.first, self.last
 
 
-def crew_id(record: Record) -> bytes:
+def crew_id(record: CrewRecord) -> bytes:
     """Return the crew's id, 32 bytes. Frames carry the first 16."""
     return hashlib.blake2b(RECORD_DOMAIN + strict.encode(record), digest_size=HASH_BYTES).digest()
 
 
-def peers_of(record: Record) -> tuple[str, ...]:
+def member_peers(record: CrewRecord) -> tuple[str, ...]:
     """Return the members' peer ids by stage."""
     return tuple(member.peer for member in record.members)
 
@@ -1036,16 +1049,16 @@ SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", 
 """Where a stage's weights came from; empty until it has them."""
 
 
-class Offering(msgspec.Struct, frozen=True, tag="stages_offering"):
+class TrainerOffer(msgspec.Struct, frozen=True, tag="stages_offering"):
     """Sent by a trainer that works in no crew: at every connection, once it has stopped after
     Released, and whenever a number changes."""
 
     model: bytes
-    """32 bytes, as in `Record`."""
+    """32 bytes, as in `CrewRecord`."""
     capacity: Capacity
     cost: ModelCost
     """Of the whole model: every node can plan a crew."""
-    copies: tuple[Copy, ...] = ()
+    held_blocks: tuple[HeldBlock, ...] = ()
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
@@ -1097,7 +1110,7 @@ class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
     reason: str
 
 
-class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
+class StageAssignment(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """A crew with this node in it: hold this stage. Replaces the assignment before."""
 
     crew: bytes
@@ -1116,24 +1129,24 @@ class Assigned(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """A step that takes longer has failed."""
 
 
-class Suspended(msgspec.Struct, frozen=True, tag="stages_suspended"):
+class CrewPause(msgspec.Struct, frozen=True, tag="stages_suspended"):
     """Pause: start nothing. Weights, optimizer and streams stay."""
 
     reason: str
 
 
-class Resumed(msgspec.Struct, frozen=True, tag="stages_resumed"):
+class CrewResume(msgspec.Struct, frozen=True, tag="stages_resumed"):
     crew: bytes
 
 
-class Released(msgspec.Struct, frozen=True, tag="stages_released"):
+class CrewEnd(msgspec.Struct, frozen=True, tag="stages_released"):
     """The crew is over. Memory and disk stay, for the next one."""
 
     reason: str
 
 
-FromTrainer = Offering | StageStatus | StageFault
-ToTrainer = Assigned | Suspended | Resumed | Released
+FromTrainer = TrainerOffer | StageStatus | StageFault
+ToTrainer = StageAssignment | CrewPause | CrewResume | CrewEnd
 
 
 # Crew messages between network processes:
@@ -1150,7 +1163,7 @@ ToTrainer = Assigned | Suspended | Resumed | Released
 MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
 
-Refusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
+CrewRefusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
 """`busy`: the sender is in a crew, or forms one. `crew`: it is not in that crew. `model`: it trains
 another. `room`: the stage does not fit its memory. `newer`: the record would discard its steps, and
 it has not waited long enough. `trust`: its operator excludes a member. `struck`: a member has a
@@ -1158,7 +1171,7 @@ strike, and a crew is possible without that member. `record`: the record does no
 or not the proposer."""
 
 
-class Status(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class MemberStatus(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The sender's stage in the crew that the message names."""
 
     phase: StagePhase = "loading"
@@ -1179,59 +1192,59 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     speed: float
     """Work per second, see `Capacity`."""
     hop_seconds: float
-    copies: tuple[Copy, ...] = ()
+    held_blocks: tuple[HeldBlock, ...] = msgspec.field(default=(), name="copies")
 
 
-class Propose(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
-    record: Record
+class ProposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
+    record: CrewRecord
 
 
-class Accept(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
+class AcceptAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
     """The sender is a member from now on, and sends heartbeats."""
 
     crew: bytes
 
 
-class Refuse(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
-    reason: Refusal
+class RefuseAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
+    reason: CrewRefusal
     crew: bytes = bytes(HASH_BYTES)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
     crew: bytes
-    status: Status
+    status: MemberStatus
 
 
-class Alive(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"):
+class AliveAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"):
     """Answer to a heartbeat, with the sender's own status."""
 
     crew: bytes
-    status: Status
+    status: MemberStatus
 
 
-class Leave(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
+class LeaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
     """The sender has left this crew."""
 
     crew: bytes
     reason: str = ""
 
 
-class Noted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
+class NotedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
     """The message arrived."""
 
 
-Request = Offer | Propose | Heartbeat | Leave
-CrewAnswer = Noted | Accept | Refuse | Alive
-CrewMessage = Request | CrewAnswer
+CrewRequest = Offer | ProposeRequest | Heartbeat | LeaveRequest
+CrewAnswer = NotedAnswer | AcceptAnswer | RefuseAnswer | AliveAnswer
+CrewMessage = CrewRequest | CrewAnswer
 
 
 def encode_message(message: CrewMessage) -> bytes:
     return strict.encode(message)
 
 
-def decode_request(data: bytes) -> Request:
+def decode_request(data: bytes) -> CrewRequest:
     """Raises BadMessage: oversize, malformed, schema, bounds or not_finite."""
-    message: Request = strict.decode(data, Request, MESSAGE_BYTES)
+    message: CrewRequest = strict.decode(data, CrewRequest, MESSAGE_BYTES)
     check_message(message)
     return message
 
@@ -1249,9 +1262,9 @@ _MESSAGE_LENGTHS: Final = {
 }
 _MESSAGE_RANGES: Final = {
     **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
-    **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, AMOUNT)),
-    "first": (0, LAYERS - 1),
-    "last": (1, LAYERS),
+    **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, MAX_AMOUNT)),
+    "first": (0, MAX_LAYERS - 1),
+    "last": (1, MAX_LAYERS),
 }
 
 
@@ -1260,23 +1273,23 @@ def check_message(message: CrewMessage) -> None:
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
-            check_between("copies", len(message.copies), 0, COPIES)
-            for copy in message.copies:
-                check_fields(copy, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-                if copy.first >= copy.last:
+            check_between("copies", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
+            for held in message.held_blocks:
+                check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
+                if held.first >= held.last:
                     raise BadMessage("bounds", "a copy of no layers")
-        case Propose():
+        case ProposeRequest():
             record = message.record
             check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-            check_between("members", len(record.members), 1, MEMBERS)
+            check_between("members", len(record.members), 1, MAX_MEMBERS)
             for member in record.members:
                 check_name("peer", member.peer, PEER_ID_BYTES)
-                check_between("layers", member.layers, 1, LAYERS)
-            if len(set(peers_of(record))) != len(record.members):
+                check_between("layers", member.layers, 1, MAX_LAYERS)
+            if len(set(member_peers(record))) != len(record.members):
                 raise BadMessage("bounds", "a peer twice")
-        case Heartbeat() | Alive():
+        case Heartbeat() | AliveAnswer():
             check_fields(message.status, {}, _MESSAGE_RANGES)
-        case Leave():
+        case LeaveRequest():
             check_between("reason", len(message.reason), 0, REASON_BYTES)
             if not all(" " <= character <= "~" for character in message.reason):
                 raise BadMessage("bounds", "reason")
@@ -1286,7 +1299,7 @@ def check_message(message: CrewMessage) -> None:
 # SendAnswer. Actions run in order.
 
 
-class Settings(msgspec.Struct, frozen=True):
+class MembershipSettings(msgspec.Struct, frozen=True):
     """Seconds, where the name has no other unit."""
 
     stages: int = 0
@@ -1322,31 +1335,31 @@ class Settings(msgspec.Struct, frozen=True):
     """Peers whose offers are stored."""
 
 
-class Tick(msgspec.Struct, frozen=True):
+class ClockTick(msgspec.Struct, frozen=True):
     """Sent every `tick_seconds`; its lateness measures the lag of this process."""
 
     heard: Mapping[str, float] = {}
     """Member → when bytes of any kind last came from it."""
 
 
-class Received(msgspec.Struct, frozen=True):
+class RequestReceived(msgspec.Struct, frozen=True):
     """A request of an authenticated peer, decoded by `decode_request`."""
 
     peer: str
-    message: Request
+    message: CrewRequest
 
 
-class Answered(msgspec.Struct, frozen=True):
+class RequestFinished(msgspec.Struct, frozen=True):
     """The outcome of a Send. `answer` is None for a timeout, a refused dial or a bad answer."""
 
     peer: str
-    request: Request
+    request: CrewRequest
     answer: CrewAnswer | None
     seconds: float = 0.0
     """From the request to its outcome."""
 
 
-class Garbage(msgspec.Struct, frozen=True):
+class GarbageReceived(msgspec.Struct, frozen=True):
     """`peer` sent bytes that are no crew message."""
 
     peer: str
@@ -1359,31 +1372,38 @@ class StreamLost(msgspec.Struct, frozen=True):
     crew: bytes
 
 
-class PeerGone(msgspec.Struct, frozen=True):
+class PeerDisconnected(msgspec.Struct, frozen=True):
     """The last connection to `peer` is down."""
 
     peer: str
 
 
-class PeerBack(msgspec.Struct, frozen=True):
+class PeerConnected(msgspec.Struct, frozen=True):
     """`peer` is connected; also sent for each connected peer at the start."""
 
     peer: str
 
 
-class TrainerLeft(msgspec.Struct, frozen=True):
+class TrainerDisconnected(msgspec.Struct, frozen=True):
     """The trainer's connection ended."""
 
 
-class Drain(msgspec.Struct, frozen=True):
+class DrainStarted(msgspec.Struct, frozen=True):
     """This node stops in order: it holds and offers nothing more."""
 
     reason: str
 
 
-TrainerEvent = FromTrainer | TrainerLeft
-PeerEvent = Received | Answered | Garbage | StreamLost | PeerGone | PeerBack
-Event = Tick | PeerEvent | TrainerEvent | Drain
+TrainerEvent = FromTrainer | TrainerDisconnected
+PeerEvent = (
+    RequestReceived
+    | RequestFinished
+    | GarbageReceived
+    | StreamLost
+    | PeerDisconnected
+    | PeerConnected
+)
+Event = ClockTick | PeerEvent | TrainerEvent | DrainStarted
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
@@ -1392,11 +1412,11 @@ class SendAnswer(msgspec.Struct, frozen=True):
     message: CrewAnswer
 
 
-class Send(msgspec.Struct, frozen=True):
+class SendRequest(msgspec.Struct, frozen=True):
     """Send this request; its outcome comes as Answered. Requests do not wait for each other."""
 
     peer: str
-    message: Request
+    message: CrewRequest
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -1421,7 +1441,7 @@ NOTES = (
 """`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal failed.
 `struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
 
-Action = SendAnswer | Send | ToTrainer | Note
+Action = SendAnswer | SendRequest | ToTrainer | Note
 """Stage streams belong to the crew of the last Assigned (its `socket` is empty, the service fills
 it in); after Released there are none."""
 
@@ -1431,15 +1451,15 @@ it in); after Released there are none."""
 
 OPEN_BYTES: Final = 512
 """The most bytes of an encoded Open, StreamOpen or StreamReady."""
-REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
+STREAM_REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
-Kind = Literal["frames", "state"]
+StreamKind = Literal["frames", "state"]
 """What a stream is for."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
-class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SocketOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Trainer → network on the Unix socket, the only message of a connection. The stream to the
     trainer of `stage` follows, both ways. The network process closes the connection when the stream
     is lost, when the crew ends, and when the trainer opens the same again."""
@@ -1447,7 +1467,7 @@ class Open(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crew: bytes
     stage: int
     """The other stage."""
-    kind: Kind
+    kind: StreamKind
 
 
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -1456,7 +1476,7 @@ class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     crew: bytes
     from_stage: int
     to_stage: int
-    kind: Kind
+    kind: StreamKind
 
 
 class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -1481,7 +1501,7 @@ def socket_file(data_dir: Path) -> Path:
     return data_dir / "run" / "stages.sock"
 
 
-def refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
+def stream_refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
     """Return why a stream that `peer` opened is refused, of REFUSALS; empty if it is taken."""
     if peers is None or opened.crew != peers.crew:
         return "crew"
@@ -1510,10 +1530,10 @@ async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
     return message
 
 
-async def read_open(unix: trio.SocketStream) -> Open | None:
+async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
     """Return None when the trainer sent nothing. Raises BadMessage, and what the socket raises."""
-    opened: Open | None = await headed.read_header(
-        unix, lambda data: strict.decode(data, Open), OPEN_BYTES
+    opened: SocketOpen | None = await headed.read_header(
+        unix, lambda data: strict.decode(data, SocketOpen), OPEN_BYTES
     )
     return opened
 
@@ -1548,15 +1568,15 @@ STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
 disk or device could not do what was asked; `repeated`, one body too often; `gate`, our stage was
 restored from a source that failed the gate, because no source passed."""
 ROOT_BYTES: Final = 32
-Form = Literal["exact", "small", "plain"]
+StateForm = Literal["exact", "small", "plain"]
 """exact: float32 with AdamW's moments and counts. small: bfloat16, and plain: float32, without."""
 StatePhase = Literal["starting", "restoring", "candidate", "ready"]
 """starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
 weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""
-What = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
-Given = Literal["checkpoint", "ends", "probes"]
+BodyKind = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
+SharedBody = Literal["checkpoint", "ends", "probes"]
 """Bodies that other members keep of a stage."""
-Wanted = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
+RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
@@ -1566,11 +1586,11 @@ class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     """Number that the requester chose; answers repeat it. 0 in Made and Kept."""
 
 
-class Ask(StateMessage, frozen=True, tag="ask"):
+class AskMessage(StateMessage, frozen=True, tag="ask"):
     """What do you have for my stage?"""
 
 
-class Holds(StateMessage, frozen=True, tag="holds"):
+class HoldsMessage(StateMessage, frozen=True, tag="holds"):
     """Answer to Ask. None where there is nothing."""
 
     phase: StatePhase
@@ -1583,8 +1603,8 @@ class Holds(StateMessage, frozen=True, tag="holds"):
     """Committed steps when the newest probe was computed."""
 
 
-class Want(StateMessage, frozen=True, tag="want"):
-    what: Wanted
+class WantMessage(StateMessage, frozen=True, tag="want"):
+    what: RequestedBody
     of: int
     """Stage whose body it is: the asker's or the asked."""
     at: int
@@ -1594,7 +1614,7 @@ class Want(StateMessage, frozen=True, tag="want"):
     body is sent from its first byte."""
 
 
-class Run(StateMessage, frozen=True, tag="run"):
+class RunMessage(StateMessage, frozen=True, tag="run"):
     """Body: a description (`MicroBatch`) ‖ activations."""
 
     codec: ActivationCodec | None
@@ -1604,10 +1624,10 @@ class Run(StateMessage, frozen=True, tag="run"):
     """Bytes of the description."""
 
 
-class Have(StateMessage, frozen=True, tag="have"):
+class HaveMessage(StateMessage, frozen=True, tag="have"):
     """The body has `size` bytes; those from the requested byte on follow in chunks."""
 
-    what: What
+    what: BodyKind
     step: int
     """Committed steps in it."""
     size: int
@@ -1617,34 +1637,34 @@ class Have(StateMessage, frozen=True, tag="have"):
     """Squared norm of the stage's last raw gradient over its layers: CheckFree's weight."""
 
 
-class Chunk(StateMessage, frozen=True, tag="chunk"):
+class ChunkMessage(StateMessage, frozen=True, tag="chunk"):
     at: int
     length: int
 
 
-class Lack(StateMessage, frozen=True, tag="lack"):
+class LackMessage(StateMessage, frozen=True, tag="lack"):
     reason: LackReason
 
 
-class Made(StateMessage, frozen=True, tag="made"):
+class MadeMessage(StateMessage, frozen=True, tag="made"):
     """The sender has a new body for others to keep."""
 
-    what: Given
+    what: SharedBody
     step: int
     """Committed steps in it."""
 
 
-class Kept(StateMessage, frozen=True, tag="kept"):
+class KeptMessage(StateMessage, frozen=True, tag="kept"):
     """The receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
 
-StateAnswer = Holds | Have | Chunk | Lack
-AnyStateMessage = Ask | Want | Run | Made | Kept | StateAnswer
+StateAnswer = HoldsMessage | HaveMessage | ChunkMessage | LackMessage
+AnyStateMessage = AskMessage | WantMessage | RunMessage | MadeMessage | KeptMessage | StateAnswer
 
 
-class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class GateProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A micro-batch that was trained on, and the policy's log-probabilities before that step."""
 
     micro_batch: int
@@ -1657,11 +1677,11 @@ class Probe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """f32 for each completion token."""
 
 
-def root_of(body: bytes | bytearray | memoryview) -> bytes:
+def hash_body(body: bytes | bytearray | memoryview) -> bytes:
     return hashlib.blake2b(body, digest_size=ROOT_BYTES).digest()
 
 
-def state_bytes(layout: Layout, form: Form) -> int:
+def state_bytes(layout: Layout, form: StateForm) -> int:
     """Return the length of a state. The exact form has a float32 count for each tensor."""
     per_value = {"exact": 12, "small": 2, "plain": 4}[form]
     return per_value * elements(layout) + (4 * len(layout) if form == "exact" else 0)
@@ -1686,9 +1706,9 @@ async def read_state(
         return None
     _check_state_message(message, limits)
     size = 0
-    if isinstance(message, Chunk):
+    if isinstance(message, ChunkMessage):
         size = message.length
-    elif isinstance(message, Run):
+    elif isinstance(message, RunMessage):
         size = message.about + (
             activation_bytes(message.codec, message.rows, limits.hidden)
             if message.codec is not None
@@ -1700,7 +1720,7 @@ async def read_state(
 _STATE_RANGES: Final = {
     **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
-    "of": (0, STAGES - 1),
+    "of": (0, MAX_STAGES - 1),
 }
 
 
@@ -1715,10 +1735,10 @@ def _check_state_message(message: AnyStateMessage, limits: FrameLimits) -> None:
             "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16)),
         },
     )
-    if isinstance(message, Want):
+    if isinstance(message, WantMessage):
         if message.at and message.what != "checkpoint":
             raise BadMessage("bounds", f"a part of {message.what}")
         check_length("root", message.root, ROOT_BYTES if message.at else 0)
-    if isinstance(message, Have):
+    if isinstance(message, HaveMessage):
         check_length("root", message.root, ROOT_BYTES)
         check_between("squared_norm", message.squared_norm, 0.0, math.inf)

@@ -92,12 +92,12 @@ def read_stages(
         path = crew.about.path(spec.index)
         found = read_checkpoint(crew.directory, path)
         try:
-            state = decode_state(found.body, layout, found.about.form, found.about.step, 0.0)
+            state = decode_state(found.body, layout, found.metadata.form, found.metadata.step, 0.0)
         except BadMessage as error:
             raise StateError(f"{path}: {error}") from None
-        dtype = torch.float32 if found.about.form == "exact" else torch.bfloat16
+        dtype = torch.float32 if found.metadata.form == "exact" else torch.bfloat16
         tensors = {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}
-        yield spec.index, tensors, found.about.step
+        yield spec.index, tensors, found.metadata.step
 
 
 def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:

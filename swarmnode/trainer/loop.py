@@ -29,7 +29,7 @@ from swarmnode.drops import TrainerDrops
 from swarmnode.errors import EngineGone, LocalError
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
-from swarmnode.pauses import Told, is_quiet
+from swarmnode.pauses import PauseFlags, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.trial import try_loaded
@@ -171,7 +171,7 @@ class Loop:
             Trackers(config.log.trackers, config.node.data_dir, config.node.name, told),
         )
         self._pauses = Pauses(
-            config.node.quiet_hours, Told(config.node.data_dir), training.step_interval, stop
+            config.node.quiet_hours, PauseFlags(config.node.data_dir), training.step_interval, stop
         )
 
     def run(self, join_seconds: float) -> None:

@@ -16,7 +16,7 @@ from swarmnode.rollouts import admission, pull_gossip
 from swarmnode.rollouts.pace import LONGEST_SECONDS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.stages import service, wire
-from swarmnode.stages.wire import FENCE_REASONS, MEMBERS, STATE_REASONS
+from swarmnode.stages.wire import FENCE_REASONS, MAX_MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
@@ -172,9 +172,9 @@ def test_caps_are_those_of_the_registry():
         "blocks": weights_messages.BLOCKS,
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
-        "crew_members": MEMBERS,
-        "copies": wire.COPIES,
-        "layers": wire.LAYERS,
+        "crew_members": MAX_MEMBERS,
+        "copies": wire.MAX_HELD_BLOCKS,
+        "layers": wire.MAX_LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
         "stage_activation_block": limits.STAGE_ACTIVATION_BLOCK,
@@ -240,10 +240,10 @@ def test_every_limit_is_in_the_registry():
         wire.REASON_BYTES,
         wire.HASH_BYTES,
         wire.HASH_BYTES,
-        wire.COPIES,
+        wire.MAX_HELD_BLOCKS,
     ]
     ours += [wire.NONCE_BYTES, said.BLOCKS]
-    ours += [wire.LAYERS, MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
+    ours += [wire.MAX_LAYERS, MAX_MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
@@ -264,7 +264,7 @@ def test_what_the_registry_calls_blameless_is_ignored():
 def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*wire.FRAME_REASONS, *STATE_REASONS},
-        "ignore": {*FENCE_REASONS, *wire.REFUSALS, "repeated"} - {"malformed"},
+        "ignore": {*FENCE_REASONS, *wire.STREAM_REFUSALS, "repeated"} - {"malformed"},
     }
 
 

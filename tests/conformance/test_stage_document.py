@@ -15,7 +15,7 @@ from swarmnode.policy.quantised import quantise
 from swarmnode.rl.corrections import importance_weights
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages import crew, recovery
-from swarmnode.stages.wire import Copy, Member, Participant, Record, Settings
+from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock, MembershipSettings, Participant
 
 PROTOCOL = Path(__file__).parents[2] / "protocol"
 VECTORS = [
@@ -144,14 +144,17 @@ def test_a_node_keeps_its_steps_as_long_as_swarmnode_does(document):
     for step in (0, 3, 4, 5, 6, 9):
         for lineage in (b"a" * 32, b"b" * 32):
             for where in ("memory", "disk", "neighbour"):
-                record = Record(lineage, bytes(32), step, (Member("p", 1),), bytes(8))
-                copies = [Copy(b"a" * 32, 0, 2, 5, where), Copy(b"a" * 32, 0, 2, 2, "neighbour")]
+                record = CrewRecord(lineage, bytes(32), step, (CrewMember("p", 1),), bytes(8))
+                copies = [
+                    HeldBlock(b"a" * 32, 0, 2, 5, where),
+                    HeldBlock(b"a" * 32, 0, 2, 2, "neighbour"),
+                ]
                 given = [as_dict(copy) for copy in copies]
-                settings = Settings(lost_seconds=600.0)
+                settings = MembershipSettings(lost_seconds=600.0)
                 got = document["keep_seconds"](given, {"lineage": lineage, "step": step})
                 assert got == crew.keep_seconds(copies, record, settings)
                 seconds.add(got)
-                assert document["is_exact"](given[0], step) == crew.is_exact(copies[0], step)
+                assert document["is_exact"](given[0], step) == crew.is_exact_block(copies[0], step)
     assert seconds == {0.0, 12.0, 600.0}
 
 
@@ -162,7 +165,7 @@ def as_dict(copy):
 def test_strikes_exclude_for_twice_as_long_each_time(document):
     seconds = [document["excluded_seconds"](count) for count in range(12)]
     assert seconds[:4] == [0, 20, 40, 80]
-    assert seconds[-1] == crew.LONGEST_STRIKE_SECONDS
+    assert seconds[-1] == crew.MAX_STRIKE_SECONDS
 
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo", "gspo", "cispo", "dr_grpo"])
@@ -213,7 +216,7 @@ def test_checkfree_is_that_of_recovery(document):
 
 def test_the_gate_measures_what_recovery_measures(document):
     shifts = [0.1, -0.2, 0.03, 0.0]
-    verdict = recovery.verdict_of(np.array(shifts, np.float32))
+    verdict = recovery.make_verdict(np.array(shifts, np.float32))
     assert document["gate"](shifts) == pytest.approx((verdict.kl, verdict.nll_rise), rel=1e-5)
 
 

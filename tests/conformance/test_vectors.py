@@ -35,13 +35,13 @@ from swarmnode.stages import wire
 from swarmnode.stages.wire import (
     FENCE_REASONS,
     FRAME_REASONS,
+    CrewRecord,
     Fence,
     Place,
-    Record,
     Routes,
     crew_id,
+    hash_body,
     policy_fingerprint,
-    root_of,
     state_bytes,
 )
 from swarmnode.tasks.frames import prepare
@@ -112,7 +112,9 @@ MESSAGES = {
 }
 CREWS = {"crews_request": wire.decode_request, "crews_answer": wire.decode_answer}
 WEIGHTS = {"weights": decode_message, "weights_state": decode_state}
-OPEN_REFUSALS = {reason for reason in wire.REFUSALS if reason not in ("malformed", "timeout")}
+OPEN_REFUSALS = {
+    reason for reason in wire.STREAM_REFUSALS if reason not in ("malformed", "timeout")
+}
 FRAMES = [
     (name, vector)
     for name, document in DOCUMENTS.items()
@@ -226,7 +228,7 @@ def read_stream_open(frame: bytes, given: dict) -> dict:
     if len(frame) > wire.OPEN_BYTES:
         raise BadMessage("oversize", "to open a stream")
     opened = strict.decode(frame, wire.StreamOpen)
-    refused = wire.refusal(crew_vectors.stream_peers(given["crew"]), given["peer"], opened)
+    refused = wire.stream_refusal(crew_vectors.stream_peers(given["crew"]), given["peer"], opened)
     if refused:
         raise BadMessage(refused)
     return msgspec.to_builtins(opened, builtin_types=(bytes,))
@@ -394,8 +396,8 @@ def test_swarmnode_derives_what_is_recorded(vector):
             given["form"],
         ),
         "copy_plain": lambda: state_vectors.copy_plain(given["base"], given["now"]),
-        "state_root": lambda: root_of(bytes.fromhex(given["body"])).hex(),
-        "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), Record)).hex(),
+        "state_root": lambda: hash_body(bytes.fromhex(given["body"])).hex(),
+        "crew_id": lambda: crew_id(crew_vectors.read(unplain(given["record"]), CrewRecord)).hex(),
         "stage_fence": lambda: stage_fence(given),
         "stage_commit": lambda: answers(given["step"], given["events"]),
         "builtin_question": lambda: [(made := task_vectors.item(**given)).prompt, made.answer],

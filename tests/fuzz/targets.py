@@ -176,7 +176,10 @@ def stream_open(data: bytes) -> None:
     """The first message of a stream between members of a crew, to its second stage, from whoever
     holds the first."""
     members = wire.StreamPeers(CREW, 1, ("a", "b", "c"))
-    assert wire.refusal(members, "a", strict.decode(data, wire.StreamOpen)) in ("", *wire.REFUSALS)
+    assert wire.stream_refusal(members, "a", strict.decode(data, wire.StreamOpen)) in (
+        "",
+        *wire.STREAM_REFUSALS,
+    )
 
 
 def signed(payload: bytes) -> bytes:

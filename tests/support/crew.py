@@ -13,7 +13,7 @@ from trio.testing import memory_stream_pair
 
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, Head, Links, StageWorker, inline
+from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings, run_inline
 from swarmnode.stages.wire import Fence, FrameLimits, Place
 
 
@@ -31,11 +31,11 @@ class Crew:
 @asynccontextmanager
 async def open_crew(
     runtimes: Sequence[StageRuntime],
-    settings: CrewSettings,
+    settings: WorkerSettings,
     limits: FrameLimits,
     *,
     crew: bytes = b"\0" * wire.CREW_BYTES,
-    compute: Any = inline,
+    compute: Any = run_inline,
     seconds: float = 600.0,
     step_seconds: float = math.inf,
     step: int = 0,

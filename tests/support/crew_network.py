@@ -26,13 +26,13 @@ from swarmnode.link.messages import Drawn, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (
-    Assigned,
-    Offering,
-    Open,
-    Released,
-    Resumed,
+    CrewEnd,
+    CrewResume,
+    SocketOpen,
+    StageAssignment,
     StageFault,
     StageStatus,
+    TrainerOffer,
 )
 
 LINEAGE = b"\x07" * 32
@@ -48,7 +48,7 @@ class Node:
     network: CrewNetwork
     pid: int = 0
     connected: bool = False
-    offering: Offering | None = None
+    offering: TrainerOffer | None = None
     """Of a trainer that is in no crew."""
     status: StageStatus | None = None
     published: list[Any] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Node:
 
     def stages(self, message: wire.FromTrainer) -> None:
         match message:
-            case Offering():
+            case TrainerOffer():
                 self.network.offered(self, message)
             case StageStatus():
                 self.network.said(self, message)
@@ -113,7 +113,7 @@ class CrewNetwork:
 
     # ---- foundings -------------------------------------------------------------------------------
 
-    def offered(self, node: Node, offering: Offering) -> None:
+    def offered(self, node: Node, offering: TrainerOffer) -> None:
         node.connected, node.offering = True, offering
         if not self.crew and all(n.offering is not None for n in self.nodes):
             self._found()
@@ -128,7 +128,7 @@ class CrewNetwork:
             self.crew, self.running = b"", False
             for node in self.nodes:
                 node.offering = None
-                node.link.send_to_trainer(Released(why))
+                node.link.send_to_trainer(CrewEnd(why))
 
     def _found(self) -> None:
         """At the newest step that everybody has, or lacks by one; without one, at the newest that
@@ -145,7 +145,9 @@ class CrewNetwork:
             node.status = node.offering = None
             path = str(wire.socket_file(node.directory))
             node.link.send_to_trainer(
-                Assigned(self.crew, self.lineage, node.stage, self.layers, members, step, path)
+                StageAssignment(
+                    self.crew, self.lineage, node.stage, self.layers, members, step, path
+                )
             )
 
     def _newest(self) -> int:
@@ -153,7 +155,7 @@ class CrewNetwork:
         own = [
             [
                 c
-                for c in node.offering.copies
+                for c in node.offering.held_blocks
                 if c.lineage == self.lineage and c.first == start and c.where != "neighbour"
             ]
             for node, start in zip(self.nodes, starts, strict=True)
@@ -167,7 +169,7 @@ class CrewNetwork:
     def said(self, node: Node, status: StageStatus) -> None:
         if status.crew != self.crew:
             if not self.crew:
-                node.link.send_to_trainer(Released("that crew is over"))
+                node.link.send_to_trainer(CrewEnd("that crew is over"))
             return
         before, node.status = node.status, status
         if (
@@ -183,7 +185,7 @@ class CrewNetwork:
         if not self.running:
             self.running = True
             self.resumed_at.append((trio.current_time(), self.step))
-            self._tell(Resumed(self.crew))
+            self._tell(CrewResume(self.crew))
 
     def _tell(self, message: Any) -> None:
         for node in self.nodes:
@@ -225,7 +227,7 @@ class CrewNetwork:
     async def _pipe(self, node: Node, stream: trio.SocketStream) -> None:
         try:
             size = int.from_bytes(await _exactly(stream, 4), "big")
-            opened = msgspec.msgpack.decode(await _exactly(stream, size), type=Open)
+            opened = msgspec.msgpack.decode(await _exactly(stream, size), type=SocketOpen)
             if opened.crew != self.crew:
                 return await stream.aclose()
             self._sockets.add(stream)

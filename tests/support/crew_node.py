@@ -24,13 +24,20 @@ from swarmnode.config import StagesConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.stages import wire
 from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.stages.wire import Capacity, Copy, ModelCost, Part, Settings, StreamPeers
+from swarmnode.stages.wire import (
+    Capacity,
+    HeldBlock,
+    MembershipSettings,
+    ModelCost,
+    PartCost,
+    StreamPeers,
+)
 from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32
 LAYER = 1e9
 """Bytes."""
-QUICK = Settings(
+QUICK = MembershipSettings(
     tick_seconds=0.25,
     heartbeat_seconds=1.0,
     offer_seconds=2.0,
@@ -58,17 +65,21 @@ class PretendedTrainer:
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
-        self.assigned: wire.Assigned | None = None
+        self.assigned: wire.StageAssignment | None = None
         self.running = False
         self.told: list[wire.ToTrainer] = []
         self.frozen = False
         self.keeps: list[tuple[int, int]] = []
         """(layer, step) that it has of others."""
         self._service = service
-        self._offering = wire.Offering(
+        self._trainer_offer = wire.TrainerOffer(
             MODEL,
             Capacity(1.3 * LAYER, 1e9, 0.001),
-            ModelCost(Part(0.1 * LAYER, 0), (Part(LAYER, 1e6),) * layers, Part(0.1 * LAYER, 1e5)),
+            ModelCost(
+                PartCost(0.1 * LAYER, 0),
+                (PartCost(LAYER, 1e6),) * layers,
+                PartCost(0.1 * LAYER, 1e5),
+            ),
         )
         self._phase: wire.StagePhase = "loading"
         self._lineage, self._layers_held = b"", (0, 0)
@@ -83,14 +94,16 @@ class PretendedTrainer:
 
     def _offer(self) -> None:
         """What is in memory, as of the last step that all have taken."""
-        own = [Copy(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
-        kept = [
-            Copy(self._lineage, i, i + 1, step, "neighbour")
+        own = (
+            [HeldBlock(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
+        )
+        stored = [
+            HeldBlock(self._lineage, i, i + 1, step, "neighbour")
             for i, step in self.keeps
             if self._lineage
         ]
-        copies = (*own, *kept)
-        self._service.receive(msgspec.structs.replace(self._offering, copies=copies))
+        copies = (*own, *stored)
+        self._service.receive(msgspec.structs.replace(self._trainer_offer, held_blocks=copies))
 
     def stop(self) -> None:
         self._scope.cancel()
@@ -110,7 +123,7 @@ class PretendedTrainer:
             nursery.start_soon(self._repeat)
             async for message in self._said:
                 match message:
-                    case wire.Assigned():
+                    case wire.StageAssignment():
                         self._scope.cancel()
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
@@ -122,11 +135,11 @@ class PretendedTrainer:
                         )
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
-                    case wire.Resumed():
+                    case wire.CrewResume():
                         self.running = True
-                    case wire.Suspended():
+                    case wire.CrewPause():
                         self.running = False
-                    case wire.Released():
+                    case wire.CrewEnd():
                         self._scope.cancel()
                         self.assigned, self.running = None, False
                         self._offer()
@@ -146,7 +159,7 @@ class PretendedTrainer:
             self._status()
             await trio.sleep(STATUS_SECONDS)
 
-    async def _serve(self, assigned: wire.Assigned, scope: trio.CancelScope) -> None:
+    async def _serve(self, assigned: wire.StageAssignment, scope: trio.CancelScope) -> None:
         """Streams of one crew: all to all."""
         peers = StreamPeers(assigned.crew, assigned.stage, assigned.members)
         with scope, contextlib.suppress(trio.BrokenResourceError, OSError):
@@ -192,7 +205,7 @@ class CrewNode:
         self,
         network: Libp2pNetwork,
         directory: Path,
-        settings: Settings,
+        settings: MembershipSettings,
         cfg: StagesConfig,
         layers: int,
     ) -> None:
@@ -255,7 +268,7 @@ async def crew_node(
     network: Libp2pNetwork,
     directory: Path,
     *,
-    settings: Settings = QUICK,
+    settings: MembershipSettings = QUICK,
     layers: int = 3,
     **cfg: Any,
 ) -> AsyncIterator[CrewNode]:

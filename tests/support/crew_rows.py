@@ -10,14 +10,14 @@ import torch
 
 from swarmnode.policy.logprobs import score
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.wire import FrameLimits
 from swarmnode.trainer.batch import assemble, own_group
 from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
 BASE = b"b" * 32
-EXACT = CrewSettings(BASE, "float32")
+EXACT = WorkerSettings(BASE, "float32")
 ENDS = frozenset({1})
 HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
 
@@ -29,7 +29,7 @@ def limits_of(model: Any, tokens: int = 4096) -> FrameLimits:
 
 
 def crew_of(
-    model: Any, layers: list[int], settings: CrewSettings = EXACT, **keys: Any
+    model: Any, layers: list[int], settings: WorkerSettings = EXACT, **keys: Any
 ) -> AbstractAsyncContextManager[Crew]:
     runtimes = [StageRuntime(spec, stage) for spec, stage in split_model(model, layers)]
     return open_crew(runtimes, settings, limits_of(model), **keys)

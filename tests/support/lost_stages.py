@@ -17,7 +17,7 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import StateError
 from swarmnode.stages import wire
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, StageWorker, inline
+from swarmnode.stages.pipeline import StageWorker, WorkerSettings, run_inline
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
     BaseWeights,
@@ -26,11 +26,11 @@ from swarmnode.stages.recovery import (
     LocalStage,
     Recorder,
     RecoverySettings,
-    Restored,
+    RestoredStage,
     StatePeer,
-    kept_stages,
     restore,
     stage_layouts,
+    stored_stages,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
 from tests.support.crew import Crew, open_crew
@@ -58,7 +58,7 @@ class Fleet:
     model: Any
     layers: list[int]
     directory: Path
-    crew_settings: CrewSettings
+    crew_settings: WorkerSettings
     settings: RecoverySettings
     keepers: Collection[int] = ()
     """Stages whose nodes keep the whole policy."""
@@ -68,7 +68,7 @@ class Fleet:
     epoch: int = 0
     stations: list[Station] = field(default_factory=list)
     peers: list[StatePeer] = field(default_factory=list)
-    restored: dict[int, Restored] = field(default_factory=dict)
+    restored: dict[int, RestoredStage] = field(default_factory=dict)
     """Stages that the last roster had to restore."""
     failed: dict[int, Exception] = field(default_factory=dict)
     told: list[tuple[int, str]] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Fleet:
     def _station(self, spec: StageSpec, runtime: StageRuntime, directory: Path) -> Station:
         settings = replace(self.settings, keep_policy=spec.index in self.keepers)
         store = CheckpointStore(directory / CHECKPOINTS)
-        store.begin(self.identity, kept_stages(spec.index, spec.stages, settings))
+        store.begin(self.identity, stored_stages(spec.index, spec.stages, settings))
         watch = Recorder(spec, settings, self.layouts, store)
         return Station(spec, runtime, directory, store, watch)
 
@@ -155,7 +155,7 @@ class Fleet:
                 station.watch,
                 station.store,
             )
-            self.peers.append(StatePeer(local, fence, streams[i], inline))
+            self.peers.append(StatePeer(local, fence, streams[i], run_inline))
         self.restored, self.failed = {}, {}
         async with trio.open_nursery() as nursery:
             for peer in self.peers:
@@ -224,7 +224,7 @@ class Fleet:
 
 def checkpoints_in(fleet: Fleet, at: int) -> dict[int, int]:
     """Stage → committed steps in its checkpoint on the disk of the node of stage `at`."""
-    found = {stage: fleet.stations[at].store.about(stage) for stage in range(len(fleet.layers))}
+    found = {stage: fleet.stations[at].store.metadata(stage) for stage in range(len(fleet.layers))}
     return {stage: about.step for stage, about in found.items() if about is not None}
 
 

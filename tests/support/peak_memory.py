@@ -25,13 +25,13 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import recovery
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
 from swarmnode.stages.recovery import (
     CheckpointIdentity,
     CheckpointStore,
     Recorder,
     RecoverySettings,
-    layout_of,
+    trained_layout,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place
 from swarmnode.trainer.batch import TrainingGroup, assemble
@@ -81,7 +81,9 @@ def copies_peak(case: dict[str, Any]) -> float:
         Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)),
         Fence(Place(b"c" * 16, 1, 0), 3),
     )
-    worker = StageWorker(StageRuntime(spec, model), links, fence, CrewSettings(b"b" * 32), inline)
+    worker = StageWorker(
+        StageRuntime(spec, model), links, fence, WorkerSettings(b"b" * 32), run_inline
+    )
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
     worker.optimizer.step(1.0, 1e-3)
@@ -94,7 +96,7 @@ def copies_peak(case: dict[str, Any]) -> float:
         recorder = Recorder(
             spec,
             RecoverySettings(case["checkpoint_every"], exact_bytes=0),
-            [layout_of(worker.runtime.model)] * 3,
+            [trained_layout(worker.runtime.model)] * 3,
             store,
         )
         gc.collect()

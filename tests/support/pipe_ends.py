@@ -10,15 +10,15 @@ import trio
 
 from swarmnode.stages import wire
 from swarmnode.stages.service import StreamProxy
-from swarmnode.stages.wire import Kind, StreamPeers
+from swarmnode.stages.wire import StreamKind, StreamPeers
 
 
 async def open_pipe(
-    proxy: StreamProxy, peers: StreamPeers, stage: int, kind: Kind = "frames", **other: Any
+    proxy: StreamProxy, peers: StreamPeers, stage: int, kind: StreamKind = "frames", **other: Any
 ) -> trio.SocketStream:
     """A connection that is to be the stream to the trainer of `stage`. other: fields that are not
     the crew's."""
-    opened = msgspec.structs.replace(wire.Open(peers.crew, stage, kind), **other)
+    opened = msgspec.structs.replace(wire.SocketOpen(peers.crew, stage, kind), **other)
     body = msgspec.msgpack.encode(opened)
     stream = await trio.open_unix_socket(str(proxy.path))
     await stream.send_all(len(body).to_bytes(4, "big") + body)

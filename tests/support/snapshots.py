@@ -41,7 +41,7 @@ from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.pull_gossip import PullStatistics, ServingStatistics
 from swarmnode.rollouts.shelf import ShelfStatistics
 from swarmnode.stages.crew import CrewStatistics, SlotStatistics
-from swarmnode.stages.service import BOUNDS as CREW_BOUNDS
+from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
 from swarmnode.tasks.tally import ScorerStatistics

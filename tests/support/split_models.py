@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from swarmnode.errors import Incompatible
 from swarmnode.policy.model import base_model
-from swarmnode.stages.model import adapt, build_stage
+from swarmnode.stages.model import add_adapter, build_stage
 from swarmnode.stages.wire import StageSpec, stage_specs
 
 
@@ -30,7 +30,9 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreT
             base.config, spec, lambda name: tensors[name].detach().clone(), dtype=base.dtype
         )
         stages.append(
-            adapt(stage, model.peft_config["default"]) if hasattr(model, "peft_config") else stage
+            add_adapter(stage, model.peft_config["default"])
+            if hasattr(model, "peft_config")
+            else stage
         )
     state = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     for spec, stage in zip(specs, stages, strict=True):

@@ -15,9 +15,9 @@ from swarmnode.stages.wire import (
     FrameLimits,
     read_frame,
     read_micro_batch,
-    read_questions,
     read_scores,
     read_tokens,
+    read_wave,
 )
 from swarmnode.wire.tensors import unpack_ids
 
@@ -65,30 +65,30 @@ def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
 
 def _body(frame: wire.Frame, body: bytes, limits: FrameLimits, codec: str) -> dict[str, Any]:
     match frame:
-        case wire.Forward():
+        case wire.ForwardFrame():
             about = read_micro_batch(body[: frame.about], frame.rows, limits, frame.purpose)
             return {
                 "about": _plain(about),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case wire.Prefill():
-            wave = read_questions(body[: frame.about], frame.rows, limits)
+        case wire.PrefillFrame():
+            wave = read_wave(body[: frame.about], frame.rows, limits)
             return {
                 "about": _plain(wave),
                 "values": _values(body[frame.about :], frame.rows, limits, frame.codec, codec),
             }
-        case wire.Decode():
+        case wire.DecodeFrame():
             names, rest = unpack_ids(body[: 4 * frame.rows]).tolist(), body[4 * frame.rows :]
             return {"names": names, "values": _values(rest, frame.rows, limits, frame.codec, codec)}
-        case wire.Backward():
+        case wire.BackwardFrame():
             return {"values": _values(body, frame.rows, limits, frame.codec, frame.codec)}
-        case wire.Embedding():
+        case wire.EmbeddingFrame():
             return {"values": _values(body, frame.rows, limits, "float32", "float32")}
-        case wire.Tokens():
+        case wire.TokensFrame():
             return dict(
                 zip(("ids", "logprobs"), read_tokens(body, frame.rows, limits), strict=True)
             )
-        case wire.Scores():
+        case wire.ScoresFrame():
             return dict(zip(("logprobs", "entropies"), read_scores(body, frame.rows), strict=True))
     return {}
 

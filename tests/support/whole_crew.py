@@ -32,7 +32,7 @@ from swarmnode.stages.recovery import (
     read_checkpoint,
     stage_layouts,
 )
-from swarmnode.stages.trainer import cost_of
+from swarmnode.stages.trainer import estimate_cost
 from swarmnode.stages.wire import stage_memory, stage_specs
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ def like_nodes(
     `seed`, and so much room that only one split of `model` can be made, whatever speeds are
     measured. Not started; `is_like` says whether it came so."""
     config = Config.model_validate(whole_settings(model, 0, members, **sections))
-    cost = cost_of(config, AutoConfig.from_pretrained(model), probe(config.policy))
+    cost = estimate_cost(config, AutoConfig.from_pretrained(model), probe(config.policy))
     layers = [len(cost.layers) // members] * members
     keys = [
         Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed} {i}".encode()).digest())
@@ -191,7 +191,7 @@ def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.
     of all stages of one crew, whose base is the directory `model`."""
     whole: dict[str, torch.Tensor] = {}
     found = [read_checkpoint(path.parent.parent, Path(*path.parts[-2:])) for path in files]
-    abouts = [checkpoint.about for checkpoint in found]
+    abouts = [checkpoint.metadata for checkpoint in found]
     layers = abouts[0].identity.layers
     assert len({(about.identity, about.step) for about in abouts}) == 1
     assert sorted(about.stage for about in abouts) == list(range(len(layers)))

@@ -12,8 +12,8 @@ from swarmnode.averaging.gate import Losses
 from swarmnode.config import Config
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.trainer import CrewProbe, Stage, averaged
-from swarmnode.stages.wire import Assigned
+from swarmnode.stages.trainer import AverageProbe, Stage, averaged_parameters
+from swarmnode.stages.wire import StageAssignment
 from swarmnode.weights import discovery, exchange
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
@@ -32,7 +32,7 @@ class Holder:
         crew, index, *cut = seat
         layers = tuple(cut) or (2, 2)
         self.model = model
-        assigned = Assigned(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, "")
+        assigned = StageAssignment(bytes([crew]) * 32, SWARM, index, layers, ("a", "b"), 0, "")
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(
@@ -66,7 +66,7 @@ class Holder:
         self.averaging.committed(SimpleNamespace(participant=SimpleNamespace(step=self.steps)))
 
     def weights(self):
-        return {n: p.detach().clone() for n, p in averaged(self.stage).items()}
+        return {n: p.detach().clone() for n, p in averaged_parameters(self.stage).items()}
 
     def candidates(self):
         return self.service.statistics().candidates
@@ -98,7 +98,7 @@ def quick(monkeypatch):
     torch.set_num_threads(1)
     monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (1.0, 120.0))
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
-    monkeypatch.setattr(CrewProbe, "measure", as_good)
+    monkeypatch.setattr(AverageProbe, "measure", as_good)
 
 
 @contextlib.asynccontextmanager
@@ -200,6 +200,6 @@ async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path,
             lambda *args, **kinds: between.append(holder.steps),
         )
         for allowed in (True, False, True):
-            holder.averaging._averages = lambda allowed=allowed: allowed
+            holder.averaging._may_average = lambda allowed=allowed: allowed
             holder.step()
         assert between == [1, 3]

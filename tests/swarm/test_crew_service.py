@@ -8,7 +8,7 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.stages import wire
-from swarmnode.stages.wire import Copy, Member, Record
+from swarmnode.stages.wire import CrewMember, CrewRecord, HeldBlock
 from swarmnode.wire import ids
 from tests.support.crew_node import MODEL, crew_node
 from tests.support.hosts import host
@@ -178,14 +178,14 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         target = made.holder(1)[1]
         crew_id = bytes.fromhex(target.crew)
         peers = [node.network.peer_id for node in made.nodes.values()]
-        record = Record(
-            b"l" * 32, MODEL, 10**12, tuple(Member(peer, 1) for peer in peers), bytes(8)
+        record = CrewRecord(
+            b"l" * 32, MODEL, 10**12, tuple(CrewMember(peer, 1) for peer in peers), bytes(8)
         )
-        copies = tuple(Copy(b"l" * 32, i, i + 1, 10**12, "memory") for i in range(3))
+        copies = tuple(HeldBlock(b"l" * 32, i, i + 1, 10**12, "memory") for i in range(3))
         for message in (
-            wire.Leave(crew_id, "it is over"),
-            wire.Heartbeat(crew_id, wire.Status("failed")),
-            wire.Propose(record),
+            wire.LeaveRequest(crew_id, "it is over"),
+            wire.Heartbeat(crew_id, wire.MemberStatus("failed")),
+            wire.ProposeRequest(record),
             wire.Offer(MODEL, 1e30, 1e30, 0.0, copies),
             b"no message",
         ):

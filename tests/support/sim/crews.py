@@ -19,7 +19,7 @@ from swarmnode.config import StagesConfig
 from swarmnode.p2p.addresses import Address
 from swarmnode.stages import wire
 from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.stages.wire import Assigned, Capacity, Copy, ModelCost, Part
+from swarmnode.stages.wire import Capacity, HeldBlock, ModelCost, PartCost, StageAssignment
 from swarmnode.wire.envelope import peer_id
 from tests.support.sim import determinism
 from tests.support.sim.network import Medium, SimNetwork
@@ -38,8 +38,8 @@ class Trainer:
     def __init__(self, node: CrewNode) -> None:
         self.node, self.rng = node, node.rng
         self.pid = node.rng.getrandbits(30)
-        self.memory: Copy | None = None
-        self.assigned: Assigned | None = None
+        self.memory: HeldBlock | None = None
+        self.assigned: StageAssignment | None = None
         self.active = self.running = False
         self.load = self.progress = 0
         self.scope = trio.CancelScope()
@@ -54,15 +54,15 @@ class Trainer:
             try:
                 async for message in self.said:
                     match message:
-                        case wire.Assigned():
+                        case wire.StageAssignment():
                             self._forget()
                             self.assigned = message
                             nursery.start_soon(self._work, message, self.scope)
-                        case wire.Resumed():
+                        case wire.CrewResume():
                             self.running = True
-                        case wire.Suspended():
+                        case wire.CrewPause():
                             self.running = False
-                        case wire.Released():
+                        case wire.CrewEnd():
                             self._forget()
                             await trio.sleep(self.rng.uniform(0.0, 0.5))
                             self._offer()
@@ -79,10 +79,10 @@ class Trainer:
         copies = (*memory, *self.node.disk.values())
         if self.node.liar:
             lineage = copies[0].lineage if copies else b"x" * 32
-            claims = (Copy(lineage, number, number + 1, 10**12, "disk") for number in range(4))
+            claims = (HeldBlock(lineage, number, number + 1, 10**12, "disk") for number in range(4))
             copies = (*copies, *claims)
         cost = self.node.world.cost
-        self.node.service.receive(wire.Offering(bytes(32), Capacity(1.0, 1.0), cost, copies))
+        self.node.service.receive(wire.TrainerOffer(bytes(32), Capacity(1.0, 1.0), cost, copies))
 
     async def _report(self) -> None:
         while True:
@@ -97,7 +97,7 @@ class Trainer:
                 wire.StageStatus(a.crew, a.stage, phase, step, self.progress, load=self.load)
             )
 
-    async def _work(self, assigned: Assigned, scope: trio.CancelScope) -> None:
+    async def _work(self, assigned: StageAssignment, scope: trio.CancelScope) -> None:
         with scope:
             await trio.sleep(self.rng.uniform(0.1, 1.0))
             self._restore(assigned)
@@ -106,7 +106,7 @@ class Trainer:
             if assigned.stage == 0:
                 await self._lead(assigned)
 
-    def _restore(self, assigned: Assigned) -> None:
+    def _restore(self, assigned: StageAssignment) -> None:
         """From memory or disk at n or n − 1; else something older, which is counted."""
         first = sum(assigned.layers[: assigned.stage])
         block = first, first + assigned.layers[assigned.stage]
@@ -118,9 +118,9 @@ class Trainer:
             for copy in own
         )
         self.node.world.restored(self.node, assigned, exact)
-        self.memory = Copy(assigned.lineage, *block, assigned.step, "memory")
+        self.memory = HeldBlock(assigned.lineage, *block, assigned.step, "memory")
 
-    async def _lead(self, assigned: Assigned) -> None:
+    async def _lead(self, assigned: StageAssignment) -> None:
         """Propose, commit, member by member."""
         world = self.node.world
         while True:
@@ -140,7 +140,7 @@ class Trainer:
                 continue
             self.node.service.receive(wire.StageFault(assigned.crew, None, "a step took too long"))
 
-    def _ready(self, peers: list[CrewNode], assigned: Assigned) -> list[Trainer]:
+    def _ready(self, peers: list[CrewNode], assigned: StageAssignment) -> list[Trainer]:
         """All members' trainers, the head's last; empty while one cannot work."""
         found = []
         for peer in reversed(peers):
@@ -159,8 +159,8 @@ class Trainer:
     def take(self) -> None:
         assert self.memory is not None
         step = self.memory.step + 1
-        self.memory = Copy(self.memory.lineage, *self.memory.layers, step, "memory")
-        self.node.disk["own"] = Copy(self.memory.lineage, *self.memory.layers, step, "disk")
+        self.memory = HeldBlock(self.memory.lineage, *self.memory.layers, step, "memory")
+        self.node.disk["own"] = HeldBlock(self.memory.lineage, *self.memory.layers, step, "disk")
         self.progress += 1
         self.report()
         self.node.world.took_step(self.node, self.memory)
@@ -176,7 +176,7 @@ class CrewNode:
         key = key_of(world.seed, name)
         self.peer = peer_id(key.public_key().public_bytes_raw())
         self.address = Address("ip4", f"10.0.0.{number + 1}", 4000)
-        self.disk: dict[str, Copy] = {}
+        self.disk: dict[str, HeldBlock] = {}
         self.slowness, self.liar = 1.0, False
         self.trainer: Trainer | None = None
         self.network: SimNetwork | None = None
@@ -242,8 +242,8 @@ class CrewWorld:
     def __init__(self, seed: int, nodes: int, timeline: Timeline, directory: Path) -> None:
         self.seed, self.directory = seed, directory
         self.rng = random.Random(f"crews {seed}")
-        self.settings = wire.Settings(stages=4)
-        self.cost = ModelCost(Part(0, 0), (Part(1.0, 0.01),) * 4, Part(0, 0))
+        self.settings = wire.MembershipSettings(stages=4)
+        self.cost = ModelCost(PartCost(0, 0), (PartCost(1.0, 0.01),) * 4, PartCost(0, 0))
         self.wires = Wires(
             random.Random(f"wires {seed}"), timeline, lambda a, b: Way(0.02, 0.01, 1e6)
         )
@@ -257,13 +257,13 @@ class CrewWorld:
         """When the head of some crew took a step."""
         self.nursery: trio.Nursery
 
-    def restored(self, node: CrewNode, assigned: Assigned, exact: bool) -> None:
+    def restored(self, node: CrewNode, assigned: StageAssignment, exact: bool) -> None:
         self.inexact += not exact
         newest = self.newest.get(assigned.lineage, 0)
         if assigned.step < newest - 1:
             self.lost.append(f"{node.name} continues at {assigned.step} instead of {newest}")
 
-    def took_step(self, node: CrewNode, copy: Copy) -> None:
+    def took_step(self, node: CrewNode, copy: HeldBlock) -> None:
         self.newest[copy.lineage] = max(copy.step, self.newest.get(copy.lineage, 0))
         if copy.first == 0:
             self.steps_at.append(trio.current_time())
@@ -272,7 +272,7 @@ class CrewWorld:
             if assigned is not None:
                 peers = assigned.members
                 keeper = self.by_peer[peers[(assigned.stage + 1) % len(peers)]]
-                kept = Copy(copy.lineage, *copy.layers, copy.step, "neighbour")
+                kept = HeldBlock(copy.lineage, *copy.layers, copy.step, "neighbour")
                 keeper.disk[f"of {assigned.stage}"] = kept
 
     async def boot(self, *nodes: CrewNode) -> None:

@@ -8,53 +8,63 @@ from msgspec.structs import replace
 from swarmnode.stages import wire
 from swarmnode.stages.crew import (
     CLEARING_STEPS,
-    FAILURES,
     GRACE_SECONDS,
-    HEAD_DEADLINES,
+    HEAD_DEADLINE_FACTOR,
+    MAX_FAILED_CREWS,
+    CrewDependencies,
     CrewStatistics,
-    Means,
     Phase,
     SlotStatistics,
     State,
     advance,
     statistics,
 )
-from swarmnode.stages.wire import Capacity, Copy, Member, ModelCost, Part, Record, crew_id
+from swarmnode.stages.wire import (
+    Capacity,
+    CrewMember,
+    CrewRecord,
+    HeldBlock,
+    ModelCost,
+    PartCost,
+    crew_id,
+)
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
-SETTINGS = wire.Settings(stages=2)
-ACTIVE = wire.Status("active", 40)
+SETTINGS = wire.MembershipSettings(stages=2)
+ACTIVE = wire.MemberStatus("active", 40)
 
 
 def copy(stage, step=40, where="memory", lineage=LINEAGE):
-    return Copy(lineage, stage, stage + 1, step, where)
+    return HeldBlock(lineage, stage, stage + 1, step, where)
 
 
 def record(*peers, step=40, lineage=LINEAGE, nonce=b"n" * 8, model=MODEL):
-    return Record(lineage, model, step, tuple(Member(peer, 1) for peer in peers), nonce)
+    return CrewRecord(lineage, model, step, tuple(CrewMember(peer, 1) for peer in peers), nonce)
 
 
 class Node:
     """`b`, connected with `a`, `c` and `d`."""
 
     def __init__(self, *copies, trusts=lambda peer: True, layers=2, memory=1.0):
-        self.means = Means(replace(SETTINGS, stages=layers), random.Random(1), trusts)
+        self.dependencies = CrewDependencies(
+            replace(SETTINGS, stages=layers), random.Random(1), trusts
+        )
         self.state, self.now, self.done = State("b"), 100.0, []
-        cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * layers, Part(0.0, 0.0))
-        self.offering = wire.Offering(MODEL, Capacity(memory, 1.0), cost, copies)
+        cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * layers, PartCost(0.0, 0.0))
+        self.trainer_offer = wire.TrainerOffer(MODEL, Capacity(memory, 1.0), cost, copies)
         for peer in "acd":
-            self.does(wire.PeerBack(peer))
-        self.does(self.offering)
+            self.does(wire.PeerConnected(peer))
+        self.does(self.trainer_offer)
 
     def does(self, event):
-        self.state, actions = advance(self.state, event, self.now, self.means)
+        self.state, actions = advance(self.state, event, self.now, self.dependencies)
         self.done += actions
         return actions
 
     def answers(self, peer, message):
         return next(
             action.message
-            for action in self.does(wire.Received(peer, message))
+            for action in self.does(wire.RequestReceived(peer, message))
             if isinstance(action, wire.SendAnswer)
         )
 
@@ -69,14 +79,14 @@ class Node:
         for tick in range(round(seconds / SETTINGS.tick_seconds)):
             self.now += SETTINGS.tick_seconds
             if tick % 2 and self.state.crew is not None:
-                self.beats(*alive, status=wire.Status("active", 40, int(self.now)))
-            self.does(wire.Tick({peer: self.now for peer in heard}))
+                self.beats(*alive, status=wire.MemberStatus("active", 40, int(self.now)))
+            self.does(wire.ClockTick({peer: self.now for peer in heard}))
 
     def sent(self, kind):
         return [
             (action.peer, action.message)
             for action in self.done
-            if isinstance(action, wire.Send) and isinstance(action.message, kind)
+            if isinstance(action, wire.SendRequest) and isinstance(action.message, kind)
         ]
 
     def told(self):
@@ -95,11 +105,11 @@ def running(*peers, step=40, copies=None):
     peers = peers or ("a", "b")
     own = (copy(peers.index("b"), step),) if copies is None else copies
     node = Node(*(own if step else ()), layers=len(peers))
-    assert node.answers("a", wire.Propose(record(*peers, step=step))) == wire.Accept(
+    assert node.answers("a", wire.ProposeRequest(record(*peers, step=step))) == wire.AcceptAnswer(
         crew_id(record(*peers, step=step))
     )
     others = [peer for peer in peers if peer != "b"]
-    node.beats(*others, status=wire.Status("active", step))
+    node.beats(*others, status=wire.MemberStatus("active", step))
     node.does(wire.StageStatus(node.state.crew.id, peers.index("b"), "active", step))
     assert node.state.phase == Phase.RUNNING
     return node
@@ -111,7 +121,7 @@ def running(*peers, step=40, copies=None):
 def test_accepted_crew_is_assigned_once_all_sent_heartbeats():
     node = Node(copy(1), layers=3)
     of = record("a", "b", "c")
-    assert node.answers("a", wire.Propose(of)) == wire.Accept(crew_id(of))
+    assert node.answers("a", wire.ProposeRequest(of)) == wire.AcceptAnswer(crew_id(of))
     assert {peer for peer, _ in node.sent(wire.Heartbeat)} == {"a", "c"}
     node.beats("a")
     assert node.state.phase == Phase.FORMING
@@ -120,28 +130,32 @@ def test_accepted_crew_is_assigned_once_all_sent_heartbeats():
     [assigned] = node.told()
     assert (assigned.stage, assigned.members, assigned.step) == (1, ("a", "b", "c"), 40)
     assert assigned.step_seconds == SETTINGS.step_seconds
-    assert node.answers("a", wire.Propose(of)) == wire.Accept(crew_id(of)), "asked again"
+    assert node.answers("a", wire.ProposeRequest(of)) == wire.AcceptAnswer(crew_id(of)), (
+        "asked again"
+    )
 
 
 def test_answer_to_our_heartbeat_is_a_heartbeat():
     node = Node(copy(1))
-    node.answers("a", wire.Propose(record("a", "b")))
+    node.answers("a", wire.ProposeRequest(record("a", "b")))
     crew = node.state.crew.id
-    node.does(wire.Answered("a", wire.Heartbeat(crew, ACTIVE), wire.Alive(crew, ACTIVE)))
-    assert node.state.crew.founded
+    node.does(
+        wire.RequestFinished("a", wire.Heartbeat(crew, ACTIVE), wire.AliveAnswer(crew, ACTIVE))
+    )
+    assert node.state.crew.formed
 
 
 def test_candidate_with_the_newest_step_proposes_at_once_and_others_later():
     node = Node(copy(1))
     node.offered("a", copy(0))
-    node.does(wire.Tick())
-    assert not node.sent(wire.Propose), "`a` comes first"
+    node.does(wire.ClockTick())
+    assert not node.sent(wire.ProposeRequest), "`a` comes first"
     node.waits(SETTINGS.turn_seconds)
-    [(peer, proposal)] = node.sent(wire.Propose)
+    [(peer, proposal)] = node.sent(wire.ProposeRequest)
     assert (peer, proposal.record.step) == ("a", 40)
     first = Node(copy(1, 41))
     first.offered("a", copy(0, 40))
-    assert [message.record.step for _, message in first.sent(wire.Propose)] == [41]
+    assert [message.record.step for _, message in first.sent(wire.ProposeRequest)] == [41]
 
 
 @pytest.mark.parametrize(
@@ -151,42 +165,42 @@ def test_candidate_with_the_newest_step_proposes_at_once_and_others_later():
         (record("c", "b"), "record"),
         (record("a", "b", model=b"x" * 32), "model"),
         (record("a", "b", "c"), "model"),
-        (replace(record("a", "b"), members=(Member("a", 1), Member("b", 2))), "model"),
+        (replace(record("a", "b"), members=(CrewMember("a", 1), CrewMember("b", 2))), "model"),
     ],
 )
 def test_bad_record_is_refused(of, why):
     node = Node(copy(1))
-    assert node.answers("a", wire.Propose(of)) == wire.Refuse(why, crew_id(of))
+    assert node.answers("a", wire.ProposeRequest(of)) == wire.RefuseAnswer(why, crew_id(of))
     assert node.state.crew is None
 
 
 def test_stage_without_room_is_refused():
     node = Node(memory=0.5)
-    assert node.answers("a", wire.Propose(record("a", "b", step=0))).reason == "room"
+    assert node.answers("a", wire.ProposeRequest(record("a", "b", step=0))).reason == "room"
 
 
 def test_untrusted_member_is_refused():
     node = Node(trusts=lambda peer: peer != "a")
-    assert node.answers("a", wire.Propose(record("a", "b"))).reason == "trust"
+    assert node.answers("a", wire.ProposeRequest(record("a", "b"))).reason == "trust"
 
 
 def test_second_proposal_is_refused_as_busy():
     node = Node(copy(1))
-    node.answers("a", wire.Propose(record("a", "b")))
-    assert node.answers("c", wire.Propose(record("c", "b"))).reason == "busy"
+    node.answers("a", wire.ProposeRequest(record("a", "b")))
+    assert node.answers("c", wire.ProposeRequest(record("c", "b"))).reason == "busy"
 
 
 def test_nodes_that_propose_to_each_other_refuse_and_try_again():
     node = Node(copy(1, 41))
     node.offered("a", copy(0))
-    [(_, ours)] = node.sent(wire.Propose)
+    [(_, ours)] = node.sent(wire.ProposeRequest)
     theirs = record("a", "b", nonce=b"o" * 8)
-    assert node.answers("a", wire.Propose(theirs)).reason == "busy"
-    node.does(wire.Answered("a", ours, wire.Refuse("busy", node.state.crew.id)))
+    assert node.answers("a", wire.ProposeRequest(theirs)).reason == "busy"
+    node.does(wire.RequestFinished("a", ours, wire.RefuseAnswer("busy", node.state.crew.id)))
     assert node.state.phase == Phase.FREE
     node.offered("a", copy(0))
     node.waits(3.0)
-    assert len(node.sent(wire.Propose)) == 2
+    assert len(node.sent(wire.ProposeRequest)) == 2
 
 
 @pytest.mark.parametrize(
@@ -205,14 +219,14 @@ def test_own_steps_are_discarded_only_after_waiting(of, seconds):
     node = Node(copy(1))
     if seconds:
         node.now += seconds - 1
-        assert node.answers("a", wire.Propose(of)).reason == "newer"
+        assert node.answers("a", wire.ProposeRequest(of)).reason == "newer"
         node.now += 1
-    assert isinstance(node.answers("a", wire.Propose(of)), wire.Accept)
+    assert isinstance(node.answers("a", wire.ProposeRequest(of)), wire.AcceptAnswer)
 
 
 def test_crew_that_does_not_form_ends_and_strikes_who_is_missing():
     node = Node(copy(1), layers=3)
-    node.answers("a", wire.Propose(record("a", "b", "c")))
+    node.answers("a", wire.ProposeRequest(record("a", "b", "c")))
     node.beats("a")
     node.waits(SETTINGS.join_seconds + GRACE_SECONDS, alive=["a"])
     assert node.state.crew is None
@@ -224,12 +238,12 @@ def test_proposer_leaves_at_the_first_refusal_and_tries_again():
     node = Node(copy(1, 41), layers=3)
     node.offered("a", copy(0))
     node.offered("c", copy(2))
-    [first, _] = node.sent(wire.Propose)
+    [first, _] = node.sent(wire.ProposeRequest)
     crew = node.state.crew.id
-    node.does(wire.Answered("a", first[1], wire.Refuse("newer", crew)))
-    assert {peer for peer, _ in node.sent(wire.Leave)} == {"a", "c"}
+    node.does(wire.RequestFinished("a", first[1], wire.RefuseAnswer("newer", crew)))
+    assert {peer for peer, _ in node.sent(wire.LeaveRequest)} == {"a", "c"}
     node.waits(3.0)
-    assert len(node.sent(wire.Propose)) == 4
+    assert len(node.sent(wire.ProposeRequest)) == 4
     assert not node.notes("struck")
 
 
@@ -239,23 +253,25 @@ def test_peer_that_refuses_again_and_again_is_struck():
     for _ in range(200):
         if node.state.crew is not None:
             crew, of = node.state.crew.id, node.state.crew.record
-            node.does(wire.Answered("a", wire.Propose(of), wire.Refuse("trust", crew)))
+            node.does(
+                wire.RequestFinished("a", wire.ProposeRequest(of), wire.RefuseAnswer("trust", crew))
+            )
         node.waits(0.5)
         node.offered("a", copy(0))
         if node.notes("struck"):
             break
-    assert len(node.sent(wire.Propose)) == FAILURES
+    assert len(node.sent(wire.ProposeRequest)) == MAX_FAILED_CREWS
     assert node.now < 100 + 60
 
 
 def test_peer_that_ends_crew_after_crew_before_a_step_is_struck():
     node = Node(copy(1))
-    for number in range(FAILURES):
+    for number in range(MAX_FAILED_CREWS):
         assert not node.notes("struck")
-        node.answers("a", wire.Propose(record("a", "b", nonce=bytes([number] * 8))))
+        node.answers("a", wire.ProposeRequest(record("a", "b", nonce=bytes([number] * 8))))
         node.beats("a")
-        node.answers("a", wire.Leave(node.state.crew.id, "no reason"))
-        node.does(node.offering)
+        node.answers("a", wire.LeaveRequest(node.state.crew.id, "no reason"))
+        node.does(node.trainer_offer)
     assert node.state.peers["a"].strikes == 1
 
 
@@ -281,10 +297,10 @@ def test_silence_pauses_then_ends_the_crew_and_life_refutes():
     "event",
     [
         lambda crew: wire.StreamLost("a", crew),
-        lambda crew: wire.PeerGone("a"),
-        lambda crew: wire.Received("a", wire.Leave(crew, "its trainer is gone")),
-        lambda crew: wire.TrainerLeft(),
-        lambda crew: wire.Drain("its node stops"),
+        lambda crew: wire.PeerDisconnected("a"),
+        lambda crew: wire.RequestReceived("a", wire.LeaveRequest(crew, "its trainer is gone")),
+        lambda crew: wire.TrainerDisconnected(),
+        lambda crew: wire.DrainStarted("its node stops"),
         lambda crew: wire.StageStatus(crew, 1, "failed", reason="no memory"),
         lambda crew: wire.StageFault(crew, 1, "its own device"),
         lambda crew: wire.StageFault(crew, None, "a stream broke; only a head does not know whose"),
@@ -294,8 +310,8 @@ def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
     node = running()
     node.does(event(node.state.crew.id))
     assert node.state.crew is None
-    assert isinstance(node.told()[-1], wire.Released)
-    assert node.sent(wire.Leave)
+    assert isinstance(node.told()[-1], wire.CrewEnd)
+    assert node.sent(wire.LeaveRequest)
     assert not node.notes("struck")
     assert len(node.notes("broken")) == 1
 
@@ -303,7 +319,7 @@ def test_end_of_a_crew_is_sent_to_all_and_costs_no_strike(event):
 @pytest.mark.parametrize(
     "event",
     [
-        lambda crew: wire.Garbage("a"),
+        lambda crew: wire.GarbageReceived("a"),
         lambda crew: wire.StageFault(crew, 0, "a frame that is not finite"),
     ],
 )
@@ -317,8 +333,8 @@ def test_garbage_of_a_member_is_a_strike(event):
 
 def test_head_strikes_members_with_work_in_hand():
     node = running("b", "a", "c")
-    node.beats("a", status=wire.Status("active", 40, 1, 2))
-    node.beats("c", status=wire.Status("active", 40, 1, 0))
+    node.beats("a", status=wire.MemberStatus("active", 40, 1, 2))
+    node.beats("c", status=wire.MemberStatus("active", 40, 1, 0))
     node.does(wire.StageFault(node.state.crew.id, None, "no work for 120 s"))
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (1, 0)
     node = running("b", "a", "c")
@@ -328,7 +344,7 @@ def test_head_strikes_members_with_work_in_hand():
 
 def test_head_that_takes_no_step_is_struck():
     node = running("a", "b", "c")
-    node.waits(HEAD_DEADLINES * SETTINGS.step_seconds - 1, alive=["a", "c"])
+    node.waits(HEAD_DEADLINE_FACTOR * SETTINGS.step_seconds - 1, alive=["a", "c"])
     assert node.state.phase == Phase.RUNNING
     node.waits(1.5, alive=["a", "c"])
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (1, 0)
@@ -336,14 +352,14 @@ def test_head_that_takes_no_step_is_struck():
 
 def test_stage_that_does_not_get_ready_is_struck():
     node = Node(copy(1), layers=3)
-    node.answers("a", wire.Propose(record("a", "b", "c")))
-    node.beats("a", "c", status=wire.Status("loading", 40))
+    node.answers("a", wire.ProposeRequest(record("a", "b", "c")))
+    node.beats("a", "c", status=wire.MemberStatus("loading", 40))
     node.does(wire.StageStatus(node.state.crew.id, 1, "active", 40))
     for progress in range(2 * int(SETTINGS.prepare_seconds) + 2):
         if node.state.crew is None:
             break
-        node.beats("a", status=wire.Status("active", 40))
-        node.beats("c", status=wire.Status("loading", 40, progress))
+        node.beats("a", status=wire.MemberStatus("active", 40))
+        node.beats("c", status=wire.MemberStatus("loading", 40, progress))
         node.waits(0.5)
     assert node.state.crew is None, "progress without end is no reason to wait without end"
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, 1)
@@ -354,25 +370,28 @@ def test_refused_heartbeat_ends_the_crew_unless_sent_before_the_member_joined():
     crew = node.state.crew.id
     beat = wire.Heartbeat(crew, ACTIVE)
     node.now += 1
-    node.does(wire.Answered("a", beat, wire.Refuse("crew", crew), seconds=2.0))
+    node.does(wire.RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=2.0))
     assert node.state.crew is not None
-    node.does(wire.Answered("a", beat, wire.Refuse("crew", crew), seconds=0.5))
+    node.does(wire.RequestFinished("a", beat, wire.RefuseAnswer("crew", crew), seconds=0.5))
     assert node.state.crew is None
 
 
 def test_older_status_of_a_member_pauses_nothing():
     node = running()
-    node.beats("a", status=wire.Status("loading", 40))
+    node.beats("a", status=wire.MemberStatus("loading", 40))
     assert node.state.phase == Phase.RUNNING
 
 
 def test_step_deadline_grows_with_plan_and_measured_steps_and_is_bounded():
     def deadline(work, step_seconds):
         node = Node(copy(1))
-        cost = replace(node.offering, cost=ModelCost(Part(0, 0), (Part(1, work),) * 2, Part(0, 0)))
+        cost = replace(
+            node.trainer_offer,
+            cost=ModelCost(PartCost(0, 0), (PartCost(1, work),) * 2, PartCost(0, 0)),
+        )
         node.does(cost)
         node.state = replace(node.state, step_times=(step_seconds,) * 3)
-        node.answers("a", wire.Propose(record("a", "b")))
+        node.answers("a", wire.ProposeRequest(record("a", "b")))
         return node.state.crew.step_seconds
 
     assert deadline(1.0, 1.0) == SETTINGS.step_seconds
@@ -387,10 +406,10 @@ def test_step_deadline_grows_with_plan_and_measured_steps_and_is_bounded():
 def strike(node, peer="a"):
     """`peer` sends garbage in a crew; afterwards the trainer offers again."""
     of = record("a", "b", nonce=random.Random(node.now).randbytes(8))
-    node.answers("a", wire.Propose(of))
+    node.answers("a", wire.ProposeRequest(of))
     node.beats("a")
-    node.does(wire.Garbage(peer))
-    node.does(node.offering)
+    node.does(wire.GarbageReceived(peer))
+    node.does(node.trainer_offer)
 
 
 def test_struck_peer_is_left_out_twice_as_long_each_time():
@@ -408,7 +427,7 @@ def test_struck_peer_is_left_out_while_another_crew_is_possible():
     node.offered("c")
     node.offered("a", copy(0))
     node.waits(SETTINGS.exact_seconds)
-    assert {peer for peer, _ in node.sent(wire.Propose)} == {"c"}
+    assert {peer for peer, _ in node.sent(wire.ProposeRequest)} == {"c"}
 
 
 def test_crew_with_a_struck_member_is_refused_while_another_is_possible():
@@ -417,9 +436,9 @@ def test_crew_with_a_struck_member_is_refused_while_another_is_possible():
     node.offered("a", copy(0))
     node.offered("c")
     of = record("a", "b", nonce=b"o" * 8)
-    assert node.answers("a", wire.Propose(of)).reason == "struck"
+    assert node.answers("a", wire.ProposeRequest(of)).reason == "struck"
     node.offered("c", memory=0.0)
-    assert isinstance(node.answers("a", wire.Propose(of)), wire.Accept)
+    assert isinstance(node.answers("a", wire.ProposeRequest(of)), wire.AcceptAnswer)
 
 
 def test_struck_peer_is_admitted_at_once_without_another_crew():
@@ -428,13 +447,13 @@ def test_struck_peer_is_admitted_at_once_without_another_crew():
     node.done.clear()
     node.offered("a", copy(0))
     node.waits(3.0)
-    assert [peer for peer, _ in node.sent(wire.Propose)] == ["a"]
+    assert [peer for peer, _ in node.sent(wire.ProposeRequest)] == ["a"]
 
 
 def test_ten_steps_together_clear_strikes():
     node = Node(copy(1))
     strike(node)
-    node.answers("a", wire.Propose(record("a", "b")))
+    node.answers("a", wire.ProposeRequest(record("a", "b")))
     node.beats("a")
     crew = node.state.crew.id
     for step in range(41, 40 + CLEARING_STEPS):
@@ -447,8 +466,8 @@ def test_ten_steps_together_clear_strikes():
 def test_member_left_behind_is_logged_with_the_reason():
     node = running("a", "b")
     node.does(wire.StageStatus(node.state.crew.id, 1, "active", 41))
-    node.does(wire.Garbage("a"))
-    node.does(replace(node.offering, copies=(copy(1, 41),)))
+    node.does(wire.GarbageReceived("a"))
+    node.does(replace(node.trainer_offer, held_blocks=(copy(1, 41),)))
     node.offered("a", copy(0, 41))
     node.offered("c")
     node.waits(SETTINGS.exact_seconds)
@@ -464,19 +483,27 @@ def test_strangers_change_nothing_about_a_running_crew():
     node = running()
     crew, before = node.state.crew, node.state
     for message in (
-        wire.Leave(crew.id, "it is over"),
-        wire.Heartbeat(crew.id, wire.Status("failed")),
-        wire.Propose(record("c", "b", step=10**15)),
-        wire.Propose(record("b", "c")),
-        wire.Propose(crew.record),
+        wire.LeaveRequest(crew.id, "it is over"),
+        wire.Heartbeat(crew.id, wire.MemberStatus("failed")),
+        wire.ProposeRequest(record("c", "b", step=10**15)),
+        wire.ProposeRequest(record("b", "c")),
+        wire.ProposeRequest(crew.record),
     ):
         node.answers("c", message)
         assert node.state == before, message
-    node.does(wire.Garbage("c"))
+    node.does(wire.GarbageReceived("c"))
     node.does(wire.StreamLost("c", crew.id))
-    node.does(wire.PeerGone("c"))
-    node.does(wire.Answered("c", wire.Heartbeat(crew.id, ACTIVE), wire.Refuse("crew", crew.id)))
-    node.does(wire.Answered("c", wire.Heartbeat(crew.id, ACTIVE), wire.Alive(crew.id, ACTIVE)))
+    node.does(wire.PeerDisconnected("c"))
+    node.does(
+        wire.RequestFinished(
+            "c", wire.Heartbeat(crew.id, ACTIVE), wire.RefuseAnswer("crew", crew.id)
+        )
+    )
+    node.does(
+        wire.RequestFinished(
+            "c", wire.Heartbeat(crew.id, ACTIVE), wire.AliveAnswer(crew.id, ACTIVE)
+        )
+    )
     node.offered("c", *(copy(stage, 10**15) for stage in range(2)), memory=1e30)
     assert node.state.crew == crew
     assert node.state.phase == Phase.RUNNING
@@ -486,7 +513,7 @@ def test_offer_is_sent_to_connected_peers_and_withdrawn_in_a_crew():
     node = Node(copy(1))
     assert {peer for peer, offer in node.sent(wire.Offer) if offer.memory} == {"a", "c", "d"}
     node.done.clear()
-    node.answers("a", wire.Propose(record("a", "b")))
+    node.answers("a", wire.ProposeRequest(record("a", "b")))
     node.beats("a")
     assert [offer.memory for _, offer in node.sent(wire.Offer)] == [0.0] * 3
     node.done.clear()
@@ -505,17 +532,17 @@ def test_peers_beyond_the_bound_are_forgotten():
 def test_trainer_of_an_ended_crew_is_released():
     node = Node()
     node.does(wire.StageStatus(b"c" * 32, 0, "active", 3))
-    assert node.told() == [wire.Released("that crew is over")]
+    assert node.told() == [wire.CrewEnd("that crew is over")]
 
 
 def test_time_in_a_crew_without_steps_does_not_count_as_waiting():
     node = Node(copy(1))
     node.waits(5.0)
-    node.answers("a", wire.Propose(record("a", "b")))
+    node.answers("a", wire.ProposeRequest(record("a", "b")))
     node.beats("a")
     node.waits(200.0, alive=["a"])
     node.does(wire.StreamLost("a", node.state.crew.id))
-    node.does(node.offering)
+    node.does(node.trainer_offer)
     assert node.now - node.state.free_since == pytest.approx(5.0)
 
 

@@ -6,16 +6,23 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from swarmnode.stages.crew import newest, plan_crew
-from swarmnode.stages.wire import Copy, ModelCost, Offer, Part, Settings, peers_of
+from swarmnode.stages.crew import newest_own_block, plan_crew
+from swarmnode.stages.wire import (
+    HeldBlock,
+    MembershipSettings,
+    ModelCost,
+    Offer,
+    PartCost,
+    member_peers,
+)
 
 MODEL, LINEAGE = b"m" * 32, b"l" * 32
-COST = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0))
-WAITS = Settings(stages=4, exact_seconds=10.0, lost_seconds=100.0)
+COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0))
+WAITS = MembershipSettings(stages=4, exact_seconds=10.0, lost_seconds=100.0)
 
 
-def copy(stage, step, where="memory", *, lineage=LINEAGE) -> Copy:
-    return Copy(lineage, stage, stage + 1, step, where)
+def copy(stage, step, where="memory", *, lineage=LINEAGE) -> HeldBlock:
+    return HeldBlock(lineage, stage, stage + 1, step, where)
 
 
 def offer(*copies, memory=1.0, speed=1.0) -> Offer:
@@ -38,7 +45,7 @@ def without(offers, *names, **others):
 
 
 def members(found):
-    return peers_of(found.record)
+    return member_peers(found.record)
 
 
 def test_untrained_nodes_begin_with_the_base():
@@ -124,7 +131,7 @@ def test_crew_cut_off_for_long_brings_everything_back():
 
 def test_base_comes_last():
     offers = {name: offer(copy(0, 9), memory=9.0) for name in "ab"}
-    cost, waits = replace_layers(1), Settings(stages=1, lost_seconds=100.0)
+    cost, waits = replace_layers(1), MembershipSettings(stages=1, lost_seconds=100.0)
     found = plan_crew("a", offers, cost, waits, 0.0)
     assert (found.record.step, members(found)) == (9, ("a",))
     lone = {"a": offer(copy(0, 9))}
@@ -133,7 +140,7 @@ def test_base_comes_last():
 
 
 def replace_layers(count):
-    return ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * count, Part(0.0, 0.0))
+    return ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * count, PartCost(0.0, 0.0))
 
 
 def test_untrained_nodes_wait_for_a_crew_that_can_continue():
@@ -178,10 +185,12 @@ def test_many_claims_cost_little_to_plan():
 
 def test_peer_that_would_hold_all_layers_alone_is_not_waited_for():
     big = offer(memory=1e30, speed=1e30)
-    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 4, Part(0.0, 0.0), crossings=9.0)
+    cost = ModelCost(
+        PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0), crossings=9.0
+    )
     far = dict.fromkeys("bcdx", 0.5)
     offers = {name: offer() for name in "abcd"} | {"x": big}
-    found = plan_crew("a", offers, cost, Settings(), 0.0, far)
+    found = plan_crew("a", offers, cost, MembershipSettings(), 0.0, far)
     assert "a" in members(found)
 
 
@@ -199,17 +208,19 @@ def test_of_two_spares_the_near_one_is_taken_then_the_larger():
 
 
 def test_newest_copy_is_of_the_node_itself():
-    assert newest([copy(0, 3, "disk"), copy(0, 4), copy(1, 9, "neighbour")]).step == 4
-    assert newest([copy(1, 9, "neighbour")]) is None
+    assert newest_own_block([copy(0, 3, "disk"), copy(0, 4), copy(1, 9, "neighbour")]).step == 4
+    assert newest_own_block([copy(1, 9, "neighbour")]) is None
 
 
 # ---- a crew that begins with the base ------------------------------------------------------------
 
 
 def begins(distances, *, names="abcdefgh", crossings=100.0, hops=(), me="a"):
-    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0), crossings=crossings)
+    cost = ModelCost(
+        PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0), crossings=crossings
+    )
     offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
-    return members(plan_crew(me, offers, cost, Settings(), 0.0, distances))
+    return members(plan_crew(me, offers, cost, MembershipSettings(), 0.0, distances))
 
 
 def test_crew_has_no_more_far_members_than_make_it_faster():
@@ -226,18 +237,18 @@ def test_near_members_are_next_to_each_other():
 
 
 def test_slow_line_gets_a_smaller_block():
-    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0))
+    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
     offers = {name: Offer(MODEL, 8.0, 1.0, 0.01) for name in "abc"}
     offers["b"] = replace(offers["b"], hop_seconds=2.0)
-    found = plan_crew("a", offers, cost, Settings(stages=3), 0.0).record
+    found = plan_crew("a", offers, cost, MembershipSettings(stages=3), 0.0).record
     layers = {member.peer: member.layers for member in found.members}
     assert layers["b"] < layers["a"] or found.members[-1].peer == "b"
 
 
 @pytest.mark.parametrize("noise", [0.8, 1.0, 1.25])
 def test_crews_with_similar_speeds_are_cut_alike(noise):
-    cost = ModelCost(Part(0.0, 0.0), (Part(1.0, 1.0),) * 8, Part(0.0, 0.0))
+    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
     offers = {name: Offer(MODEL, 8.0, 1.0, 0.0) for name in "abc"}
     offers["b"] = replace(offers["b"], speed=noise)
-    found = plan_crew("a", offers, cost, Settings(stages=3), 0.0).record
+    found = plan_crew("a", offers, cost, MembershipSettings(stages=3), 0.0).record
     assert sorted(member.layers for member in found.members) == [2, 3, 3]

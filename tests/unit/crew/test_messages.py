@@ -7,10 +7,17 @@ from hypothesis import strategies as st
 
 from swarmnode.errors import BadMessage
 from swarmnode.stages import wire
-from swarmnode.stages.wire import COPIES, MEMBERS, Copy, Member, Record, crew_id
+from swarmnode.stages.wire import (
+    MAX_HELD_BLOCKS,
+    MAX_MEMBERS,
+    CrewMember,
+    CrewRecord,
+    HeldBlock,
+    crew_id,
+)
 
-RECORD = Record(b"l" * 32, b"m" * 32, 7, (Member("a", 2), Member("b", 3)), bytes(8))
-COPY = Copy(b"l" * 32, 0, 2, 7, "memory")
+RECORD = CrewRecord(b"l" * 32, b"m" * 32, 7, (CrewMember("a", 2), CrewMember("b", 3)), bytes(8))
+COPY = HeldBlock(b"l" * 32, 0, 2, 7, "memory")
 REASONS = (None, "oversize", "malformed", "schema", "bounds", "not_finite")
 
 
@@ -25,15 +32,15 @@ def reason_of(decode, data):
 
 REQUESTS = [
     wire.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)),
-    wire.Propose(RECORD),
-    wire.Heartbeat(b"c" * 32, wire.Status("active", 7, 9, 1)),
-    wire.Leave(b"c" * 32, "drained"),
+    wire.ProposeRequest(RECORD),
+    wire.Heartbeat(b"c" * 32, wire.MemberStatus("active", 7, 9, 1)),
+    wire.LeaveRequest(b"c" * 32, "drained"),
 ]
 ANSWERS = [
-    wire.Noted(),
-    wire.Accept(b"c" * 32),
-    wire.Refuse("newer", b"c" * 32),
-    wire.Alive(b"c" * 32, wire.Status("loading")),
+    wire.NotedAnswer(),
+    wire.AcceptAnswer(b"c" * 32),
+    wire.RefuseAnswer("newer", b"c" * 32),
+    wire.AliveAnswer(b"c" * 32, wire.MemberStatus("loading")),
 ]
 
 
@@ -58,15 +65,15 @@ def test_bytes_are_a_message_or_have_a_reason(data):
 
 
 def test_largest_messages_fit_their_bound():
-    names = ["1" * 63 + str(number) for number in range(MEMBERS)]
+    names = ["1" * 63 + str(number) for number in range(MAX_MEMBERS)]
     record = msgspec.structs.replace(
-        RECORD, step=2**62, members=tuple(Member(name, 1024) for name in names)
+        RECORD, step=2**62, members=tuple(CrewMember(name, 1024) for name in names)
     )
-    copy = Copy(b"l" * 32, 1000, 1024, 2**62, "neighbour")
+    copy = HeldBlock(b"l" * 32, 1000, 1024, 2**62, "neighbour")
     for message in (
-        wire.Propose(record),
-        wire.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * COPIES),
-        wire.Leave(b"c" * 32, "r" * wire.REASON_BYTES),
+        wire.ProposeRequest(record),
+        wire.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * MAX_HELD_BLOCKS),
+        wire.LeaveRequest(b"c" * 32, "r" * wire.REASON_BYTES),
     ):
         assert len(wire.encode_message(message)) < wire.MESSAGE_BYTES / 4
         wire.check_message(message)
@@ -76,11 +83,11 @@ def test_largest_messages_fit_their_bound():
     "changes",
     [
         {"members": ()},
-        {"members": (Member("a", 1),) * 2},
-        {"members": tuple(Member(f"p{n}", 1) for n in range(MEMBERS + 1))},
-        {"members": (Member("", 1),)},
-        {"members": (Member("a", 0),)},
-        {"members": (Member("a", 1025),)},
+        {"members": (CrewMember("a", 1),) * 2},
+        {"members": tuple(CrewMember(f"p{n}", 1) for n in range(MAX_MEMBERS + 1))},
+        {"members": (CrewMember("", 1),)},
+        {"members": (CrewMember("a", 0),)},
+        {"members": (CrewMember("a", 1025),)},
         {"step": -1},
         {"nonce": b""},
         {"lineage": b"l"},
@@ -89,7 +96,7 @@ def test_largest_messages_fit_their_bound():
 )
 def test_bad_record_is_refused(changes):
     with pytest.raises(BadMessage):
-        wire.check_message(wire.Propose(msgspec.structs.replace(RECORD, **changes)))
+        wire.check_message(wire.ProposeRequest(msgspec.structs.replace(RECORD, **changes)))
 
 
 @pytest.mark.parametrize(
@@ -107,8 +114,8 @@ def test_id_of_a_crew_covers_its_whole_record():
         {"step": 8},
         {"lineage": b"x" * 32},
         {"model": b"x" * 32},
-        {"members": (Member("b", 2), Member("a", 3))},
-        {"members": (Member("a", 3), Member("b", 2))},
+        {"members": (CrewMember("b", 2), CrewMember("a", 3))},
+        {"members": (CrewMember("a", 3), CrewMember("b", 2))},
     ]
     ids = {crew_id(msgspec.structs.replace(RECORD, **changes)) for changes in others}
     assert len({*ids, crew_id(RECORD)}) == len(others) + 1

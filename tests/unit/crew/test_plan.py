@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from swarmnode.stages.crew import make_plan, plan_crew
 from swarmnode.stages.wire import (
     Capacity,
+    MembershipSettings,
     ModelCost,
     Offer,
-    Part,
-    Settings,
+    PartCost,
     stage_memory,
     stage_parts,
 )
@@ -21,7 +21,7 @@ NEAR = ((0.0,) * 8,) * 8
 
 
 def model(layers, **more):
-    return ModelCost(Part(0, 0), (Part(1, 1),) * layers, Part(0, 0), **more)
+    return ModelCost(PartCost(0, 0), (PartCost(1, 1),) * layers, PartCost(0, 0), **more)
 
 
 def near(count):
@@ -40,7 +40,7 @@ def test_memory_bounds_a_block_however_fast_its_member_is():
 
 
 def test_ends_hold_embedding_and_head():
-    cost = ModelCost(Part(3, 0), (Part(1, 1),) * 4, Part(3, 0))
+    cost = ModelCost(PartCost(3, 0), (PartCost(1, 1),) * 4, PartCost(3, 0))
     members = (Capacity(1, 1.0), Capacity(4, 1.0), Capacity(1, 1.0), Capacity(4, 1.0))
     plan = make_plan(cost, members, near(4))
     assert {plan.members[0], plan.members[-1]} == {1, 3}
@@ -78,7 +78,7 @@ capacities = st.lists(
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.integers(1, 12), capacities, st.integers(0, 3))
 def test_every_plan_holds_all_layers_within_memory(layers, members, stages):
-    cost = ModelCost(Part(1, 0), (Part(1, 1),) * layers, Part(1, 1))
+    cost = ModelCost(PartCost(1, 0), (PartCost(1, 1),) * layers, PartCost(1, 1))
     plan = make_plan(cost, tuple(members), near(len(members)), stages)
     if plan is None:
         return
@@ -117,13 +117,13 @@ def best_seconds(cost, members):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(3, 6), capacities.filter(lambda members: len(members) <= 3))
 def test_crew_is_found_where_one_is_possible_and_is_at_most_twice_as_slow(layers, members):
-    cost = ModelCost(Part(1, 0), (Part(1, 1),) * layers, Part(1, 1))
+    cost = ModelCost(PartCost(1, 0), (PartCost(1, 1),) * layers, PartCost(1, 1))
     best = best_seconds(cost, members)
     offers = {
         f"p{number}": Offer(b"m" * 32, one.memory, one.speed, 0.0)
         for number, one in enumerate(members)
     }
-    found = [plan_crew(me, offers, cost, Settings(), 0.0) for me in offers]
+    found = [plan_crew(me, offers, cost, MembershipSettings(), 0.0) for me in offers]
     slowest = math.inf
     for record in (plan.record for plan in found if plan is not None):
         blocks = [member.layers for member in record.members]

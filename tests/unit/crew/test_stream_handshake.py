@@ -7,14 +7,14 @@ import pytest
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.stages.wire import (
     OPEN_BYTES,
-    REFUSALS,
-    Open,
+    STREAM_REFUSALS,
+    SocketOpen,
     StreamOpen,
     StreamPeers,
     StreamReady,
     read_first,
     read_open,
-    refusal,
+    stream_refusal,
 )
 from swarmnode.wire import headed
 
@@ -24,8 +24,8 @@ OPEN = StreamOpen(CREW, 1, 2, "frames")
 
 
 def test_a_holder_of_a_lower_stage_of_this_crew_is_welcome():
-    assert refusal(PEERS, "b", OPEN) == ""
-    assert refusal(PEERS, "a", StreamOpen(CREW, 0, 2, "state")) == ""
+    assert stream_refusal(PEERS, "b", OPEN) == ""
+    assert stream_refusal(PEERS, "a", StreamOpen(CREW, 0, 2, "state")) == ""
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_a_holder_of_a_lower_stage_of_this_crew_is_welcome():
     ],
 )
 def test_every_other_stream_is_refused_for_its_reason(changes, reason):
-    assert refusal(PEERS, "b", msgspec.structs.replace(OPEN, **changes)) == reason
-    assert reason in REFUSALS
+    assert stream_refusal(PEERS, "b", msgspec.structs.replace(OPEN, **changes)) == reason
+    assert reason in STREAM_REFUSALS
 
 
 def test_nobody_is_welcome_outside_a_crew():
-    assert refusal(None, "b", OPEN) == "crew"
+    assert stream_refusal(None, "b", OPEN) == "crew"
 
 
 class Pieces:
@@ -78,7 +78,7 @@ async def test_what_follows_the_first_message_stays_on_the_stream(size):
 
 
 async def test_of_the_trainers_socket_no_byte_is_read_beyond_the_first_message():
-    opened = Open(CREW, 1, "state")
+    opened = SocketOpen(CREW, 1, "state")
     stream = Pieces(headed.pack(opened) + b"and more", 1000)
     assert await read_open(stream) == opened
     assert b"".join(stream.pieces) == b"and more"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from swarmnode.stages.service import LEAST, WINDOWS, Uplink
+from swarmnode.stages.service import MAX_WINDOWS, MIN_BYTES_PER_SECOND, Uplink
 
 CHUNK = 256 * 1024
 
@@ -37,11 +37,11 @@ def test_a_full_line_is_as_fast_as_it_takes_what_is_sent():
 def test_a_member_that_reads_slowly_is_not_taken_for_the_line_and_nothing_is_below_the_least():
     line = Uplink()
     now = send(line, 6.25e6, 30.0)
-    for _ in range(WINDOWS // 2):
+    for _ in range(MAX_WINDOWS // 2):
         now += 2.0
         line.sent(100, 2.0, now)
     assert line.bytes_per_second == pytest.approx(6.25e6, rel=0.1)
-    for _ in range(WINDOWS):
+    for _ in range(MAX_WINDOWS):
         now += 2.0
         line.sent(100, 2.0, now)
-    assert line.bytes_per_second == LEAST
+    assert line.bytes_per_second == MIN_BYTES_PER_SECOND

@@ -282,7 +282,7 @@ def test_a_file_that_is_none_of_ours_pauses_nobody(tmp_path, text):
 
 def test_the_file_is_read_once_a_second(tmp_path):
     now = [0.0]
-    told = pauses.Told(tmp_path, lambda: now[0])
+    told = pauses.PauseFlags(tmp_path, lambda: now[0])
     assert told() == ()
     pauses.write(tmp_path, {"busy": 1.0, "owner": 2.0})
     assert told() == ()

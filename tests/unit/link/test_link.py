@@ -13,15 +13,15 @@ from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_ne
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.stages.wire import (
-    Assigned,
     Capacity,
+    CrewEnd,
+    CrewPause,
+    CrewResume,
     ModelCost,
-    Offering,
-    Part,
-    Released,
-    Resumed,
+    PartCost,
+    StageAssignment,
     StageStatus,
-    Suspended,
+    TrainerOffer,
 )
 from tests.support.groups import external_group
 from tests.support.waiting import until
@@ -93,8 +93,10 @@ async def test_a_draw_is_answered_without_the_step_waiting(data_dir):
 
 async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     recorder, told = Recorder(), []
-    offering = Offering(
-        b"m" * 32, Capacity(2e9, 1e12, 0.01), ModelCost(Part(1, 0), (Part(2, 3),) * 4, Part(1, 1))
+    offering = TrainerOffer(
+        b"m" * 32,
+        Capacity(2e9, 1e12, 0.01),
+        ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
     )
     status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, gate_kl=None)
     server = LinkServer(data_dir, recorder)
@@ -107,11 +109,13 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             await until(lambda: len(recorder.seen) == 3)
             assert recorder.seen[1:] == [offering, status]
             members = ("a", "b", "c")
-            assigned = Assigned(b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock")
-            for message in (assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")):
+            assigned = StageAssignment(
+                b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock"
+            )
+            for message in (assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)
-            assert told == [assigned, Suspended("why"), Resumed(b"c" * 32), Released("over")]
+            assert told == [assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
 

@@ -15,11 +15,11 @@ from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
 from swarmnode.stages.pipeline import (
     SCORES_PER_STAGE,
-    CrewSettings,
     Links,
     Schedule,
     StageWorker,
-    inline,
+    WorkerSettings,
+    run_inline,
 )
 from swarmnode.stages.wire import FrameLimits, Place
 from swarmnode.wire import headed, strict
@@ -27,7 +27,7 @@ from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
-EXACT = CrewSettings(b"b" * 32, "float32")
+EXACT = WorkerSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)
@@ -58,15 +58,15 @@ class Narrow:
     def __init__(self, patch):
         self.most = self.embedding = self.held = 0
         patch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
-        patch.setattr(pipeline, "OUTBOX_BYTES", 1)
-        patch.setattr(pipeline, "INBOX_BYTES", 1)
-        send, arrived = Links.send, StageWorker._arrived
+        patch.setattr(pipeline, "FULL_LINK_BYTES", 1)
+        patch.setattr(pipeline, "MAX_INBOX_BYTES", 1)
+        send, arrived = Links.send, StageWorker._handle_arrival
 
         def noting(links, stage, frame, body=b""):
             send(links, stage, frame, body)
             queued = links.queued.get(stage, 0)
             self.most = max(self.most, queued)
-            if isinstance(frame, wire.Embedding):
+            if isinstance(frame, wire.EmbeddingFrame):
                 self.embedding = max(self.embedding, queued)
 
         async def counting(member, arrival):
@@ -75,7 +75,7 @@ class Narrow:
             self.held += len(member._held) > before
 
         patch.setattr(Links, "send", noting)
-        patch.setattr(StageWorker, "_arrived", counting)
+        patch.setattr(StageWorker, "_handle_arrival", counting)
 
 
 @pytest.fixture
@@ -145,9 +145,9 @@ def forward(number, purpose="learn", place=PLACE):
         describe_loss(rows, CFG, 30.0) if purpose == "learn" else None,
     )
     about = strict.encode(work)
-    return wire.Forward(place, number, purpose, "float32", work.rows, len(about)), about + encode(
-        torch.zeros(work.rows, 32), "float32"
-    )
+    return wire.ForwardFrame(
+        place, number, purpose, "float32", work.rows, len(about)
+    ), about + encode(torch.zeros(work.rows, 32), "float32")
 
 
 async def taken(links):
@@ -158,7 +158,7 @@ async def taken(links):
 
 
 async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
-    monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 3000)
+    monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     sent = 0
@@ -182,14 +182,14 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
 
 
 async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
-    monkeypatch.setattr(pipeline, "OUTBOX", 4)
+    monkeypatch.setattr(pipeline, "MAX_OUTBOX_FRAMES", 4)
     ours, _ = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(links.run)
         await quiet()
         for number in range(6):
-            links.send(1, wire.Done(PLACE, number))
+            links.send(1, wire.DoneFrame(PLACE, number))
         with trio.fail_after(1):
             arrival = await taken(links)
         assert (arrival.sender, arrival.frame, arrival.reason) == (1, None, "unread")
@@ -200,7 +200,7 @@ async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_si
 
 async def test_who_sends_more_than_is_handled_is_not_read(monkeypatch):
     _, body = forward(0, "score")
-    monkeypatch.setattr(pipeline, "INBOX_BYTES", 2 * len(body))
+    monkeypatch.setattr(pipeline, "MAX_INBOX_BYTES", 2 * len(body))
     ours, theirs = trio.testing.memory_stream_pair()
     links = Links(1, {0: ours}, LIMITS)
     async with trio.open_nursery() as nursery:
@@ -242,7 +242,7 @@ async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
         work, body = forward(0, "learn", crew.head.place)
-        crew.head.links.send(1, wire.ProposeStep(crew.head.place, 1, (0,)))
+        crew.head.links.send(1, wire.ProposeFrame(crew.head.place, 1, (0,)))
         crew.head.links.send(1, work, body)
         await quiet()
         assert (len(member.micro_batches.schedule.waiting), member.ready()) == (1, 0)
@@ -258,7 +258,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
         async def slow(work):
             waits.append(1)
             await free.wait()
-            return await inline(work)
+            return await run_inline(work)
 
         crew.members[2].compute = slow
         got = []
@@ -288,15 +288,15 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, head = crew.members[1], crew.head
         monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
-        numbers = tuple(range(pipeline.KEPT + 1))
-        propose = lambda: head.links.send(1, wire.ProposeStep(head.place, 1, numbers))
+        numbers = tuple(range(pipeline.MAX_PENDING + 1))
+        propose = lambda: head.links.send(1, wire.ProposeFrame(head.place, 1, numbers))
         propose() if proposed_first else None
         for number in numbers[:-1]:
             head.links.send(1, *forward(number, "learn", head.place))
         await quiet(2000)
         propose() if not proposed_first else None
         await quiet(2000)
-        assert len(member.micro_batches.kept) == pipeline.KEPT
+        assert len(member.micro_batches.pending) == pipeline.MAX_PENDING
         assert member.fault is None
         head.links.send(1, *forward(numbers[-1], "learn", head.place))
         await quiet()

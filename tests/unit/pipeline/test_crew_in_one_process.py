@@ -19,7 +19,7 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, Observer, cut, in_thread
+from swarmnode.stages.pipeline import Observer, WorkerSettings, cut_waves, run_in_thread
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
 from tests.support.crew_rows import BASE, ENDS, EXACT, HEADS, crew_of, grpo, limits_of
@@ -115,7 +115,7 @@ async def test_both_ends_of_a_tied_embedding_stay_one_tensor(policy):
     whole = policy("qwen3")
     cfg = TrainingConfig(learning_rate=1e-2)
     _, rows = grpo(whole)
-    async with crew_of(whole.model, [1, 2, 1], CrewSettings(BASE, "int8")) as crew:
+    async with crew_of(whole.model, [1, 2, 1], WorkerSettings(BASE, "int8")) as crew:
         for _ in range(3):
             assert (await crew.head.update(rows, cfg, 10.0, 1e-2)).refused is None
         ends = [crew.members[i].runtime.embedding() for i in (0, 2)]
@@ -201,7 +201,7 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
     """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
     it is off by the codec's rounding."""
-    settings = CrewSettings(BASE, codec)
+    settings = WorkerSettings(BASE, codec)
     async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
         waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
         rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]
@@ -358,7 +358,7 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
         original = crew.members[stage].handle
 
         async def dies(sender, frame, body):
-            if isinstance(frame, wire.ProposeStep):
+            if isinstance(frame, wire.ProposeFrame):
                 for (a, b), stream in crew.streams.items():
                     if stage in (a, b):
                         await stream.aclose()
@@ -374,7 +374,7 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
 
 
 async def test_computing_beside_the_event_loop_gives_the_same(models):
-    assert texts(await sampled(models["llama"], [2, 2], compute=in_thread)) == texts(
+    assert texts(await sampled(models["llama"], [2, 2], compute=run_in_thread)) == texts(
         await sampled(models["llama"], [2, 2])
     )
 
@@ -405,8 +405,8 @@ async def test_a_stage_that_promised_a_step_takes_it_though_its_neighbour_is_gon
             async def handle(
                 sender, frame, body, crew=crew, original=original, goes=neighbour_goes
             ):
-                if isinstance(frame, wire.Commit) and goes:
-                    crew.members[1].gone(2, "closed")
+                if isinstance(frame, wire.CommitFrame) and goes:
+                    crew.members[1].handle_stream_end(2, "closed")
                 await original(sender, frame, body)
 
             crew.members[1].handle = handle
@@ -421,8 +421,8 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
         original = crew.head.handle
 
         async def late(sender, frame, body):
-            if isinstance(frame, wire.Learnt):
-                await original(2, wire.Failed(frame.place, 10**6, "device"), b"")
+            if isinstance(frame, wire.LearntFrame):
+                await original(2, wire.FailedFrame(frame.place, 10**6, "device"), b"")
             await original(sender, frame, body)
 
         crew.head.handle = late
@@ -445,17 +445,22 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
 
 def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
     short, long = [1] * 10, [1] * 200
-    assert cut([short] * 8, 4, 20, 4, 10_000) == [
+    assert cut_waves([short] * 8, 4, 20, 4, 10_000) == [
         ([0, 1], 4),
         ([2, 3], 4),
         ([4, 5], 4),
         ([6, 7], 4),
     ]
-    assert cut([short] * 3, 4, 20, 1, 250) == [([0, 1], 4), ([2], 4)]
-    assert cut([short, long, short], 4, 300, 1, 1300) == [([0], 4), ([1], 2), ([1], 2), ([2], 4)]
-    assert cut([long], 8, 4000, 4, 16_384) == [([0], 3), ([0], 3), ([0], 2)]
+    assert cut_waves([short] * 3, 4, 20, 1, 250) == [([0, 1], 4), ([2], 4)]
+    assert cut_waves([short, long, short], 4, 300, 1, 1300) == [
+        ([0], 4),
+        ([1], 2),
+        ([1], 2),
+        ([2], 4),
+    ]
+    assert cut_waves([long], 8, 4000, 4, 16_384) == [([0], 3), ([0], 3), ([0], 2)]
     with pytest.raises(ValueError, match="one completion needs 320"):
-        cut([long], 8, 120, 4, 300)
+        cut_waves([long], 8, 120, 4, 300)
 
 
 async def test_answers_too_long_for_one_wave_come_in_several_and_greedy_ones_are_the_same(models):

@@ -15,7 +15,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import encode
-from swarmnode.stages.pipeline import REFUSALS, CannotScore
+from swarmnode.stages.pipeline import MAX_REFUSALS, CannotScore
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
 
@@ -108,15 +108,15 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
 # ---- deadlines -----------------------------------------------------------------------------------
 
 SILENT = [
-    (learn, ignores, wire.Forward),
-    (learn, ignores, wire.ProposeStep),
-    (learn, withholds, wire.Forward),
-    (learn, withholds, wire.Acknowledge),
-    (score, ignores, wire.Forward),
-    (score, withholds, (wire.Forward, wire.Scores)),
-    (sample, ignores, wire.Prefill),
-    (sample, ignores, wire.Decode),
-    (sample, withholds, (wire.Decode, wire.Tokens)),
+    (learn, ignores, wire.ForwardFrame),
+    (learn, ignores, wire.ProposeFrame),
+    (learn, withholds, wire.ForwardFrame),
+    (learn, withholds, wire.AcknowledgeFrame),
+    (score, ignores, wire.ForwardFrame),
+    (score, withholds, (wire.ForwardFrame, wire.ScoresFrame)),
+    (sample, ignores, wire.PrefillFrame),
+    (sample, ignores, wire.DecodeFrame),
+    (sample, withholds, (wire.DecodeFrame, wire.TokensFrame)),
 ]
 
 
@@ -126,7 +126,7 @@ SILENT = [
         (*case, stage)
         for case in SILENT
         for stage in (1, 3)
-        if (stage, case[1:]) != (3, (withholds, wire.Forward))
+        if (stage, case[1:]) != (3, (withholds, wire.ForwardFrame))
     ],
 )
 async def test_a_silent_stage_costs_one_deadline_and_is_not_named(
@@ -147,7 +147,7 @@ async def test_a_last_stage_that_keeps_its_half_of_a_tied_embedding_costs_one_de
     models, policy, autojump_clock
 ):
     async with four(models, policy, "llama-tied") as (crew, rows):
-        withholds(crew.members[3], wire.Embedding)
+        withholds(crew.members[3], wire.EmbeddingFrame)
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")
@@ -180,7 +180,7 @@ async def test_a_stage_that_does_not_take_a_decided_step_is_one_step_behind(
 ):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
-        ignores(crew.members[2], wire.Commit)
+        ignores(crew.members[2], wire.CommitFrame)
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")
@@ -221,7 +221,7 @@ async def test_a_head_whose_own_device_computes_blames_nobody(models, policy, au
 async def test_a_stage_that_stops_reading_costs_one_deadline(
     models, policy, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(pipeline, "OUTBOX_BYTES", 1)
+    monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 1)
     monkeypatch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
     async with four(models, policy) as (crew, rows):
         crew.members[2].links.inbox.room = trio.sleep_forever
@@ -232,11 +232,11 @@ async def test_a_stage_that_stops_reading_costs_one_deadline(
 
 
 async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monkeypatch):
-    monkeypatch.setattr(pipeline, "OUTBOX", 4)
+    monkeypatch.setattr(pipeline, "MAX_OUTBOX_FRAMES", 4)
     async with four(models, policy) as (crew, _):
         await quiet()
         for _ in range(10):
-            crew.head.links.send(2, wire.Drop(crew.head.place, bytes(16)))
+            crew.head.links.send(2, wire.DropFrame(crew.head.place, bytes(16)))
         await quiet()
         assert crew.head.fault == (2, "its stream had to end: unread")
 
@@ -247,7 +247,7 @@ async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monk
 async def test_a_stage_that_refuses_three_steps_in_a_row_is_named(models, policy):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            for _ in range(REFUSALS - 1):
+            for _ in range(MAX_REFUSALS - 1):
                 result = await learn(crew.head, rows[:1])
                 assert (result.refused, result.divisible) == ("device", False)
                 assert crew.head.fault is None
@@ -258,7 +258,7 @@ async def test_a_stage_that_refuses_three_steps_in_a_row_is_named(models, policy
 async def test_a_step_that_can_be_cut_smaller_is_refused_as_often_as_it_takes(models, policy):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
-            for _ in range(3 * REFUSALS):
+            for _ in range(3 * MAX_REFUSALS):
                 result = await learn(crew.head, rows)
                 assert (result.refused, result.divisible) == ("device", True)
         assert crew.head.fault is None
@@ -269,7 +269,7 @@ async def test_a_step_at_most_1024_micro_batches_small_can_be_cut_no_further(
 ):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
-            monkeypatch.setattr(wire, "MICRO_BATCHES", 1)
+            monkeypatch.setattr(wire, "MAX_MICRO_BATCHES", 1)
             result = await learn(crew.head, rows)
             assert (result.refused, result.divisible) == ("device", False)
 
@@ -279,9 +279,9 @@ async def test_a_refusal_is_counted_once_for_all_micro_batches_of_a_step(models,
         original, pieces = crew.head.handle, []
 
         async def all_refused(sender, frame, body):
-            if isinstance(frame, wire.Forward):
+            if isinstance(frame, wire.ForwardFrame):
                 pieces.append(frame.micro_batch)
-            for number in pieces if isinstance(frame, wire.Failed) else ():
+            for number in pieces if isinstance(frame, wire.FailedFrame) else ():
                 await original(sender, msgspec.structs.replace(frame, micro_batch=number), body)
             await original(sender, frame, body)
 
@@ -290,15 +290,15 @@ async def test_a_refusal_is_counted_once_for_all_micro_batches_of_a_step(models,
         with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
             assert not (await crew.head.update(rows, cfg, 10.0, 1e-3)).divisible
         await quiet()
-        assert len(pieces) > REFUSALS
+        assert len(pieces) > MAX_REFUSALS
         assert crew.head.fault is None
 
 
 async def test_a_committed_step_clears_refusals(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
-        for _ in range(REFUSALS):
-            for _ in range(REFUSALS - 1):
+        for _ in range(MAX_REFUSALS):
+            for _ in range(MAX_REFUSALS - 1):
                 with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
                     assert (await learn(crew.head, rows[:1])).refused == "device"
             assert (await learn(crew.head, rows[:1])).refused is None
@@ -310,7 +310,7 @@ async def test_a_stage_whose_gradients_are_never_finite_is_named(models, policy)
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         with torch.no_grad():
             next(iter(crew.members[1].runtime.parameters())).fill_(math.nan)
-        for _ in range(REFUSALS):
+        for _ in range(MAX_REFUSALS):
             assert (await learn(crew.head, rows)).refused == "not_finite"
         assert crew.head.fault == (1, "refused 3 times in a row: not_finite")
 
@@ -347,7 +347,7 @@ async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, po
         original = sender.links.send
         sender.links.send = lambda stage, frame, body=b"": (
             held.append((stage, frame, body))
-            if isinstance(frame, wire.Forward) and not held
+            if isinstance(frame, wire.ForwardFrame) and not held
             else original(stage, frame, body)
         )
         cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
@@ -365,7 +365,7 @@ async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, p
         original = last.links.send
         last.links.send = lambda stage, frame, body=b"": (
             held.append((stage, frame, body))
-            if isinstance(frame, wire.Backward) and not held
+            if isinstance(frame, wire.BackwardFrame) and not held
             else original(stage, frame, body)
         )
         cfg = CFG.model_copy(update={"per_device_train_tokens": 16})
@@ -388,8 +388,12 @@ async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_
         original, held = crew.head.links.send, []
 
         def slow(stage, frame, body=b""):
-            late = (wire.Abort, wire.ProposeStep)
-            if stage == 2 and isinstance(frame, late) and (held or isinstance(frame, wire.Abort)):
+            late = (wire.AbortFrame, wire.ProposeFrame)
+            if (
+                stage == 2
+                and isinstance(frame, late)
+                and (held or isinstance(frame, wire.AbortFrame))
+            ):
                 held.append((stage, frame, body))
             else:
                 original(stage, frame, body)
@@ -423,7 +427,7 @@ async def test_a_dropped_attempts_late_half_of_an_embedding_is_no_part_of_the_ne
             original = last.links.send
 
             def send(stage, frame, body=b"", held=held, original=original):
-                if isinstance(frame, wire.Embedding) and frame.attempt == 1:
+                if isinstance(frame, wire.EmbeddingFrame) and frame.attempt == 1:
                     held.append((stage, frame, body))
                 else:
                     original(stage, frame, body)
@@ -484,19 +488,31 @@ def fewer_rows(frame, body):
 @pytest.mark.parametrize(
     ("call", "kind", "sender", "receiver", "change"),
     [
-        (learn, wire.Forward, 1, 2, spoilt),
-        (learn, wire.Forward, 1, 2, other_codec),
-        (learn, wire.Forward, 1, 2, fewer_rows),
-        (learn, wire.Backward, 3, 2, spoilt),
-        (learn, wire.Backward, 3, 2, other_codec),
-        (learn, wire.Backward, 3, 2, fewer_rows),
-        (score, wire.Forward, 2, 3, spoilt),
-        (score, wire.Scores, 3, 0, spoilt),
-        (sample, wire.Prefill, 1, 2, spoilt),
-        (sample, wire.Decode, 1, 2, spoilt),
-        (sample, wire.Tokens, 3, 0, spoilt),
-        (learn, wire.Learnt, 3, 0, lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b)),
-        (learn, wire.Acknowledge, 2, 0, lambda f, b: (wire.Commit(f.place, 1, 1.0, 1.0, 1.0), b)),
+        (learn, wire.ForwardFrame, 1, 2, spoilt),
+        (learn, wire.ForwardFrame, 1, 2, other_codec),
+        (learn, wire.ForwardFrame, 1, 2, fewer_rows),
+        (learn, wire.BackwardFrame, 3, 2, spoilt),
+        (learn, wire.BackwardFrame, 3, 2, other_codec),
+        (learn, wire.BackwardFrame, 3, 2, fewer_rows),
+        (score, wire.ForwardFrame, 2, 3, spoilt),
+        (score, wire.ScoresFrame, 3, 0, spoilt),
+        (sample, wire.PrefillFrame, 1, 2, spoilt),
+        (sample, wire.DecodeFrame, 1, 2, spoilt),
+        (sample, wire.TokensFrame, 3, 0, spoilt),
+        (
+            learn,
+            wire.LearntFrame,
+            3,
+            0,
+            lambda f, b: (msgspec.structs.replace(f, micro_batch=9**9), b),
+        ),
+        (
+            learn,
+            wire.AcknowledgeFrame,
+            2,
+            0,
+            lambda f, b: (wire.CommitFrame(f.place, 1, 1.0, 1.0, 1.0), b),
+        ),
     ],
 )
 async def test_the_receiver_names_the_stage_that_sends_garbage(
@@ -519,7 +535,7 @@ async def test_a_tied_embeddings_rows_out_of_order_name_their_sender(models, pol
     async with four(models, policy, "llama-tied") as (crew, rows):
         changes(
             crew.members[3],
-            wire.Embedding,
+            wire.EmbeddingFrame,
             lambda f, b: (msgspec.structs.replace(f, first=1, rows=f.rows - 1), b[: -32 * 4]),
         )
         with pytest.raises(PeerError, match="row 1 of an embedding"):
@@ -530,7 +546,7 @@ async def test_a_tied_embeddings_rows_out_of_order_name_their_sender(models, pol
 async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy, autojump_clock):
     settings = replace(EXACT, swapped=True)
     async with four(models, policy, settings=settings) as (crew, rows):
-        changes(crew.members[1], wire.Forward, spoilt)
+        changes(crew.members[1], wire.ForwardFrame, spoilt)
         with pytest.raises(PeerError, match="stage 1: garbage"):
             await learn(crew.head, rows)
         assert crew.head.fault[0] == 1
@@ -539,20 +555,20 @@ async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy,
 async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(models, policy):
     place = wire.Place(bytes(16), 0, 0)
     for sender, frame, body in [
-        (0, wire.Commit(place, 1, 1.0, 1.0, 1.0), b""),
-        (0, wire.Abort(place, 1), b""),
-        (0, wire.Prefill(place, bytes(16), bytes(32), "float32", 1, 1), b"\0" + bytes(128)),
-        (0, wire.Backward(place, 1, "float32", 1), bytes(128)),
-        (3, wire.Drop(place, bytes(16)), b""),
-        (3, wire.Tokens(place, bytes(16), 1), bytes(8)),
-        (0, wire.Embedding(place, 1, 0, 1), bytes(128)),
+        (0, wire.CommitFrame(place, 1, 1.0, 1.0, 1.0), b""),
+        (0, wire.AbortFrame(place, 1), b""),
+        (0, wire.PrefillFrame(place, bytes(16), bytes(32), "float32", 1, 1), b"\0" + bytes(128)),
+        (0, wire.BackwardFrame(place, 1, "float32", 1), bytes(128)),
+        (3, wire.DropFrame(place, bytes(16)), b""),
+        (3, wire.TokensFrame(place, bytes(16), 1), bytes(8)),
+        (0, wire.EmbeddingFrame(place, 1, 0, 1), bytes(128)),
     ]:
         async with four(models, policy) as (crew, _):
             mine = msgspec.structs.replace(frame, place=crew.members[sender].place)
             crew.members[sender].links.send(1, mine, body)
             await quiet()
             assert crew.members[1].fault[0] == sender, frame
-            crew.head.links.send(1, wire.ProposeStep(crew.head.place, 1, (1,)))
+            crew.head.links.send(1, wire.ProposeFrame(crew.head.place, 1, (1,)))
             await quiet()
             assert crew.members[1].participant.attempt == 0, "nothing is handled after a fault"
 
@@ -564,7 +580,7 @@ async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, p
             wave = pipeline.Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
             head.open_waves[b"w" * 16] = wave
             body = pack_ids(ids) + bytes(4 * rows)
-            last.links.send(0, wire.Tokens(last.place, b"w" * 16, rows), body)
+            last.links.send(0, wire.TokensFrame(last.place, b"w" * 16, rows), body)
             await quiet()
             assert head.fault[0] == 3
             assert wave.ids == [[], []]
@@ -573,8 +589,8 @@ async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, p
 async def test_frames_of_another_crew_or_step_are_dropped(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         member, place = crew.members[1], crew.head.place
-        crew.head.links.send(1, wire.Abort(wire.Place(b"x" * 16, 0, 0), 3))
-        crew.head.links.send(1, wire.Drop(wire.Place(place.crew, 0, 1), b"s" * 16))
+        crew.head.links.send(1, wire.AbortFrame(wire.Place(b"x" * 16, 0, 0), 3))
+        crew.head.links.send(1, wire.DropFrame(wire.Place(place.crew, 0, 1), b"s" * 16))
         await quiet()
         assert member.dropped == {"crew": 1, "newer": 1}
         assert member.fault is None

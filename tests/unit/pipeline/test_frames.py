@@ -15,22 +15,22 @@ from swarmnode.stages import wire
 from swarmnode.stages.model import decode, encode
 from swarmnode.stages.wire import (
     FRAME_REASONS,
-    Backward,
-    Commit,
-    Decode,
-    Embedding,
-    Forward,
+    BackwardFrame,
+    CommitFrame,
+    DecodeFrame,
+    EmbeddingFrame,
+    ForwardFrame,
     FrameLimits,
-    Loss,
+    LossInputs,
     MicroBatch,
     Place,
-    ProposeStep,
-    Questions,
+    ProposeFrame,
+    WaveDescription,
     activation_bytes,
     body_bytes,
     read_frame,
     read_micro_batch,
-    read_questions,
+    read_wave,
 )
 from swarmnode.wire import headed, strict
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
@@ -64,9 +64,9 @@ async def reason_of(data: bytes) -> tuple[str, int]:
 async def test_frames_go_there_and_back_one_after_the_other():
     left, right = memory_stream_pair()
     sent = [
-        (Backward(PLACE, 5, "bfloat16", 3), bytes(range(48))),
-        (ProposeStep(PLACE, 2, (1, 4, 9)), b""),
-        (Decode(PLACE, SESSION, PRINT, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
+        (BackwardFrame(PLACE, 5, "bfloat16", 3), bytes(range(48))),
+        (ProposeFrame(PLACE, 2, (1, 4, 9)), b""),
+        (DecodeFrame(PLACE, SESSION, PRINT, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
     ]
     for frame, body in sent:
         await left.send_all(headed.pack(frame, body))
@@ -78,23 +78,23 @@ async def test_frames_go_there_and_back_one_after_the_other():
 @pytest.mark.parametrize(
     ("frame", "reason"),
     [
-        (Backward(PLACE, 5, "float32", 65), "bounds"),
-        (Backward(PLACE, 5, "float32", 0), "bounds"),
-        (Backward(PLACE, -1, "int8", 1), "bounds"),
-        (Backward(Place(b"short", 0, 3), 5, "int8", 1), "bounds"),
-        (Backward(Place(b"c" * 16, 0, -1), 5, "int8", 1), "bounds"),
-        (Backward(Place(b"c" * 16, 64, 3), 5, "int8", 1), "bounds"),
-        (Forward(PLACE, 5, "learn", "int8", 1, 10**9), "bounds"),
-        (Decode(PLACE, b"s", PRINT, "int8", 1), "bounds"),
-        (Decode(PLACE, SESSION, b"", "int8", 1), "bounds"),
-        (Commit(PLACE, 1, float("nan"), 1.0, 1.0), "not_finite"),
-        (Commit(PLACE, 1, 1.0, 1.0, float("inf")), "not_finite"),
-        (Commit(PLACE, 1, -1.0, 1.0, 1.0), "bounds"),
-        (Embedding(PLACE, 1, 40, 20), "bounds"),
-        (ProposeStep(PLACE, 1, ()), "bounds"),
-        (ProposeStep(PLACE, 1, (2, 2)), "bounds"),
-        (ProposeStep(PLACE, 1, (-1, 2)), "bounds"),
-        (Backward(PLACE, 5, "pickle", 1), "schema"),
+        (BackwardFrame(PLACE, 5, "float32", 65), "bounds"),
+        (BackwardFrame(PLACE, 5, "float32", 0), "bounds"),
+        (BackwardFrame(PLACE, -1, "int8", 1), "bounds"),
+        (BackwardFrame(Place(b"short", 0, 3), 5, "int8", 1), "bounds"),
+        (BackwardFrame(Place(b"c" * 16, 0, -1), 5, "int8", 1), "bounds"),
+        (BackwardFrame(Place(b"c" * 16, 64, 3), 5, "int8", 1), "bounds"),
+        (ForwardFrame(PLACE, 5, "learn", "int8", 1, 10**9), "bounds"),
+        (DecodeFrame(PLACE, b"s", PRINT, "int8", 1), "bounds"),
+        (DecodeFrame(PLACE, SESSION, b"", "int8", 1), "bounds"),
+        (CommitFrame(PLACE, 1, float("nan"), 1.0, 1.0), "not_finite"),
+        (CommitFrame(PLACE, 1, 1.0, 1.0, float("inf")), "not_finite"),
+        (CommitFrame(PLACE, 1, -1.0, 1.0, 1.0), "bounds"),
+        (EmbeddingFrame(PLACE, 1, 40, 20), "bounds"),
+        (ProposeFrame(PLACE, 1, ()), "bounds"),
+        (ProposeFrame(PLACE, 1, (2, 2)), "bounds"),
+        (ProposeFrame(PLACE, 1, (-1, 2)), "bounds"),
+        (BackwardFrame(PLACE, 5, "pickle", 1), "schema"),
     ],
 )
 async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, reason):
@@ -111,7 +111,7 @@ async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, rea
         (b"\0\0\0\x05abc", "truncated"),
         (b"\0\0\0\x01\xc1", "malformed"),
         (b"\0\0\0\x01\x90", "schema"),
-        (headed.pack(Backward(PLACE, 5, "int8", 3), b"x" * 11), "truncated"),
+        (headed.pack(BackwardFrame(PLACE, 5, "int8", 3), b"x" * 11), "truncated"),
     ],
 )
 async def test_bytes_that_are_no_frame(data, reason):
@@ -119,7 +119,7 @@ async def test_bytes_that_are_no_frame(data, reason):
 
 
 async def test_a_second_encoding_and_an_unknown_field_are_refused():
-    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(ProposeStep(PLACE, 2, (1,))))
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(ProposeFrame(PLACE, 2, (1,))))
     extra = msgspec.msgpack.encode({**fields, "more": 1})
     assert (await reason_of(len(extra).to_bytes(4, "big") + extra))[0] == "schema"
     kind, *others = fields.items()
@@ -131,9 +131,9 @@ async def test_a_second_encoding_and_an_unknown_field_are_refused():
 async def test_flipped_bytes_never_raise_anything_else():
     rng = random.Random(4)
     kinds = [
-        (Backward(PLACE, 5, "int8", 2), b"y" * 24),
-        (ProposeStep(PLACE, 2, (1, 4)), b""),
-        (Commit(PLACE, 1, 2.0, 1.0, 0.1), b""),
+        (BackwardFrame(PLACE, 5, "int8", 2), b"y" * 24),
+        (ProposeFrame(PLACE, 2, (1, 4)), b""),
+        (CommitFrame(PLACE, 1, 2.0, 1.0, 0.1), b""),
     ]
     honest = [headed.pack(frame, body) for frame, body in kinds]
     refused = 0
@@ -158,14 +158,16 @@ async def test_a_body_is_read_in_chunks(autojump_clock):
     receive = right.receive_some
     right.receive_some = lambda n=None: asked.append(n) or receive(n)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(left.send_all, headed.pack(Backward(PLACE, 1, "bfloat16", 1024), body))
+        nursery.start_soon(
+            left.send_all, headed.pack(BackwardFrame(PLACE, 1, "bfloat16", 1024), body)
+        )
         assert (await read_frame(right, limits))[1] == body
     assert max(asked) == wire.CHUNK_BYTES
 
 
 def micro(**keys) -> MicroBatch:
     numbers = (pack_logprobs([-1.0] * 4), pack_logprobs([1.0, -1.0]), pack_logprobs([1.0, 1.0]))
-    loss = Loss(*numbers, 4.0, "dapo", 0.2, 0.28, None, (True, True), "tis", "token")
+    loss = LossInputs(*numbers, 4.0, "dapo", 0.2, 0.28, None, (True, True), "tis", "token")
     fields = {
         "prompt_lengths": (3,),
         "prompt_ids": pack_ids([1, 2, 3]),
@@ -252,9 +254,9 @@ def test_questions_that_are_not_what_they_say(keys, reason):
         "top_p": 1.0,
         "seed": 3,
     }
-    assert read_questions(strict.encode(Questions(**fields)), 2, LIMITS).total == 2
+    assert read_wave(strict.encode(WaveDescription(**fields)), 2, LIMITS).total == 2
     with pytest.raises(BadMessage) as caught:
-        read_questions(strict.encode(Questions(**{**fields, **keys})), 2, LIMITS)
+        read_wave(strict.encode(WaveDescription(**{**fields, **keys})), 2, LIMITS)
     assert caught.value.reason == reason
 
 
@@ -312,7 +314,7 @@ def test_our_own_broken_stage_is_not_blamed_on_a_peer():
 
 
 def test_an_int8_body_is_half_of_a_bfloat16_one():
-    frame = Backward(PLACE, 1, "int8", 64)
+    frame = BackwardFrame(PLACE, 1, "int8", 64)
     wide = FrameLimits(hidden=1536, vocab=50, tokens=64)
     assert body_bytes(frame, wide) / body_bytes(
         msgspec.structs.replace(frame, codec="bfloat16"), wide

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from swarmnode.errors import BadMessage, Unavailable
 from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.stages.model import Prompts, StageRuntime, load_stage, packing
+from swarmnode.stages.model import Prompts, StageRuntime, load_stage, make_packing
 from swarmnode.stages.wire import stage_specs
 from tests.support.largest import Largest
 from tests.support.split_models import load_whole_state, split_model, whole_state
@@ -137,7 +137,7 @@ def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
     monkeypatch.setattr("swarmnode.stages.model.logits_tokens", lambda *given: 40)
     last = chain(models["llama"], [2, 2])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)]), ([5, 6, 7], [9, 10])], 0)
-    x = torch.randn(packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
     with Largest(61) as seen:
         last.learn(batch, x, 1.0, lambda logprobs, entropy: logprobs.sum())
         last.score(batch, x, 1.0)
@@ -147,9 +147,9 @@ def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
 def test_layers_keep_their_input_only_where_what_they_compute_would_not_fit(models, monkeypatch):
     stage = chain(models["llama"], [1, 3])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)])] * 2, 0)
-    x = torch.randn(packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
 
-    def kept(spare):
+    def stored(spare):
         """Bytes that the graph holds before its backward pass."""
         sizes = {}
         monkeypatch.setattr("swarmnode.policy.logprobs.spare_bytes", lambda device: spare)
@@ -158,7 +158,7 @@ def test_layers_keep_their_input_only_where_what_they_compute_would_not_fit(mode
             stage.hidden(batch, x.clone().requires_grad_(), "layers")
         return sum(sizes.values())
 
-    assert kept(2**10) < 0.5 * kept(2**40)
+    assert stored(2**10) < 0.5 * stored(2**40)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -253,7 +253,7 @@ def test_every_stage_counts_each_token_that_went_through_it_once(models, layers)
 
 def test_packing_goes_there_and_back():
     batch = collate(ROWS, 0)
-    where = packing(batch)
+    where = make_packing(batch)
     # each prompt once, each completion without its last token
     rows = torch.randn(6 + 2 + (2 + 0 + 4 + 1), 5)
     assert torch.equal(where.pack(*where.unpack(rows)), rows)

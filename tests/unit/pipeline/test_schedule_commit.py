@@ -76,7 +76,7 @@ def simulate(
 def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches):
     seconds, peak, orders = simulate(stages, micro_batches)
     assert seconds == (micro_batches + stages - 1) * 3.0
-    assert all(kept <= 2 * (stages - i) for i, kept in enumerate(peak))
+    assert all(pending <= 2 * (stages - i) for i, pending in enumerate(peak))
     for order in orders[:-1]:
         kinds = [kind for kind, _ in order]
         last = len(kinds) - kinds[::-1].index("forward")
@@ -103,7 +103,7 @@ def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monk
         4, pieces, 8 / pieces, 24 / pieces, line=(47 / pieces, 89 / pieces), late=0.05
     )[0]
     assert step(32) < 1.1 * 136
-    monkeypatch.setattr(pipeline, "ROOM", 1)
+    monkeypatch.setattr(pipeline, "IN_FLIGHT_FACTOR", 1)
     assert step(32) > 1.2 * 136, "it would wait for gradients that are on their way"
     assert step(5) > 1.6 * 136
 

@@ -14,12 +14,12 @@ from swarmnode.policy.logprobs import WAYS, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import CrewSettings
-from swarmnode.stages.wire import FrameLimits, Hop, Routes, arriving, returning, swapped
+from swarmnode.stages.pipeline import WorkerSettings
+from swarmnode.stages.wire import FrameLimits, Hop, Routes, backward_hop, forward_hop, swapped_route
 from tests.support.crew import open_crew
 from tests.support.split_models import split_model, whole_state
 
-SETTINGS = CrewSettings(b"b" * 32, "float32", swapped=True)
+SETTINGS = WorkerSettings(b"b" * 32, "float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64)
 
 
@@ -146,7 +146,7 @@ async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(
 async def test_what_is_generated_and_scored_is_the_plain_policy(models):
     async with (
         crew_of(models["llama"], [1, 1, 1, 1]) as swapping,
-        crew_of(models["llama"], [4], CrewSettings(b"b" * 32, "float32")) as one,
+        crew_of(models["llama"], [4], WorkerSettings(b"b" * 32, "float32")) as one,
     ):
         prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
         waves = [
@@ -184,19 +184,19 @@ async def test_an_adapter_is_not_trained_with_swapped_stages(models):
 
 @pytest.mark.parametrize("stages", [4, 5, 8])
 def test_every_hop_is_known_by_who_it_comes_from(stages):
-    route = swapped(stages)
+    route = swapped_route(stages)
     assert [hop.part for hop in route] == ["embed", *["layers"] * stages, "head"]
-    assert arriving(route, 0, 0) == 0
+    assert forward_hop(route, 0, 0) == 0
     for i in range(1, len(route)):
-        assert arriving(route, route[i - 1].stage, route[i].stage) == i
-        assert returning(route, route[i].stage, route[i - 1].stage) == i - 1
-    assert arriving(route, 2, 0) is None
-    assert returning(route, 0, stages - 1) is None
+        assert forward_hop(route, route[i - 1].stage, route[i].stage) == i
+        assert backward_hop(route, route[i].stage, route[i - 1].stage) == i - 1
+    assert forward_hop(route, 2, 0) is None
+    assert backward_hop(route, 0, stages - 1) is None
 
 
 def test_every_other_micro_batch_is_swapped_and_no_score():
     routes = Routes(4, True)
     assert routes.of(2) == tuple(Hop(i, "all") for i in range(4))
-    assert routes.of(3) == swapped(4)
+    assert routes.of(3) == swapped_route(4)
     assert routes.of(3, "score") == routes.of(2)
     assert Routes(4, False).of(3) == routes.of(2)

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.policy.load import load_policy, lora_settings
 from swarmnode.policy.model import cache_keyword
-from swarmnode.stages.model import adapt
+from swarmnode.stages.model import add_adapter
 
 
 def test_an_adapter_is_made_and_run_without_a_warning(model_dir):
@@ -20,7 +20,7 @@ def test_an_adapter_is_made_and_run_without_a_warning(model_dir):
         cache = DynamicCache(config=policy.base.config)
         policy.logits(ids, None, torch.arange(3)[None], cache=cache)
         base = AutoModelForCausalLM.from_pretrained(cfg.model)
-        adapt(base, lora_settings(cfg))
+        add_adapter(base, lora_settings(cfg))
     assert cache.get_seq_length() == 3
     assert not policy.base.is_gradient_checkpointing
 

@@ -12,12 +12,12 @@ from swarmnode.config import TrainingConfig
 from swarmnode.policy.logprobs import token_logprobs
 from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
-from swarmnode.stages.pipeline import CrewSettings
-from swarmnode.stages.recovery import RecoverySettings, run_one, trained, work_of
-from swarmnode.stages.trainer import CrewProbe, _newest, _with
+from swarmnode.stages.pipeline import WorkerSettings
+from swarmnode.stages.recovery import RecoverySettings, read_work, run_one, trained
+from swarmnode.stages.trainer import AverageProbe, _newest_inputs, _with_tensors
 from tests.support.lost_stages import Fleet, quiet
 
-SETTINGS = CrewSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 
@@ -71,7 +71,7 @@ def tensors(station, noise=0.0):
 
 async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
     """Losses (before, after), None where there is no verdict, False where nothing was asked."""
-    probe, told, done = CrewProbe(), [], trio.Event()
+    probe, told, done = AverageProbe(), [], trio.Event()
     probe.step_seconds = step_seconds
     probe.open(fleet.peers[stage])
     if not probe.measure(mine, mean, lambda losses: (told.append(losses), done.set())):
@@ -143,7 +143,7 @@ async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
         assert await verdict(one, 1, mine, mean)
         await learn(crew, 2, 12)
         assert await verdict(one, 1, mine, mean)
-        closed = CrewProbe()
+        closed = AverageProbe()
         closed.open(one.peers[1])
         closed.close()
         assert not closed.measure(mine, mean, lambda losses: None)
@@ -154,13 +154,13 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
     async with one.up() as crew:
         await learn(crew, 1)
         mine, mean = tensors(one.stations[1])
-        one.peers[1].channel.gone[3] = "closed"
+        one.peers[1].channel.ended[3] = "closed"
         assert await verdict(one, 1, mine, mean) is None
 
 
 async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
     # eight better completions in each
-    monkeypatch.setattr(trainer, "_newest", lambda peer: _newest(peer) * 4)
+    monkeypatch.setattr(trainer, "_newest_inputs", lambda peer: _newest_inputs(peer) * 4)
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
@@ -205,7 +205,7 @@ async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_end
         def full(*args):
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(trainer, "_with", full)
+        monkeypatch.setattr(trainer, "_with_tensors", full)
         assert await verdict(one, 1, mine, mean) is None
         monkeypatch.undo()
         assert await verdict(one, 1, mine, mean)
@@ -226,9 +226,9 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
     async with one.up() as crew:
         await learn(crew, 1)
         station, peer = one.stations[1], one.peers[1]
-        edge = _newest(peer)[0]
+        edge = _newest_inputs(peer)[0]
         run = lambda runtime: run_one(
-            runtime, work_of(edge, peer.stage.limits), edge.body, "float32"
+            runtime, read_work(edge, peer.stage.limits), edge.body, "float32"
         )
         own, before = (
             {
@@ -238,8 +238,8 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
             run(station.runtime),
         )
         other = {name: t + 0.1 for name, t in own.items()}
-        assert run(_with(station.runtime, own)) == before
-        changed = run(_with(station.runtime, other))
+        assert run(_with_tensors(station.runtime, own)) == before
+        changed = run(_with_tensors(station.runtime, other))
         assert changed != before
         assert run(station.runtime) == before
         with torch.no_grad():

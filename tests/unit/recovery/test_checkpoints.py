@@ -15,8 +15,8 @@ from swarmnode.stages import recovery
 from swarmnode.stages.model import LrScale
 from swarmnode.stages.recovery import (
     Checkpoint,
-    CheckpointAbout,
     CheckpointIdentity,
+    CheckpointMetadata,
     CheckpointStore,
     StageState,
     as_tensor,
@@ -43,7 +43,7 @@ def state_of(step, seed=1):
 
 def checkpoint(step, identity=OURS, stage=1, own=True, **more):
     body = encode_state(state_of(step, step), LAYOUT, "exact")
-    about = CheckpointAbout(
+    about = CheckpointMetadata(
         identity,
         stage,
         own,
@@ -114,21 +114,21 @@ def test_what_is_written_is_read_again_with_everything_beside_it(store, tmp_path
     written = checkpoint(3, rng=rng, **{"outer.phi.a": phi})
     store.write(written)
     found = store.read(1)
-    assert msgspec.structs.replace(found.about, root="") == written.about
+    assert msgspec.structs.replace(found.metadata, root="") == written.metadata
     assert torch.equal(found.body, written.body)
-    assert same(found.more, {"rng": rng, "outer.phi.a": phi})
-    assert store.about(1).step == 3
+    assert same(found.extra_tensors, {"rng": rng, "outer.phi.a": phi})
+    assert store.metadata(1).step == 3
     assert OURS.path(1).name == "1-3.safetensors"
     again = CheckpointStore(tmp_path)
     again.begin(OURS, (1,))
-    assert again.about(1).step == 3
+    assert again.metadata(1).step == 3
     again.close()
 
 
 def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store, tmp_path):
     store.write(checkpoint(9, stage=0, own=False))
     store.write(checkpoint(4, stage=0, own=False))
-    assert store.about(0).step == 4
+    assert store.metadata(0).step == 4
     assert len(find_checkpoints(tmp_path)) == 1
 
 
@@ -150,7 +150,7 @@ def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, t
     with pytest.raises(StateError, match="damaged"):
         store.read(stage)
     assert not path.exists()
-    assert store.about(stage) is None
+    assert store.metadata(stage) is None
     with pytest.raises(StateError):
         read_checkpoint(tmp_path, OURS.path(2))
 
@@ -170,12 +170,12 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_why(store, tmp_path, mon
     store.flush()
     assert "No space" in store.error
     assert [path.name for path in tmp_path.rglob("*.*")] == ["1-3.safetensors"]
-    assert store.read(1).about.step == 3
+    assert store.read(1).metadata.step == 3
     monkeypatch.setattr(recovery, "save_file", save)
     store.write_soon(checkpoint(6))
     store.flush()
     assert store.error is None
-    assert store.about(1).step == 6
+    assert store.metadata(1).step == 6
 
 
 def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypatch):
@@ -185,13 +185,13 @@ def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypat
     )
     assert store.write_soon(checkpoint(1))
     assert store.busy
-    assert store.coming.step == 1
+    assert store.writing_metadata.step == 1
     assert not store.write_soon(checkpoint(2))
     go.set()
     store.flush()
     assert not store.busy
-    assert store.coming is None
-    assert store.about(1).step == 1
+    assert store.writing_metadata is None
+    assert store.metadata(1).step == 1
 
 
 def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_path):

@@ -12,9 +12,15 @@ from swarmnode.errors import BadMessage
 from swarmnode.policy import quantised as quantised_module
 from swarmnode.policy.load import LORA_MODULES
 from swarmnode.policy.quantised import Int8Matrix, build_quantised, quantise
-from swarmnode.stages.model import adapt
-from swarmnode.stages.policy_copy import copied, copy_bytes, decode_copy, encode_copy, install
-from swarmnode.stages.recovery import layout_of
+from swarmnode.stages.model import add_adapter
+from swarmnode.stages.policy_copy import (
+    copied_layout,
+    copy_bytes,
+    decode_copy,
+    encode_copy,
+    install_copy,
+)
+from swarmnode.stages.recovery import trained_layout
 from tests.support.split_models import split_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8, 40]])
@@ -110,10 +116,10 @@ def test_a_copy_follows_its_stages_and_says_nearly_what_they_say(models, kind):
     move(model, 0.05)
     sent = 0
     for spec, stage in split_model(model, [1, 2, 1]):
-        layout = copied(spec, layout_of(stage))
+        layout = copied_layout(spec, trained_layout(stage))
         body = encode_copy(spec, trained_of(stage), layout, base)
         sent += len(body)
-        install(ours, decode_copy(spec, body, layout, base))
+        install_copy(ours, decode_copy(spec, body, layout, base))
     assert sent <= 1.1 * sum(p.numel() for p in model.parameters()) + 4096
     exact = logits(model)
     assert float((logits(ours) - exact).abs().mean()) < 0.1 * float((before - exact).abs().mean())
@@ -124,7 +130,7 @@ def test_what_has_hardly_moved_costs_next_to_nothing(models):
     base = base_of(model)
     move(model, 1e-5)
     (spec, stage), *_ = split_model(model, [2, 2])
-    layout = copied(spec, layout_of(stage))
+    layout = copied_layout(spec, trained_layout(stage))
     assert len(encode_copy(spec, trained_of(stage), layout, base)) < 0.12 * sum(
         tensor.elements for tensor in layout
     )
@@ -132,15 +138,15 @@ def test_what_has_hardly_moved_costs_next_to_nothing(models):
 
 def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
     model = copy.deepcopy(models["llama-tied"])
-    ours = quantised(model, lambda bare: adapt(bare, LORA))
-    whole = adapt(model, LORA)
+    ours = quantised(model, lambda bare: add_adapter(bare, LORA))
+    whole = add_adapter(model, LORA)
     untrained = logits(ours)
     move(whole, 0.2)
     for spec, stage in split_model(whole, [3, 1]):
-        layout = copied(spec, layout_of(stage))
+        layout = copied_layout(spec, trained_layout(stage))
         body = encode_copy(spec, trained_of(stage), layout, None)
         assert len(body) == copy_bytes(layout, adapter=True)
-        install(ours, decode_copy(spec, body, layout, None))
+        install_copy(ours, decode_copy(spec, body, layout, None))
     exact = logits(whole)
     assert float((logits(ours) - exact).abs().mean()) < 0.1 * float(
         (untrained - exact).abs().mean()
@@ -153,9 +159,9 @@ def test_what_a_hostile_stage_sends_takes_no_more_room_than_its_stage_and_is_ref
 ):
     model = copy.deepcopy(models["llama"])
     base = None if adapter else base_of(model)
-    whole = adapt(model, LORA) if adapter else model
+    whole = add_adapter(model, LORA) if adapter else model
     spec, stage = split_model(whole, [2, 2])[0]
-    layout = copied(spec, layout_of(stage))
+    layout = copied_layout(spec, trained_layout(stage))
     good = encode_copy(spec, trained_of(stage), layout, base)
     plain = b"".join([bytes(4096)] * 512)
 

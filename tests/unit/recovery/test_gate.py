@@ -11,9 +11,9 @@ import torch
 
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.stages import recovery
-from swarmnode.stages.pipeline import inline
-from swarmnode.stages.recovery import RecoverySettings, Source, Verdict, passes
-from swarmnode.stages.wire import Probe
+from swarmnode.stages.pipeline import run_inline
+from swarmnode.stages.recovery import RecoverySettings, RestoreSource, Verdict, passes_gate
+from swarmnode.stages.wire import GateProbe
 from swarmnode.wire.tensors import pack_logprobs
 
 PROBES = [
@@ -24,13 +24,13 @@ PROBES = [
 
 def test_the_divergence_and_the_rise_of_a_known_shift():
     shift = np.array([0.1, -0.3, 0.0, 0.6], np.float32)
-    verdict = recovery.verdict_of(shift)
+    verdict = recovery.make_verdict(shift)
     assert verdict.kl == pytest.approx(
         sum(math.exp(r) - 1 - r for r in (0.1, -0.3, 0.0, 0.6)) / 4, rel=1e-5
     )
     assert verdict.nll_rise == pytest.approx(-0.1, rel=1e-5)
     assert (verdict.tokens, verdict.finite) == (4, True)
-    assert recovery.verdict_of(np.zeros(3, np.float32)) == recovery.Verdict(0.0, 0.0, 3)
+    assert recovery.make_verdict(np.zeros(3, np.float32)) == recovery.Verdict(0.0, 0.0, 3)
 
 
 async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatch):
@@ -82,7 +82,7 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
 
         @property
         def channel(self):
-            return SimpleNamespace(compute=inline)
+            return SimpleNamespace(compute=run_inline)
 
         @property
         def fetch(self):
@@ -93,7 +93,7 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
             way.append((stage, x))
             return b"from the head" if stage == 0 else pack_logprobs(list(self.tail))
 
-    monkeypatch.setattr(recovery, "work_of", lambda probe, limits: "work")
+    monkeypatch.setattr(recovery, "read_work", lambda probe, limits: "work")
     monkeypatch.setattr(
         recovery, "run_one", lambda runtime, work, x, codec: way.append((1, x)) or b"from here"
     )
@@ -118,10 +118,10 @@ async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_o
     ],
 )
 def test_no_more_micro_batches_go_through_the_stages_than_a_verdict_needs(rows, chosen):
-    message = partial(Probe, about=b"", logprobs=b"")
+    message = partial(GateProbe, about=b"", logprobs=b"")
     probes = [message(number, 7, count) for number, count in enumerate(rows)]
     older = [message(number, 6, 1) for number in range(3)]
-    assert [probe.micro_batch for probe in recovery.enough(older + probes)] == chosen
+    assert [probe.micro_batch for probe in recovery.choose_probes(older + probes)] == chosen
 
 
 COPIES, PAPER = RecoverySettings(), RecoverySettings(mode="checkfree+")
@@ -131,23 +131,23 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("source", "settings", "kl", "rise", "good"),
     [
-        (Source("base"), COPIES, 0.019, 0.049, True),
-        (Source("base"), COPIES, 0.021, 0.0, False),
-        (Source("base"), COPIES, 0.0, 0.051, False),
-        (Source("neighbour", 3, 1), COPIES, 0.19, 0.49, True),
-        (Source("neighbour", 3, 1), COPIES, 0.21, 0.0, False),
-        (Source("neighbour", 3, 1), COPIES, 0.0, 0.51, False),
-        (Source("checkpoint", 3), COPIES, 0.21, 0.0, False),
-        (Source("checkpoint", 9, None, current=True), COPIES, 5.0, 5.0, True),
-        (Source("checkpoint", 9, None, current=True), COPIES, math.inf, math.inf, False),
-        (Source("neighbour", 3, 1), COPIES, NAN, NAN, False),
-        (Source("checkfree+"), PAPER, 5.0, 5.0, True),
-        (Source("checkfree+"), PAPER, math.inf, 0.0, False),
+        (RestoreSource("base"), COPIES, 0.019, 0.049, True),
+        (RestoreSource("base"), COPIES, 0.021, 0.0, False),
+        (RestoreSource("base"), COPIES, 0.0, 0.051, False),
+        (RestoreSource("neighbour", 3, 1), COPIES, 0.19, 0.49, True),
+        (RestoreSource("neighbour", 3, 1), COPIES, 0.21, 0.0, False),
+        (RestoreSource("neighbour", 3, 1), COPIES, 0.0, 0.51, False),
+        (RestoreSource("checkpoint", 3), COPIES, 0.21, 0.0, False),
+        (RestoreSource("checkpoint", 9, None, current=True), COPIES, 5.0, 5.0, True),
+        (RestoreSource("checkpoint", 9, None, current=True), COPIES, math.inf, math.inf, False),
+        (RestoreSource("neighbour", 3, 1), COPIES, NAN, NAN, False),
+        (RestoreSource("checkfree+"), PAPER, 5.0, 5.0, True),
+        (RestoreSource("checkfree+"), PAPER, math.inf, 0.0, False),
     ],
 )
 def test_the_bounds_of_the_gate(source, settings, kl, rise, good):
-    assert passes(source, Verdict(kl, rise, 100), settings) is good
+    assert passes_gate(source, Verdict(kl, rise, 100), settings) is good
 
 
 def test_without_a_probe_every_source_passes():
-    assert passes(Source("base"), None, COPIES)
+    assert passes_gate(RestoreSource("base"), None, COPIES)

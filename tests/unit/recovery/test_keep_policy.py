@@ -15,14 +15,14 @@ from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import StateError, Unavailable
 from swarmnode.policy.fingerprint import fingerprint
 from swarmnode.policy.load import lora_settings
-from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings
 from swarmnode.trainer import state
 from swarmnode.trainer.export_crew import find_copies
 from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
-SETTINGS = CrewSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 EMBEDDED = Path(swarmnode.policy.__file__).parent / "embedded"
 IDS = torch.tensor([[5, 9, 17, 3, 8]])

@@ -8,11 +8,11 @@ from peft import LoraConfig, get_peft_model
 
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import Refused
-from swarmnode.stages.pipeline import CrewSettings
+from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
     RecoverySettings,
-    base_adapter,
+    base_adapter_reader,
     host_copy,
     trained,
 )
@@ -20,7 +20,7 @@ from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = CrewSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings(b"b" * 32, "float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
@@ -286,7 +286,7 @@ async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(
         name="untrained",
         settings={"checkpoint_every": 1000},
     )
-    untrained = base_adapter(alone.stations[1].runtime)
+    untrained = base_adapter_reader(alone.stations[1].runtime)
     kept = copy.deepcopy(alone.stations[1].runtime.model)
     await train(alone, 2)
     station = alone.kill(1)
@@ -330,7 +330,7 @@ async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
-    crew = CrewSettings(b"b" * 32, "float32", swapped=True)
+    crew = WorkerSettings(b"b" * 32, "float32", swapped=True)
     mine = fleet(settings={"mode": "checkfree+"}, crew=crew)
     await train(mine, 3)
     ends = mine.weights()
@@ -377,4 +377,4 @@ async def test_a_new_neighbour_is_given_a_copy_at_once(fleet):
         for _ in range(100):
             await quiet()
     assert set(checkpoints_in(mine, 2)) == {1, 2, 3}
-    assert mine.peers[1].sharing.kept == {0: 2, 2: 2}
+    assert mine.peers[1].sharing.stored_steps == {0: 2, 2: 2}

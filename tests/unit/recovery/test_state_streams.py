@@ -12,13 +12,13 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.stages import recovery, wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import CrewSettings, Links, StageWorker, inline
-from swarmnode.stages.policy_copy import copied, decode_copy
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.policy_copy import copied_layout, decode_copy
 from swarmnode.stages.recovery import (
-    Arrival,
     CheckpointIdentity,
     CheckpointStore,
     LocalStage,
+    PartialBody,
     Recorder,
     RecoverySettings,
     StageState,
@@ -28,7 +28,7 @@ from swarmnode.stages.recovery import (
     stage_layouts,
     trained,
 )
-from swarmnode.stages.wire import Fence, FrameLimits, Place, root_of
+from swarmnode.stages.wire import Fence, FrameLimits, Place, hash_body
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
@@ -45,7 +45,7 @@ async def quiet():
 class Member:
     """Stage 1 of three with a real `StatePeer`; the test is stages 0 and 2."""
 
-    def __init__(self, model, tmp_path, settings=SETTINGS, arrivals=None):
+    def __init__(self, model, tmp_path, settings=SETTINGS, partial_bodies=None):
         pieces = split_model(model, [1, 2, 1])
         self.layouts = stage_layouts(model.config, [spec for spec, _ in pieces])
         self.runtimes = [StageRuntime(spec, stage) for spec, stage in pieces]
@@ -63,15 +63,15 @@ class Member:
             "float32",
             self.recorder,
             self.store,
-            arrivals={} if arrivals is None else arrivals,
+            partial_bodies={} if partial_bodies is None else partial_bodies,
         )
-        self.peer = StatePeer(self.stage, Fence(Place(CREW, 1, 9), 3), far, inline)
+        self.peer = StatePeer(self.stage, Fence(Place(CREW, 1, 9), 3), far, run_inline)
 
     def work(self, step=9):
         """The stage has its weights."""
         links, fence = Links(1, {}, LIMITS), Fence(Place(CREW, 1, step), 3)
-        settings = CrewSettings(bytes(32), "float32")
-        worker = StageWorker(self.runtimes[1], links, fence, settings, inline)
+        settings = WorkerSettings(bytes(32), "float32")
+        worker = StageWorker(self.runtimes[1], links, fence, settings, run_inline)
         self.peer.attach(worker, step)
         return worker
 
@@ -109,20 +109,22 @@ class Member:
         return have, bytes(body)
 
     def want(self, stage, what, of, at=0, root=b"", request=7):
-        return wire.Want(self.place(stage), request, what, of, at, root)
+        return wire.WantMessage(self.place(stage), request, what, of, at, root)
 
     async def give(self, stage, request, what, body, **more):
         """Send a body from `at` on, or what is said to be one."""
         at = more.pop("at", 0)
-        fields = {"step": 9, "size": len(body), "root": root_of(body), **more}
-        await self.send(stage, wire.Have(self.place(stage), request, what, **fields))
+        fields = {"step": 9, "size": len(body), "root": hash_body(body), **more}
+        await self.send(stage, wire.HaveMessage(self.place(stage), request, what, **fields))
         for start in range(at, len(body), wire.CHUNK_BYTES):
             part = bytes(body[start : start + wire.CHUNK_BYTES])
-            await self.send(stage, wire.Chunk(self.place(stage), request, start, len(part)), part)
+            await self.send(
+                stage, wire.ChunkMessage(self.place(stage), request, start, len(part)), part
+            )
 
     async def offer(self, stage, what="checkpoint", step=9):
         """Announce a body; return what is wanted of it."""
-        await self.send(stage, wire.Made(self.place(stage), 0, what, step))
+        await self.send(stage, wire.MadeMessage(self.place(stage), 0, what, step))
         return await self.answer(stage)
 
 
@@ -143,17 +145,17 @@ async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member
     assert (want.what, want.of, want.at, want.root) == ("checkpoint", 0, 0, b"")
     await member.give(0, want.request, "checkpoint", body)
     kept = await member.answer(0)
-    assert (type(kept), kept.step) == (wire.Kept, 9)
-    assert member.store.about(0).step == 9
-    await member.send(0, wire.Ask(member.place(0), 3))
+    assert (type(kept), kept.step) == (wire.KeptMessage, 9)
+    assert member.store.metadata(0).step == 9
+    await member.send(0, wire.AskMessage(member.place(0), 3))
     holds = await member.answer(0)
     assert (holds.request, holds.phase, holds.checkpoint) == (3, "starting", 9)
     await member.send(0, member.want(0, "checkpoint", 0))
     have, back = await member.whole(0)
-    assert (back, have.root, have.step) == (bytes(body), root_of(body), 9)
+    assert (back, have.root, have.step) == (bytes(body), hash_body(body), 9)
     # what is here already is confirmed and not sent again
-    await member.send(0, wire.Made(member.place(0), 0, "checkpoint", 9))
-    assert isinstance(await member.answer(0), wire.Kept)
+    await member.send(0, wire.MadeMessage(member.place(0), 0, "checkpoint", 9))
+    assert isinstance(await member.answer(0), wire.KeptMessage)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +173,13 @@ async def test_a_liars_bytes_are_counted_and_not_stored(member, change, more, re
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0, change=change), **more)
     assert member.peer.channel.refused == {reason: 1}
-    assert member.store.about(0) is None
-    assert not member.peer.channel.gone
+    assert member.store.metadata(0) is None
+    assert not member.peer.channel.ended
     # and the next one is taken
     await quiet()
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.Kept)
+    assert isinstance(await member.answer(0), wire.KeptMessage)
 
 
 async def test_a_negative_second_moment_is_refused(member):
@@ -205,10 +207,10 @@ async def test_a_chunk_out_of_place_ends_the_transfer(member):
 
 async def test_bodies_that_nobody_asked_for_and_messages_of_another_crew_do_nothing(member):
     await member.give(0, 99, "checkpoint", member.body(0))
-    await member.send(0, wire.Made(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
-    await member.send(0, wire.Made(member.place(2), 0, "checkpoint", 9))
+    await member.send(0, wire.MadeMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
+    await member.send(0, wire.MadeMessage(member.place(2), 0, "checkpoint", 9))
     assert not member.peer.channel.refused
-    assert not member.peer.channel.gone
+    assert not member.peer.channel.ended
     with trio.move_on_after(0):
         await member.ends[0].receive_some(1)
         pytest.fail("something was asked for")
@@ -224,10 +226,10 @@ async def test_a_request_that_was_cancelled_or_answered_blocks_no_other(member):
     for step in (9, 10):
         want = await member.offer(0, step=step)
         await member.give(0, want.request, "checkpoint", body, step=step)
-        assert isinstance(await member.answer(0), wire.Kept)
+        assert isinstance(await member.answer(0), wire.KeptMessage)
         await member.give(0, want.request, "checkpoint", body)  # again, unasked
     assert not member.peer.channel.refused
-    assert member.store.about(0).step == 10
+    assert member.store.metadata(0).step == 10
 
 
 async def test_small_messages_overtake_a_body(member):
@@ -237,38 +239,38 @@ async def test_small_messages_overtake_a_body(member):
     recorder.shared = replace(recorder.shared, body=bytearray(8 * wire.CHUNK_BYTES))
     await member.send(0, member.want(0, "checkpoint", 1))
     await member.answer(0)
-    member.peer.channel.post(0, wire.Kept(member.place(1), 0, 2))
+    member.peer.channel.post(0, wire.KeptMessage(member.place(1), 0, 2))
     kinds = [type(await member.answer(0)) for _ in range(5)]
-    assert wire.Kept in kinds, "before the eight chunks have been sent"
+    assert wire.KeptMessage in kinds, "before the eight chunks have been sent"
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])
 async def test_garbage_ends_that_stream_names_its_sender_and_harms_no_other(member, data):
     await member.ends[2].send_all(data)
     await quiet()
-    assert list(member.peer.channel.gone) == [2]
+    assert list(member.peer.channel.ended) == [2]
     assert member.peer.channel.fault[0] == 2
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.Kept)
+    assert isinstance(await member.answer(0), wire.KeptMessage)
 
 
 async def test_a_member_that_goes_on_with_garbage_is_cut_off(member):
-    for _ in range(recovery.MISBEHAVED):
+    for _ in range(recovery.MAX_BAD_MESSAGES):
         want = await member.offer(0)
         await member.give(0, want.request, "checkpoint", member.body(0), root=bytes(32))
     await quiet()
-    assert member.peer.channel.gone == {0: "misbehaved"}
+    assert member.peer.channel.ended == {0: "misbehaved"}
     assert member.peer.channel.fault == (0, "misbehaved")
 
 
 async def test_a_transfer_is_resumed_in_the_next_crew_and_another_body_starts_over(
     models, tmp_path
 ):
-    arrivals = {}
+    partial_bodies = {}
     settings = RecoverySettings(seconds=5.0)
     for crew in ("first", "second", "third"):
-        one = Member(copy.deepcopy(models["llama"]), tmp_path / crew, settings, arrivals)
+        one = Member(copy.deepcopy(models["llama"]), tmp_path / crew, settings, partial_bodies)
         body = one.body(0)
         half = len(body) // 2
         recovery_chunk, wire_chunk = recovery.CHUNK_BYTES, wire.CHUNK_BYTES
@@ -279,24 +281,26 @@ async def test_a_transfer_is_resumed_in_the_next_crew_and_another_body_starts_ov
                 await quiet()
                 want = await one.offer(0)
                 place = one.place(0)
-                have = wire.Have(place, want.request, "checkpoint", 9, len(body), root_of(body))
+                have = wire.HaveMessage(
+                    place, want.request, "checkpoint", 9, len(body), hash_body(body)
+                )
                 if crew == "first":
                     assert (want.at, want.root) == (0, b"")
                     await one.send(0, have)
-                    chunk = wire.Chunk(place, want.request, 0, half)
+                    chunk = wire.ChunkMessage(place, want.request, 0, half)
                     await one.send(0, chunk, bytes(body[:half]))
-                    assert arrivals[0].at == half
+                    assert partial_bodies[0].at == half
                 elif crew == "second":
-                    assert (want.at, want.root) == (half, root_of(body))
+                    assert (want.at, want.root) == (half, hash_body(body))
                     await one.give(0, want.request, "checkpoint", body, at=half)
-                    assert isinstance(await one.answer(0), wire.Kept)
+                    assert isinstance(await one.answer(0), wire.KeptMessage)
                     assert one.store.read(0).body.numpy().tobytes() == body
-                    assert not arrivals
-                    arrivals[0] = Arrival(bytes(32), bytearray(len(body)), half)
+                    assert not partial_bodies
+                    partial_bodies[0] = PartialBody(bytes(32), bytearray(len(body)), half)
                 else:
                     assert (want.at, want.root) == (half, bytes(32))
                     await one.give(0, want.request, "checkpoint", body)
-                    assert isinstance(await one.answer(0), wire.Kept)
+                    assert isinstance(await one.answer(0), wire.KeptMessage)
                 nursery.cancel_scope.cancel()
         finally:
             recovery.CHUNK_BYTES, wire.CHUNK_BYTES = recovery_chunk, wire_chunk
@@ -308,7 +312,7 @@ async def test_the_rest_of_a_checkpoint_is_sent_and_the_whole_where_it_is_anothe
     body = bytes(member.body(0))
     await member.give(0, want.request, "checkpoint", body)
     await member.answer(0)
-    await member.send(0, member.want(0, "checkpoint", 0, 100, root_of(body)))
+    await member.send(0, member.want(0, "checkpoint", 0, 100, hash_body(body)))
     have = await member.answer(0)
     chunk, part = await member.answer(0)
     assert (have.size, chunk.at, part) == (len(body), 100, body[100 : 100 + wire.CHUNK_BYTES])
@@ -321,12 +325,12 @@ async def test_own_checkpoints_are_offered_when_a_crew_begins_and_paced(member, 
     member.work()
     await quiet()
     made = await member.answer(0)
-    assert (type(made), made.what, made.step) == (wire.Made, "checkpoint", 9)
+    assert (type(made), made.what, made.step) == (wire.MadeMessage, "checkpoint", 9)
     await member.send(0, member.want(0, "checkpoint", 1))
     have, body = await member.whole(0)
-    assert root_of(body) == have.root
-    await member.send(0, wire.Kept(member.place(0), 0, 9))
-    assert member.peer.sharing.kept == {0: 9}
+    assert hash_body(body) == have.root
+    await member.send(0, wire.KeptMessage(member.place(0), 0, 9))
+    assert member.peer.sharing.stored_steps == {0: 9}
 
 
 @pytest.mark.parametrize("what", ["layers", "tied", "copy"])
@@ -369,7 +373,7 @@ async def test_a_member_gets_a_few_bodies_in_a_step_and_a_few_at_a_time(member, 
     assert (await member.answer(0)).reason == "refused"
     assert member.peer.channel.refused == {"repeated": 1}
     monkeypatch.setattr(recovery, "SERVED_AT_ONCE", 0)
-    await member.send(0, wire.Ask(member.place(0), 8))
+    await member.send(0, wire.AskMessage(member.place(0), 8))
     assert (await member.answer(0)).reason == "busy"
 
 
@@ -388,9 +392,9 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
         assert have.step == 9
     assert len(encoded) == 1
     spec = member.runtimes[1].spec
-    parts = decode_copy(spec, body, copied(spec, member.layouts[1]), member.stage.base)
+    parts = decode_copy(spec, body, copied_layout(spec, member.layouts[1]), member.stage.base)
     assert parts.keys() == {spec.whole(name) for name in base}
-    came, step, ours = await member.peer.fetch.copy(spec)
+    came, step, ours = await member.peer.fetch.policy_copy(spec)
     assert (came, step, ours.keys()) == (0, 9, parts.keys())
     worker.participant.step += 1
     member.recorder.committed(worker)
@@ -424,9 +428,9 @@ async def test_a_stage_that_is_being_restored_is_waited_for_but_not_without_boun
         while True:
             got = await member.answer(0)
             message = got[0] if isinstance(got, tuple) else got
-            await member.send(0, wire.Lack(member.place(0), message.request, "loading"))
+            await member.send(0, wire.LackMessage(member.place(0), message.request, "loading"))
 
-    edge = wire.Probe(1, 8, 2, b"about", b"")
+    edge = wire.GateProbe(1, 8, 2, b"about", b"")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(loading)
         began = trio.current_time()
@@ -448,13 +452,13 @@ async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reas
 
         nursery.start_soon(ask)
         want = await member.answer(0)
-        await member.send(0, wire.Lack(member.place(0), want.request, reason))
+        await member.send(0, wire.LackMessage(member.place(0), want.request, reason))
 
 
 async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(member, monkeypatch):
     member.work()
     await member.answer(0)
-    run = wire.Run(member.place(0), 4, "float32", 2, 5)
+    run = wire.RunMessage(member.place(0), 4, "float32", 2, 5)
     activations = bytes(wire.activation_bytes("float32", 2, LIMITS.hidden))
     await member.send(0, run, b"about" + activations)
     assert (await member.answer(0)).reason == "refused"
@@ -467,7 +471,7 @@ async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(memb
     monkeypatch.setattr(recovery, "run_one", full)
     await member.send(0, run, b"about" + activations)
     assert (await member.answer(0)).reason == "failed"
-    assert not member.peer.channel.gone
+    assert not member.peer.channel.ended
 
 
 async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch):
@@ -479,7 +483,7 @@ async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch
     await member.give(0, want.request, "checkpoint", member.body(0))
     await quiet()
     assert member.peer.channel.refused == {"failed": 1}
-    assert not member.peer.channel.gone
+    assert not member.peer.channel.ended
 
 
 async def test_probes_are_bounded_and_have_the_tokens_that_they_say(member):

@@ -5,7 +5,13 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.errors import Incompatible, Refused
-from swarmnode.stages.recovery import Neighbour, RecoverySettings, Run, check_paper, synthesise
+from swarmnode.stages.recovery import (
+    Neighbour,
+    RecoverySettings,
+    TrainingKind,
+    check_paper,
+    synthesise,
+)
 from swarmnode.stages.wire import swapped_order
 from tests.support.split_models import split_model
 
@@ -80,7 +86,7 @@ def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, 
 
 def test_only_checkfree_plus_makes_an_end_of_its_neighbour(four):
     specs, *_ = four
-    keeps = lambda mode: [RecoverySettings(mode=mode).keeps_copies(spec) for spec in specs]
+    keeps = lambda mode: [RecoverySettings(mode=mode).uses_checkpoints(spec) for spec in specs]
     assert keeps("copies") == [True] * 4
     assert keeps("checkfree") == [True, False, False, True]
     assert keeps("checkfree+") == [False] * 4
@@ -109,10 +115,10 @@ def test_swapped_order_exchanges_the_first_and_the_last_two():
 @pytest.mark.parametrize(
     ("mode", "stages", "run", "match"),
     [
-        ("checkfree", 4, Run(adapter=True), "adapter"),
-        ("checkfree", 2, Run(), "3 or more"),
-        ("checkfree+", 3, Run(), "4 or more"),
-        ("checkfree+", 0, Run(), "4 or more"),
+        ("checkfree", 4, TrainingKind(adapter=True), "adapter"),
+        ("checkfree", 2, TrainingKind(), "3 or more"),
+        ("checkfree+", 3, TrainingKind(), "4 or more"),
+        ("checkfree+", 0, TrainingKind(), "4 or more"),
     ],
 )
 def test_a_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, run, match):
@@ -122,8 +128,8 @@ def test_a_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, ru
 
 def test_with_a_published_base_the_papers_are_allowed_with_a_warning():
     with capture_logs() as logs:
-        check_paper("copies", 2, Run(adapter=True))
-        check_paper("checkfree", 3, Run())
+        check_paper("copies", 2, TrainingKind(adapter=True))
+        check_paper("checkfree", 3, TrainingKind())
         assert not logs
-        check_paper("checkfree+", 4, Run(pretrained=True))
+        check_paper("checkfree+", 4, TrainingKind(pretrained=True))
     assert "usually closer" in logs[0]["event"]

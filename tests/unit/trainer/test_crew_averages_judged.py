@@ -14,7 +14,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.process import Progress
 from swarmnode.stages import trainer as stage_trainer
 from swarmnode.stages.trainer import CrewPolicy, CrewTrainer
-from swarmnode.stages.wire import Released
+from swarmnode.stages.wire import CrewEnd
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.weights import local
 from swarmnode.weights.fragments import pack
@@ -65,7 +65,7 @@ async def crew(tmp_path, model):
                 head._config.training,
                 head._model,
                 head._runner,
-                head._runner.leads(),
+                head._runner.led_lineage(),
                 threading.Event(),
                 60.0,
             )
@@ -142,7 +142,7 @@ async def test_an_exchange_after_the_crew_ended_is_refused_at_once(tmp_path, mod
         await update(0)
         head = network.nodes[0]
         head.offering = None
-        head.link.send_to_trainer(Released("a member is gone"))
+        head.link.send_to_trainer(CrewEnd("a member is gone"))
         # it is handled in another thread
         await until(lambda: not all(trainer._runner.active for trainer in trainers), seconds=20)
         await until(lambda: head.offering is not None, seconds=60)  # it is in no crew now

@@ -76,10 +76,10 @@ class Runner:
     def members(self):
         return ("a", "b")
 
-    def leads(self):
+    def led_lineage(self):
         return LINEAGE
 
-    def leads_no_more(self, lineage):
+    def lost_leadership(self, lineage):
         return not self.crews
 
     def ask(self, head, work):
@@ -232,7 +232,7 @@ class Away(Runner):
     def head(self):
         return self.crews[0] if self.clock[0] >= self.together else None
 
-    def leads(self):
+    def led_lineage(self):
         return LINEAGE if self.clock[0] < self.there else None
 
 

@@ -13,15 +13,15 @@ from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.stages import recovery
-from swarmnode.stages.model import tensors_of
-from swarmnode.stages.pipeline import Links, StageWorker, in_thread, inline
-from swarmnode.stages.policy_copy import MAX_AGE, WholeCopy
+from swarmnode.stages.model import tensor_reader
+from swarmnode.stages.pipeline import Links, StageWorker, run_in_thread, run_inline
+from swarmnode.stages.policy_copy import MAX_AGE, PolicyCopy
 from swarmnode.stages.recovery import (
     LocalStage,
     Recorder,
     RecoverySettings,
     StatePeer,
-    layout_of,
+    trained_layout,
 )
 from swarmnode.stages.trainer import open_model
 from swarmnode.stages.wire import Fence, Place
@@ -49,7 +49,7 @@ class One:
         layers = (model.config.num_hidden_layers,)
         runtime = copy.deepcopy(model.build(layers, 0))
         fence, settings = Fence(Place(CREW, 0, 0), 1), RecoverySettings()
-        layouts = (layout_of(runtime.model),)
+        layouts = (trained_layout(runtime.model),)
         recorder = Recorder(runtime.spec, settings)
         stage = LocalStage(
             runtime,
@@ -57,14 +57,14 @@ class One:
             layouts,
             "float32",
             recorder,
-            base=tensors_of(model.directory),
+            base=tensor_reader(model.directory),
         )
-        self.peer, self.layers = StatePeer(stage, fence, {}, in_thread), layers
+        self.peer, self.layers = StatePeer(stage, fence, {}, run_in_thread), layers
         self.worker = StageWorker(
-            runtime, Links(0, {}, model.limits()), fence, model.settings(), inline
+            runtime, Links(0, {}, model.limits()), fence, model.settings(), run_inline
         )
         self.peer.attach(self.worker, 0)
-        self.copy = WholeCopy(model, lambda: self.peer, 4096)
+        self.copy = PolicyCopy(model, lambda: self.peer, 4096)
 
     def at(self, step, by=0.0):
         """The crew is at `step` now, and its weights have moved by `by`."""
@@ -78,8 +78,8 @@ class One:
         return self.copy.sample(step, PROMPTS, Sampling(4, 8), torch.Generator().manual_seed(1))
 
     async def followed(self, at):
-        self.copy.follow(self.layers, at)
-        await until(lambda: self.copy.has(at))
+        self.copy.start_fetch(self.layers, at)
+        await until(lambda: self.copy.is_at(at))
 
 
 @pytest.fixture
@@ -97,14 +97,14 @@ def ids(samples):
 
 
 async def test_it_begins_with_the_base_and_is_used_until_it_is_too_old(one):
-    assert one.copy.facts(0) == {}, "nothing is built before it is needed"
+    assert one.copy.status_fields(0) == {}, "nothing is built before it is needed"
     first = ids(one.sample(0))
     assert ids(one.sample(MAX_AGE)) == first
     assert one.sample(MAX_AGE + 1) is None
-    assert one.copy.facts(MAX_AGE + 1) == {"copy_age_steps": MAX_AGE + 1}
+    assert one.copy.status_fields(MAX_AGE + 1) == {"copy_age_steps": MAX_AGE + 1}
     await one.followed(one.at(MAX_AGE + 1, by=0.05))
     assert ids(one.sample(MAX_AGE + 1)) != first
-    assert one.copy.facts(MAX_AGE + 1)["copy_age_steps"] == 0
+    assert one.copy.status_fields(MAX_AGE + 1)["copy_age_steps"] == 0
 
 
 async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
@@ -133,16 +133,16 @@ async def test_what_was_asked_for_before_its_memory_was_given_up_is_not_put_into
     first, read = ids(one.sample(0)), one.peer.stage.base
     reading, on = threading.Event(), threading.Event()
     one.peer.stage.base = lambda name: reading.set() or (on.wait(30) and read(name))
-    one.copy.follow(one.layers, asked := one.at(2, by=0.05))
+    one.copy.start_fetch(one.layers, asked := one.at(2, by=0.05))
     await trio.to_thread.run_sync(reading.wait)
     one.copy.release()
     assert ids(one.sample(0)) == first, "the base again"
     on.set()
     later = one.at(3)
     with trio.fail_after(30):
-        while not one.copy.has(later):
-            assert not one.copy.has(asked)
-            one.copy.follow(one.layers, later)
+        while not one.copy.is_at(later):
+            assert not one.copy.is_at(asked)
+            one.copy.start_fetch(one.layers, later)
             await trio.lowlevel.checkpoint()
 
 
@@ -152,7 +152,7 @@ async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
         one.worker.runtime.model.model.norm.weight.mul_(1e38)
     await one.followed(one.at(1))
     assert one.sample(1) is None
-    assert one.copy.has(1), "it was put in"
+    assert one.copy.is_at(1), "it was put in"
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(recovery, "encode_copy", fails)
         at = one.at(1, by=0.05)
-        one.copy.follow(one.layers, at)
+        one.copy.start_fetch(one.layers, at)
         await until(lambda: failed)
         await trio.testing.wait_all_tasks_blocked()
         assert ids(one.sample(1)) == first, "the copy is as it was"
     with trio.fail_after(30):
-        while not one.copy.has(at):
-            one.copy.follow(one.layers, at)
+        while not one.copy.is_at(at):
+            one.copy.start_fetch(one.layers, at)
             await trio.lowlevel.checkpoint()
     assert ids(one.sample(1)) != first
 
@@ -192,6 +192,6 @@ async def test_samples_that_do_not_fit_are_the_stages_and_the_copy_is_given_up(o
 
     monkeypatch.setattr(MicroBatcher, "generate", generate)
     assert one.sample(0) is None
-    assert one.copy.facts(0) == {}, "its memory is free"
+    assert one.copy.status_fields(0) == {}, "its memory is free"
     assert one.sample(0) is None
     assert len(tried) == 1, "it is not built again"

@@ -1,5 +1,7 @@
 """What a crew can be of a model, known before any stage of it is built."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from peft import LoraConfig
@@ -9,25 +11,27 @@ from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 from swarmnode.averaging.lora import A_MARK
 from swarmnode.config import Config, LoraSettings, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused
+from swarmnode.policy import device
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
 from swarmnode.policy.load import local_directory
 from swarmnode.policy.logprobs import collate
-from swarmnode.stages.model import StageRuntime, adapt, load_stage, packing
+from swarmnode.stages import trainer
+from swarmnode.stages.model import StageRuntime, add_adapter, load_stage, make_packing
 from swarmnode.stages.trainer import (
     Stage,
-    averaged,
+    averaged_parameters,
     cached_tokens,
     check_trainable,
-    cost_of,
+    estimate_cost,
     fits_whole,
+    host_bytes_per_weight,
     is_untrained,
-    kept_bytes,
     recovery_settings,
     within_host_memory,
 )
 from swarmnode.stages.wire import (
-    Assigned,
+    StageAssignment,
     StageSpec,
     model_cost,
     stage_memory,
@@ -50,7 +54,7 @@ def config_of(tmp_path, **stages) -> Config:
 
 
 def stage_of(model, cut, index) -> Stage:
-    assigned = Assigned(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
+    assigned = StageAssignment(b"c" * 32, b"l" * 32, index, cut, ("a",) * len(cut), 0, "")
     return Stage(assigned, model.build(cut, index), model.settings(), model.limits())
 
 
@@ -80,6 +84,31 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, s
     with pytest.raises(error, match=line) as refused:
         fits_whole(config, tmp_path, probe(config.policy))
     assert "set stages.mode to off" in str(refused.value)
+
+
+@pytest.mark.parametrize("quantization", ["none", "8bit"])
+def test_a_policy_is_planned_whole_exactly_if_loading_accepts_it(
+    tmp_path, monkeypatch, quantization
+):
+    shape = LlamaConfig(
+        vocab_size=5000,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    shape.save_pretrained(tmp_path)
+    policy = {"device": "cpu", "quantization": quantization, "lora": {"r": 4}}
+    config = Config.model_validate({"policy": policy})
+    placement = probe(config.policy)
+    need = device.update_bytes(config.policy, shape, placement)
+    for free in (need, need - 1):
+        for module in (device, trainer):
+            monkeypatch.setattr(module, "free_bytes", lambda device, free=free: free)
+        assert fits_whole(config, tmp_path, placement) is (free == need)
+        with nullcontext() if free == need else pytest.raises(DeviceError):
+            device.fit(config.policy, shape, placement)
 
 
 def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
@@ -148,7 +177,7 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     with opened(stages(recovery="checkfree", stages=3)) as model:
         settings = recovery_settings(stages(recovery="checkfree").stages)
         assert not model.settings().swapped
-        assert [settings.keeps_copies(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
+        assert [settings.uses_checkpoints(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
             True,
             False,
             True,
@@ -185,7 +214,7 @@ def assert_it_says_that_it_goes_on(runtime):
     x = (
         None
         if runtime.spec.has_embedding
-        else torch.randn(packing(batch).rows, runtime.hidden_size)
+        else torch.randn(make_packing(batch).rows, runtime.hidden_size)
     )
     before = runtime.worked
     out = runtime.forward(batch, x, "layers" if x is not None else "all")
@@ -221,7 +250,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
             held = set()
             for index in range(len(cut)):
                 stage = stage_of(model, cut, index)
-                mine = averaged(stage)
+                mine = averaged_parameters(stage)
                 assert_it_says_that_it_goes_on(stage.runtime)
                 blocks = {block_of(name) for name in mine}
                 assert not held & blocks
@@ -258,8 +287,8 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
         training=TrainingConfig(max_completion_length=700),
     )
     placement, cut = probe(config.policy), (2, 2)
-    cost = cost_of(config, shape, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + kept_bytes(config.weights)
+    cost = estimate_cost(config, shape, placement)
+    trained = 0 if rank else TRAINED_BYTES - 4 + host_bytes_per_weight(config.weights)
     kept = model_cost(
         shape,
         batch_tokens=1,
@@ -270,11 +299,13 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
     stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    runtime = StageRuntime(stage_specs(shape, cut)[index], adapt(stage, adapter) if rank else stage)
+    runtime = StageRuntime(
+        stage_specs(shape, cut)[index], add_adapter(stage, adapter) if rank else stage
+    )
     for parameter in runtime.parameters():
         parameter.grad = torch.zeros_like(parameter)
     batch = collate([([5] * 64, [7 + i % 90 for i in range(700)])], 0)
-    states = torch.randn(packing(batch).rows, runtime.hidden_size)
+    states = torch.randn(make_packing(batch).rows, runtime.hidden_size)
     with Alive() as alive:
         if index:
             runtime.learn(batch, states, 1.0, lambda logprobs, entropy: logprobs.sum())
@@ -287,7 +318,7 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
     """A journal copies weights and moments after each step; slow weights, momentum and base lie
     beside them, and three snapshots. Who has no room is killed."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
-    assert (kept_bytes(averaged), kept_bytes(saved)) == (30, 18)
+    assert (host_bytes_per_weight(averaged), host_bytes_per_weight(saved)) == (30, 18)
     shape = LlamaConfig(
         vocab_size=61,
         hidden_size=32,
@@ -300,7 +331,7 @@ def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trai
         Placement(torch.device("cuda:0"), torch.float32, ""),
     )
     weights_of = lambda placement, weights: (
-        cost_of(Config(weights=weights), shape, placement).layers[0].memory
+        estimate_cost(Config(weights=weights), shape, placement).layers[0].memory
     )
     parameters = 4 * 32 * 32 + 3 * 32 * 48 + 2 * 32
     assert weights_of(cpu, averaged) - weights_of(cpu, saved) == 12 * parameters

@@ -6,9 +6,15 @@ import torch
 from swarmnode.config import Config
 from swarmnode.errors import StateError
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.stages.recovery import LocalStage, Restored, Source, load_weights, trained
+from swarmnode.stages.recovery import (
+    LocalStage,
+    RestoredStage,
+    RestoreSource,
+    load_weights,
+    trained,
+)
 from swarmnode.stages.trainer import CLOCKS, Stage
-from swarmnode.stages.wire import Assigned
+from swarmnode.stages.wire import StageAssignment
 from swarmnode.weights import local
 from tests.support.crew_models import averaging_of, opened, recovery_of
 from tests.support.replica import settle
@@ -40,7 +46,7 @@ class Node:
         config = config.model_copy(
             update={"node": config.node.model_copy(update={"data_dir": directory})}
         )
-        self.assigned = Assigned(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, "")
+        self.assigned = StageAssignment(CREW, b"l" * 32, 1, (1, 1, 1), ("a", "b", "c"), 0, "")
         self.stage = Stage(
             self.assigned,
             crew_model.build((1, 1, 1), 1),
@@ -53,7 +59,7 @@ class Node:
             config, crew_model, directory / "trainer", lambda: self.averaging
         )
         self.recovery.prepare(self.assigned)
-        self.recovery.built(self.stage)
+        self.recovery.stage_built(self.stage)
 
     def begin(self, outer=()):
         self.averaging.begin(dict(outer))
@@ -77,8 +83,8 @@ class Node:
         """As `StageRecovery.restore` does with the own checkpoint, without asking the others."""
         found = self.checkpoint()
         load_weights(self.stage.runtime, found.state.weights)
-        source = Source("checkpoint", found.state.step)
-        Restored(source, None, True, (), found).install(self.stage.worker)
+        source = RestoreSource("checkpoint", found.state.step)
+        RestoredStage(source, None, True, (), found).install(self.stage.worker)
         self.stage.worker.participant.step = found.state.step
         self.begin(found.outer)
 

@@ -13,17 +13,17 @@ from swarmnode.errors import ConfigError, DeviceError, PeerError, Refused, State
 from swarmnode.stages import trainer
 from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRunner
 from swarmnode.stages.wire import (
-    Assigned,
     Capacity,
-    Copy,
+    CrewEnd,
+    CrewPause,
+    CrewResume,
+    HeldBlock,
     ModelCost,
-    Offering,
-    Part,
-    Released,
-    Resumed,
+    PartCost,
+    StageAssignment,
     StageFault,
     StageStatus,
-    Suspended,
+    TrainerOffer,
 )
 from swarmnode.weights import local
 
@@ -31,7 +31,7 @@ CREW, OTHER, LINEAGE = b"c" * 32, b"d" * 32, b"l" * 32
 
 
 def assigned_to(stage=0, step=0, crew=CREW):
-    return Assigned(crew, LINEAGE, stage, (9, 9), ("a", "b"), step, "")
+    return StageAssignment(crew, LINEAGE, stage, (9, 9), ("a", "b"), step, "")
 
 
 class Worker:
@@ -60,7 +60,7 @@ class FakeStage:
     def is_of(self, assigned):
         return assigned.stage == self.index
 
-    def follow(self, assigned):
+    def continue_at(self, assigned):
         return self.is_of(assigned) and assigned.step in (self.step, self.step + 1)
 
     def begin(self, assigned, streams):
@@ -89,7 +89,7 @@ class Recovery:
     def prepare(self, assigned):
         pass
 
-    def built(self, stage):
+    def stage_built(self, stage):
         pass
 
     @contextlib.asynccontextmanager
@@ -109,7 +109,7 @@ class Recovery:
         self.parts += 1
         return self.parts
 
-    def facts(self, step):
+    def status_fields(self, step):
         return {"checkpoint_step": step}
 
     def refused(self):
@@ -133,7 +133,7 @@ class Node:
             self.recovery,
             self.sent.append,
             lambda what: None,
-            lacked=self.lacked.append,
+            on_out_of_memory=self.lacked.append,
             offer=self.offered.append,
         )
 
@@ -201,28 +201,28 @@ def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(nod
 
 def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(node):
     one = node()
-    one.runner.receive(Resumed(CREW))
-    one.runner.receive(Suspended("nobody is there"))
+    one.runner.receive(CrewResume(CREW))
+    one.runner.receive(CrewPause("nobody is there"))
     one.runner.receive(assigned_to())
     one.phase("active")
-    assert not one.runner.averages, "a message from before this crew"
+    assert not one.runner.may_average, "a message from before this crew"
     for message, averages in (
-        (Resumed(CREW), True),
-        (Suspended("a member is suspected"), False),
-        (Resumed(OTHER), False),
-        (Resumed(CREW), True),
+        (CrewResume(CREW), True),
+        (CrewPause("a member is suspected"), False),
+        (CrewResume(OTHER), False),
+        (CrewResume(CREW), True),
         (assigned_to(crew=OTHER), False),
-        (Resumed(CREW), False),
-        (Resumed(OTHER), True),
-        (Released("a member left"), False),
-        (Resumed(OTHER), False),
+        (CrewResume(CREW), False),
+        (CrewResume(OTHER), True),
+        (CrewEnd("a member left"), False),
+        (CrewResume(OTHER), False),
     ):
         one.runner.receive(message)
         done = threading.Event()
-        one.until(lambda averages=averages: one.runner.averages == averages)
+        one.until(lambda averages=averages: one.runner.may_average == averages)
         one.runner.run_soon(done.set)
         assert done.wait(10)
-        assert one.runner.averages == averages
+        assert one.runner.may_average == averages
     assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
@@ -243,34 +243,34 @@ def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node)
 
 
 class RealFollow(FakeStage):
-    def follow(self, assigned):
-        return Stage.follow(self, assigned)
+    def continue_at(self, assigned):
+        return Stage.continue_at(self, assigned)
 
 
 def test_a_resumed_message_before_the_stage_is_active_counts(node):
     go = threading.Event()
     one = node(lambda assigned: go.wait(10) and FakeStage(assigned))
     one.runner.receive(assigned_to())
-    one.runner.receive(Resumed(CREW))
+    one.runner.receive(CrewResume(CREW))
     one.phase("loading")
-    assert not one.runner.averages
+    assert not one.runner.may_average
     go.set()
-    one.until(lambda: one.runner.averages)
+    one.until(lambda: one.runner.may_average)
 
 
 def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
     one = node()
     one.runner.receive(assigned_to())
     one.phase("active")
-    assert one.runner.leads() == LINEAGE
+    assert one.runner.led_lineage() == LINEAGE
     assert one.runner.members() == ("a", "b")
-    assert not one.runner.leads_no_more(LINEAGE)
-    assert one.runner.leads_no_more(b"m" * 32)
+    assert not one.runner.lost_leadership(LINEAGE)
+    assert one.runner.lost_leadership(b"m" * 32)
     stage = one.runner.stage
-    one.runner.receive(Released("a member left"))
+    one.runner.receive(CrewEnd("a member left"))
     one.until(lambda: one.offered == [stage] and one.runner.status() is None)
-    assert (one.runner.leads(), one.runner.members()) == (None, ())
-    assert not one.runner.leads_no_more(LINEAGE), "between two crews nobody else leads"
+    assert (one.runner.led_lineage(), one.runner.members()) == (None, ())
+    assert not one.runner.lost_leadership(LINEAGE), "between two crews nobody else leads"
 
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, Refused])
@@ -323,7 +323,7 @@ def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error
     assert one.phase("failed").reason == reason
     assert (one.lacked, one.runner.stage) == ([assigned] * short, None)
     assert one.recovery.forgotten == 1, "half of a step is not saved"
-    one.runner.receive(Released("a member failed"))
+    one.runner.receive(CrewEnd("a member failed"))
     one.until(lambda: one.offered == [None])
 
 
@@ -362,7 +362,7 @@ def test_a_fault_of_the_last_crew_is_not_reported_while_the_next_one_loads(node)
     one.phase("active")
     one.runner.stage.worker.fault = (1, "not finite")
     one.until(lambda: one.faults)
-    one.runner.receive(Released("a fault"))
+    one.runner.receive(CrewEnd("a fault"))
     one.until(lambda: one.offered)
     one.recovery.open = lambda assigned, stage: forever()
     one.runner.receive(assigned_to(crew=OTHER))
@@ -390,14 +390,14 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
     monkeypatch.setattr(trainer, "Head", Worker)
     one = node()
     one.runner.receive(assigned_to())
-    one.runner.receive(Resumed(CREW))
+    one.runner.receive(CrewResume(CREW))
     head = one.runner.wait(one.runner.head, 10)
 
     async def answer(head):
         return "done"
 
     async def wait(head):
-        one.runner.receive(Released("a member left"))
+        one.runner.receive(CrewEnd("a member left"))
         await trio.sleep_forever()
 
     assert one.runner.ask(head, answer) == "done"
@@ -430,20 +430,20 @@ def test_a_member_stays_after_the_last_step_until_the_crew_ends_or_continues(nod
     assert not one.runner.finished(3), "the head may still evaluate"
     assert not one.runner.finished(0), "no limit"
     assert one.runner.finished(2), "the head continues"
-    one.runner.receive(Released("the head has ended"))
+    one.runner.receive(CrewEnd("the head has ended"))
     one.until(lambda: one.runner.finished(3))
     assert not one.runner.finished(4), "the next crew takes it"
 
 
-COPY = Copy(LINEAGE, 0, 9, 5, "disk")
+COPY = HeldBlock(LINEAGE, 0, 9, 5, "disk")
 
 
 def test_after_a_stage_that_did_not_fit_less_is_offered():
     sent = []
-    cost = ModelCost(Part(1, 1), (Part(10, 1),) * 4, Part(2, 1))
-    offering = Offering(b"m" * 32, Capacity(1000.0, 1.0), cost)
+    cost = ModelCost(PartCost(1, 1), (PartCost(10, 1),) * 4, PartCost(2, 1))
+    offering = TrainerOffer(b"m" * 32, Capacity(1000.0, 1.0), cost)
     node = SimpleNamespace(
-        _offering=offering,
+        _trainer_offer=offering,
         _link=SimpleNamespace(send=sent.append),
         _recovery=SimpleNamespace(copies=lambda: (COPY,)),
     )
@@ -454,27 +454,27 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
         (planned, REDUCED_OFFER * 22.0),
     ):
         CrewTrainer._reduce_offer(node, assigned)
-        assert node._offering.capacity.memory == pytest.approx(memory)
+        assert node._trainer_offer.capacity.memory == pytest.approx(memory)
     CrewTrainer._offer(node, None)
-    assert sent == [msgspec.structs.replace(node._offering, copies=(COPY,))]
+    assert sent == [msgspec.structs.replace(node._trainer_offer, held_blocks=(COPY,))]
     CrewTrainer._offer(
         node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory"))
     )
-    assert [copy.where for copy in sent[1].copies] == ["memory", "disk"]
+    assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
 
 def test_a_suspended_stage_gives_nothing_away():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
     node = SimpleNamespace(
-        _averaging=averaging, _runner=SimpleNamespace(active=True, averages=False)
+        _averaging=averaging, _runner=SimpleNamespace(active=True, may_average=False)
     )
     away = [local.TakeSnapshot(b"s" * 16, 0, b""), local.WriteState()]
     for message in (*away, local.DropExchange(b"s" * 16)):
         CrewTrainer._receive_weights(node, message)
     assert got == [local.DropExchange(b"s" * 16)]
     assert refused == away
-    node._runner.averages = True
+    node._runner.may_average = True
     for message in away:
         CrewTrainer._receive_weights(node, message)
     assert got[1:] == away

@@ -15,7 +15,15 @@ from swarmnode.policy.device import Placement
 from swarmnode.stages import trainer
 from swarmnode.stages.pipeline import Links
 from swarmnode.stages.trainer import Stage, StageRunner, connect
-from swarmnode.stages.wire import Assigned, Done, FrameLimits, Offering, Place, Released, Resumed
+from swarmnode.stages.wire import (
+    CrewEnd,
+    CrewResume,
+    DoneFrame,
+    FrameLimits,
+    Place,
+    StageAssignment,
+    TrainerOffer,
+)
 from swarmnode.wire import headed
 from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
@@ -24,7 +32,7 @@ CREW, LINEAGE = b"c" * 32, b"l" * 32
 
 
 def assigned(crew=CREW, index=1, socket="", step=0):
-    return Assigned(crew, LINEAGE, index, (1, 1), ("a", "b"), step, socket)
+    return StageAssignment(crew, LINEAGE, index, (1, 1), ("a", "b"), step, socket)
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +88,7 @@ def test_a_stage_continues_at_its_crew_s_step_and_when_one_step_behind(model, ow
     stage = stage_at(model, own)
     stage.source = "checkpoint"
     before = weights(stage)
-    assert stage.follow(assigned(b"d" * 32, step=crew)) == follows
+    assert stage.continue_at(assigned(b"d" * 32, step=crew)) == follows
     assert stage.step == (crew if follows else own)
     assert moved(stage, before) == 0.0, "a step that is lacking is not repeated"
     if follows:
@@ -89,19 +97,19 @@ def test_a_stage_continues_at_its_crew_s_step_and_when_one_step_behind(model, ow
 
 
 def test_another_stage_or_lineage_is_not_continued(stage):
-    assert stage.follow(assigned(b"d" * 32))
+    assert stage.continue_at(assigned(b"d" * 32))
     for other in (
         assigned(index=0),
         msgspec.structs.replace(assigned(), lineage=b"m" * 32),
         msgspec.structs.replace(assigned(), layers=(1, 2)),
     ):
         assert not stage.is_of(other)
-        assert not stage.follow(other)
+        assert not stage.continue_at(other)
 
 
 def offer_of(stage):
-    copy = stage.copy()
-    return copy and (copy.lineage, copy.layers, copy.step, copy.where)
+    held = stage.held_block()
+    return held and (held.lineage, held.layers, held.step, held.where)
 
 
 async def test_weights_are_offered_when_they_are_restored_and_count_as_ours_after_a_step(model):
@@ -114,10 +122,10 @@ async def test_weights_are_offered_when_they_are_restored_and_count_as_ours_afte
     ):
         stage = stage_at(model, 7)
         assert offer_of(stage) is None
-        assert not stage.follow(assigned(b"d" * 32, step=7)), "it still has the base's weights"
+        assert not stage.continue_at(assigned(b"d" * 32, step=7)), "it still has the base's weights"
         stage.source = source
         assert offer_of(stage) == (LINEAGE, (1, 2), 7, where)
-        assert stage.follow(assigned(b"d" * 32, step=7))
+        assert stage.continue_at(assigned(b"d" * 32, step=7))
         await take_step(stage)
         assert offer_of(stage) == (LINEAGE, (1, 2), 8, "memory")
 
@@ -128,7 +136,7 @@ async def test_gradients_of_the_last_crew_are_dropped_and_the_optimizer_continue
     for parameter in stage.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
     following = assigned(b"d" * 32, step=1)
-    assert stage.follow(following)
+    assert stage.continue_at(following)
     stage.begin(following, {})
     assert all(p.grad is None for p in stage.runtime.parameters())
     assert stage.worker.optimizer.adam is optimizer
@@ -189,13 +197,13 @@ def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_
         recovery,
         send,
         lambda what: None,
-        lacked=lacked.append,
+        on_out_of_memory=lacked.append,
         offer=offered.append,
     )
     runner.start()
     try:
         runner.receive(alone)
-        runner.receive(Resumed(CREW))
+        runner.receive(CrewResume(CREW))
         head = runner.wait(runner.head, 30)
         learn = lambda head: head.update(rows_of(1), config.training, 12.0, 0.01)
         assert runner.ask(head, learn).refused is None
@@ -205,12 +213,12 @@ def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_
         assert failed.wait(10)
         assert (runner.stage, said[-1].reason) == (None, f"half of a step: {error}")
         assert lacked == ([alone] if isinstance(error, torch.OutOfMemoryError) else [])
-        runner.receive(Released("it failed"))
+        runner.receive(CrewEnd("it failed"))
         assert runner.wait(lambda: offered == [None], 10), "no copy of it is offered"
     finally:
         runner.stop()
         recovery.close()
-    assert [copy.step for copy in recovery.copies()] == [1], "the last whole step is on disk"
+    assert [copy.step for copy in recovery.held_blocks()] == [1], "the last whole step is on disk"
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
@@ -227,7 +235,7 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     monkeypatch.setattr(trainer, "free_bytes", lambda device: 2**30)
     with opened(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
-        assert isinstance(crew.offering, Offering)
+        assert isinstance(crew.offering, TrainerOffer)
 
 
 async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
@@ -236,7 +244,7 @@ async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
     links.inbox.pause(True)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(links.run)
-        await theirs.send_all(headed.pack(Done(Place(b"c" * 16, 1, 0), 1)))
+        await theirs.send_all(headed.pack(DoneFrame(Place(b"c" * 16, 1, 0), 1)))
         await trio.sleep(5)
         assert links.frames_received == 0
         links.inbox.pause(False)

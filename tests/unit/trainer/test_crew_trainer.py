@@ -109,11 +109,11 @@ def engine_of(trainer):
         trainer._config.training,
         trainer._model,
         trainer._runner,
-        trainer._runner.leads(),
+        trainer._runner.led_lineage(),
         threading.Event(),
         60.0,
     )
-    return CrewPolicy(*told, copy=trainer.copy)
+    return CrewPolicy(*told, policy_copy=trainer.policy_copy)
 
 
 def stage_of(trainer):
@@ -277,8 +277,8 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
     for module in (
-        "swarmnode.stages.trainer.MICRO_BATCHES",
-        "swarmnode.stages.wire.MICRO_BATCHES",
+        "swarmnode.stages.trainer.MAX_MICRO_BATCHES",
+        "swarmnode.stages.wire.MAX_MICRO_BATCHES",
     ):
         monkeypatch.setattr(module, 4)
     policy = whole(model)
@@ -344,14 +344,14 @@ async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_wave
     tmp_path, model, monkeypatch
 ):
     Idle(monkeypatch)
-    monkeypatch.setattr("swarmnode.stages.trainer.TOKENS", 100)
+    monkeypatch.setattr("swarmnode.stages.trainer.MAX_TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
         engine = engine_of(trainers[0])
         with capture_logs() as said:
             groups = await in_thread(
                 engine.generate, PROMPTS[:2], Sampling(8, 8, 5.0, 1.0), engine.random_generator(1)
             )
-            monkeypatch.setattr("swarmnode.stages.trainer.SLOW_TOKEN", 0.0)
+            monkeypatch.setattr("swarmnode.stages.trainer.SLOW_TOKEN_SECONDS", 0.0)
             for _ in range(2):
                 await in_thread(
                     engine.generate, PROMPTS[:1], Sampling(1, 4), engine.random_generator(1)
@@ -418,7 +418,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
             if source and step < 3:  # likewise while a checkpoint is on its way to a neighbour
                 await until(
                     lambda step=step: all(
-                        sorted(t._recovery.peer.sharing.kept.values()) == [step + 1] * 2
+                        sorted(t._recovery.peer.sharing.stored_steps.values()) == [step + 1] * 2
                         for t in trainers
                     ),
                     seconds=60,
@@ -434,7 +434,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
 
 
 def own_steps(trainer):
-    return [copy.step for copy in trainer._recovery.copies() if copy.where == "disk"]
+    return [copy.step for copy in trainer._recovery.held_blocks() if copy.where == "disk"]
 
 
 def trained_copies(directory):
@@ -563,11 +563,14 @@ async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believ
         trainers[1] = CrewTrainer(configs[1], Progress())
         trainers.nursery.start_soon(trio.to_thread.run_sync, trainers[1].run)
         await until(lambda: len(member.published) > len(said), seconds=60)
-        copy, disk = trainers[1].copy, lambda *_: (_ for _ in ()).throw(OSError("no space left"))
+        copy, disk = (
+            trainers[1].policy_copy,
+            lambda *_: (_ for _ in ()).throw(OSError("no space left")),
+        )
         monkeypatch.setattr("swarmnode.trainer.state.write", disk)
         assert (await in_thread(engine.update, some_rows(policy, 9))).stepped
-        await until(lambda: trainers[1].copy is None, seconds=60)
-        assert copy.facts(0) == {}, "its memory is free"
+        await until(lambda: trainers[1].policy_copy is None, seconds=60)
+        assert copy.status_fields(0) == {}, "its memory is free"
         assert (await in_thread(engine.update, some_rows(policy, 10))).stepped, "its stage goes on"
     assert len(said) == len(set(said))
     assert (
@@ -659,7 +662,7 @@ async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outliv
             with trio.fail_after(60):
                 while True:
                     samples = await in_thread(sample)
-                    if trainers[0].copy.facts(len(taken))["copy_age_steps"] == 0:
+                    if trainers[0].policy_copy.status_fields(len(taken))["copy_age_steps"] == 0:
                         return samples
 
         async def apart(samples):
