@@ -518,7 +518,7 @@ def routes() -> Iterator[Vector]:
         *((*case, "learn") for case in learn),
         (4, True, 1, "score"),
     ]:
-        output = [[hop.stage, hop.part] for hop in Routes(stages, swapped).of(number, purpose)]  # type: ignore[arg-type]
+        output = [[hop.stage, hop.part] for hop in Routes(stages, swapped).route(number, purpose)]  # type: ignore[arg-type]
         given = {"stages": stages, "swapped": swapped, "micro_batch": number, "purpose": purpose}
         name = (
             f"way of micro-batch {number} to {purpose} through {stages}"

@@ -8,7 +8,7 @@ function: no clock, no I/O, no torch.
 A free node is in no crew. Free nodes send offers: memory, speed, and the layers and steps that they
 hold. Each node plans a crew from these offers. The member with the newest step proposes its plan
 first, the next member `turn_seconds` later. A member accepts on its authenticated connection and
-proves it by heartbeats with the crew's id. The crew is founded when every member has sent one. A
+proves it by heartbeats with the crew's id. The crew has formed when every member has sent one. A
 lost member, a lost stream or an expired deadline ends the crew for all its members. They keep their
 state in memory and are free again.
 
@@ -70,6 +70,8 @@ LONG_AGO: Final = -1e18
 
 
 class Phase(enum.Enum):
+    """Phase of a node's membership; see the diagram above."""
+
     FREE = "none"
     FORMING = "forming"
     PREPARING = "preparing"
@@ -79,35 +81,39 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True)
 class CrewDependencies:
-    """Inputs of a decision beside state and time."""
+    """Settings and functions that decisions depend on, beside state and time."""
 
     settings: MembershipSettings
     rng: random.Random
     trusts: Callable[[str], bool] = lambda peer: True
-    """Return True if the operator allows this peer in a crew."""
+    """Returns True if the operator allows this peer in a crew."""
     uplink: Callable[[], float] = lambda: math.inf
-    """Return the measured bytes per second of this node's line."""
+    """Returns the measured bytes per second of this node's line."""
 
 
 class PeerState(msgspec.Struct, frozen=True):
-    """Another node, in or outside our crew."""
+    """State of another node, in or outside this node's crew."""
 
     connected: bool = False
     offer: Offer | None = None
+    """Its last offer."""
     offered_at: float = LONG_AGO
+    """When the offer arrived."""
     seconds: float | None = None
     """Estimated one-way time of a message: half of the fastest round trip, raised slowly by slower
     ones."""
     strikes: int = 0
     struck_until: float = LONG_AGO
+    """Plans exclude the peer until this time."""
     steps: int = 0
-    """Committed steps together since the last strike."""
+    """Steps committed together since the last strike."""
     failures: int = 0
-    """Crews that it refused or ended before their first step, since the last step together."""
+    """Crews that the peer refused or ended before their first step, since the last step
+    together."""
 
 
 class MemberState(msgspec.Struct, frozen=True):
-    """Another member of this node's crew."""
+    """State of another member of this node's crew."""
 
     heard_at: float
     """When its last heartbeat, or answer to a heartbeat, arrived."""
@@ -115,112 +121,120 @@ class MemberState(msgspec.Struct, frozen=True):
     """When its phase or progress last changed."""
     status: MemberStatus = MemberStatus()
     joined_at: float | None = None
-    """Its first heartbeat with this crew's id."""
+    """When its first heartbeat with this crew's id arrived."""
     suspected: bool = False
 
 
 class Crew(msgspec.Struct, frozen=True):
-    """The crew of this node, founded or forming."""
+    """The crew of this node, formed or forming."""
 
     record: CrewRecord
     id: bytes
     stage: int
     """The stage that this node holds."""
     proposer: str
+    """Peer id of the member that proposed the crew."""
     since: float
     """When this node became a member."""
     waited: float
-    """Seconds that this node was free before."""
+    """Seconds that this node had been free before."""
     step_seconds: float
     """Deadline of a step."""
     members: Mapping[str, MemberState]
     """The other members."""
     own: MemberStatus = MemberStatus()
+    """Status of this node's own stage."""
     phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
     """When this node last took a step, or started to run."""
     stepped: bool = False
-    """Whether the crew has taken a step."""
+    """True if the crew has taken a step."""
 
     @property
     def formed(self) -> bool:
-        """Whether every member has sent a heartbeat."""
+        """True if every member has sent a heartbeat."""
         return self.phase != Phase.FORMING
 
 
 class State(msgspec.Struct, frozen=True):
-    """Everything that one node knows of crews. `me`: its peer id."""
+    """Membership state of one node."""
 
     me: str
+    """Peer id of this node."""
     trainer_offer: wire.TrainerOffer | None = None
-    """The last offer of our trainer; None while it cannot work in a crew."""
+    """Last offer of this node's trainer; None while the trainer cannot work in a crew."""
     draining: bool = False
+    """True if this node stops and takes part in no further crew."""
     peers: Mapping[str, PeerState] = {}
     crew: Crew | None = None
     free_since: float = math.inf
-    """When this node started to wait for a crew. A crew that took no step does not restart the
-    wait, and the time in it does not count."""
+    """Start of the wait for a crew. A crew that took no step does not restart the wait, and the
+    time in it does not count."""
     new_offer_at: float = 0.0
-    """When an offer that changes plans last came."""
+    """When an offer that changes plans last arrived."""
     plan_since: float = math.inf
-    """Since when this node has had a plan without a break; infinite without a plan."""
+    """Time since which this node has had a plan without interruption; infinite without a plan."""
     retry_at: float = 0.0
+    """This node proposes nothing before this time."""
     failed_proposals: int = 0
-    """Own proposals in a row that failed."""
+    """Number of own proposals in a row that failed."""
     offered_at: float = LONG_AGO
+    """When this node last sent its offer; LONG_AGO after it was withdrawn."""
     heartbeat_at: float = LONG_AGO
+    """When this node last sent heartbeats."""
     last_tick: float | None = None
     lag: float = 1.0
     """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
     stopped_at: float | None = None
     """When the last running crew paused or ended; None while one runs."""
     recovery_seconds: float | None = None
-    """From the last pause or end of a running crew to one that runs."""
+    """Seconds from the last pause or end of a running crew to a crew that runs."""
     former_members: tuple[str, ...] = ()
     """Other members of the last crew that took a step."""
     step_times: tuple[float, ...] = ()
-    """Seconds of the last committed steps."""
+    """Durations of the last committed steps, in seconds."""
 
     @property
     def phase(self) -> Phase:
+        """Phase of the crew; FREE without a crew."""
         return Phase.FREE if self.crew is None else self.crew.phase
 
 
 # ---- transitions ---------------------------------------------------------------------------------
 
 GRACE_SECONDS: Final = 2.0
-"""A member waits this much longer than the proposer for a crew to form: the proposer leaves
-first."""
+"""A member waits this much longer than the proposer for a crew to form, so that the proposer ends
+the attempt."""
 OTHER_BYTES_SECONDS: Final = 60.0
-"""Other bytes of a member are signs of life for this time after its last heartbeat: tensors on a
-full line delay heartbeats."""
+"""Any bytes of a member are signs of life for this time after its last heartbeat, because tensors
+on a full line delay heartbeats."""
 LAG_DECAY: Final = 0.7
-"""The share of the process's lag that is left after a punctual tick."""
+"""Factor of the process's lag at each punctual tick."""
 FIRST_RETRY_SECONDS: Final = 1.0
-"""Wait after the first failed proposal; doubles up to 16 times this."""
+"""Wait after the first failed proposal. It doubles with each further one, up to 16 times this."""
 PLANNED_STEP_FACTOR: Final = 10.0
-"""The deadline of a step is at least this multiple of its planned time."""
+"""The deadline of a step is at least this factor × its planned time."""
 MEASURED_STEP_FACTOR: Final = 4.0
-"""It is also at least this multiple of the median measured time, which counts up to the deadline
-from the plan."""
+"""It is also at least this factor × the median measured time, of which at most the deadline from
+the plan counts."""
 MAX_STEP_TIMES: Final = 20
-"""Number of last steps in that median."""
+"""Number of recent steps in that median."""
 HEAD_DEADLINE_FACTOR: Final = 3.0
-"""After this many step deadlines without a step, the other members count the head as failed."""
+"""If the crew takes no step for this factor × the deadline of a step, members strike the head."""
 DISTANCE_DECAY: Final = 1 / 32
-"""Weight of a slower round trip in the estimate of `Peer.seconds`."""
+"""Weight of a slower round trip in the estimate of `PeerState.seconds`."""
 MAX_STRIKE_SECONDS: Final = 3600.0
 MAX_STRIKES: Final = 32
 CLEARING_STEPS: Final = 10
-"""Committed steps together that clear a peer's strikes."""
+"""A peer's strikes are cleared after this many steps committed together."""
 MAX_FAILED_CREWS: Final = 5
 """A peer gets a strike when it has refused or ended this many crews in a row before their first
-step. Otherwise a node that runs out of memory whenever it loads its stage would block its crew
+step. Otherwise a node that runs out of memory at each load of its stage would block its crew
 without bound."""
 
 
 class _Transition:
-    """One call of `advance`."""
+    """One call of `advance`: changes `state`, and collects `actions`."""
 
     def __init__(self, state: State, now: float, dependencies: CrewDependencies) -> None:
         self.state, self.now, self.dependencies, self.settings = (
@@ -244,7 +258,7 @@ class _Transition:
             case wire.RequestFinished():
                 self._handle_outcome(event)
             case wire.TrainerOffer() if self.state.phase in (Phase.FREE, Phase.FORMING):
-                self._set(trainer_offer=event)  # in a founded crew it was sent before
+                self._set(trainer_offer=event)  # a later one was sent before the assignment
                 self._send_offers()
                 self._propose_if_due()
             case wire.StageStatus():
@@ -291,14 +305,14 @@ class _Transition:
         return self.state.peers.get(peer, PeerState())
 
     def _is_member(self, peer: str, crew: bytes | None = None) -> bool:
-        """Return True if `peer` is another member of this node's crew. A given `crew` must be the
-        crew's id."""
+        """Return True if `peer` is another member of this node's crew, and `crew` is that crew's id
+        or None."""
         ours = self.state.crew
         return ours is not None and peer in ours.members and crew in (None, ours.id)
 
     def _make_room_for(self, peer: str) -> bool:
-        """Return True if this node may store `peer`. When it stores `most_peers`, forget one that
-        is neither connected nor excluded."""
+        """Return True if there is room for the state of `peer`. If `most_peers` are stored, forget
+        a peer that is neither connected nor excluded."""
         peers = self.state.peers
         if peer in peers or len(peers) < self.settings.most_peers:
             return True
@@ -313,7 +327,7 @@ class _Transition:
     def _note(self, what: str, detail: str = "") -> None:
         self.actions.append(wire.Note(what, detail))
 
-    # ---- offers: what free nodes know of each other ----------------------------------------------
+    # ---- offers of free nodes --------------------------------------------------------------------
 
     @property
     def _is_offering(self) -> bool:
@@ -333,7 +347,7 @@ class _Transition:
         )
 
     def _hop_seconds(self) -> float:
-        """Return the seconds in which one micro-batch leaves this node's line and reaches the usual
+        """Return the seconds in which one micro-batch leaves this node's line and reaches a typical
         peer."""
         trainer_offer = self.state.trainer_offer
         line = (
@@ -344,7 +358,7 @@ class _Transition:
         return min(MAX_DISTANCE_SECONDS, line + typical_distance(self.state))
 
     def _send_offers(self) -> None:
-        """Send this node's offer to all connected peers. Without an offer, send its withdrawal
+        """Send this node's offer to all connected peers. If it has none any more, withdraw it
         once."""
         offers = self._is_offering
         if offers or self.state.offered_at != LONG_AGO:
@@ -370,7 +384,7 @@ class _Transition:
 
     @property
     def _free_seconds(self) -> float:
-        """Seconds without a crew."""
+        """Seconds that this node has waited for a crew."""
         return self.now - self.state.free_since
 
     def _propose_if_due(self) -> None:
@@ -396,14 +410,17 @@ class _Transition:
             self._propose(plan)
 
     def _offers(self) -> dict[str, Offer]:
-        """Return our offer and those of the peers that the operator trusts."""
+        """Return this node's offer, and those of the peers that the operator trusts."""
         others = current_offers(self.state, self.now, self.settings)
         trusted = {peer: offer for peer, offer in others.items() if self.dependencies.trusts(peer)}
         return {self.state.me: self._make_offer(), **trusted}
 
     def _usable_offers(self) -> dict[str, Offer]:
-        """Return the offers to plan with. Excluded peers are among them only while no crew is
-        possible without them; the one whose exclusion ends soonest is admitted first."""
+        """Return the offers to plan with.
+
+        Excluded peers are admitted only while no crew is possible without them. The peer whose
+        exclusion ends first is admitted first.
+        """
         offers = self._offers()
         struck = [peer for peer in offers if self._is_struck(peer)]
         struck.sort(key=lambda peer: self._peer(peer).struck_until)
@@ -412,8 +429,11 @@ class _Transition:
         return {peer: offer for peer, offer in offers.items() if peer not in struck}
 
     def _is_possible_without(self, peers: Collection[str], offers: Mapping[str, Offer]) -> bool:
-        """Return True if a crew without `peers` is possible now or after a wait. A crew that starts
-        from the base counts only if no offer has steps, which it would discard."""
+        """Return True if a crew without `peers` is possible now or after a wait.
+
+        A crew that starts from the base counts only if no node has taken steps, since it would
+        discard them.
+        """
         plan = self._plan({p: offer for p, offer in offers.items() if p not in peers}, math.inf)
         stepped = any(newest_own_block(offer.held_blocks) for offer in offers.values())
         return plan is not None and (plan.record.step > 0 or not stepped)
@@ -453,7 +473,7 @@ class _Transition:
         return wire.AcceptAnswer(crew)
 
     def _refusal_reason(self, proposer: str, record: CrewRecord) -> wire.CrewRefusal | None:
-        """Return why `record` is refused; None where it is accepted."""
+        """Return why `record` is refused; None if it is accepted."""
         state, trainer_offer, peers = self.state, self.state.trainer_offer, member_peers(record)
         if state.me not in peers or proposer not in peers or proposer == state.me:
             return "record"
@@ -477,7 +497,7 @@ class _Transition:
         return None
 
     def _join(self, proposer: str, record: CrewRecord) -> None:
-        """Be a member: heartbeats carry this crew's id from now on."""
+        """Become a member of the crew: heartbeats carry its id from now on."""
         peers = member_peers(record)
         member = MemberState(heard_at=self.now, progressed_at=self.now)
         crew = Crew(
@@ -493,8 +513,11 @@ class _Transition:
         self._set(crew=crew, plan_since=math.inf)
 
     def _step_seconds(self, record: CrewRecord) -> float:
-        """Return the deadline of a step. Measured steps extend it at most fourfold: slow steps must
-        not extend their own deadline without bound."""
+        """Return the deadline of a step.
+
+        Measured steps extend it at most fourfold, so that slow steps cannot extend their own
+        deadline without bound.
+        """
         assert self.state.trainer_offer is not None
         cost, own = self.state.trainer_offer.cost, self.state.trainer_offer.capacity.speed
         sizes, offers = [member.layers for member in record.members], self._offers()
@@ -510,7 +533,8 @@ class _Transition:
         return max(least, MEASURED_STEP_FACTOR * min(measured, least))
 
     def _finish_forming(self) -> None:
-        """Assign the stage to our trainer, once every member has sent a heartbeat."""
+        """If every member has sent a heartbeat, the crew has formed: assign the stage to the
+        trainer."""
         crew = self.state.crew
         assert crew is not None
         if any(member.joined_at is None for member in crew.members.values()):
@@ -520,9 +544,9 @@ class _Transition:
                 self._note("behind", f"{peer}: {self._absence_reason(peer)}")
         self._set_crew(phase=Phase.PREPARING)
         self._set(failed_proposals=0, former_members=())
-        self._send_offers()  # withdraws ours
+        self._send_offers()  # withdraws the offer
         record = crew.record
-        self._note("founded", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
+        self._note("formed", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
         layers, peers = tuple(member.layers for member in record.members), member_peers(record)
         assigned = wire.StageAssignment(
             crew.id, record.lineage, crew.stage, layers, peers, record.step, "", crew.step_seconds
@@ -530,7 +554,7 @@ class _Transition:
         self.actions.append(assigned)
 
     def _absence_reason(self, peer: str) -> str:
-        """Return why a former member is not in the next crew, for the log."""
+        """Return why a former member is not in this crew, as text for the log."""
         known = self._peer(peer)
         if not known.connected:
             return "not connected"
@@ -575,20 +599,20 @@ class _Transition:
             joined, sent_at = crew.members[peer].joined_at, self.now - event.seconds
             if isinstance(event.request, wire.ProposeRequest):
                 if answer.reason == "busy":
-                    self._set_peer(peer, offer=None)  # until it offers again
+                    self._set_peer(peer, offer=None)  # until its next offer
                 self._end_crew(f"refused the crew: {answer.reason}", peer)
-            elif joined is not None and sent_at > joined:  # else it had not accepted yet
+            elif joined is not None and sent_at > joined:  # before, it had not accepted yet
                 self._end_crew("is not in this crew any more", peer)
 
     def _handle_heartbeat(self, peer: str, status: MemberStatus) -> None:
-        """Handle a sign of life of a member of our crew."""
+        """Handle a heartbeat of a member, or its answer to one."""
         crew = self.state.crew
         assert crew is not None
         member = crew.members[peer]
         if member.suspected:
             self._note("refuted", peer)
         if member.status.phase == "active" and status.phase == "loading":
-            status = member.status  # an older message that was overtaken: each has its own stream
+            status = member.status  # this message is older, and was overtaken
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         member = MemberState(
             heard_at=self.now,
@@ -611,11 +635,11 @@ class _Transition:
             for peer in crew.members:
                 self._send(peer, wire.Heartbeat(crew.id, crew.own))
 
-    # ---- messages of our trainer -----------------------------------------------------------------
+    # ---- messages of the trainer -----------------------------------------------------------------
 
     def _handle_own_status(self, status: wire.StageStatus) -> None:
         crew = self.state.crew
-        if crew is None:  # its connection was down when the crew ended
+        if crew is None:  # the trainer was not connected when its crew ended
             self.actions.append(wire.CrewEnd("that crew is over"))
         if crew is None or (status.crew, status.stage) != (crew.id, crew.stage):
             return
@@ -677,7 +701,7 @@ class _Transition:
         self._end_crew("did not join the crew", missing[0])
 
     def _watch_members(self, crew: Crew, heard: Mapping[str, float]) -> None:
-        """End the crew when a deadline has expired; suspect silent members."""
+        """End the crew if a deadline has expired, and suspect silent members."""
         settings = self.settings
         for peer, member in crew.members.items():
             last = min(heard.get(peer, -math.inf), member.heard_at + OTHER_BYTES_SECONDS)
@@ -718,7 +742,7 @@ class _Transition:
         calm = not any(member.suspected for member in members)
         phases = {crew.own.phase, *(member.status.phase for member in members)}
         if calm and phases == {"active"} and crew.phase != Phase.RUNNING:
-            if crew.phase == Phase.PREPARING:  # a pause moves no deadline
+            if crew.phase == Phase.PREPARING:  # after a pause, the deadline stays
                 self._set_crew(stepped_at=self.now)
             stopped_at = self.state.stopped_at
             if stopped_at is not None:
@@ -735,8 +759,11 @@ class _Transition:
     # ---- the end of a crew, and strikes ----------------------------------------------------------
 
     def _end_crew(self, why: str, peer: str = "") -> None:
-        """Leave the crew, if there is one: founded or forming. `peer`: the cause, if it is another
-        member."""
+        """Leave the crew, if there is one.
+
+        Args:
+            peer: The member that caused the end; empty if it was this node.
+        """
         crew = self.state.crew
         if crew is None:
             return
@@ -770,7 +797,7 @@ class _Transition:
         self._end_crew(reason, peer)
 
     def _handle_missed_step(self, crew: Crew, reason: str) -> None:
-        """Strike for an expired deadline of a step, and end the crew.
+        """Strike the members that may have missed the deadline of a step, and end the crew.
 
         The head strikes the members that report work in hand, or all if no member does. Other
         members strike the head.
@@ -787,10 +814,10 @@ class _Transition:
         strikes = min(self._peer(peer).strikes + 1, MAX_STRIKES)
         seconds = min(MAX_STRIKE_SECONDS, self.settings.strike_seconds * 2.0**strikes)
         self._set_peer(peer, strikes=strikes, struck_until=self.now + seconds, steps=0, failures=0)
-        self._note("struck", f"{peer}: {reason}; left out of plans for {seconds:.0f} s")
+        self._note("struck", f"{peer}: {reason}; excluded from plans for {seconds:.0f} s")
 
     def _clear_strikes(self, peer: str) -> None:
-        """Count a committed step together."""
+        """Count a step committed together, and clear the peer's strikes after CLEARING_STEPS."""
         known = self._peer(peer)
         if known.strikes or known.failures:
             steps = known.steps + 1
@@ -803,7 +830,7 @@ class _Transition:
 
 
 def _proposal_order(peer: str, offer: Offer) -> tuple[int, str]:
-    """Return the key of the order in which members propose: the newest step first."""
+    """Return the sort key by which members propose: the newest step first, then the peer id."""
     own = newest_own_block(offer.held_blocks)
     return (-own.step if own is not None else 0, peer)
 
@@ -817,35 +844,40 @@ def _printable_ascii(text: str) -> str:
 #
 # A crew continues at step n of a lineage. A node holds a block of layers exactly if it has it in
 # memory or in its own checkpoint at step n or n − 1. A block that no node holds exactly is lost:
-# its new holder restores a neighbour's checkpoint of any age, or the base.
+# its new holder restores it from a neighbour's checkpoint of any age, or from the base.
 #
-#     the newest step without lost blocks, if no offer is more than one step newer    at once
-#     an older step without lost blocks                                               exact_seconds
-#     a step with as few lost blocks as possible, and some copy of at least half      exact_seconds
-#     the base, although steps were taken                                             lost_seconds
+#     plan                                                                      proposed after
+#     the newest step without lost blocks, if no node is more than one ahead    no wait
+#     an older step without lost blocks                                         exact_seconds
+#     the step with the fewest lost blocks, if at least half of the blocks      exact_seconds
+#     are held at some step
+#     the base, although steps were taken                                       lost_seconds
 
 MAX_PLANNED_STEPS: Final = 16
-"""Steps of all lineages that a plan considers: those that most peers have, and its own."""
+"""A plan considers this many steps of all lineages, those that most peers hold, and its own."""
 MIN_DISTANCE_SECONDS: Final = 0.001
 MAX_DISTANCE_SECONDS: Final = 10.0
-"""Distances below and above count as 0 and as this."""
+"""A distance below MIN_DISTANCE_SECONDS counts as 0, one above this as this."""
 MAX_SPEED_RATIO: Final = 8.0
-"""A claimed speed counts as at most this many times the median, and as at least its inverse."""
+"""A claimed speed counts as at most this factor × the median, and at least the median ÷ it."""
 SLOW_LINE_FACTOR: Final = 4.0
 TYPICAL_HOP_SECONDS: Final = 0.01
-"""The plan considers a node's line only if a transfer on it takes more than
-`SLOW_LINE × max(USUAL_SECONDS, median)`. All other lines count as equal, so that crews get the same
-blocks and can average."""
+"""The plan considers a node's line only if a transfer on it takes more than `SLOW_LINE_FACTOR ×
+max(TYPICAL_HOP_SECONDS, median)`. All other lines count as equal, so that crews get the same blocks
+and can average."""
 
 Block = tuple[int, int]
-"""(first, last) layer, the last one not included."""
+"""(first layer, layer after the last)."""
 
 
 @dataclass(frozen=True)
 class CrewPlan:
+    """Crew that a node may propose."""
+
     record: CrewRecord
-    """Its nonce is all zero, and so is its lineage where training starts from the base."""
+    """Record with a zero nonce, and with a zero lineage if training starts from the base."""
     lost: tuple[Block, ...] = ()
+    """Blocks that no node holds exactly."""
 
 
 def plan_crew(
@@ -856,12 +888,13 @@ def plan_crew(
     waited: float,
     distances: Mapping[str, float] = MappingProxyType({}),
 ) -> CrewPlan | None:
-    """Plan the crew to propose now; None where none is possible yet.
+    """Return the crew to propose now; None if no crew is possible yet.
 
     Args:
-        offers: by peer, our own included.
-        waited: seconds since this node has been free.
-        distances: one-way seconds to a peer, as measured by this node.
+        me: Peer id of this node.
+        offers: Offers by peer, including this node's.
+        waited: Seconds that this node has been free.
+        distances: One-way seconds to a peer, measured by this node.
     """
     model = offers[me].model
     candidates = {
@@ -873,12 +906,16 @@ def plan_crew(
         return None
     own = newest_own_block(candidates[me].held_blocks)
     held_blocks = [
-        (peer, copy)
+        (peer, held_block)
         for peer, offer in candidates.items()
-        for copy in offer.held_blocks
-        if copy.step
+        for held_block in offer.held_blocks
+        if held_block.step
     ]
-    points = {(peer, (copy.lineage, copy.step)) for peer, copy in held_blocks if is_own_block(copy)}
+    points = {
+        (peer, (held_block.lineage, held_block.step))
+        for peer, held_block in held_blocks
+        if is_own_block(held_block)
+    }
     peers_at = Counter(point for _, point in points)
     common = sorted(peers_at, key=lambda point: (-peers_at[point], -point[1], point))[
         :MAX_PLANNED_STEPS
@@ -914,23 +951,28 @@ def plan_crew(
     return _plan_from_base(me, candidates, cost, settings.stages, distances)
 
 
-def is_own_block(copy: HeldBlock) -> bool:
-    return copy.where != "neighbour" and copy.step > 0
+def is_own_block(held_block: HeldBlock) -> bool:
+    """Return True if the node that offers this block has trained it."""
+    return held_block.where != "neighbour" and held_block.step > 0
 
 
-def is_exact_block(copy: HeldBlock, step: int) -> bool:
-    return copy.where != "neighbour" and step - 1 <= copy.step <= step
+def is_exact_block(held_block: HeldBlock, step: int) -> bool:
+    """Return True if a crew at `step` can continue with this block as it is."""
+    return held_block.where != "neighbour" and step - 1 <= held_block.step <= step
 
 
 def newest_own_block(held_blocks: Collection[HeldBlock]) -> HeldBlock | None:
-    """Return the newest copy of a node's own training; None for an untrained node."""
-    return max(filter(is_own_block, held_blocks), key=lambda copy: copy.step, default=None)
+    """Return the newest block that the node has trained; None for an untrained node."""
+    return max(
+        filter(is_own_block, held_blocks), key=lambda held_block: held_block.step, default=None
+    )
 
 
 def keep_seconds(
     held_blocks: Collection[HeldBlock], record: CrewRecord, settings: MembershipSettings
 ) -> float:
-    """Return how long a node without a crew keeps `held_blocks` rather than join `record`."""
+    """Return for how many seconds without a crew a node refuses `record`, which would discard steps
+    of its `held_blocks`."""
     own = newest_own_block(held_blocks)
     if own is None:
         return 0.0
@@ -948,24 +990,30 @@ def _plan_continuation(
     all_blocks: Sequence[tuple[str, HeldBlock]],
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that continues `lineage` at `step`. An exact holder of a block keeps it. Lost
-    blocks go to the spares that fit, first to those with an older copy of the block."""
+    """Return a crew that continues `lineage` at `step`; None if it is not possible.
+
+    A node that holds a block exactly keeps it. A lost block goes to another node with room, first
+    to one that holds it at an older step.
+
+    Args:
+        all_blocks: (peer, held block) of all candidates.
+    """
     held_blocks = [
-        (peer, copy)
-        for peer, copy in all_blocks
-        if copy.lineage == lineage and copy.last <= len(cost.layers)
+        (peer, held_block)
+        for peer, held_block in all_blocks
+        if held_block.lineage == lineage and held_block.last <= len(cost.layers)
     ]
     blocks = _former_blocks(step, held_blocks, len(cost.layers))
     sizes = [last - first for first, last in blocks]
     needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
     exact: dict[Block, set[str]] = {block: set() for block in blocks}
-    held = Counter[tuple[str, Block]]()  # the newest copy up to `step`; memory before disk
-    for peer, copy in held_blocks:
-        if copy.layers in exact and is_exact_block(copy, step):
-            exact[copy.layers].add(peer)
-        if copy.step <= step:
-            age = 2 * copy.step + (copy.where == "memory")
-            held[peer, copy.layers] = max(age, held[peer, copy.layers])
+    newest = Counter[tuple[str, Block]]()  # rank of the newest block up to `step`; memory first
+    for peer, held_block in held_blocks:
+        if held_block.layers in exact and is_exact_block(held_block, step):
+            exact[held_block.layers].add(peer)
+        if held_block.step <= step:
+            rank = 2 * held_block.step + (held_block.where == "memory")
+            newest[peer, held_block.layers] = max(rank, newest[peer, held_block.layers])
     chosen: dict[Block, str] = {}
 
     def pick(block: Block, peers: Collection[str]) -> str | None:
@@ -974,7 +1022,7 @@ def _plan_continuation(
         size = {peer: candidates[peer].memory * candidates[peer].speed for peer in free}
         return min(
             (peer for peer in free if candidates[peer].memory >= needs[block]),
-            key=lambda peer: (-held[peer, block], near[peer], -size[peer], peer),
+            key=lambda peer: (-newest[peer, block], near[peer], -size[peer], peer),
             default=None,
         )
 
@@ -986,11 +1034,11 @@ def _plan_continuation(
         if (spare := pick(block, candidates)) is None:
             return None
         chosen[block] = spare
-    copied = {block for _, block in +held}
-    if len(blocks) > MAX_MEMBERS or 2 * len({*lost} - copied) > len(blocks):
-        return None  # a mixture of mostly base weights is worse than the base
+    held = {block for _, block in +newest}
+    if len(blocks) > MAX_MEMBERS or 2 * len({*lost} - held) > len(blocks):
+        return None  # weights that are mostly the base's are worse than the base
     if len(blocks) == 1 and chosen[blocks[0]] != me:
-        return None  # only a node itself may propose a crew of itself alone
+        return None  # only a node itself may propose a crew of one
     members = tuple(CrewMember(chosen[block], block[1] - block[0]) for block in blocks)
     return CrewPlan(
         CrewRecord(lineage, candidates[me].model, step, members, bytes(NONCE_BYTES)), lost
@@ -1000,16 +1048,20 @@ def _plan_continuation(
 def _former_blocks(
     step: int, held_blocks: Sequence[tuple[str, HeldBlock]], layers: int
 ) -> list[Block]:
-    """Cut the model into blocks as the former crew did.
+    """Return the blocks into which the former crew cut the model.
 
-    Of the blocks that start at a layer, take the one that most peers hold exactly. Layers without
-    any copy are cut into blocks of at most the largest known size.
+    Of the blocks that start at a layer, choose the one that most peers hold exactly. Layers that no
+    node holds are cut into blocks of at most the largest known size.
     """
     exact_holders = {
-        (peer, copy.layers) for peer, copy in held_blocks if is_exact_block(copy, step)
+        (peer, held_block.layers)
+        for peer, held_block in held_blocks
+        if is_exact_block(held_block, step)
     }
     exact = Counter(block for _, block in exact_holders)
-    known = Counter(block for _, block in {(peer, copy.layers) for peer, copy in held_blocks})
+    known = Counter(
+        block for _, block in {(peer, held_block.layers) for peer, held_block in held_blocks}
+    )
     largest = max((last - first for first, last in known), default=layers)
     blocks, start = list[Block](), 0
     while start < layers:
@@ -1028,8 +1080,10 @@ def _plan_from_base(
     stages: int,
     distances: Mapping[str, float],
 ) -> CrewPlan | None:
-    """Plan a crew that starts from the base and contains this node. It has the nearest nodes, or
-    those with the most memory if the nearest cannot hold the model."""
+    """Return a crew that starts from the base and contains this node; None if it is not possible.
+
+    It has the nearest nodes, or those with the most memory if the nearest cannot hold the model.
+    """
     near = {
         peer: 0.0 if peer == me else round_distance(distances.get(peer, 0.0)) for peer in candidates
     }
@@ -1055,7 +1109,7 @@ def _plan_from_base(
             )
             for peer, speed, hop in zip(peers, speeds, hops, strict=True)
         )
-        # other nodes' distances are not known; from each other they count as from us
+        # distances between other nodes are not known; estimate them from those to this node
         apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
         plan = make_plan(cost, capacities, apart, stages)
         if plan is not None:
@@ -1069,7 +1123,7 @@ def _plan_from_base(
 
 
 def round_distance(seconds: float) -> float:
-    """Round a distance to a power of two: a new measurement changes no plan."""
+    """Round a distance to a power of two, so that a new measurement rarely changes a plan."""
     return (
         0.0
         if seconds < MIN_DISTANCE_SECONDS
@@ -1078,7 +1132,8 @@ def round_distance(seconds: float) -> float:
 
 
 def round_speed(speed: float, speeds: Collection[float]) -> float:
-    """Round a claimed speed to the median times a power of two, at most SPREAD from it."""
+    """Round a claimed speed to the median × a power of two, within MAX_SPEED_RATIO of the
+    median."""
     usual = median(speeds)
     return usual * min(
         MAX_SPEED_RATIO, max(1 / MAX_SPEED_RATIO, 2.0 ** round(math.log2(speed / usual)))
@@ -1087,12 +1142,14 @@ def round_speed(speed: float, speeds: Collection[float]) -> float:
 
 @dataclass(frozen=True)
 class LayerPlan:
+    """Order of members as stages, and their numbers of layers."""
+
     members: tuple[int, ...]
-    """The member that is stage 0, 1, …"""
+    """Index of the member that holds stage 0, 1, …"""
     layers: tuple[int, ...]
-    """Layers of each stage."""
+    """Number of layers of each stage."""
     seconds: float
-    """Seconds of a micro-batch in the slowest stage, and of all its crossings of the pipeline."""
+    """Seconds of a micro-batch in the slowest stage and in its crossings of the pipeline."""
 
 
 @lru_cache(maxsize=64)
@@ -1102,19 +1159,20 @@ def make_plan(
     apart: tuple[tuple[float, ...], ...],
     stages: int = 0,
 ) -> LayerPlan | None:
-    """Plan the fastest crew of the first n of `members`, for any n.
+    """Return the fastest crew of the first n of `members`, for any n; None if no crew can hold the
+    model.
 
     A further stage makes the slowest stage faster and the path through all stages longer. Of two
-    equally fast crews the smaller one is taken. None if no crew can hold the model.
+    equally fast crews, the smaller one is returned.
 
     Args:
-        apart: one-way seconds between each two members.
-        stages: exactly this many; 0 for as many as is fastest.
+        apart: (members, members) one-way seconds.
+        stages: Number of stages; 0 for the fastest number.
     """
     best: LayerPlan | None = None
     for count in range(stages or 1, min(stages or len(members), len(members)) + 1):
-        # two orders: from the first member on, always the nearest one next; or the two members with
-        # the most memory at the ends, which also hold embedding and head
+        # two orders are compared: each member followed by its nearest; and the two members with the
+        # most memory at the ends, which also hold embedding and head
         nearest, left = [0], set(range(1, count))
         while left:
             nearest.append(min(left, key=lambda index: (apart[nearest[-1]][index], index)))
@@ -1130,11 +1188,12 @@ def make_plan(
 
 
 def _assign_layers(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float]:
-    """Give each of `members` a layer; then each further layer to the member that is the fastest
-    with it. All layers count as the largest.
+    """Assign one layer to each member, then each further layer to the member that is the fastest
+    with it. All layers count as the largest one.
 
     Returns:
-        Layers of each member, and the seconds of the slowest; infinite where no room is left.
+        Number of layers of each member, and the seconds of the slowest member; infinite if the
+        model does not fit.
     """
     layer = PartCost(max(p.memory for p in model.layers), max(p.work for p in model.layers))
     ends = [[model.embedding] * (member is members[0]) for member in members]
@@ -1156,46 +1215,50 @@ def _assign_layers(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple
     return tuple(sizes), max(seconds(stage, size) for stage, size in enumerate(sizes))
 
 
-# ---- what a node shows of its crew ---------------------------------------------------------------
+# ---- statistics for status page and metrics ------------------------------------------------------
 
 CrewState = Literal["none", "forming", "preparing", "running", "paused"]
 SlotState = Literal["loading", "active", "failed", "suspect"]
 
 
 class SlotStatistics(msgspec.Struct, frozen=True):
-    """One stage of the crew, from its record and heartbeats."""
+    """State of one stage of the crew, from its record and heartbeats."""
 
     stage: int
+    """Number of the stage."""
     peer: str
-    """Its holder."""
+    """Peer id of its holder."""
     state: SlotState
-    """Phase of the stage, or that its holder is suspected."""
+    """Phase of the stage; `suspect` if its holder is suspected."""
     step: int
-    """Committed steps."""
+    """Number of committed steps."""
     layers: int
+    """Number of layers."""
 
 
 class CrewStatistics(msgspec.Struct, frozen=True):
-    """The crew of which this node holds a stage, if it does."""
+    """State of this node's crew, if it has one."""
 
     state: CrewState = "none"
     id: str = ""
-    """Hex; empty outside a crew."""
+    """Id of the crew, hex; empty without a crew."""
     stage: int | None = None
-    """Held by this node."""
+    """Stage that this node holds."""
     slots: tuple[SlotStatistics, ...] = ()
+    """State of each stage."""
     offers: int = 0
-    """Other nodes that offer to hold a stage."""
+    """Number of other nodes that offer to hold a stage."""
     standing_seconds: float | None = None
     """Seconds since a crew of this node last ran; 0 while one runs, or if none ever did. None
-    outside a crew."""
+    without a crew."""
     recovery_seconds: float | None = None
-    """From the end or pause of the last running crew to one that runs."""
+    """Seconds from the last pause or end of a running crew to a crew that runs."""
     peer_seconds: float = 0.0
-    """One-way time of a message to the usual peer."""
+    """One-way time of a message to a typical peer."""
 
 
 def statistics(state: State, now: float, settings: MembershipSettings) -> CrewStatistics:
+    """Return the state of this node's crew for status page and metrics."""
     crew = state.crew
     shown = CrewStatistics(
         state=cast("CrewState", state.phase.value),
@@ -1231,6 +1294,6 @@ def current_offers(state: State, now: float, settings: MembershipSettings) -> di
 
 
 def typical_distance(state: State) -> float:
-    """Return the median one-way time to connected peers."""
+    """Return the median one-way time to connected peers, in seconds."""
     near = [one.seconds for one in state.peers.values() if one.connected and one.seconds]
     return min(MAX_DISTANCE_SECONDS, median(near)) if near else 0.0

@@ -441,10 +441,11 @@ def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes)
     match frame:
         case wire.ForwardFrame():
             return (
-                forward_hop(routes.of(frame.micro_batch, frame.purpose), sender, stage) is not None
+                forward_hop(routes.route(frame.micro_batch, frame.purpose), sender, stage)
+                is not None
             )
         case wire.BackwardFrame():
-            return backward_hop(routes.of(frame.micro_batch), sender, stage) is not None
+            return backward_hop(routes.route(frame.micro_batch), sender, stage) is not None
         case wire.PrefillFrame() | wire.DecodeFrame():
             return sender == stage - 1 or sender == stage == 0
         case wire.LearntFrame() | wire.ScoresFrame() | wire.TokensFrame():
@@ -1140,7 +1141,7 @@ class MicroBatchRunner:
                 self._early.append(ReceivedFrame(sender, frame, body))
             return  # otherwise of an attempt that has ended
         work = read_micro_batch(about, frame.rows, worker.links.limits, frame.purpose)
-        route = self.routes.of(frame.micro_batch, frame.purpose)
+        route = self.routes.route(frame.micro_batch, frame.purpose)
         hop = forward_hop(route, sender, worker.index)
         assert hop is not None, "see `may_send`"
         x = None if hop == 0 else worker.activations(body[frame.about :], frame.rows, frame.codec)
@@ -1157,7 +1158,7 @@ class MicroBatchRunner:
     def backward(self, sender: int, frame: wire.BackwardFrame, body: bytes) -> None:
         """Take the gradient of activations that this stage sent. Raises BadMessage."""
         worker = self._worker
-        hop = backward_hop(self.routes.of(frame.micro_batch), sender, worker.index)
+        hop = backward_hop(self.routes.route(frame.micro_batch), sender, worker.index)
         assert hop is not None, "see `may_send`"
         pending = self.pending.get((frame.micro_batch, hop))
         if pending is None:

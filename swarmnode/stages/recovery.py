@@ -1424,7 +1424,7 @@ class Recorder(Observer):
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        if self._routes.of(micro_batch) != self._routes.of(0):
+        if self._routes.route(micro_batch) != self._routes.route(0):
             return
         self._pending[micro_batch] = about, body
         # a step may have a thousand micro-batches, and only the last are remembered

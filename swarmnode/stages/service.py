@@ -1,12 +1,15 @@
 """The stage service of the network process: it carries out what `crew.py` decides. No torch.
 
-    peers ─ /swarmnode/crews/10 ─▶ Received ┐                       ┌─▶ SendAnswer, Send ─▶ peers
-    connections ─▶ PeerGone, PeerBack ──────┤                       ├─▶ Assigned, Released
-    trainer ─ link ─▶ Offering, … ──────────┼─▶ advance (one event  ├─▶ Suspended, Resumed
-    stream proxy ─▶ StreamLost ─────────────┤   at a time) ─────────┴─▶ Note
-    clock ─▶ Tick ──────────────────────────┘
+    peers          requests, answers, connections ─▶ ┐
+    trainer        offers, status, faults ─────────▶ ├─▶ `crew.advance`, one event at a time
+    stream proxy   lost streams ───────────────────▶ │
+    clock          ticks ──────────────────────────▶ ┘
 
-A malformed message costs the peer's standing and ends no task here.
+    ─▶ requests and answers to peers; assignment, pause, resume and end to the trainer; log notes
+
+`StageService` is the entry point, `HangDetector` watches the trainer, and `StreamProxy` joins the
+trainers of a crew byte by byte. A malformed message lowers the sender's score and ends no task
+here.
 """
 
 from __future__ import annotations
@@ -54,21 +57,28 @@ from swarmnode.wire import headed, ids
 log = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT: Final = 10.0
-"""Heartbeats do not wait for each other's answers: over a line that tensors fill an answer takes
-seconds."""
+"""Deadline of a request, in seconds. Heartbeats do not wait for each other's answers, because an
+answer takes seconds on a line that tensors fill."""
 LEAVE_TIMEOUT: Final = 3.0
-"""Deadline for telling the members that this node stops."""
+"""Seconds in which `leave` notifies the other members."""
 POLL_INTERVAL: Final = 5.0
-"""Between two looks at the connections, whatever the network reports."""
+"""Longest interval between two reads of the connections, in seconds."""
 RECOVERY_BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
 NOTE_WORDS: Final = {
     "struck": "peer struck",
     "behind": "former member left behind",
     "suspected": "member suspected",
-    "refuted": "member heard again",
+    "refuted": "member is no longer suspected",
     "broken": "crew ended",
-    "refused": "no crew",
+    "refused": "no crew formed",
+}
+
+MESSAGE_WORDS: Final = {
+    wire.StageAssignment: "assignment of a stage",
+    wire.CrewPause: "pause of its crew",
+    wire.CrewResume: "resumption of its crew",
+    wire.CrewEnd: "end of its crew",
 }
 
 
@@ -76,70 +86,76 @@ class StreamProxyStatistics(msgspec.Struct, frozen=True):
     """Streams between stages. Counts are by kind and since the process started."""
 
     open: dict[str, int] = {}
-    """Streams with both ends."""
+    """Streams whose both ends are open."""
     waiting: int = 0
-    """Connections of our trainer without the other end."""
+    """Connections of this node's trainer that wait for the other end."""
     parked: int = 0
-    """Streams of peers without our trainer's end."""
+    """Streams of peers that wait for this node's trainer."""
     lost: dict[str, int] = {}
-    """Ended by the peer, or broken, while the crew was the same."""
+    """Streams that the peer ended, or that broke, before their crew ended."""
     refused: dict[str, int] = {}
-    """Streams of peers, by REFUSALS."""
+    """Refused streams of peers, by `wire.STREAM_REFUSALS`."""
     sent: dict[str, int] = {}
-    """Bytes."""
+    """Bytes sent."""
     received: dict[str, int] = {}
-    """Bytes."""
+    """Bytes received."""
     throttled_seconds: float = 0.0
-    """Time that streams waited for the node's byte budget."""
+    """Seconds that streams waited for the node's byte budget."""
 
 
 class StagesStatistics(msgspec.Struct, frozen=True):
-    """What this node shows of its crew. Counts are since the process started."""
+    """State of this node's crew for status page and metrics. Counts are since the process
+    started."""
 
     enabled: bool = False
-    """This node holds a stage, or offers to. False where it holds its policy alone."""
+    """True if this node holds a stage or offers to. False if it trains a whole policy."""
     crew: CrewStatistics = CrewStatistics()
     own: wire.StageStatus | None = None
-    """Our trainer's last status in this crew."""
+    """Last status of this node's trainer in the present crew."""
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
-    """Events of our crews, by `wire.NOTES`."""
+    """Events of this node's crews, by `wire.NOTES`."""
     recovery_counts: tuple[int, ...] = (0,) * (len(RECOVERY_BOUNDS) + 1)
-    """Crews that stood still and ran again, by BOUNDS of the seconds; not cumulated, those
-    above every bound last."""
+    """Histogram of the seconds from the pause or end of a crew to a running one. Counts are not
+    cumulative; the last one is of recoveries above every bound."""
     recovery_seconds_total: float = 0.0
     sources: dict[str, int] = {}
-    """Restorations of our stages, by `wire.SOURCES`."""
+    """Restorations of this node's stages, by `wire.SOURCES`."""
     last_reason: str = ""
-    """Why the last crew ended, or why our stage failed."""
+    """Why the last crew ended, or why this node's stage failed."""
     heartbeat_seconds: float | None = None
-    """From the last heartbeat that was answered to its answer."""
+    """Round trip of the last answered heartbeat."""
     unanswered: dict[str, int] = {}
-    """Our requests without a valid answer in time, by message."""
+    """Requests of this node without a valid answer in time, by message type."""
     trainer_restarts: int = 0
-    """Times that our trainer was ended because it had work and did none."""
+    """Number of restarts of this node's trainer because it had work and made no progress."""
 
 
 @dataclass(frozen=True)
 class NodeCallbacks:
-    """What the service needs of its node."""
+    """Functions of the node that the service calls."""
 
     send_to_trainer: Callable[[wire.ToTrainer], bool]
-    """Returns False if there is no trainer."""
+    """Send a message to the trainer. Returns False if no trainer is connected."""
     restart_trainer: Callable[[str], None]
-    """Ends the trainer's process for this reason; the supervisor starts it again."""
+    """End the trainer's process for this reason. The supervisor starts it again."""
     paused: Callable[[], str] = lambda: ""
-    """Returns why this node may not take part now (quiet hours, a month's bytes); "" while it
-    may."""
+    """Return why this node must not take part now (quiet hours, a month's bytes), or ""."""
     allows: Callable[[str], bool] = lambda choice: True
     """As `Meter.has_room`."""
 
 
 class StageService:
-    """Part of the network process.
+    """Crew membership of one node, as a part of the network process.
 
-    Start it with `await nursery.start(service.run)`; `hello`, `receive` and `trainer_left` are for
-    the process link.
+    Start it with `await nursery.start(service.run)`. The process link calls `hello`, `receive` and
+    `trainer_left`.
+
+    Args:
+        data_dir: The node's. It has `partners.json` and the Unix socket for the trainer.
+        node: Functions of the node.
+        settings: By default those that follow from `cfg`.
+        rng: By default the system's random source.
     """
 
     def __init__(
@@ -176,9 +192,9 @@ class StageService:
         self._pause_reason = ""
         self._connected: set[str] = set()
         self._kept_connections = frozenset[str]()
-        """Members whose connections the network keeps."""
+        """Members whose connections the network does not close."""
         self._partners = _PartnerFile(data_dir / "partners.json")
-        # our trainer
+        # this node's trainer
         self._trainer_pid: int | None = None
         self._trainer_offer: wire.TrainerOffer | None = None
         self._status: wire.StageStatus | None = None
@@ -196,8 +212,11 @@ class StageService:
     # ---- for the node ----------------------------------------------------------------------------
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Run until cancelled; only wait with stages off. Raises Unavailable when the socket cannot
-        be made."""
+        """Run until cancelled. With `stages.mode = "off"`, only wait.
+
+        Raises:
+            Unavailable: the Unix socket cannot be made.
+        """
         if self.cfg.mode == "off":
             task_status.started()
             await trio.sleep_forever()
@@ -218,12 +237,12 @@ class StageService:
 
     @property
     def may_average(self) -> bool:
-        """Whether the own stage may be averaged with other crews': not while a member is suspected.
-        True where this node is in no crew."""
+        """True if this node's stage may be averaged with other crews: not while a member is
+        suspected. True without a crew."""
         return self._state.phase in (Phase.FREE, Phase.RUNNING)
 
     async def leave(self, reason: str) -> None:
-        """Tell the crew that this node stops; return after LEAVE_SECONDS at most."""
+        """Notify the other members that this node stops. Return after at most LEAVE_TIMEOUT."""
         crew = self._state.crew
         if self._nursery is None or crew is None:
             return
@@ -234,6 +253,7 @@ class StageService:
         self._handle(wire.DrainStarted(reason))
 
     def statistics(self) -> StagesStatistics:
+        """Return the state for status page and metrics."""
         crew, own = self._state.crew, self._status
         if crew is None or own is None or (own.crew, own.stage) != (crew.id, crew.stage):
             own = None
@@ -261,7 +281,7 @@ class StageService:
             case "allowed":
                 return peer in self.cfg.allowed
         score = self._network.score(peer)
-        # an untrained node has nothing to lose
+        # an untrained node has no steps that a bad member could spoil
         is_untrained = (
             self._trainer_offer is None or newest_own_block(self._trainer_offer.held_blocks) is None
         )
@@ -270,13 +290,13 @@ class StageService:
     # ---- for the trainer -------------------------------------------------------------------------
 
     def hello(self, pid: int) -> None:
-        """A trainer has connected, again or for the first time."""
+        """Record that the trainer with this process id has connected."""
         if pid != self._trainer_pid:
             self.trainer_left()
             self._trainer_pid, self._status = pid, None
 
     def receive(self, message: wire.FromTrainer) -> None:
-        """Handle a message of our trainer."""
+        """Handle a message of this node's trainer."""
         match message:
             case wire.TrainerOffer():
                 self._trainer_offer = message
@@ -293,7 +313,7 @@ class StageService:
         self._handle(message)
 
     def trainer_left(self) -> None:
-        """The trainer's connection has ended."""
+        """Record that the trainer's connection has ended."""
         if self._trainer_pid is not None:
             self._trainer_offer = None
             self._handle(wire.TrainerDisconnected())
@@ -301,7 +321,8 @@ class StageService:
     # ---- one event at a time ---------------------------------------------------------------------
 
     def _handle(self, event: wire.Event) -> wire.CrewAnswer | None:
-        """Start the actions for `event`. Returns the answer, to a Received."""
+        """Advance the state by `event` and start the actions. Return the answer to a
+        RequestReceived."""
         if self.cfg.mode == "off":
             return None
         self._state, actions = advance(self._state, event, _now(), self._dependencies)
@@ -338,8 +359,11 @@ class StageService:
             case wire.CrewPause():
                 self._progress.restart()
         if not self._node.send_to_trainer(message):
-            # it sends its status or offer when it is back
-            log.warning("no trainer to send to: %s", type(message).__name__)
+            log.warning(
+                "the trainer is not connected and did not get the %s; when it reconnects, it sends"
+                " its state and the crew continues from there",
+                MESSAGE_WORDS[type(message)],
+            )
 
     def _note(self, what: str, detail: str) -> None:
         level = logging.WARNING if what in ("struck", "behind") else logging.INFO
@@ -365,10 +389,11 @@ class StageService:
             await trio.sleep(self.settings.tick_seconds)
 
     def _pause_or_resume(self) -> None:
-        """Leave while this node may not take part; start from an empty state when it may."""
+        """Leave the crew when this node must not take part. Start from an empty state when it may
+        again."""
         reason = self._node.paused()
         if reason and not self._pause_reason:
-            log.info("no crew for now: %s", reason)
+            log.info("leaving crews: %s", reason)
             self._handle(wire.DrainStarted(reason))
         elif self._pause_reason and not reason:
             self._state = State(self._network.peer_id)
@@ -391,7 +416,7 @@ class StageService:
     # ---- peers -----------------------------------------------------------------------------------
 
     async def _send(self, peer: str, message: wire.CrewRequest) -> None:
-        """Send a request; its outcome is an event."""
+        """Send a request, and handle its outcome as an event."""
         began = _now()
         answer: wire.CrewAnswer | None = None
         try:
@@ -406,18 +431,22 @@ class StageService:
             answer = wire.decode_answer(data)
         except BadMessage as error:
             self._garbage(peer)
-            log.info("%s answered with no message: %s", peer, error)
+            log.info("invalid answer of %s: %s", peer, error)
         except PeerError as error:
             log.debug("%s: %s", peer, error)
         seconds = _now() - began
         if answer is None:
-            self._unanswered[type(message).__name__.lower()] += 1
+            self._unanswered[str(message.__struct_config__.tag)] += 1
         elif isinstance(message, wire.Heartbeat):
             self._heartbeat_seconds = seconds
         self._handle(wire.RequestFinished(peer, message, answer, seconds))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
-        """Return the answer to a peer. Raises PeerError to reset the stream."""
+        """Return the answer to a peer's request.
+
+        Raises:
+            PeerError: the stream is to be reset.
+        """
         try:
             message = wire.decode_request(data)
         except BadMessage:
@@ -440,19 +469,19 @@ def _now() -> float:
         return 0.0
 
 
-# ---- what the service knows of its trainer and its partners --------------------------------------
+# ---- a hanging trainer, and peers that are known from former crews -------------------------------
 
 MAX_STEP_DURATIONS: Final = 100
-"""Recent steps that count."""
+"""Most recent steps whose durations count."""
 MIN_STEP_DURATIONS: Final = 5
-"""Fewer steps do not show a trainer's pace."""
+"""Fewer steps do not show how fast a trainer is."""
 HANG_FACTOR: Final = 4.0
-"""A trainer with work in hand hangs after this many times its longest recent step without
-progress."""
+"""A trainer with work in hand hangs if it makes no progress for this multiple of its longest recent
+step."""
 HANG_SECONDS: Final = 15.0
-"""The least such time: a device or disk may stall."""
+"""Shortest such time, because a device or disk may stall."""
 MAX_PARTNERS: Final = 256
-"""The most peers in `partners.json`."""
+"""Most peers in `partners.json`."""
 
 
 class HangDetector:
@@ -464,10 +493,11 @@ class HangDetector:
         self._progress: tuple[int, float] | None = None
 
     def restart(self) -> None:
-        """The time until now belongs to no step."""
+        """Ignore the time until now: the trainer was paused or had no crew."""
         self._step = self._progress = None
 
     def report(self, step: int, progress: int, load: int, now: float) -> None:
+        """Record a status of the trainer: see `wire.StageStatus`."""
         if self._step is None or step < self._step[0]:
             self._step = (step, now)
         elif step > self._step[0]:
@@ -477,6 +507,7 @@ class HangDetector:
             self._progress = (progress, now)
 
     def stalled(self, now: float) -> bool:
+        """Return True if the trainer hangs."""
         if self._progress is None or len(self._durations) < MIN_STEP_DURATIONS:
             return False
         longest = HANG_FACTOR * max(self._durations)
@@ -484,7 +515,7 @@ class HangDetector:
 
 
 class _PartnerFile:
-    """Peers with which this node has taken steps, on disk; the oldest are forgotten."""
+    """File with the last MAX_PARTNERS peers with which this node has taken steps."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -494,7 +525,7 @@ class _PartnerFile:
         except FileNotFoundError:
             pass
         except (OSError, msgspec.DecodeError) as error:
-            log.warning("%s cannot be read, its peers are unknown: %s", path, error)
+            log.warning("cannot read %s, peers of former crews are unknown: %s", path, error)
 
     def __contains__(self, peer: str) -> bool:
         return peer in self._peers
@@ -506,7 +537,7 @@ class _PartnerFile:
             try:
                 write_atomically(self._path, msgspec.json.encode(list(self._peers)))
             except OSError as error:
-                log.error("%s cannot be saved: %s", self._path, error)
+                log.error("cannot write %s: %s", self._path, error)
 
 
 # ---- the byte proxy between the trainers of a crew -----------------------------------------------
@@ -516,7 +547,7 @@ class _PartnerFile:
 #                                ◀─ StreamReady   once its trainer has opened its end too
 #                                                                   ◀─ Open{stage, kind}
 #
-# The lower stage dials, again and again while its trainer's connection is open and the crew is the
+# The lower stage dials, and repeats this while its trainer's connection is open and the crew is the
 # same. A pipe holds at most 256 KiB each way. When one end of a pipe ends, the other ends too.
 
 READ_BYTES: Final = 256 * 1024
@@ -526,41 +557,43 @@ DIAL_SECONDS: Final = 10.0
 PARK_SECONDS: Final = 60.0
 """A stream waits this long for its trainer to open the other end; then its dialler tries again."""
 RETRY_SECONDS: Final = (0.1, 2.0)
-"""Between two tries, doubling."""
+"""Wait before the next dial: first, and at most. It doubles."""
 LINGER_SECONDS: Final = 10.0
 """After one half of a pipe has ended, the other half has this long to end."""
 ORDERLY_SECONDS: Final = 1.0
-"""A stream that ends in order may end with its crew, whose end this node hears of in a moment. It
-is lost only after this time. A stream that breaks is lost at once."""
+"""An orderly end of a stream is often the end of its crew, which other members report within a
+moment. Only after this time does it count as a lost stream. A stream that breaks is lost at
+once."""
 BUDGET_SECONDS: Final = 0.25
-"""Between two looks whether the byte budget allows more."""
+"""Interval between checks of the byte budget, in seconds."""
 SOCKET_BACKLOG: Final = 64
 MAX_INCOMING_STREAMS: Final = 32
 MAX_STREAMS_PER_PEER: Final = 6
-"""Incoming streams at a time: two kinds, those of the crew before, and as many on their way."""
+"""Incoming streams of one peer at a time: two kinds for the present crew, for the crew before, and
+for a repeated dial."""
 
 PipeKey = tuple[int, StreamKind]
-"""The other stage, and what the stream is for."""
+"""(other stage, kind of the stream)."""
 _SOCKET_ERRORS: Final = (trio.BrokenResourceError, trio.ClosedResourceError)
 _NO_BYTES: Final = dict.fromkeys(get_args(StreamKind), 0)
 
 
 @dataclass(eq=False)
 class _Pipe:
-    """One connection of our trainer, and the stream that it is joined with, once there is one."""
+    """One connection of this node's trainer, and the stream that it is joined with."""
 
     scope: trio.CancelScope
     stream: PeerStream | None = None
 
 
 class StreamProxy:
-    """Joins our trainer's connections with streams to the other members.
+    """Joins connections of this node's trainer with streams to the other members.
 
     Args:
-        streams: of the network.
-        lost: called with (peer, crew) when a stream of the present crew ended, but not by us.
-        allows: ("serve" | "fetch") → whether bytes may go out, or come in.
-        rejected: of the network.
+        streams: Streams of the network.
+        lost: Called with (peer, crew) when the other side ended a stream of the present crew.
+        allows: Returns True if bytes may be sent ("serve") or received ("fetch") now.
+        rejected: Called with (peer, reason) for an invalid message.
     """
 
     def __init__(
@@ -585,7 +618,11 @@ class StreamProxy:
         self._throttled_seconds = 0.0
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]
-        """Serve until cancelled. Raises Unavailable when the socket cannot be made."""
+        """Serve until cancelled.
+
+        Raises:
+            Unavailable: the Unix socket cannot be made.
+        """
         with listening(self.path, SOCKET_BACKLOG, f"stage socket {self.path}") as made:
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(made))
             self._streams.serve(
@@ -605,12 +642,12 @@ class StreamProxy:
                 self.release()
 
     def assign(self, crew: StreamPeers) -> None:
-        """Take streams of this crew from now on. All others end."""
+        """Accept streams of this crew from now on. Streams of other crews end."""
         self.release()
         self._crew = crew
 
     def release(self) -> None:
-        """End every stream, and take none."""
+        """End every stream, and accept none."""
         self._crew = None
         for pipe in self._pipes.values():
             pipe.scope.cancel()
@@ -620,6 +657,7 @@ class StreamProxy:
         self._parked.clear()
 
     def statistics(self) -> StreamProxyStatistics:
+        """Return counts for status page and metrics."""
         whole = Counter(kind for (_, kind), pipe in self._pipes.items() if pipe.stream is not None)
         return StreamProxyStatistics(
             open={kind: whole[kind] for kind in _NO_BYTES},
@@ -633,18 +671,18 @@ class StreamProxy:
         )
 
     async def _serve_trainer(self, unix: trio.SocketStream) -> None:
-        """Serve one connection of our trainer: join it with a stream, and pump bytes."""
+        """Serve one connection of the trainer: join it with a stream, and copy bytes."""
         opened = None
         try:
             with trio.move_on_after(OPEN_SECONDS):
                 opened = await read_open(unix)
         except BadMessage as error:
-            log.error("our trainer opened no stream: %s", error)
+            log.error("invalid first message of this node's trainer on the stage socket: %s", error)
         except _SOCKET_ERRORS:
             return
         crew = self._crew
         if opened is None or crew is None or opened.crew != crew.crew:
-            return  # of a crew that is over, or that our trainer knows before we do
+            return  # the trainer's crew is not the present one
         if opened.stage == crew.stage or not 0 <= opened.stage < len(crew.members):
             return
         key = (opened.stage, opened.kind)
@@ -667,7 +705,7 @@ class StreamProxy:
                 self._nursery.start_soon(self._close, pipe.stream, crew, key, peer_ended)
 
     async def _dial(self, crew: StreamPeers, key: PipeKey) -> PeerStream:
-        """Open a stream, again and again until the peer's trainer is there."""
+        """Return a stream to the peer's trainer. Dial until that trainer has opened its end."""
         stage, kind = key
         pause = RETRY_SECONDS[0]
         while True:
@@ -693,8 +731,8 @@ class StreamProxy:
             pause = min(2 * pause, RETRY_SECONDS[1])
 
     def _accept(self, stream: PeerStream) -> None:
-        """Take a stream that a peer opened. A stranger's stream must not occupy a member's
-        place."""
+        """Accept a stream that a peer opened, if the peer is a member of the crew. Other peers must
+        not occupy the places of members."""
         crew = self._crew
         if self._nursery is None or crew is None or stream.peer not in crew.members:
             self._refuse(stream, "crew" if crew is None else "peer")
@@ -702,7 +740,7 @@ class StreamProxy:
             self._nursery.start_soon(self._park, stream)
 
     async def _park(self, stream: PeerStream) -> None:
-        """Store a peer's stream until our trainer opens the other end. Raises nothing."""
+        """Store a peer's stream until this node's trainer opens the other end."""
         opened, reason = None, "timeout"
         try:
             with trio.move_on_after(OPEN_SECONDS):
@@ -711,7 +749,7 @@ class StreamProxy:
         except BadMessage as error:
             reason = "malformed"
             self._rejected(stream.peer, "stages_malformed")
-            log.info("%s opened no stream: %s", stream.peer, error)
+            log.info("invalid first message of %s on a stage stream: %s", stream.peer, error)
         except PeerError as error:
             log.debug("%s: %s", stream.peer, error)
         if opened is None or reason:
@@ -727,20 +765,20 @@ class StreamProxy:
             await stream.closed.wait()
         if self._parked.get(key) is stream:
             del self._parked[key]
-            stream.reset("its trainer did not come")
+            stream.reset("the trainer did not open its end in time")
 
     def _refuse(self, stream: PeerStream, reason: str) -> None:
         self._refused[reason] += 1
         stream.reset(reason)
 
     async def _take_parked(self, crew: StreamPeers, key: PipeKey) -> PeerStream:
-        """Return the parked stream, once there is one."""
+        """Wait for the parked stream, confirm it to its dialler, and return it."""
         while True:
             stream = self._parked.pop(key, None)
             if stream is None:
                 await self._newly_parked.wait()
                 continue
-            with suppress(PeerError):  # the peer gave it up; it dials again
+            with suppress(PeerError):  # the peer closed it and dials again
                 await stream.send(headed.pack(StreamReady(crew.crew)))
                 return stream
 
@@ -753,7 +791,7 @@ class StreamProxy:
                 while data := await stream.receive():
                     await self._wait_for_budget("fetch")
                     self._received[kind] += len(data)
-                    if "trainer" not in ends:  # else nobody reads the rest
+                    if "trainer" not in ends:  # else no process reads the rest
                         try:
                             await unix.send_all(data)
                         except _SOCKET_ERRORS:
@@ -763,7 +801,7 @@ class StreamProxy:
                 nursery.cancel_scope.cancel()
 
         async def watch() -> None:
-            await stream.broken.wait()  # also while our trainer reads nothing
+            await stream.broken.wait()  # also while the trainer reads nothing
             ends.append("peer")
             nursery.cancel_scope.cancel()
 
@@ -792,7 +830,8 @@ class StreamProxy:
     async def _close(
         self, stream: PeerStream, crew: StreamPeers, key: PipeKey, peer_ended: bool
     ) -> None:
-        """End a stream in order: the peer gets what is on its way. Report it if it is lost."""
+        """End a stream in order, so that sent bytes arrive. Report it if the peer ended it and the
+        crew continues."""
         try:
             stream.finish()
             if peer_ended:
@@ -816,15 +855,15 @@ class StreamProxy:
 
 WINDOW_SECONDS: Final = 1.0
 BUSY_SHARE: Final = 0.5
-"""The share of a window that sends wait in a full line. Other windows do not show its speed."""
+"""A window counts if sends waited for at least this share of it: only then was the line full."""
 MAX_WINDOWS: Final = 32
 MIN_BYTES_PER_SECOND: Final = 64 * 1024.0
-"""Bytes per second of the slowest line."""
+"""Lowest estimate of a line's speed."""
 
 
 class Uplink:
     """Measured speed of this node's line: the upper quartile of the last windows in which the line
-    was full. Neither a buffer that fills nor a member that reads slowly counts as the line."""
+    was full. The quartile ignores windows in which a buffer filled or a member read slowly."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=MAX_WINDOWS)
@@ -833,12 +872,12 @@ class Uplink:
 
     @property
     def bytes_per_second(self) -> float:
-        """Infinite while the line was never full."""
+        """Estimated bytes per second; infinite if the line was never full."""
         rates = sorted(self._rates)
         return max(MIN_BYTES_PER_SECOND, rates[len(rates) * 3 // 4]) if rates else math.inf
 
     def sent(self, count: int, seconds: float, now: float) -> None:
-        """Count `count` bytes that were taken `now`, after `seconds`."""
+        """Record that sending `count` bytes took `seconds` and ended at `now`."""
         if self._since is None:
             self._since = now - seconds
         self._bytes, self._waited = self._bytes + count, self._waited + seconds

@@ -1,9 +1,24 @@
 """Every message, frame and record of a crew, with its bounds, and the pure rules about them. No
 torch.
 
-Frames carry activations between stages, crew messages form a crew, state messages carry
-checkpoints. A frame's body length is computed from its header: no number that a peer sends is a
-size to allocate.
+Protocol/04 describes these bytes. The sections of this file, from top to bottom:
+
+    frames           activations, gradients, tokens and the step commit, between trainers
+    step commit      `Participant`: one stage's part in a step
+    routes           the order in which a micro-batch visits the stages
+    stage specs      which layers and tensors belong to a stage
+    descriptions     micro-batches and waves, as frames carry them
+    fence            drops frames of another crew, stage or step
+    model cost       memory and work of a stage: the input of the plan in `crew.py`
+    crew record      the immutable record of a crew, and the blocks that a node holds
+    trainer link     messages between this node's trainer and its network process
+    crew messages    requests and answers between network processes
+    crew control     settings, events and actions of `crew.py`
+    streams          the first messages of a stage stream
+    state messages   checkpoints and other bodies, between trainers
+
+A frame's body length is computed from its header: no number that a peer sends is a size to
+allocate.
 """
 
 from __future__ import annotations
@@ -11,11 +26,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 
 import msgspec
 import trio
@@ -42,7 +57,7 @@ if TYPE_CHECKING:  # a base installation has no numpy
     import numpy as np
     from numpy.typing import NDArray
 
-# Frames between members:
+# Frames between members. A class is named after its `type` on the wire.
 #
 #     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body
 #
@@ -62,7 +77,7 @@ FRAME_REASONS: Final = (
 """Every reason with which frames, their bodies and descriptions raise BadMessage."""
 HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
-"""Written to a stream at a time, at most."""
+"""Most bytes that are written to a stream at a time."""
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
 FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
@@ -75,21 +90,24 @@ ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
 RefusalReason = Literal["device", "not_finite", "session"]
 """Why a stage refuses a piece of work that its neighbour sent correctly. `device`: its own device
-cannot compute it, as when memory runs out. `not_finite`: its own result is not finite. `session`:
-the wave's cache is not here."""
+cannot compute it, for example because memory runs out. `not_finite`: its own result is not finite.
+`session`: it does not have the wave's cache."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Where in a crew's life a frame belongs: its fencing tokens."""
+    """Crew, sender and step of a frame. `Fence` compares them with the receiver's."""
 
     crew: bytes
+    """The first 16 bytes of the crew's id."""
     stage: int
-    """The sender's."""
+    """Stage of the sender."""
     step: int
-    """Committed steps at the sender."""
+    """Number of steps that the sender has committed."""
 
 
 class FrameHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Fields that every frame has."""
+
     place: Place
 
 
@@ -97,12 +115,12 @@ class ForwardFrame(FrameHeader, frozen=True, tag="forward"):
     """Stage → next stage of the route. Body: description (`MicroBatch`) ‖ activations."""
 
     micro_batch: int
-    """Number that the head gives; never used twice in one crew."""
+    """Number that the head assigned. The head uses each number once in a crew."""
     purpose: Purpose
     codec: ActivationCodec
     rows: int
     about: int
-    """Bytes of the description."""
+    """Length of the description in bytes."""
 
 
 class BackwardFrame(FrameHeader, frozen=True, tag="backward"):
@@ -134,11 +152,11 @@ class ScoresFrame(FrameHeader, frozen=True, tag="scores"):
 
     micro_batch: int
     rows: int
-    """Completion tokens."""
+    """Number of completion tokens."""
 
 
 class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
-    """Stage i → i + 1: a wave begins. Body: `WaveDescription` ‖ activations."""
+    """Stage i → i + 1: start a wave. Body: `WaveDescription` ‖ activations."""
 
     session: bytes
     fingerprint: bytes
@@ -148,8 +166,8 @@ class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
 
 
 class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
-    """Stage i → i + 1: one token further. Body: names of the completions, u32 each ‖
-    activations."""
+    """Stage i → i + 1: run one more token of each completion. Body: numbers of the completions in
+    the wave, u32 each ‖ activations."""
 
     session: bytes
     fingerprint: bytes
@@ -166,13 +184,13 @@ class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
 
 
 class DropFrame(FrameHeader, frozen=True, tag="drop"):
-    """Head → all: a wave has ended."""
+    """Head → all: a wave has ended, its caches can be dropped."""
 
     session: bytes
 
 
 class LostFrame(FrameHeader, frozen=True, tag="lost"):
-    """Any stage → head: it refuses this wave; the head begins it again from token ids."""
+    """Any stage → head: it refuses this wave. The head restarts the wave from token ids."""
 
     session: bytes
     reason: RefusalReason
@@ -186,7 +204,7 @@ class FailedFrame(FrameHeader, frozen=True, tag="failed"):
 
 
 class EmbeddingFrame(FrameHeader, frozen=True, tag="embedding"):
-    """Head ↔ last stage: rows first … first + rows − 1 of a tied embedding's gradient,
+    """Head ↔ last stage. Body: rows first … first + rows − 1 of a tied embedding's gradient,
     float32."""
 
     attempt: int
@@ -195,19 +213,21 @@ class EmbeddingFrame(FrameHeader, frozen=True, tag="embedding"):
 
 
 class ProposeFrame(FrameHeader, frozen=True, tag="propose"):
-    """Head → all, before the work itself: the step consists of exactly these micro-batches."""
+    """Head → all, before the micro-batches: the step consists of exactly these."""
 
     attempt: int
     micro_batches: tuple[int, ...]
 
 
 class AcknowledgeFrame(FrameHeader, frozen=True, tag="acknowledge"):
-    """Any stage → head: the gradients of exactly these micro-batches are here, or a refusal."""
+    """Any stage → head: it has the gradients of all micro-batches of the step, or refuses it."""
 
     attempt: int
     refused: RefusalReason | None
+    """None if the stage does not refuse the step."""
     squared_norm: float
-    """Of this stage's raw gradient, before clipping; only the head counts a tied embedding."""
+    """Squared norm of this stage's gradient before clipping. Only the head counts a tied
+    embedding."""
 
 
 class CommitFrame(FrameHeader, frozen=True, tag="commit"):
@@ -215,8 +235,9 @@ class CommitFrame(FrameHeader, frozen=True, tag="commit"):
 
     attempt: int
     norm: float
-    """Of the whole policy's raw gradient."""
+    """Norm of the whole policy's gradient before clipping."""
     clip: float
+    """Factor for all gradients, at most 1."""
     learning_rate: float
 
 
@@ -227,7 +248,7 @@ class AbortFrame(FrameHeader, frozen=True, tag="abort"):
 
 
 class DoneFrame(FrameHeader, frozen=True, tag="done"):
-    """Any stage → head: the step is taken here."""
+    """Any stage → head: it has taken the step."""
 
     attempt: int
 
@@ -251,34 +272,43 @@ Frame = ComputeFrame | ControlFrame
 
 
 class FrameLimits(msgspec.Struct, frozen=True):
-    """What a crew's model and settings allow; nothing larger is received."""
+    """Sizes that bound the frames of a crew."""
 
     hidden: int
-    """Values of one token's activation."""
+    """Number of values in one token's activation."""
     vocab: int
+    """Number of token ids."""
     tokens: int
-    """Padded tokens of a micro-batch or of a wave's prompts, at most."""
+    """Most padded tokens of a micro-batch or of a wave's prompts."""
     sessions: int = caps.STAGE_WAITING
-    """Waves in flight, at most."""
+    """Most waves in flight."""
 
 
 def int8_block(hidden: int) -> int:
-    """Values that share a scale: 64, or the largest divisor of a hidden size that 64 does not
-    divide."""
+    """Return the number of values that share a scale: the largest divisor of `hidden` up to 64."""
     return max(size for size in range(1, INT8_BLOCK + 1) if hidden % size == 0)
 
 
 def activation_bytes(codec: ActivationCodec, rows: int, hidden: int) -> int:
-    """How long (rows, hidden) values are, exactly."""
+    """Return the exact length of activations (rows, hidden) in bytes."""
     if codec == "int8":
         return rows * hidden + 4 * rows * (hidden // int8_block(hidden))
     return rows * hidden * (4 if codec == "float32" else 2)
 
 
 def body_bytes(frame: Frame, limits: FrameLimits) -> int:
-    """Exactly how long the body after this header is. Raises BadMessage: bounds, not_finite, where
-    a field is outside `limits`."""
-    _check_frame(frame, limits)
+    """Return the exact length of the body after this header.
+
+    Raises:
+        BadMessage: bounds or not_finite, if a field is outside `limits`.
+    """
+    _check_header(frame, limits)
+    if isinstance(frame, EmbeddingFrame):
+        check_between("first", frame.first, 0, limits.vocab - frame.rows)
+    if isinstance(frame, ProposeFrame):
+        check_rising("micro_batches", frame.micro_batches, 1, MAX_MICRO_BATCHES)
+        check_counter("micro_batches", frame.micro_batches[0])
+        check_counter("micro_batches", frame.micro_batches[-1])
     match frame:
         case ForwardFrame() | PrefillFrame():
             return frame.about + activation_bytes(frame.codec, frame.rows, limits.hidden)
@@ -295,28 +325,50 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
 
 
 def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
-    """32 bytes: of the policy that all stages of a crew together are. `base`: 32 bytes, of the one
-    that training began with."""
+    """Return the fingerprint, 32 bytes, of the policy that a crew holds at a step.
+
+    Args:
+        base: Fingerprint of the base model, 32 bytes.
+    """
     parts = base + place.crew + place.step.to_bytes(8, "big") + codec.encode()
     return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
 
 
 async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
-    """The next frame and its body; None at the end of the stream. Raises BadMessage with a reason
-    of FRAME_REASONS."""
-    frame: Frame | None = await headed.read_header(
-        stream, lambda data: strict.decode(data, Frame), HEADER_BYTES
+    """Return the next frame and its body; None at the end of the stream.
+
+    Raises:
+        BadMessage: one of FRAME_REASONS.
+    """
+    return await _read_message(stream, Frame, lambda frame: body_bytes(frame, limits))
+
+
+MessageT = TypeVar("MessageT")
+
+
+async def _read_message(
+    stream: headed.Reader,
+    kind: Any,  # noqa: ANN401
+    length: Callable[[MessageT], int],
+) -> tuple[MessageT, bytes] | None:
+    """Return the next message of type `kind` and its body of `length(message)` bytes; None at the
+    end of the stream. `length` also checks the message."""
+    message: MessageT | None = await headed.read_header(
+        stream, lambda data: strict.decode(data, kind), HEADER_BYTES
     )
-    if frame is None:
+    if message is None:
         return None
-    return frame, await headed.read_exactly(stream, body_bytes(frame, limits)) or b""
+    return message, await headed.read_exactly(stream, length(message)) or b""
 
 
-_FRAME_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
-_COUNTERS: Final = dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER)
+_HEADER_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
-_FRAME_RANGES: Final = {
+_HEADER_RANGES: Final = {
+    **dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER),
+    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
+    "length": (1, CHUNK_BYTES),
+    "of": (0, MAX_STAGES - 1),
     "loss": _ANY,
     "clipped": _ANY,
     "entropy": _ANY,
@@ -328,95 +380,106 @@ _FRAME_RANGES: Final = {
     "clip": (0.0, 1.0),
     "learning_rate": _NOT_NEGATIVE,
 }
+"""Lowest and highest value of each number in a frame or state message, by field name."""
 
 
-def check_place(place: Place) -> None:
-    """Raises BadMessage("bounds")."""
-    check_length("crew", place.crew, CREW_BYTES)
-    check_between("stage", place.stage, 0, MAX_STAGES - 1)
-    check_counter("step", place.step)
+def _check_header(header: Frame | AnyStateMessage, limits: FrameLimits) -> None:
+    """Check the fields that are checked alike in all frames and state messages.
 
-
-def _check_frame(frame: Frame, limits: FrameLimits) -> None:
-    check_place(frame.place)
+    Raises:
+        BadMessage: bounds or not_finite.
+    """
+    check_length("crew", header.place.crew, CREW_BYTES)
+    check_between("stage", header.place.stage, 0, MAX_STAGES - 1)
+    check_counter("step", header.place.step)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
-    ranges = {"rows": (1, limits.tokens), "about": (1, about), **_COUNTERS}
-    check_fields(frame, _FRAME_LENGTHS, {**ranges, **_FRAME_RANGES})
-    if isinstance(frame, EmbeddingFrame):
-        check_between("first", frame.first, 0, limits.vocab - frame.rows)
-    if isinstance(frame, ProposeFrame):
-        check_rising("micro_batches", frame.micro_batches, 1, MAX_MICRO_BATCHES)
-        check_counter("micro_batches", frame.micro_batches[0])
-        check_counter("micro_batches", frame.micro_batches[-1])
+    ranges = {"rows": (1, limits.tokens), "about": (1, about), **_HEADER_RANGES}
+    check_fields(header, _HEADER_LENGTHS, ranges)
 
 
 # Step commit. Every message arrives once and in order: streams are reliable, and a lost stream ends
 # the crew.
 #
-#     head:    ProposeStep(attempt, set) ──▶ all     take the step of exactly these micro-batches
+#     head:    Propose(attempt, set) ──▶ all         take the step of exactly these micro-batches
 #     stage:   Acknowledge ──▶ head                  with the norm of its gradient, or a refusal
 #     head:    Commit ──▶ all, once all have acknowledged; Abort ──▶ all at the first refusal
 #     stage:   optimizer step, Done ──▶ head         Abort: gradients are dropped, weights stay
 #
-# The head begins nothing new before every stage is done. Attempts number the proposals of one crew.
+# The head starts nothing new before every stage is done. Attempts number the proposals of one crew.
 
 
 class Participant:
-    """One stage's part in the step commit: which gradients are still missing, and the decision.
-
-    `propose`, `commit` and `abort` raise BadMessage("bounds") where no correct head sends them.
-    """
+    """One stage's part in the step commit: which gradients are still missing, and the decision."""
 
     def __init__(self, step: int = 0) -> None:
         self.step = step
-        """Committed steps."""
+        """Number of committed steps."""
         self.attempt = 0
-        """Of the latest proposal."""
+        """Number of the latest proposal."""
         self.prepared = False
-        """Whether the proposal is acknowledged and undecided."""
+        """True from the acknowledgement of a proposal until its commit or abort."""
         self.newest = -1
-        """Highest micro-batch number of all proposals. Numbers rise from one to the next."""
+        """Highest micro-batch number of all proposals. Each proposal has higher numbers than the
+        one before."""
         self._missing: set[int] | None = None
         """Micro-batches of the proposal without a gradient; None without a proposal."""
 
     @property
     def proposed(self) -> bool:
-        """Whether there is a proposal that is neither acknowledged nor decided."""
+        """True while there is a proposal that is neither acknowledged nor decided."""
         return self._missing is not None and not self.prepared
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients of such a proposal are here."""
+        """True if all gradients of such a proposal have arrived."""
         return self.proposed and not self._missing
 
     def propose(self, attempt: int, micro_batches: Iterable[int]) -> None:
+        """Start a step that consists of `micro_batches`.
+
+        Raises:
+            BadMessage: bounds, if no correct head sends this proposal now.
+        """
         if self._missing is not None or attempt <= self.attempt:
             raise BadMessage("bounds", f"attempt {attempt} proposed after {self.attempt}")
         self.attempt, self._missing = attempt, set(micro_batches)
         self.newest = max(self.newest, *self._missing)
 
     def may_accumulate(self, micro_batch: int) -> bool:
-        """Return True if the proposal has this micro-batch and its gradient is not here yet."""
+        """Return True if the proposal has this micro-batch and its gradient is still missing."""
         return self._missing is not None and micro_batch in self._missing
 
     def accumulated(self, micro_batch: int) -> None:
-        """Count the gradient of `micro_batch`. Raises KeyError unless `may_accumulate`."""
+        """Record that the gradient of `micro_batch` has arrived.
+
+        Raises:
+            KeyError: unless `may_accumulate(micro_batch)`.
+        """
         (self._missing or set()).remove(micro_batch)
 
     def commit(self, attempt: int) -> None:
-        """Count the step. The caller takes it."""
+        """Count the step. The caller takes it.
+
+        Raises:
+            BadMessage: bounds, if the attempt is not acknowledged.
+        """
         if not self.prepared or attempt != self.attempt:
             raise BadMessage("bounds", f"commit of attempt {attempt}, which is not prepared")
         self.step += 1
         self.clear()
 
     def abort(self, attempt: int) -> None:
-        """Forget the proposal. The caller drops the gradients."""
+        """Forget the proposal. The caller drops the gradients.
+
+        Raises:
+            BadMessage: bounds, if there is no such proposal.
+        """
         if self._missing is None or attempt != self.attempt:
             raise BadMessage("bounds", f"abort of attempt {attempt}, which is not proposed")
         self.clear()
 
     def clear(self) -> None:
+        """Forget the proposal, if there is one."""
         self.prepared, self._missing = False, None
 
 
@@ -429,11 +492,14 @@ class Participant:
 # In a swapped run the micro-batch number's parity picks the route.
 
 StagePart = Literal["all", "embed", "layers", "head"]
-"""What of a stage a hop runs. `all`: whatever it has."""
+"""Part of a stage that a hop runs. `all`: its embedding if it has one, its layers, and its norm and
+head if it has them."""
 
 
 @dataclass(frozen=True)
 class Hop:
+    """One visit of a micro-batch to a stage."""
+
     stage: int
     part: StagePart
 
@@ -442,13 +508,15 @@ Route = tuple[Hop, ...]
 
 
 def plain_route(stages: int) -> Route:
+    """Return the route that visits all stages in order."""
     return tuple(Hop(stage, "all") for stage in range(stages))
 
 
 def swapped_order(stages: int) -> tuple[int, ...]:
-    """CheckFree+: the order of the stages' layers for half of the micro-batches.
+    """Return the order of the stages' layers for half of the micro-batches (CheckFree+).
 
-    Raises Refused for fewer than four stages: the pairs would overlap.
+    Raises:
+        Refused: there are fewer than four stages, so the exchanged pairs would overlap.
     """
     if stages < 4:
         raise Refused("swapped stages need at least four")
@@ -456,7 +524,11 @@ def swapped_order(stages: int) -> tuple[int, ...]:
 
 
 def swapped_route(stages: int) -> Route:
-    """Raises Refused as `swapped_order` does."""
+    """Return the route of every other micro-batch in a swapped run (CheckFree+).
+
+    Raises:
+        Refused: there are fewer than four stages.
+    """
     return (
         Hop(0, "embed"),
         *(Hop(stage, "layers") for stage in swapped_order(stages)),
@@ -465,21 +537,28 @@ def swapped_route(stages: int) -> Route:
 
 
 class Routes:
-    """The routes of one crew. `swap` makes it a swapped run; raises Refused then for fewer than
-    four stages."""
+    """Routes of one crew.
+
+    Args:
+        swap: True for a swapped run (CheckFree+).
+
+    Raises:
+        Refused: a swapped run has fewer than four stages.
+    """
 
     def __init__(self, stages: int, swap: bool) -> None:
         self._plain = plain_route(stages)
         self._swapped = swapped_route(stages) if swap else self._plain
 
-    def of(self, micro_batch: int, purpose: Literal["learn", "score"] = "learn") -> Route:
-        """Only training is swapped: what is generated and scored is the plain policy."""
+    def route(self, micro_batch: int, purpose: Purpose = "learn") -> Route:
+        """Return the route of a micro-batch. Only training is swapped: generation and scores use
+        the plain order."""
         return self._swapped if purpose == "learn" and micro_batch % 2 else self._plain
 
 
 def forward_hop(route: Route, sender: int, stage: int) -> int | None:
-    """Which hop of `route` a forward from `sender` to `stage` begins; None for none. The head sends
-    itself the first."""
+    """Return the index of the hop of `route` that starts with a forward from `sender` to `stage`;
+    None if there is none. The head sends the first forward to itself."""
     if sender == stage == route[0].stage:
         return 0
     return next(
@@ -493,7 +572,8 @@ def forward_hop(route: Route, sender: int, stage: int) -> int | None:
 
 
 def backward_hop(route: Route, sender: int, stage: int) -> int | None:
-    """Which hop of `route` a gradient from `sender` to `stage` ends; None for none."""
+    """Return the index of the hop of `route` at `stage` whose gradient comes from `sender`; None if
+    there is none."""
     return next(
         (
             i
@@ -508,7 +588,7 @@ def backward_hop(route: Route, sender: int, stage: int) -> int | None:
 
 
 class ModelShape(Protocol):
-    """What is needed of transformers' configuration of a model."""
+    """Fields that are read from a model's transformers configuration."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -521,15 +601,17 @@ class ModelShape(Protocol):
 
 @dataclass(frozen=True)
 class StageSpec:
-    """One stage of `stages`: layers first … last − 1 of the whole model."""
+    """One stage of a model: layers first … last − 1."""
 
     index: int
-    """0 is the head of the crew, stages − 1 its tail."""
+    """Number of the stage; 0 is the head of the crew."""
     stages: int
+    """Number of stages of the model."""
     first: int
     last: int
     tied: bool
-    """The model's head is its embedding; then both ends hold it, and their gradients are summed."""
+    """True if the output matrix is the embedding. Both ends hold it, and their gradients are
+    summed."""
 
     @property
     def layers(self) -> int:
@@ -541,20 +623,23 @@ class StageSpec:
 
     @property
     def has_head(self) -> bool:
-        """And the norm before it."""
+        """True if the stage has the output matrix, and the norm before it."""
         return self.index == self.stages - 1
 
     @property
     def shares_embedding(self) -> bool:
-        """Whether this stage and another one hold the same tied tensor."""
+        """True if this stage and another one hold the same tied tensor."""
         return self.tied and self.stages > 1 and (self.has_embedding or self.has_head)
 
     def local(self, name: str) -> str | None:
-        """Name in this stage of the whole model's tensor `name`; None where this stage does not
-        hold it.
+        """Return the name in this stage of the whole model's tensor `name`; None if this stage does
+        not hold it.
 
-        Names are transformers', with or without peft's prefix. Raises ValueError for one that
-        belongs to no stage.
+        Args:
+            name: As in transformers, with or without peft's prefix.
+
+        Raises:
+            ValueError: `name` belongs to no layer, embedding, norm or head.
         """
         parts = name.split(".")
         if "layers" in parts:
@@ -576,7 +661,8 @@ class StageSpec:
         raise ValueError(f"{name!r} is of no layer, embedding, norm or head")
 
     def whole(self, name: str) -> str:
-        """Name in the whole model of this stage's tensor `name`: the inverse of `local`."""
+        """Return the name in the whole model of this stage's tensor `name`, as inverse of
+        `local`."""
         parts = name.split(".")
         if "layers" in parts:
             at = parts.index("layers") + 1
@@ -587,11 +673,15 @@ class StageSpec:
 
 
 def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, ...]:
-    """The stages of a model with transformers config `config`, stage i with `layers[i]` of its
-    layers.
+    """Return the stages of a model; stage i has `layers[i]` layers.
 
-    Raises ConfigError for an empty stage, or layers that are not the model's. That the model can be
-    split is for `model.check_split` to say.
+    `model.check_split` checks that the model can be split.
+
+    Args:
+        config: The model's transformers configuration.
+
+    Raises:
+        ConfigError: a stage is empty, or the numbers do not add up to the model's layers.
     """
     if not layers or min(layers) < 1 or sum(layers) != config.num_hidden_layers:
         raise ConfigError(
@@ -605,83 +695,90 @@ def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, .
     )
 
 
-# The description that travels with activations: token ids, lengths, and at the tail the loss's
-# inputs.
+# The description that travels with activations: token ids and lengths, and for training the inputs
+# of the loss.
 
 
 class LossInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Arguments of `rl.objectives.policy_loss` and `rl.corrections.against_sampler`, see there."""
+    """Arguments of `rl.objectives.policy_loss` and `rl.corrections.against_sampler`."""
 
     old_logprobs: bytes
-    """f32 per completion token: as recorded, by who sampled it or by the policy of before."""
+    """f32 per completion token: recorded by the sampler, or computed by the policy before the
+    step."""
     advantages: bytes
     """f32 per completion."""
     weights: bytes
     """f32 per completion."""
     normalizer: float
-    """The whole batch's, > 0."""
+    """Normaliser of the whole batch, > 0."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
     epsilon: float
     epsilon_high: float
     delta: float | None
     sampled: tuple[bool, ...]
-    """Per completion: whether `old_logprobs` are its sampler's."""
+    """Per completion: True if its sampler recorded `old_logprobs`."""
     correction: Literal["tis", "mis", "icepop"]
     level: Literal["token", "sequence"]
 
 
 class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """N completions of Q prompts."""
+    """Description of N completions of Q prompts."""
 
     prompt_lengths: tuple[int, ...]
-    """(Q,)."""
+    """(Q,) lengths in tokens."""
     prompt_ids: bytes
-    """u32, prompt after prompt."""
+    """u32 token ids, prompt after prompt."""
     prompt_of: tuple[int, ...]
-    """(N,)."""
+    """(N,) index of each completion's prompt."""
     completion_lengths: tuple[int, ...]
-    """(N,)."""
+    """(N,) lengths in tokens."""
     completion_ids: bytes
+    """u32 token ids, completion after completion."""
     temperature: float
     loss: LossInputs | None
-    """None where only scores are wanted."""
+    """None for a micro-batch that is only scored."""
 
     @property
     def rows(self) -> int:
-        """Packed rows, as `Packing` lays them out."""
+        """Number of packed rows (`model.Packing`)."""
         return (
             sum(self.prompt_lengths) + sum(self.completion_lengths) - len(self.completion_lengths)
         )
 
 
 class WaveDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A wave: Q prompts, or the completions so far of a wave that is begun again; each goes on
-    `num_generations` times."""
+    """Description of a wave of completions.
+
+    It has Q prompts, each with `num_generations` completions. When the head restarts a wave, a
+    prompt is a question with one completion so far, and `num_generations` is 1.
+    """
 
     lengths: tuple[int, ...]
-    """(Q,)."""
+    """(Q,) lengths of the prompts in tokens."""
     ids: bytes
-    """u32, prompt after prompt."""
+    """u32 token ids, prompt after prompt."""
     num_generations: int
     names: tuple[int, ...]
-    """(Q · num_generations,) rising: which completions of the wave these are."""
+    """(Q · num_generations,) rising numbers of the completions in the wave."""
     total: int
-    """Completions that the wave began with."""
+    """Number of completions at the first start of the wave."""
     position: int
-    """Tokens that each of them has already."""
+    """Tokens that each completion already has."""
     max_tokens: int
-    """And will have at most."""
+    """Most tokens of a completion."""
     temperature: float
     """0 is greedy."""
     top_p: float
     seed: int
-    """The wave's: a token is drawn by (seed, position, completion), so that beginning again draws
-    the same."""
+    """A token is drawn by (seed, position, completion), so a restarted wave draws the same."""
 
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:
-    """The description of `rows` packed rows. Raises BadMessage: malformed, schema, bounds, shape,
-    not_finite."""
+    """Decode and check the description of `rows` packed rows.
+
+    Raises:
+        BadMessage: malformed, schema, bounds, shape or not_finite.
+    """
     batch: MicroBatch = strict.decode(data, MicroBatch)
     count = len(batch.completion_lengths)
     _check_lengths(batch.prompt_lengths, limits)
@@ -716,8 +813,11 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
 
 
 def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
-    """The description of `rows` prompt tokens. Raises BadMessage: malformed, schema, bounds, shape,
-    not_finite."""
+    """Decode and check the description of a wave with `rows` prompt tokens.
+
+    Raises:
+        BadMessage: malformed, schema, bounds, shape or not_finite.
+    """
     q: WaveDescription = strict.decode(data, WaveDescription)
     _check_lengths(q.lengths, limits)
     count = len(q.lengths) * q.num_generations
@@ -745,8 +845,11 @@ def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
-    """(rows,) token ids and their log-probabilities, the body of `TokensFrame`. Raises BadMessage:
-    shape, bounds, not_finite."""
+    """Decode the body of `TokensFrame`: (rows,) token ids and (rows,) log-probabilities.
+
+    Raises:
+        BadMessage: shape, bounds or not_finite.
+    """
     import numpy as np
 
     from swarmnode.wire.tensors import unpack_ids
@@ -755,20 +858,26 @@ def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int],
     logprobs = read_f32("log-probabilities", body[4 * rows :], rows)
     if (logprobs > LOGPROB_SLACK).any():
         raise BadMessage("bounds", "a log-probability above 0")
-    # and no zero below zero
+    # adding 0.0 turns −0.0 into 0.0
     return unpack_ids(body[: 4 * rows]).tolist(), (np.minimum(logprobs, 0.0) + 0.0).tolist()
 
 
 def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
-    """(rows,) log-probabilities and entropies, the body of `ScoresFrame`. Raises BadMessage: shape,
-    bounds, not_finite."""
+    """Decode the body of `ScoresFrame`: (rows,) log-probabilities and (rows,) entropies.
+
+    Raises:
+        BadMessage: shape, bounds or not_finite.
+    """
     values = read_f32("scores", body, 2 * rows)
     return values[:rows].tolist(), values[rows:].tolist()
 
 
 def read_f32(name: str, data: bytes, count: int) -> NDArray[np.float32]:
-    """(count,), all finite. Raises BadMessage: shape, not_finite; bounds where `data` is no whole
-    number of floats."""
+    """Decode (count,) finite float32 values; `name` is for error messages.
+
+    Raises:
+        BadMessage: shape, not_finite; bounds if `data` is not a whole number of floats.
+    """
     import numpy as np
 
     from swarmnode.wire.tensors import unpack_logprobs
@@ -806,27 +915,34 @@ def _check_ids(data: bytes, count: int, limits: FrameLimits) -> None:
         raise BadMessage("bounds", "a token id")
 
 
-# The fence: drop frames of another crew, stage or step. A new crew makes a new fence.
+# The fence: drop frames of another crew, stage or step.
 
 FENCE_REASONS: Final = ("crew", "stage", "step", "newer")
-"""Why a frame is dropped. `newer`: its step is ahead of ours: we missed something."""
+"""Why a frame is dropped. `newer`: the sender has taken more steps than this stage."""
 
 
 class Fence:
-    """For one member of a crew of `stages`; a new crew makes a new fence."""
+    """Decides which frames a stage handles in one crew. Each crew has a new fence.
+
+    Args:
+        place: This stage's place at the start of the crew.
+        stages: Number of stages of the crew.
+    """
 
     def __init__(self, place: Place, stages: int) -> None:
         self.place = place
         self._stages = stages
         self.dropped: Counter[str] = Counter()
-        """By FENCE_REASONS."""
+        """Number of dropped frames, by FENCE_REASONS."""
 
     def check(self, place: Place, sender: int, step: int | None) -> str | None:
-        """Why a frame that came from stage `sender` is to be dropped while we are at `step`; None
-        where it counts.
+        """Return why a frame is dropped, of FENCE_REASONS, and count it; None if it is handled.
 
-        `step` is None for frames of the step commit, which attempts order: the stages are a step
-        apart while one is taken.
+        Args:
+            place: The frame's.
+            sender: The stage at the other end of the stream.
+            step: Steps that this stage has taken. None for frames of the step commit: while a step
+                is taken, stages are one step apart, and attempts order these frames.
         """
         reason = self._reason(place, sender, step)
         if reason:
@@ -843,20 +959,20 @@ class Fence:
         return "step" if place.step < step else "newer"
 
 
-# Failures of a peer's work that are no defect of this node: memory, and what torch cannot compute.
+# Errors that a peer's work may legitimately cause on this node's device: too little memory, or
+# sizes that torch cannot compute.
 
 DEVICE_REASON: Final = "device"
-"""The reason that such a failure is counted under."""
+"""Reason under which such an error is counted."""
 LOST_DEVICE_ERROR: Final = "AcceleratorError"
-"""torch's, by its name: the device's context is gone, and nothing but a new process helps."""
+"""Name of torch's error for a lost device context, which only a new process can replace."""
 
 
 def is_device_error(error: BaseException) -> bool:
-    """Whether memory ran out, or torch could not compute what it was asked for: RuntimeError
-    itself, and torch's own kinds of it.
+    """Return True if memory ran out, or if torch could not compute a piece of work.
 
-    Not so for any other kind of error, those that Python and trio derive from RuntimeError among
-    them, and not when the device is lost.
+    These are MemoryError, RuntimeError itself, and torch's subclasses of RuntimeError. Excluded are
+    a lost device, and subclasses of RuntimeError that Python and trio define.
     """
     kind = type(error)
     if kind is RuntimeError or isinstance(error, MemoryError):
@@ -871,55 +987,65 @@ def is_device_error(error: BaseException) -> bool:
 # Cost of a model's parts and capacity of members: the input of the plan in `crew.py`.
 
 MAX_MEMBERS: Final = 8
-"""The most members of one crew."""
+"""Most members of one crew."""
 
 
 @dataclass(frozen=True)
 class PartCost:
-    """Cost of one layer, the embedding or the head for its holder."""
+    """Cost of one layer, of the embedding or of the head, for the node that holds it."""
 
     memory: float
-    """Bytes: weights, gradients, optimizer, activations, and the cache of the waves in flight."""
+    """Bytes of weights, gradients, optimizer, activations, and the cache of the waves in flight."""
     work: float
-    """Of a micro-batch, forward and backward, in the unit of `Capacity.speed`."""
+    """Work of a micro-batch, forward and backward, in the unit of `Capacity.speed` × seconds."""
 
 
 @dataclass(frozen=True)
 class ModelCost:
+    """Costs of all parts of a model."""
+
     embedding: PartCost
     layers: tuple[PartCost, ...]
     head: PartCost
     """Norm and head; with tied embeddings it holds the embedding a second time."""
     batch_bytes: float = 0.0
-    """Bytes that a stage sends of a micro-batch: activations and gradients."""
+    """Bytes of activations and gradients that a stage sends for one micro-batch."""
     stage: float = 0.0
-    """Further bytes that any stage needs, for the layer that is being computed."""
+    """Further bytes that every stage needs, for the layer that is being computed."""
     batches: float = 1.0
-    """Micro-batches of a step."""
+    """Number of micro-batches of a step."""
     crossings: float = 0.0
-    """Times per micro-batch that all stages wait for the way through all of them and back: once for
-    each sampled token, and while the pipeline fills and drains."""
+    """Number of round trips through all stages for which the stages wait, per micro-batch: one for
+    each sampled token, and those that fill and drain the pipeline."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory and speed of a member."""
+    """Memory and speed of a node."""
 
     memory: float
-    """Bytes."""
+    """Bytes for a stage."""
     speed: float
     """Work per second, > 0."""
     hop_seconds: float = 0.0
-    """Time to send one micro-batch's activations, measured by the network process."""
+    """Seconds to send one micro-batch's activations, measured by the network process."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
-    """Return the bytes that the holder of `stage` of these blocks needs."""
+    """Return the bytes that a node needs to hold `stage`.
+
+    Args:
+        layers: Number of layers of each stage.
+    """
     return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
 
 
 def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[PartCost]:
-    """Return the parts of the model in `stage` of these blocks."""
+    """Return the costs of the parts of the model in `stage`.
+
+    Args:
+        layers: Number of layers of each stage.
+    """
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
     return [*model.layers[start : start + layers[stage]], *ends]
@@ -933,12 +1059,15 @@ def model_cost(
     weight_bytes: int = 4,
     trained_bytes: int = 12,
 ) -> ModelCost:
-    """Estimate for a transformers config before anything is measured. Work is in floating-point
-    operations.
+    """Estimate the costs of a model from its configuration. Work is in floating-point operations.
 
-    `batch_tokens` of a micro-batch; `cached_tokens` in all waves together (2 bytes per key and
-    value); `trained_bytes` per weight for gradient and optimizer, 0 for a frozen base. Forward,
-    recomputed forward and backward are 8 operations per weight and token.
+    Forward, recomputed forward and backward are 8 operations per weight and token.
+
+    Args:
+        batch_tokens: Tokens of a micro-batch.
+        cached_tokens: Tokens in the caches of all waves together, with 2 bytes per key and value.
+        weight_bytes: Bytes of a weight.
+        trained_bytes: Bytes of gradient and optimizer per weight; 0 for a frozen base.
     """
     width, head = (
         config.hidden_size,
@@ -963,59 +1092,63 @@ def model_cost(
 
 # The crew record: immutable. Its hash is the crew's id.
 #
-#     lineage      drawn when training leaves the base; later crews of the same policy keep it
+#     lineage      32 random bytes, drawn when training leaves the base; later crews keep them
 #     step         (lineage, number): steps that were committed since the base
-#     copy         a node has layers first … last − 1 of (lineage, step)
+#     held block   layers first … last − 1 of (lineage, step), in a node's memory or on its disk;
+#                  protocol/04 calls it a copy
 
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
 MAX_LAYERS: Final = 1024
 MAX_HELD_BLOCKS: Final = 4 * MAX_MEMBERS
-"""The most copies in one offer."""
+"""Most held blocks in one offer."""
 RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
 MAX_AMOUNT: Final = 1e30
 """The largest memory or speed that a peer may claim."""
 
 BlockLocation = Literal["memory", "disk", "neighbour"]
-"""Where a copy is: in the trainer's memory, in this node's own checkpoint, or in a checkpoint that
-this node stores for a ring neighbour."""
+"""Where a held block is: in the trainer's memory, in the node's own checkpoint (`disk`), or in a
+checkpoint that the node stores for a ring neighbour."""
 
 
 class CrewMember(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The holder of a stage."""
+    """Holder of a stage."""
 
     peer: str
+    """Peer id."""
     layers: int
+    """Number of layers of its stage."""
 
 
 class CrewRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A crew. Two records are one crew if their hashes are equal."""
+    """Description of a crew. Records with equal hashes describe the same crew."""
 
     lineage: bytes
     """32 bytes."""
     model: bytes
-    """32 bytes: the base weights, and the settings that members must have alike
+    """32 bytes: hash of the base weights and of the settings that all members share
     (`trainer.crew_terms`)."""
     step: int
-    """Committed steps that the crew continues from; 0 is the base."""
+    """Number of committed steps that the crew continues from; 0 is the base."""
     members: tuple[CrewMember, ...]
-    """By stage; their blocks of layers follow each other."""
+    """Members in the order of their stages."""
     nonce: bytes
-    """8 random bytes: the same members may form another crew at the same step."""
+    """8 random bytes, because the same members may form another crew at the same step."""
 
 
 class HeldBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of layers that the sender has."""
+    """A block of layers, at one step of a lineage, that a node has in memory or on disk."""
 
     lineage: bytes
     first: int
     last: int
-    """Layers first … last − 1."""
+    """Layer after the block's last one."""
     step: int
     where: BlockLocation
 
     @property
     def layers(self) -> tuple[int, int]:
+        """(first, last)."""
         return self.first, self.last
 
 
@@ -1031,38 +1164,40 @@ def member_peers(record: CrewRecord) -> tuple[str, ...]:
 
 # Messages between trainer and network process:
 #
-#     trainer                                        network process
-#     Offering      free memory and copies held   ─▶ offered to peers
-#                   build and restore the stage   ◀─ Assigned      a crew with this node was founded
-#     StageStatus   loading, active, failed       ─▶ heartbeats
-#                   drop work in progress, wait   ◀─ Suspended     a member is suspected
-#                   start or continue             ◀─ Resumed       all stages are active
-#     StageFault    this crew cannot continue     ─▶ the crew ends; a strike for the stage's holder
-#                   stop; weights stay in memory  ◀─ Released      the crew has ended
+#     trainer                                           network process
+#     TrainerOffer   free memory and blocks held     ─▶ offered to peers
+#                    build and restore the stage     ◀─ StageAssignment  a crew has formed
+#     StageStatus    loading, active, failed         ─▶ heartbeats
+#                    drop work in progress, wait     ◀─ CrewPause        a member is suspected
+#                    start or continue               ◀─ CrewResume       all stages are active
+#     StageFault     this crew cannot continue       ─▶ the crew ends; strike for the stage's holder
+#                    stop; weights stay in memory    ◀─ CrewEnd          the crew has ended
 #
-# Either side may restart at any moment. A trainer that connects sends Offering when it is in no
-# crew, and StageStatus when it is.
+# Either side may restart at any moment. A trainer that connects sends TrainerOffer if it is in no
+# crew, and StageStatus if it is.
 
 StagePhase = Literal["loading", "active", "failed"]
-"""`active`: the stage can take the next step. `failed`: no source of its weights is left."""
+"""`active`: the stage can take the next step. `failed`: its weights cannot be restored from any
+source, or its device failed."""
 SOURCES: Final = ("", "memory", "checkpoint", "neighbour", "base", "checkfree", "checkfree+")
-"""Where a stage's weights came from; empty until it has them."""
+"""Sources of a stage's weights; empty until the stage has weights."""
 
 
 class TrainerOffer(msgspec.Struct, frozen=True, tag="stages_offering"):
-    """Sent by a trainer that works in no crew: at every connection, once it has stopped after
-    Released, and whenever a number changes."""
+    """Offer of a trainer that works in no crew. It is sent at every connection, after CrewEnd once
+    the trainer has stopped, and whenever a value changes."""
 
     model: bytes
     """32 bytes, as in `CrewRecord`."""
     capacity: Capacity
     cost: ModelCost
-    """Of the whole model: every node can plan a crew."""
+    """Costs of the whole model, from which the node plans crews."""
     held_blocks: tuple[HeldBlock, ...] = ()
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
-    """Sent at every change, and each second while there is a stage. None means not measured."""
+    """State of the trainer's stage, sent at every change and each second. None means not
+    measured."""
 
     crew: bytes
     stage: int
@@ -1070,8 +1205,8 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Grows with each frame, micro-batch and step. A trainer with work in hand and a constant
-    progress hangs."""
+    """Number that grows with each frame, micro-batch and step. If it is constant while the trainer
+    has work, the trainer hangs."""
     source: str = ""
     """One of SOURCES."""
     source_seconds: float | None = None
@@ -1079,68 +1214,70 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     checkpoint_step: int | None = None
     """The step of the newest checkpoint of this stage that a neighbour stores."""
     checkpoint_age_steps: int | None = None
-    """Steps of this stage that are lost with its node: all of them while no neighbour has a
-    checkpoint. None in a crew of one."""
+    """Steps of this stage that the loss of its node and disk would cost: all of them while no
+    neighbour stores a checkpoint. None in a crew of one."""
     copy_age_steps: int | None = None
-    """Steps by which the whole copy that this node samples from is behind its crew."""
+    """Steps by which the policy copy that this node samples from is behind its crew."""
     copy_bytes: int | None = None
-    """Bytes received for its last refresh."""
+    """Bytes received for the last refresh of the policy copy."""
     gate_kl: float | None = None
-    """Nats per token, of the gate after the last recovery."""
+    """KL divergence that the gate measured after the last recovery, in nats per token."""
     bubble_share: float | None = None
-    """The share of the last step in which this stage waited."""
+    """Share of the last step in which this stage waited."""
     tokens_per_second: float | None = None
     reason: str = ""
-    """Why it failed, for people."""
+    """Why the stage failed, as text for the operator."""
     load: int = 0
     """Pieces of work in hand."""
     dropped: dict[str, int] = {}
-    """Dropped frames by FENCE_REASONS and FRAME_REASONS; of this trainer process."""
+    """Frames that this trainer process dropped, by FENCE_REASONS and FRAME_REASONS."""
     state_refused: dict[str, int] = {}
-    """Bad messages and refused requests on state streams, by reason; in this crew."""
+    """Bad messages and refused requests on state streams in this crew, by reason."""
 
 
 class StageFault(msgspec.Struct, frozen=True, tag="stages_fault"):
-    """This crew cannot continue. Every trainer sends it from its own observation."""
+    """Report that this crew cannot continue. Every trainer sends it from its own observation."""
 
     crew: bytes
     stage: int | None
-    """The stage that failed. None where a deadline of the head expired and the head does not know
-    which stage missed it."""
+    """Stage that failed. None if a deadline of the head expired and the head does not know which
+    stage missed it."""
     reason: str
 
 
 class StageAssignment(msgspec.Struct, frozen=True, tag="stages_assigned"):
-    """A crew with this node in it: hold this stage. Replaces the assignment before."""
+    """Stage that the trainer is to hold in a new crew. It replaces an earlier assignment."""
 
     crew: bytes
     """32 bytes. Frames carry the first 16."""
     lineage: bytes
     stage: int
     layers: tuple[int, ...]
-    """The layers of every stage: the input of `stage_specs`."""
+    """Number of layers of each stage: the input of `stage_specs`."""
     members: tuple[str, ...]
-    """The peer id of each stage's holder."""
+    """Peer id of each stage's holder."""
     step: int
-    """Committed steps that the crew continues from; 0 is the base model."""
+    """Number of committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
     step_seconds: float = 300.0
-    """A step that takes longer has failed."""
+    """Deadline of a step."""
 
 
 class CrewPause(msgspec.Struct, frozen=True, tag="stages_suspended"):
-    """Pause: start nothing. Weights, optimizer and streams stay."""
+    """Order to start no new work. Weights, optimizer and streams stay."""
 
     reason: str
 
 
 class CrewResume(msgspec.Struct, frozen=True, tag="stages_resumed"):
+    """Order to start or to continue: all stages are active."""
+
     crew: bytes
 
 
 class CrewEnd(msgspec.Struct, frozen=True, tag="stages_released"):
-    """The crew is over. Memory and disk stay, for the next one."""
+    """End of the crew. Weights stay in memory and on disk, for the next crew."""
 
     reason: str
 
@@ -1152,7 +1289,7 @@ ToTrainer = StageAssignment | CrewPause | CrewResume | CrewEnd
 # Crew messages between network processes:
 #
 #     request      answer
-#     Offer        Noted                  free memory and the copies held
+#     Offer        Noted                  free memory, and the blocks held
 #     Propose      Accept | Refuse        an invitation to a crew
 #     Heartbeat    Alive | Refuse         every second; proves that the sender is in that crew
 #     Leave        Noted
@@ -1164,73 +1301,88 @@ MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
 
 CrewRefusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
-"""`busy`: the sender is in a crew, or forms one. `crew`: it is not in that crew. `model`: it trains
-another. `room`: the stage does not fit its memory. `newer`: the record would discard its steps, and
-it has not waited long enough. `trust`: its operator excludes a member. `struck`: a member has a
-strike, and a crew is possible without that member. `record`: the record does not name the receiver,
-or not the proposer."""
+"""Why a node refuses a proposal or a heartbeat:
+
+    busy     it has no trainer, is in a crew, or forms one
+    crew     it is not in that crew
+    model    it trains another model
+    room     the stage does not fit its memory
+    newer    the record would discard its steps, and it has not waited long enough for another crew
+    trust    its operator excludes a member
+    struck   a member is excluded by a strike, and a crew is possible without that member
+    record   the record does not name this node, or not the proposer
+"""
 
 
 class MemberStatus(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The sender's stage in the crew that the message names."""
+    """State of the sender's stage in the crew that the message names."""
 
     phase: StagePhase = "loading"
     step: int = 0
     """Committed steps."""
     progress: int = 0
-    """Grows with each piece of work."""
+    """Number that grows with each piece of work."""
     load: int = 0
     """Pieces of work in hand."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
-    """Sent to all connected peers, at once when it changes, and again every few seconds."""
+    """Offer of a node without a crew to hold a stage. It is sent to all connected peers when it
+    changes, and every `offer_seconds`."""
 
     model: bytes
+    """32 bytes, as in `CrewRecord`."""
     memory: float
-    """Bytes for a stage; 0 withdraws the offer: the sender is in a crew, or has no trainer."""
+    """Bytes for a stage. 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
-    """Work per second, see `Capacity`."""
+    """Work per second, as in `Capacity`."""
     hop_seconds: float
+    """Seconds to send one micro-batch's activations to another node."""
     held_blocks: tuple[HeldBlock, ...] = msgspec.field(default=(), name="copies")
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
+    """Invitation to the crew of `record`."""
+
     record: CrewRecord
 
 
 class AcceptAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="accept"):
-    """The sender is a member from now on, and sends heartbeats."""
+    """Answer to ProposeRequest: the sender is a member from now on, and sends heartbeats."""
 
     crew: bytes
 
 
 class RefuseAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refuse"):
+    """Answer to ProposeRequest or Heartbeat: the sender is not in that crew."""
+
     reason: CrewRefusal
     crew: bytes = bytes(HASH_BYTES)
 
 
 class Heartbeat(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="heartbeat"):
+    """Sign of life of a member, sent every second to each other member."""
+
     crew: bytes
     status: MemberStatus
 
 
 class AliveAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="alive"):
-    """Answer to a heartbeat, with the sender's own status."""
+    """Answer to Heartbeat, with the sender's own status."""
 
     crew: bytes
     status: MemberStatus
 
 
 class LeaveRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="leave"):
-    """The sender has left this crew."""
+    """Report that the sender has left this crew."""
 
     crew: bytes
     reason: str = ""
 
 
 class NotedAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="noted"):
-    """The message arrived."""
+    """Receipt for Offer and LeaveRequest."""
 
 
 CrewRequest = Offer | ProposeRequest | Heartbeat | LeaveRequest
@@ -1239,18 +1391,27 @@ CrewMessage = CrewRequest | CrewAnswer
 
 
 def encode_message(message: CrewMessage) -> bytes:
+    """Return the bytes of a crew message."""
     return strict.encode(message)
 
 
 def decode_request(data: bytes) -> CrewRequest:
-    """Raises BadMessage: oversize, malformed, schema, bounds or not_finite."""
+    """Decode and check a request.
+
+    Raises:
+        BadMessage: oversize, malformed, schema, bounds or not_finite.
+    """
     message: CrewRequest = strict.decode(data, CrewRequest, MESSAGE_BYTES)
     check_message(message)
     return message
 
 
 def decode_answer(data: bytes) -> CrewAnswer:
-    """Raises BadMessage as `decode_request` does."""
+    """Decode and check an answer.
+
+    Raises:
+        BadMessage: oversize, malformed, schema, bounds or not_finite.
+    """
     message: CrewAnswer = strict.decode(data, CrewAnswer, MESSAGE_BYTES)
     check_message(message)
     return message
@@ -1269,7 +1430,11 @@ _MESSAGE_RANGES: Final = {
 
 
 def check_message(message: CrewMessage) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") where a value is not allowed."""
+    """Check the values of a crew message.
+
+    Raises:
+        BadMessage: bounds or not_finite.
+    """
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
@@ -1277,7 +1442,7 @@ def check_message(message: CrewMessage) -> None:
             for held in message.held_blocks:
                 check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
                 if held.first >= held.last:
-                    raise BadMessage("bounds", "a copy of no layers")
+                    raise BadMessage("bounds", "a block of no layers")
         case ProposeRequest():
             record = message.record
             check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
@@ -1295,101 +1460,106 @@ def check_message(message: CrewMessage) -> None:
                 raise BadMessage("bounds", "reason")
 
 
-# Settings, events and actions of crew control (`crew.py`). Each Received gets exactly one
+# Settings, events and actions of crew control (`crew.py`). Each RequestReceived gets exactly one
 # SendAnswer. Actions run in order.
 
 
 class MembershipSettings(msgspec.Struct, frozen=True):
-    """Seconds, where the name has no other unit."""
+    """Constants of crew membership, and what the operator chooses: `stages` and `lost_seconds`."""
 
+    lost_seconds: float
+    """A node that has taken steps starts from the base after this time without a crew
+    (`stages.wait_seconds`)."""
     stages: int = 0
-    """The number of stages of a crew that starts from the base; 0 is as many as is fastest."""
-    lost_seconds: float = 120.0
-    """A node that has taken steps starts from the base after this time without a crew."""
+    """Number of stages of a crew that starts from the base; 0 for the fastest plan."""
     tick_seconds: float = 0.5
+    """Interval between ClockTick events."""
     heartbeat_seconds: float = 1.0
+    """Interval between heartbeats to a member."""
     offer_seconds: float = 10.0
-    """Between two equal offers to a peer; an offer expires after three times this."""
+    """Interval between equal offers to a peer. An offer expires after three times this."""
     gather_seconds: float = 3.0
-    """A crew that starts from the base is proposed this time after the last new offer, at most
+    """A crew that starts from the base is proposed this time after the last new offer, and at most
     three times this after it became possible."""
     turn_seconds: float = 3.0
     """The member of rank r proposes after r times this."""
     exact_seconds: float = 12.0
-    """A crew that discards steps is proposed after this time: their holder may be restarting."""
+    """A crew that discards steps is proposed after this time, because the node that has those steps
+    may be restarting."""
     join_seconds: float = 6.0
     """Deadline for the first heartbeat of every member of a crew that forms."""
     suspect_seconds: float = 6.0
-    """Silence of a member that pauses the crew."""
+    """The crew pauses when a member is silent for this time."""
     gone_seconds: float = 13.0
-    """Silence of a member that ends the crew."""
+    """The crew ends when a member is silent for this time."""
     prepare_seconds: float = 300.0
-    """Deadline for progress of a stage that is being restored."""
+    """A stage that is being restored must make progress within this time."""
     restore_bytes_per_second: float = 1e6
-    """The deadline of the whole restoration is prepare_seconds and its memory at this rate."""
+    """The whole restoration of a stage may take `prepare_seconds` + its memory ÷ this rate."""
     step_seconds: float = 120.0
-    """The least deadline of a step."""
+    """Shortest deadline of a step."""
     strike_seconds: float = 10.0
-    """Plans exclude a peer with n strikes for this times 2^n, at most an hour."""
+    """Plans exclude a peer with n strikes for this time × 2^n, at most an hour."""
     most_peers: int = 64
-    """Peers whose offers are stored."""
+    """Most peers that are stored."""
 
 
 class ClockTick(msgspec.Struct, frozen=True):
-    """Sent every `tick_seconds`; its lateness measures the lag of this process."""
+    """Event that occurs every `tick_seconds`. Its lateness measures the lag of this process."""
 
     heard: Mapping[str, float] = {}
-    """Member → when bytes of any kind last came from it."""
+    """Member → time when bytes of any kind last came from it."""
 
 
 class RequestReceived(msgspec.Struct, frozen=True):
-    """A request of an authenticated peer, decoded by `decode_request`."""
+    """Event: a request of an authenticated peer arrived. `decode_request` has checked it."""
 
     peer: str
     message: CrewRequest
 
 
 class RequestFinished(msgspec.Struct, frozen=True):
-    """The outcome of a Send. `answer` is None for a timeout, a refused dial or a bad answer."""
+    """Event: a SendRequest has an outcome."""
 
     peer: str
     request: CrewRequest
     answer: CrewAnswer | None
+    """None after a timeout, a refused dial or an invalid answer."""
     seconds: float = 0.0
-    """From the request to its outcome."""
+    """Time from the request to its outcome."""
 
 
 class GarbageReceived(msgspec.Struct, frozen=True):
-    """`peer` sent bytes that are no crew message."""
+    """Event: `peer` sent bytes that are not a crew message."""
 
     peer: str
 
 
 class StreamLost(msgspec.Struct, frozen=True):
-    """A stage stream to `peer` in this crew broke or was reset, but not by us."""
+    """Event: a stage stream to `peer` in this crew broke, or the peer reset it."""
 
     peer: str
     crew: bytes
 
 
 class PeerDisconnected(msgspec.Struct, frozen=True):
-    """The last connection to `peer` is down."""
+    """Event: the last connection to `peer` is down."""
 
     peer: str
 
 
 class PeerConnected(msgspec.Struct, frozen=True):
-    """`peer` is connected; also sent for each connected peer at the start."""
+    """Event: `peer` is connected. At the start it occurs for each connected peer."""
 
     peer: str
 
 
 class TrainerDisconnected(msgspec.Struct, frozen=True):
-    """The trainer's connection ended."""
+    """Event: the trainer's connection ended."""
 
 
 class DrainStarted(msgspec.Struct, frozen=True):
-    """This node stops in order: it holds and offers nothing more."""
+    """Event: this node stops in an orderly way. It leaves its crew and offers nothing more."""
 
     reason: str
 
@@ -1407,20 +1577,21 @@ Event = ClockTick | PeerEvent | TrainerEvent | DrainStarted
 
 
 class SendAnswer(msgspec.Struct, frozen=True):
-    """The answer to the Received just handled."""
+    """Action: send the answer to the RequestReceived that was just handled."""
 
     message: CrewAnswer
 
 
 class SendRequest(msgspec.Struct, frozen=True):
-    """Send this request; its outcome comes as Answered. Requests do not wait for each other."""
+    """Action: send this request. Its outcome is a RequestFinished event. Requests do not wait for
+    each other."""
 
     peer: str
     message: CrewRequest
 
 
 class Note(msgspec.Struct, frozen=True):
-    """For logs and metrics: `what` is one of NOTES."""
+    """Action: log and count an event of the crew. `what` is one of NOTES."""
 
     what: str
     detail: str = ""
@@ -1428,7 +1599,7 @@ class Note(msgspec.Struct, frozen=True):
 
 NOTES = (
     "proposed",
-    "founded",
+    "formed",
     "running",
     "paused",
     "suspected",
@@ -1442,27 +1613,30 @@ NOTES = (
 `struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
 
 Action = SendAnswer | SendRequest | ToTrainer | Note
-"""Stage streams belong to the crew of the last Assigned (its `socket` is empty, the service fills
-it in); after Released there are none."""
+"""Stage streams belong to the crew of the last StageAssignment, and end with CrewEnd. The service
+fills in the assignment's `socket`."""
 
 
 # The first messages of a stage stream, each `u32be length ‖ canonical msgpack`. The rest of the
 # stream belongs to the trainers.
 
 OPEN_BYTES: Final = 512
-"""The most bytes of an encoded Open, StreamOpen or StreamReady."""
+"""Most bytes of an encoded SocketOpen, StreamOpen or StreamReady."""
 STREAM_REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
 """Why an incoming stream is reset."""
 StreamKind = Literal["frames", "state"]
-"""What a stream is for."""
+"""`frames`: activations and the step commit. `state`: checkpoints."""
 
 StructT = TypeVar("StructT", bound=msgspec.Struct)
 
 
 class SocketOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Trainer → network on the Unix socket, the only message of a connection. The stream to the
-    trainer of `stage` follows, both ways. The network process closes the connection when the stream
-    is lost, when the crew ends, and when the trainer opens the same again."""
+    """Trainer → network process on the Unix socket: the first and only message of a connection.
+
+    The connection then carries the stream to the trainer of `stage`, both ways. The network process
+    closes it when the stream is lost, when the crew ends, and when the trainer opens the same
+    stream again.
+    """
 
     crew: bytes
     stage: int
@@ -1471,7 +1645,7 @@ class SocketOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Dialler → acceptor, the first message of a stream."""
+    """Dialler → acceptor: the first message of a stream."""
 
     crew: bytes
     from_stage: int
@@ -1480,20 +1654,20 @@ class StreamOpen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StreamReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Acceptor → dialler: its trainer is there."""
+    """Acceptor → dialler: the acceptor's trainer has opened its end."""
 
     crew: bytes
 
 
 @dataclass(frozen=True)
 class StreamPeers:
-    """A crew as far as streams are concerned, seen from one of its stages."""
+    """Peers between which the streams of a crew run."""
 
     crew: bytes
     stage: int
-    """Ours."""
+    """Stage of this node."""
     members: tuple[str, ...]
-    """Peer id by stage."""
+    """Peer id of each stage's holder."""
 
 
 def socket_file(data_dir: Path) -> Path:
@@ -1502,7 +1676,8 @@ def socket_file(data_dir: Path) -> Path:
 
 
 def stream_refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
-    """Return why a stream that `peer` opened is refused, of REFUSALS; empty if it is taken."""
+    """Return why a stream that `peer` opened is refused, of STREAM_REFUSALS; empty if it is
+    accepted. `peers` is None while this node is in no crew."""
     if peers is None or opened.crew != peers.crew:
         return "crew"
     if opened.to_stage != peers.stage or not 0 <= opened.from_stage < peers.stage:
@@ -1511,8 +1686,12 @@ def stream_refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> 
 
 
 async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
-    """Return the first message on a stream; what follows it stays there. Raises BadMessage,
-    PeerError."""
+    """Return the first message on a stream. Bytes behind it stay in the stream.
+
+    Raises:
+        BadMessage: oversize, malformed or schema.
+        PeerError: the stream ended.
+    """
     data = b""
     end = 4
     while len(data) < end or end == 4:
@@ -1531,7 +1710,12 @@ async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
 
 
 async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
-    """Return None when the trainer sent nothing. Raises BadMessage, and what the socket raises."""
+    """Return the first message of a trainer's connection; None if the trainer sent nothing.
+
+    Raises:
+        BadMessage: oversize, malformed, schema or truncated.
+        trio.BrokenResourceError, trio.ClosedResourceError: the socket failed.
+    """
     opened: SocketOpen | None = await headed.read_header(
         unix, lambda data: strict.decode(data, SocketOpen), OPEN_BYTES
     )
@@ -1542,14 +1726,15 @@ async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
 #
 #     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk or a Run
 #
-#     Ask ──▶ Holds                    what a member has for the asker's stage
-#     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a byte on
+#     Ask ──▶ Holds                    what the receiver has for the sender's stage
+#     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a given byte on
 #     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-#     Made ──▶                         a new checkpoint exists; its keeper sends Want, then Kept
+#     Made ──▶                         the sender has a new checkpoint. A member that stores it
+#                                      answers with Want, and sends Kept when it is on disk
 #
-# No body arrives unrequested. Its length follows from the model or has a cap, and a different
-# `size` is refused before allocation. A chunk has at most 1 MiB; a body is used only after its hash
-# matches.
+# A body arrives only on request. Its length follows from the model or has a cap, and a different
+# `size` is refused before allocation. A chunk has at most 1 MiB. A body is used only after its hash
+# matches. A class is named after its `type` on the wire.
 
 STATE_REASONS: Final = (
     "oversize",
@@ -1564,98 +1749,110 @@ STATE_REASONS: Final = (
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
 STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
-"""STATE_REASONS and what is counted beside them: `busy`, too many requests at a time; `failed`, our
-disk or device could not do what was asked; `repeated`, one body too often; `gate`, our stage was
-restored from a source that failed the gate, because no source passed."""
+"""STATE_REASONS, and four more. `busy`: a member sent too many requests at a time. `failed`: this
+node's disk or device failed at a request. `repeated`: a member requested one body too often.
+`gate`: this node's stage was restored from a source that failed the gate, because no source
+passed."""
 ROOT_BYTES: Final = 32
 StateForm = Literal["exact", "small", "plain"]
-"""exact: float32 with AdamW's moments and counts. small: bfloat16, and plain: float32, without."""
+"""exact: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32
+weights."""
 StatePhase = Literal["starting", "restoring", "candidate", "ready"]
-"""starting: not known yet whether the stage has its weights. restoring: it has none. candidate: its
-weights are being judged, and it runs micro-batches with them. ready: its weights are in order."""
+"""starting: it is not known yet whether the stage has weights. restoring: it has none. candidate:
+the gate judges its weights, and it runs micro-batches with them. ready: it has its weights."""
 BodyKind = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
 SharedBody = Literal["checkpoint", "ends", "probes"]
-"""Bodies that other members keep of a stage."""
+"""Bodies of a stage that other members store."""
 RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
 class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Fields that every state message has."""
+
     place: Place
     request: int
-    """Number that the requester chose; answers repeat it. 0 in Made and Kept."""
+    """Number that the requester chose; answers repeat it. 0 in MadeMessage and KeptMessage."""
 
 
 class AskMessage(StateMessage, frozen=True, tag="ask"):
-    """What do you have for my stage?"""
+    """Question what the receiver has for the sender's stage."""
 
 
 class HoldsMessage(StateMessage, frozen=True, tag="holds"):
-    """Answer to Ask. None where there is nothing."""
+    """Answer to AskMessage. A field is None if the sender has no such body."""
 
     phase: StatePhase
-    """Of the answering stage."""
+    """Phase of the sender's stage."""
     checkpoint: int | None
-    """Committed steps in the checkpoint of the asker's stage."""
+    """Committed steps in the stored checkpoint of the asking stage."""
     ends: int | None
-    """Committed steps in the copy of the asker's embedding, or norm and head."""
+    """Committed steps in the stored embedding, or norm and head, of the asking stage."""
     probes: int | None
     """Committed steps when the newest probe was computed."""
 
 
 class WantMessage(StateMessage, frozen=True, tag="want"):
+    """Request for a body."""
+
     what: RequestedBody
     of: int
-    """Stage whose body it is: the asker's or the asked."""
+    """Stage that the body belongs to: the sender's or the receiver's."""
     at: int
-    """First byte; above 0 of a checkpoint only, to resume a transfer."""
+    """First byte to send. Above 0 only for a checkpoint, to resume a transfer."""
     root: bytes
-    """32 bytes, the hash of the body that is resumed, if `at` is above 0; otherwise empty. Another
-    body is sent from its first byte."""
+    """Hash of the body that is resumed, 32 bytes; empty if `at` is 0. If the receiver has another
+    body by now, it sends that one from its first byte."""
 
 
 class RunMessage(StateMessage, frozen=True, tag="run"):
-    """Body: a description (`MicroBatch`) ‖ activations."""
+    """Request to run a micro-batch. Body: a description (`MicroBatch`) ‖ activations."""
 
     codec: ActivationCodec | None
     """None for the first stage, which takes no activations."""
     rows: int
     about: int
-    """Bytes of the description."""
+    """Length of the description in bytes."""
 
 
 class HaveMessage(StateMessage, frozen=True, tag="have"):
-    """The body has `size` bytes; those from the requested byte on follow in chunks."""
+    """Answer to WantMessage and RunMessage. Chunks with the requested bytes of the body follow."""
 
     what: BodyKind
     step: int
-    """Committed steps in it."""
+    """Committed steps in the body."""
     size: int
+    """Length of the whole body in bytes."""
     root: bytes
     """32 bytes: blake2b of the whole body."""
     squared_norm: float = 0.0
-    """Squared norm of the stage's last raw gradient over its layers: CheckFree's weight."""
+    """Squared norm of the last gradient of the stage's layers before clipping: CheckFree's
+    weight."""
 
 
 class ChunkMessage(StateMessage, frozen=True, tag="chunk"):
+    """Bytes `at` … `at + length − 1` of a body."""
+
     at: int
     length: int
 
 
 class LackMessage(StateMessage, frozen=True, tag="lack"):
+    """Answer to WantMessage and RunMessage: the sender sends no body."""
+
     reason: LackReason
 
 
 class MadeMessage(StateMessage, frozen=True, tag="made"):
-    """The sender has a new body for others to keep."""
+    """Announcement of a new body that other members store."""
 
     what: SharedBody
     step: int
-    """Committed steps in it."""
+    """Committed steps in the body."""
 
 
 class KeptMessage(StateMessage, frozen=True, tag="kept"):
-    """The receiver's checkpoint of this step is on the sender's disk."""
+    """Report that the receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
@@ -1669,76 +1866,60 @@ class GateProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     micro_batch: int
     step: int
-    """Committed steps when it was computed."""
+    """Committed steps when `logprobs` were computed."""
     rows: int
     about: bytes
-    """`MicroBatch`."""
+    """Encoded `MicroBatch`."""
     logprobs: bytes
     """f32 for each completion token."""
 
 
 def hash_body(body: bytes | bytearray | memoryview) -> bytes:
+    """Return the hash of a body, 32 bytes."""
     return hashlib.blake2b(body, digest_size=ROOT_BYTES).digest()
 
 
 def state_bytes(layout: Layout, form: StateForm) -> int:
-    """Return the length of a state. The exact form has a float32 count for each tensor."""
+    """Return the length of a state in bytes. The exact form has a float32 count for each tensor."""
     per_value = {"exact": 12, "small": 2, "plain": 4}[form]
     return per_value * elements(layout) + (4 * len(layout) if form == "exact" else 0)
 
 
 def pack_state(message: AnyStateMessage, body: bytes | memoryview = b"") -> bytes:
+    """Return the bytes of a state message and its body."""
     return headed.pack(message, body)
 
 
 async def read_state(
     stream: headed.Reader, limits: FrameLimits
 ) -> tuple[AnyStateMessage, bytes] | None:
-    """Return the next message and its body; None at the end.
+    """Return the next state message and its body; None at the end of the stream.
 
     Raises:
-        BadMessage: oversize, malformed, schema, bounds, truncated.
+        BadMessage: oversize, malformed, schema, bounds, not_finite or truncated.
     """
-    message: AnyStateMessage | None = await headed.read_header(
-        stream, lambda data: strict.decode(data, AnyStateMessage), HEADER_BYTES
+    return await _read_message(
+        stream, AnyStateMessage, lambda message: _state_body_bytes(message, limits)
     )
-    if message is None:
-        return None
-    _check_state_message(message, limits)
-    size = 0
-    if isinstance(message, ChunkMessage):
-        size = message.length
-    elif isinstance(message, RunMessage):
-        size = message.about + (
-            activation_bytes(message.codec, message.rows, limits.hidden)
-            if message.codec is not None
-            else 0
-        )
-    return message, await headed.read_exactly(stream, size) or b""
 
 
-_STATE_RANGES: Final = {
-    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
-    "length": (1, CHUNK_BYTES),
-    "of": (0, MAX_STAGES - 1),
-}
+def _state_body_bytes(message: AnyStateMessage, limits: FrameLimits) -> int:
+    """Return the exact length of the body after this header.
 
-
-def _check_state_message(message: AnyStateMessage, limits: FrameLimits) -> None:
-    check_place(message.place)
-    check_fields(
-        message,
-        {},
-        {
-            **_STATE_RANGES,
-            "rows": (1, limits.tokens),
-            "about": (1, ABOUT_ITEM_BYTES * (limits.tokens + 16)),
-        },
-    )
-    if isinstance(message, WantMessage):
-        if message.at and message.what != "checkpoint":
-            raise BadMessage("bounds", f"a part of {message.what}")
-        check_length("root", message.root, ROOT_BYTES if message.at else 0)
-    if isinstance(message, HaveMessage):
-        check_length("root", message.root, ROOT_BYTES)
-        check_between("squared_norm", message.squared_norm, 0.0, math.inf)
+    Raises:
+        BadMessage: bounds or not_finite.
+    """
+    _check_header(message, limits)
+    match message:
+        case WantMessage():
+            if message.at and message.what != "checkpoint":
+                raise BadMessage("bounds", f"a part of {message.what}")
+            check_length("root", message.root, ROOT_BYTES if message.at else 0)
+        case HaveMessage():
+            check_length("root", message.root, ROOT_BYTES)
+        case ChunkMessage():
+            return message.length
+        case RunMessage():
+            codec, rows = message.codec, message.rows
+            return message.about + (activation_bytes(codec, rows, limits.hidden) if codec else 0)
+    return 0

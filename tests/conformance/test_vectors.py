@@ -215,7 +215,7 @@ def listed_falsely(given: dict) -> str | None:
 
 
 def route(given: dict) -> tuple:
-    return Routes(given["stages"], given["swapped"]).of(given["micro_batch"], given["purpose"])
+    return Routes(given["stages"], given["swapped"]).route(given["micro_batch"], given["purpose"])
 
 
 def unplain(record: dict) -> dict:

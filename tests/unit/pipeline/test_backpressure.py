@@ -287,7 +287,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, head = crew.members[1], crew.head
-        monkeypatch.setattr(member.micro_batches.schedule, "_room", 0)
+        monkeypatch.setattr(member.micro_batches.schedule, "_max_in_flight", 0)
         numbers = tuple(range(pipeline.MAX_PENDING + 1))
         propose = lambda: head.links.send(1, wire.ProposeFrame(head.place, 1, numbers))
         propose() if proposed_first else None

@@ -196,7 +196,7 @@ def test_every_hop_is_known_by_who_it_comes_from(stages):
 
 def test_every_other_micro_batch_is_swapped_and_no_score():
     routes = Routes(4, True)
-    assert routes.of(2) == tuple(Hop(i, "all") for i in range(4))
-    assert routes.of(3) == swapped_route(4)
-    assert routes.of(3, "score") == routes.of(2)
-    assert Routes(4, False).of(3) == routes.of(2)
+    assert routes.route(2) == tuple(Hop(i, "all") for i in range(4))
+    assert routes.route(3) == swapped_route(4)
+    assert routes.route(3, "score") == routes.route(2)
+    assert Routes(4, False).route(3) == routes.route(2)

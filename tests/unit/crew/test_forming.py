@@ -190,7 +190,7 @@ def test_peer_that_would_hold_all_layers_alone_is_not_waited_for():
     )
     far = dict.fromkeys("bcdx", 0.5)
     offers = {name: offer() for name in "abcd"} | {"x": big}
-    found = plan_crew("a", offers, cost, MembershipSettings(), 0.0, far)
+    found = plan_crew("a", offers, cost, MembershipSettings(lost_seconds=120.0), 0.0, far)
     assert "a" in members(found)
 
 
@@ -220,7 +220,9 @@ def begins(distances, *, names="abcdefgh", crossings=100.0, hops=(), me="a"):
         PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0), crossings=crossings
     )
     offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
-    return members(plan_crew(me, offers, cost, MembershipSettings(), 0.0, distances))
+    return members(
+        plan_crew(me, offers, cost, MembershipSettings(lost_seconds=120.0), 0.0, distances)
+    )
 
 
 def test_crew_has_no_more_far_members_than_make_it_faster():
@@ -240,7 +242,9 @@ def test_slow_line_gets_a_smaller_block():
     cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
     offers = {name: Offer(MODEL, 8.0, 1.0, 0.01) for name in "abc"}
     offers["b"] = replace(offers["b"], hop_seconds=2.0)
-    found = plan_crew("a", offers, cost, MembershipSettings(stages=3), 0.0).record
+    found = plan_crew(
+        "a", offers, cost, MembershipSettings(stages=3, lost_seconds=120.0), 0.0
+    ).record
     layers = {member.peer: member.layers for member in found.members}
     assert layers["b"] < layers["a"] or found.members[-1].peer == "b"
 
@@ -250,5 +254,7 @@ def test_crews_with_similar_speeds_are_cut_alike(noise):
     cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
     offers = {name: Offer(MODEL, 8.0, 1.0, 0.0) for name in "abc"}
     offers["b"] = replace(offers["b"], speed=noise)
-    found = plan_crew("a", offers, cost, MembershipSettings(stages=3), 0.0).record
+    found = plan_crew(
+        "a", offers, cost, MembershipSettings(stages=3, lost_seconds=120.0), 0.0
+    ).record
     assert sorted(member.layers for member in found.members) == [2, 3, 3]
