@@ -5,15 +5,18 @@
     Head.update     propose, micro-batches through 1F1B, acknowledge, commit
 
 `StageWorker` handles one frame, or one piece of work, at a time. `Head` is stage 0 and also the
-crew's scheduler; a crew of one stage runs the same code without a stream.
+crew's scheduler. A crew of one stage runs the same code without a stream.
 
 Each failure has one of three outcomes:
 
-    refusal   a stage's device cannot compute a piece of work: the head aborts the step, or restarts
-              the wave, and the crew continues
-    fault     a stage sends garbage or refuses three times in a row, or a deadline expires: the crew
-              ends. A step without a commit leaves the weights as they were
-    gone      a stream ends: the crew ends
+    refusal      a stage's device cannot compute a piece of work: the head aborts the step, or
+                 restarts the wave, and the crew continues
+    fault        a stage sends garbage or refuses three times in a row, or a deadline expires: the
+                 crew ends. A step without a commit leaves the weights as they were
+    stream end   the crew ends
+
+The parts of a worker follow the head: `Schedule` and `MicroBatchRunner` train and score,
+`WaveDecoder` generates, `TiedEmbedding` exchanges a gradient, `Links` has the streams.
 """
 
 from __future__ import annotations
@@ -83,18 +86,20 @@ T = TypeVar("T")
 
 
 class WorkRunner(Protocol):
-    """Runs a piece of work: in a thread, in the event loop, or with a measurement."""
+    """Function that runs a piece of work: in a thread, in the event loop, or with a measurement."""
 
-    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]: ...
+    def __call__(self, work: Callable[[], T], /) -> Awaitable[T]:
+        """Return the result of `work()`."""
+        ...
 
 
 async def run_in_thread(work: Callable[[], T]) -> T:
-    """Compute beside the event loop, so that heartbeats and streams continue."""
+    """Run `work` in a thread, so that heartbeats and streams continue."""
     return await trio.to_thread.run_sync(work)
 
 
 async def run_inline(work: Callable[[], T]) -> T:
-    """Compute in the event loop: deterministic, for tests and for a crew in one process."""
+    """Run `work` in the event loop. This is deterministic, for tests with a crew in one process."""
     return work()
 
 
@@ -106,13 +111,13 @@ class WorkerSettings:
     """Settings that all members of a crew share, and this node's bound on the learning rate."""
 
     base: bytes
-    """32 bytes: fingerprint of the policy that training began with."""
+    """32 bytes: fingerprint of the base model."""
     codec: ActivationCodec = "bfloat16"
     swapped: bool = False
-    """CheckFree+: half of the micro-batches of a step visit the first two stages, and the last two,
-    in exchanged order."""
+    """True for CheckFree+: half of the micro-batches of a step visit the first two stages, and the
+    last two, in exchanged order."""
     learning_rate: float = math.inf
-    """No stage of this node takes a step with a higher learning rate."""
+    """Highest learning rate with which a stage of this node takes a step."""
 
 
 def gradient_codec(codec: ActivationCodec) -> ActivationCodec:
@@ -121,37 +126,45 @@ def gradient_codec(codec: ActivationCodec) -> ActivationCodec:
 
 
 class Observer:
-    """Interface through which a worker reports its training to recorders, probes and averaging.
+    """Interface through which a worker reports its training to recorder, meter and averaging.
 
-    All methods but `committed` are called between two computations.
+    `committed` is called in the thread in which the worker computes, all other methods in the
+    worker's task between two computations.
     """
 
-    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
-        """A micro-batch to learn from arrived. about: encoded `MicroBatch`; body: activations in
-        the crew's codec, empty at the first hop."""
+    def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
+        """Handle the arrival of a micro-batch of the next step.
 
-    def sent(self, micro_batch: int, receiver: int, body: bytes) -> None:
-        """Its activations were sent to the next stage."""
+        Args:
+            about: Encoded `MicroBatch`.
+            body: Activations in the crew's codec; empty at the first hop.
+        """
 
     def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        """Last stage: log-probabilities (tokens,) of the micro-batch before the step."""
+        """Handle the log-probabilities (tokens,) of a micro-batch before the step. Called at the
+        last stage only."""
 
     def committed(self, worker: StageWorker) -> None:
-        """The step is taken, and `worker.participant.step` counts it. Called in the thread in which
-        the worker computes. A device error raised here is only counted and logged."""
+        """Handle a step that was taken; `worker.participant.step` counts it. A device error that is
+        raised here is only counted and logged."""
 
     def stepped(self) -> None:
-        """Called after `committed`, in the worker's task."""
+        """Handle a step that was taken, after `committed`."""
 
     def dropped(self) -> None:
-        """No step will contain what was received since the last one."""
+        """Handle the end of a step or attempt: no later step contains its micro-batches."""
 
 
 class StageWorker:
-    """Stage `runtime.spec.index` of a crew. `run` it in a nursery; it ends by cancellation.
+    """Worker of stage `runtime.spec.index` in one crew. `run` ends by cancellation.
 
     Args:
-        optimizer: the stage's optimizer; a new one without it.
+        runtime: The stage's model.
+        links: Streams to the other stages.
+        fence: Fence of this crew.
+        settings: Settings of the crew.
+        compute: Runs computations.
+        optimizer: The stage's optimizer; by default a new one.
 
     Raises:
         Refused: swapped stages with fewer than four stages, or with an adapter.
@@ -173,49 +186,54 @@ class StageWorker:
         self.optimizer = optimizer or StageOptimizer(runtime, settings.learning_rate)
         self.observers: list[Observer] = []
         self.refused: Counter[str] = Counter()
-        """Refusals and garbage, by reason."""
+        """Number of refusals and invalid frames, by reason."""
         self.micro_batches = MicroBatchRunner(self)
         self.waves = WaveDecoder(self)
         self.tied = TiedEmbedding(self)
         self.fault: tuple[int | None, str] | None = None
-        """Why this crew cannot continue: (stage that caused it or None for unknown, reason). The
-        first fault stays; after it the worker handles nothing."""
+        """First fault: (stage that caused it or None if unknown, reason). After it the worker
+        handles nothing, and the crew ends."""
         self._held: deque[ReceivedFrame] = deque()
-        """Frames to score or to generate that wait until the next link is not full."""
+        """Scoring and generation frames that wait until the next link is not full."""
 
     @property
     def place(self) -> Place:
+        """Place of the frames that this stage sends now."""
         p = self.fence.place
         return Place(p.crew, p.stage, self.participant.step)
 
     @property
     def fingerprint(self) -> bytes:
-        """32 bytes: of the policy that all stages together hold at this step."""
+        """Fingerprint, 32 bytes, of the policy that the crew holds at this step."""
         return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
 
     @property
     def dropped(self) -> Counter[str]:
-        """Frames without effect, by reason. From any thread."""
+        """Number of frames without effect, by reason. Callable from any thread."""
         counts = (self.fence.dropped, self.links.refused, self.refused)
         return sum((counter.copy() for counter in counts), Counter())
 
     def ready(self) -> int:
-        """Return the number of pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. Callable from any thread."""
         return self.micro_batches.ready()
 
     async def run(self) -> None:
+        """Handle frames and work until cancelled. After a fault, only wait."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self.links.run)
                 await self._serve()
                 self._drop_all()
-                await trio.sleep_forever()  # until the crew is ended
+                await trio.sleep_forever()  # until the network process ends the crew
         finally:
             self._drop_all()
 
     async def _serve(self) -> None:
-        """Handle frames before work, so that a gradient that has arrived goes before the next
-        forward. Frames are handled even while links are full; see `Links`."""
+        """Handle frames and work until there is a fault.
+
+        Frames come before work, so that a gradient that has arrived comes before the next forward.
+        Frames are handled even while links are full, see `Links`.
+        """
         while self.fault is None:
             await trio.lowlevel.checkpoint()
             if (arrival := self.links.inbox.take()) is not None:
@@ -224,21 +242,25 @@ class StageWorker:
                 await self.links.inbox.wait()
 
     def set_fault(self, stage: int | None, reason: str) -> None:
-        """End this crew. stage: the cause, None for unknown."""
+        """Record why this crew must end.
+
+        Args:
+            stage: The stage that caused it; None if unknown.
+        """
         if self.fault is None:
             self.fault = (stage, reason)
             log.warning("crew cannot continue: stage %s: %s", stage, reason)
             self.links.inbox.wake()
 
     async def _work(self) -> bool:
-        """Do one waiting piece of work whose result has room. Return False without one."""
+        """Do one piece of work whose result has room on its link. Return False if there is none."""
         if self._held and not self.links.full(self.index + 1):
             await self._handle(self._held.popleft())
         elif self.tied.can_send:
             with self.refusing(self._refuse_step):
                 self.tied.send_part()
         elif (work := self.micro_batches.next()) is not None:
-            await self.micro_batches.do(work)
+            await self.micro_batches.run(work)
             with self.refusing(self._refuse_step):
                 self._prepare()
         else:
@@ -258,14 +280,14 @@ class StageWorker:
 
     def _is_deferrable(self, frame: Frame) -> bool:
         """Return True if the frame makes this stage send scoring or generation work to the next
-        stage. Such a frame may wait, since no gradient and no commit depends on it."""
+        stage. Such a frame may wait, because no gradient and no commit depends on it."""
         asks = isinstance(frame, (wire.PrefillFrame, wire.DecodeFrame)) or (
             isinstance(frame, wire.ForwardFrame) and frame.purpose == "score"
         )
         return asks and not self.runtime.spec.has_head
 
     async def _handle(self, arrival: ReceivedFrame) -> None:
-        """Handle a frame, or drop it if the fence says so. Garbage is the sender's fault."""
+        """Handle a frame unless the fence drops it. An invalid frame is a fault of its sender."""
         frame, sender = arrival.frame, arrival.sender
         assert frame is not None
         step = None if isinstance(frame, wire.ControlFrame) else self.participant.step
@@ -281,15 +303,15 @@ class StageWorker:
 
     @contextlib.contextmanager
     def refusing(self, refuse: Callable[[RefusalReason], None]) -> Iterator[None]:
-        """Call `refuse` with the reason if this stage cannot do the work inside, although the frame
-        is correct. Other errors are raised."""
+        """Run the block, and call `refuse` with the reason if this stage cannot do its work
+        although the frame is correct. Other errors are raised."""
         try:
             yield
         except BadMessage as error:
             if error.reason != "session":
                 raise
             reason: RefusalReason = "session"
-        except ValueError:  # `encode`: our own numbers are not finite
+        except ValueError:  # `encode`: this stage's own result is not finite
             reason = "not_finite"
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
@@ -318,16 +340,16 @@ class StageWorker:
 
     def handle_stream_end(self, stage: int, reason: str) -> None:
         """Handle the end of the stream to another stage. It is a fault only if the stage sent
-        garbage; in any case the network process ends the crew."""
+        garbage. In any case the network process ends the crew."""
         if reason in STREAM_FAULTS:
-            self.set_fault(stage, f"its stream had to end: {reason}")
+            self.set_fault(stage, f"its stream was closed: {reason}")
 
     async def handle(self, sender: int, frame: Frame, body: bytes) -> None:
         """Handle one frame that passed the fence.
 
         Raises:
-            BadMessage: the frame is garbage.
-            ValueError: the own result is not finite.
+            BadMessage: the frame is invalid.
+            ValueError: this stage's own result is not finite.
         """
         match frame:
             case wire.ForwardFrame():
@@ -351,7 +373,7 @@ class StageWorker:
             case wire.CommitFrame():
                 async with self.optimizer.moving:
                     self.participant.commit(frame.attempt)
-                    await self._take(frame.clip, frame.learning_rate)
+                    await self._take_step(frame.clip, frame.learning_rate)
                 self.links.send(0, wire.DoneFrame(self.place, frame.attempt))
             case wire.AbortFrame():
                 self.participant.abort(frame.attempt)
@@ -362,8 +384,8 @@ class StageWorker:
     # Taking a step.
 
     def _prepare(self) -> None:
-        """Acknowledge the step if the gradients of all its micro-batches are there. A tied
-        embedding's gradient is exchanged first."""
+        """If the gradients of all micro-batches are there, exchange a tied embedding's gradient and
+        acknowledge the step."""
         if not self.participant.complete or self.tied.started:
             return
         if (shared := self.runtime.embedding()) is not None:
@@ -371,7 +393,7 @@ class StageWorker:
         self._acknowledge()
 
     def _acknowledge(self) -> None:
-        """Acknowledge with the norm, once the gradients are final."""
+        """Acknowledge the step with the gradient's norm, if the gradients are final."""
         participant, shared = self.participant, self.runtime.embedding()
         if not participant.complete or (shared is not None and not self.tied.add(shared)):
             return
@@ -383,13 +405,13 @@ class StageWorker:
             0, wire.AcknowledgeFrame(self.place, participant.attempt, None, squared_norm)
         )
 
-    async def _take(self, clip: float, learning_rate: float) -> None:
-        """Take the step that `participant` has just counted. A cancelled worker finishes it first.
+    async def _take_step(self, clip: float, learning_rate: float) -> None:
+        """Take the step that `participant` has just counted. A cancelled worker ends only after it.
 
         Raises:
-            DeviceError: the device failed half-way, so the weights are undefined.
+            DeviceError: the device failed during the step, so the weights are undefined.
         """
-        with trio.CancelScope(shield=True):  # around computing only
+        with trio.CancelScope(shield=True):  # bounded: only the computation is inside
             try:
                 await self.compute(lambda: self._step(clip, learning_rate))
                 for observer in self.observers:
@@ -412,8 +434,11 @@ class StageWorker:
                 )
 
     def activations(self, body: bytes, rows: int, codec: ActivationCodec) -> torch.Tensor:
-        """(rows, hidden) on the device. Raises BadMessage, also for a codec that is not the
-        crew's."""
+        """Return activations (rows, hidden) on the device.
+
+        Raises:
+            BadMessage: schema, if `codec` is not the crew's; size, bounds or not_finite.
+        """
         if codec != self.settings.codec:
             raise BadMessage("schema", f"activations in {codec}, not in {self.settings.codec}")
         return decode(body, rows, self.runtime.hidden_size, codec).to(self.runtime.device)
@@ -435,8 +460,8 @@ class StageWorker:
 
 
 def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes) -> bool:
-    """Return True if `sender` may send this frame to `stage` (protocol/04). The head sends its own
-    work to itself."""
+    """Return True if `sender` may send this frame to `stage` (protocol/04, section 4). The head
+    also sends work to itself."""
     last = stages - 1
     match frame:
         case wire.ForwardFrame():
@@ -461,23 +486,22 @@ def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes)
 # The head.
 
 SCORES_PER_STAGE: Final = 2
-"""Micro-batches per stage that are under way in `score`: one is computed, one is in transit."""
+"""Micro-batches per stage that are in flight in `score`: one is computed, one is in transit."""
 MAX_REFUSALS: Final = 3
-"""The crew ends when one stage refuses this many calls in a row, or one wave is lost this often."""
+"""The crew ends when one stage refuses this many calls in a row, or when one wave is lost this many
+times."""
 SILENCE_FACTOR: Final = 4
-"""A call fails after this multiple of the longest time between two arrivals, see `Head`."""
-TOO_MUCH: Final = DEVICE_REASON
-"""Reason of a stage whose device cannot do a piece of work: smaller micro-batches may fit."""
+"""A call fails after this factor × the longest time between two arrivals, see `Head`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outcome of one update; means per trained token, None where no step was taken."""
+    """Outcome of one update. `loss` to `effective` are None if no step was taken."""
 
     refused: RefusalReason | None = None
-    """Why all stages dropped the step; None where all took it."""
+    """Why all stages dropped the step; None if all took it."""
     divisible: bool = False
-    """For a dropped step: whether it can be taken in smaller micro-batches."""
+    """True if a dropped step can be repeated with smaller micro-batches."""
     loss: float | None = None
     clip_fraction: float | None = None
     entropy: float | None = None
@@ -485,7 +509,7 @@ class StepResult:
     effective: float | None = None
     """Effective sample size ÷ sample size of the tokens' weights, in (0, 1]."""
     rate_factor: float = 1.0
-    """See `rl.corrections`."""
+    """Factor of the learning rate, see `rl.corrections`."""
 
 
 @dataclass
@@ -493,37 +517,44 @@ class BatchState:
     """Results of the micro-batches of the present `score` or `update`."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    """Micro-batch → completion tokens."""
+    """Micro-batch → number of completion tokens."""
     divisible: bool = False
-    """Whether smaller micro-batches are possible."""
+    """True if smaller micro-batches are possible."""
     attempt: int = 0
-    """Of the update; 0 for scores."""
+    """Number of the update's attempt; 0 for scores."""
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
+    """Micro-batch → (log-probabilities, entropies)."""
     learnt: dict[int, wire.LearntFrame] = field(default_factory=dict)
+    """Micro-batch → sums of its loss."""
     norms: dict[int, float] = field(default_factory=dict)
-    """Stage → squared norm that it acknowledged with."""
+    """Stage → squared norm in its acknowledgement."""
     done: set[int] = field(default_factory=set)
     """Stages that have taken the step."""
     failed: RefusalReason | None = None
+    """Why a stage refused; None while no stage has."""
 
 
 class CannotScore(PeerError):
-    """Raised when a stage refuses to score. `too_much`: its device cannot compute so many tokens;
-    `divisible`: smaller micro-batches are possible."""
+    """Raised when a stage refuses to score.
+
+    Attributes:
+        device: True if the stage's device cannot compute the micro-batch.
+        divisible: True if smaller micro-batches may help.
+    """
 
     def __init__(self, reason: RefusalReason, divisible: bool) -> None:
         super().__init__(f"the crew cannot score: {reason}")
-        self.too_much = reason == TOO_MUCH
-        self.divisible = self.too_much and divisible
+        self.device = reason == DEVICE_REASON
+        self.divisible = self.device and divisible
 
 
 class Head(StageWorker):
     """Stage 0 and scheduler of a crew. One of `generate`, `score` and `update` runs at a time.
 
     Args:
-        seconds: a call fails when nothing arrives for `max(seconds, 4 × the longest time between
-            two arrivals)`.
-        step_seconds: a call fails when it takes longer.
+        seconds: A call fails if nothing arrives for `max(seconds, SILENCE_FACTOR × the longest time
+            between two arrivals)`.
+        step_seconds: A call fails if it takes longer.
     """
 
     def __init__(
@@ -544,21 +575,21 @@ class Head(StageWorker):
         self._longest = 0.0
         """Longest time between two arrivals in a call."""
         self._began = self._last = -math.inf
-        """The beginning of the call, and its last arrival; -inf between two calls."""
+        """Start of the call, and time of its last arrival; -inf between two calls."""
         self._end_reason: str | None = None
-        """Why the crew is over."""
+        """Why the crew has ended; None while it works."""
         self._changed = trio.Event()
         self._number = self._parity = 0
-        """Number of the newest micro-batch or wave, which is never used twice; and its parity for
-        `update`."""
+        """Number of the newest micro-batch or wave. Each number is used once. `update` alternates
+        the parity."""
         self._batch = BatchState()
         self._attempt = 0
         self._refusals: Counter[int] = Counter()
-        """Stage → calls that it refused since the last committed step."""
+        """Stage → number of calls that it refused since the last committed step."""
 
     @property
     def usable(self) -> bool:
-        """Whether the crew can still work."""
+        """True until the crew ends."""
         return self._end_reason is None
 
     async def generate(
@@ -571,16 +602,21 @@ class Head(StageWorker):
         ends: frozenset[int],
         rng: random.Random,
     ) -> list[Wave]:
-        """Sample completions for each prompt.
+        """Sample `num_generations` completions for each prompt.
+
+        Args:
+            prompts: Token ids.
+            ends: Token ids that end a completion.
+            rng: Source of the waves' seeds.
 
         Returns:
-            Waves that together hold the prompts in their order. A prompt whose completions exceed
-            one wave is in several waves, one behind the other.
+            Waves that together have the prompts in their order. If the completions of a prompt
+            exceed one wave, consecutive waves have it.
 
         Raises:
-            PeerError: the crew is over.
+            PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
-            ValueError: no wave can hold one completion.
+            ValueError: one completion exceeds a wave.
         """
         self._batch = BatchState()
         pieces = cut_waves(
@@ -605,7 +641,7 @@ class Head(StageWorker):
         return waves
 
     def _begin(self, wave: Wave) -> None:
-        """Start a wave, or restart it from the token ids that were drawn before."""
+        """Start a wave, or restart it with the tokens that it has so far."""
         questions, codec = wave.questions(), self.settings.codec
         about = strict.encode(questions)
         session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
@@ -615,7 +651,7 @@ class Head(StageWorker):
         self.links.send(0, frame, about)
 
     def _take_tokens(self, frame: wire.TokensFrame, body: bytes) -> None:
-        """Take the next token of each completion and ask for the one after it."""
+        """Append the next token of each completion, and request the token after it."""
         wave = self.open_waves.get(frame.session)
         if wave is None:
             return
@@ -653,17 +689,17 @@ class Head(StageWorker):
         temperature: float,
         tokens: int | None = None,
     ) -> list[tuple[list[float], list[float]]]:
-        """Score the completion tokens of each (prompt, completion).
+        """Score the completion tokens of each (prompt ids, completion ids).
 
         Args:
-            tokens: of a micro-batch, padded; by default as many as the crew allows.
+            tokens: Most padded tokens of a micro-batch; by default the crew's limit.
 
         Returns:
             (log-probabilities, entropies) for each row.
 
         Raises:
             CannotScore: a stage refused.
-            PeerError: the crew is over.
+            PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
         """
         lengths, most = [len(p) + len(c) for p, c in rows], self.links.limits.tokens
@@ -701,13 +737,13 @@ class Head(StageWorker):
         """Take one optimizer step in all stages, or in none.
 
         Args:
-            normalizer: of the whole batch, including rows that are not here.
+            normalizer: Normaliser of the whole batch, which may have more rows than `rows`.
 
         Raises:
-            PeerError: the crew is over.
-            PeerTimeout: a deadline expired. After the commit was sent, some stages may have taken
-                the step.
-            ValueError: too many micro-batches.
+            PeerError: the crew has ended. If the commit was sent, some stages may have taken the
+                step.
+            PeerTimeout: a deadline expired. The crew ends, as above.
+            ValueError: the step has too many micro-batches.
         """
         lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in rows]
         tokens = min(cfg.per_device_train_tokens, self.links.limits.tokens)
@@ -761,8 +797,8 @@ class Head(StageWorker):
         )
 
     def _next_alternating(self) -> int:
-        """Return alternately an odd and an even number, also across steps. In a swapped crew, odd
-        micro-batches take the swapped route."""
+        """Return the next number of the other parity than before, also across steps. In a swapped
+        crew, odd micro-batches take the swapped route."""
         self._parity ^= 1
         while self._next_number() % 2 != self._parity:
             pass
@@ -779,7 +815,7 @@ class Head(StageWorker):
 
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
-        """Around one call of the training loop: an expired deadline ends the crew."""
+        """Run one call of the training loop. An expired deadline ends the crew."""
         self._began = self._last = trio.current_time()
         try:
             yield
@@ -792,10 +828,10 @@ class Head(StageWorker):
     async def _wait_until(self, true: Callable[[], bool]) -> None:
         """Wait until `true()`, or until a stage refuses the call.
 
-        Silence counts from the last arrival, or from when the own stage began to wait.
+        Silence counts from the last arrival, or from the time when this stage became idle.
 
         Raises:
-            PeerError: the crew is over.
+            PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
         """
         while self._batch.failed is None and not true():
@@ -854,14 +890,14 @@ class Head(StageWorker):
     def _refused(self, stage: int, reason: RefusalReason) -> None:
         """Record that `stage` refused the current call.
 
-        A stage's refusal counts once per call, and not at all if the caller can retry with smaller
-        micro-batches. It is ignored once all stages have acknowledged.
+        The first refusal of a call counts, unless the caller can retry with smaller micro-batches.
+        A refusal is ignored once all stages have acknowledged.
         """
         batch = self._batch
         if batch.failed is not None or len(batch.norms) == self.stages:
             return
         batch.failed = reason
-        if reason == TOO_MUCH and batch.divisible:
+        if reason == DEVICE_REASON and batch.divisible:
             return
         self._refusals[stage] += 1
         if self._refusals[stage] >= MAX_REFUSALS:
@@ -883,16 +919,16 @@ class Head(StageWorker):
 def _halve(
     batches: Iterable[Sequence[int]], lengths: Sequence[int], groups: Sequence[int] | None = None
 ) -> list[list[int]] | None:
-    """Return micro-batches with half the tokens of the largest; None when that is one row, which
-    cannot be halved."""
+    """Return micro-batches of at most half the tokens of the largest in `batches`; None if the
+    largest is a single row."""
     largest = max((len(rows) * max(lengths[row] for row in rows) for rows in batches), default=0)
     return (
         micro_batches(lengths, largest // 2, groups) if largest > max(lengths, default=0) else None
     )
 
 
-# The head's record of generation: the token ids of each wave. From them a wave restarts when a
-# stage has lost its caches.
+# The head's record of generation: the token ids of each wave. A wave restarts from them when a
+# stage has lost its cache.
 
 
 @dataclass
@@ -909,17 +945,21 @@ class Wave:
     ends: frozenset[int]
     """Token ids that end a completion."""
     lost: int = 0
-    """How often this wave was lost and restarted."""
+    """Number of times that this wave was lost and restarted."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
         self.ids: list[list[int]] = [[] for _ in range(total)]
         self.logprobs: list[list[float]] = [[] for _ in range(total)]
         self.live = list(range(total))
-        """Unfinished completions, ascending. All have equally many tokens."""
+        """Numbers of the unfinished completions, ascending. All have the same number of tokens."""
 
     def append_tokens(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Append one token to each of `live`. Raises ValueError when there are not as many."""
+        """Append one token to each of `live`.
+
+        Raises:
+            ValueError: there are more or fewer tokens.
+        """
         for name, token, logprob in zip(self.live, ids, logprobs, strict=True):
             self.ids[name].append(token)
             self.logprobs[name].append(logprob)
@@ -930,12 +970,12 @@ class Wave:
         ]
 
     def last_tokens(self) -> list[int]:
-        """Return the tokens (live,) that the next step runs."""
+        """Return the last token of each of `live`."""
         return [self.ids[name][-1] for name in self.live]
 
     def questions(self) -> WaveDescription:
-        """Return the description that starts the wave. In a restart, every completion so far is
-        part of a prompt of its own."""
+        """Return the description that starts the wave. In a restart, each prompt is a question with
+        one completion so far."""
         position = len(self.ids[self.live[0]])
         so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
         prompts = so_far if position else self.prompts
@@ -956,15 +996,15 @@ class Wave:
 def cut_waves(
     prompts: Sequence[list[int]], num_generations: int, max_tokens: int, waves: int, tokens: int
 ) -> list[tuple[list[int], int]]:
-    """Cut prompts into at least `min(waves, prompts)` waves of at most `tokens` padded tokens.
+    """Cut prompts into at least `min(waves, len(prompts))` waves of at most `tokens` padded tokens.
 
-    The completions of a prompt that exceed one wave are in several, one behind the other.
+    If the completions of a prompt exceed one wave, consecutive waves have them.
 
     Returns:
-        (indices of `prompts`, completions of each) for each wave.
+        (indices of `prompts`, number of completions of each) for each wave.
 
     Raises:
-        ValueError: one completion alone exceeds a wave.
+        ValueError: one completion exceeds a wave.
     """
     size = -(-len(prompts) // waves)
     out: list[tuple[list[int], int]] = []
@@ -1002,18 +1042,19 @@ def cut_waves(
 # deadlock.
 
 Visit = tuple[int, int]
-"""(micro-batch, which hop of its route)."""
+"""(micro-batch, index of the hop in its route)."""
 WorkItem = tuple[Literal["forward", "backward", "learn"], Visit]
 """`learn` is the last stage's forward, loss and backward in one."""
 LimitRule = Literal["counted", "free", "learn"]
-"""How the limit of micro-batches in flight applies to a forward. `counted`: it waits and counts;
-`free`: neither; `learn`: the last stage's, which never waits for a gradient."""
+"""How the limit of micro-batches in flight applies to a forward. `counted`: the forward waits for
+the limit and counts towards it. `free`: neither. `learn`: it is the last stage's, which has no
+gradient to wait for."""
 
 IN_FLIGHT_FACTOR: Final = 2
-"""Multiple of the paper's limit of micro-batches in flight."""
+"""Factor of the paper's limit of micro-batches in flight."""
 MAX_IN_FLIGHT: Final = 32
-"""Upper bound on that limit. The next stage bounds the micro-batches that it stores, leftovers of
-an aborted attempt included (`limits.STAGE_WAITING`)."""
+"""Upper bound of the limit. The next stage stores at most `limits.STAGE_WAITING` micro-batches,
+including those of an aborted attempt."""
 
 
 class Schedule:
@@ -1022,7 +1063,7 @@ class Schedule:
 
     def __init__(self, stage: int, stages: int) -> None:
         self.waiting: deque[tuple[Visit, LimitRule]] = deque()
-        """Forwards that arrived and have not run."""
+        """Forwards that have arrived and have not run."""
         self.in_flight: dict[Visit, LimitRule] = {}
         """Visits that wait for their gradient."""
         self._max_in_flight = max(
@@ -1032,7 +1073,7 @@ class Schedule:
         self._seen: set[Visit] = set()
 
     def forward_arrived(self, micro_batch: Visit, limit: LimitRule) -> bool:
-        """Return False, and change nothing, if it arrived before in this step."""
+        """Add a forward. Return False if it was added before in this step."""
         if micro_batch in self._seen:
             return False
         self._seen.add(micro_batch)
@@ -1040,17 +1081,17 @@ class Schedule:
         return True
 
     def backward_arrived(self, micro_batch: Visit) -> bool:
-        """Return False, and change nothing, if no such visit waits for its gradient."""
+        """Add a backward. Return False if no such visit waits for its gradient."""
         if micro_batch not in self.in_flight or micro_batch in self._backwards:
             return False
         self._backwards.append(micro_batch)
         return True
 
     def next(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> WorkItem | None:
-        """Return the next piece of work and count it as done; None if all wait.
+        """Remove and return the next piece of work; None if there is none.
 
         Args:
-            blocked: whether the next link of a visit has no room. It stops forwards only.
+            blocked: Returns True if the next link of a visit is full. It delays forwards only.
         """
         if self._backwards:
             micro_batch = self._backwards.popleft()
@@ -1067,7 +1108,8 @@ class Schedule:
         return "forward", micro_batch
 
     def ready(self, blocked: Callable[[Visit], bool] = lambda micro_batch: False) -> int:
-        """Return the number of pieces of work that `next` would return. From any thread."""
+        """Return the number of pieces of work that `next` could return. Callable from any
+        thread."""
         return len(self._backwards) + sum(1 for _ in self._may_begin(blocked))
 
     def _may_begin(self, blocked: Callable[[Visit], bool]) -> Iterator[tuple[Visit, LimitRule]]:
@@ -1088,14 +1130,14 @@ class Schedule:
 
 
 MAX_PENDING = limits.STAGE_WAITING
-"""Most micro-batches from other stages that are stored at a time, leftovers of an aborted attempt
-included. A schedule has at most `max(32, stages)` in flight."""
+"""Most micro-batches from other stages that are stored at a time, including those of an aborted
+attempt. A schedule has at most `max(MAX_IN_FLIGHT, stages)` in flight."""
 
 
 @dataclass
 class PendingMicroBatch:
-    """A micro-batch that waits for its gradient. Only its input is stored: the backward computes
-    the forward again."""
+    """Input of a micro-batch that waits for its gradient. The backward computes the forward
+    again."""
 
     route: Route
     hop: int
@@ -1108,7 +1150,8 @@ class PendingMicroBatch:
 
 
 class MicroBatchRunner:
-    """A stage's part in training and scoring: forward, backward, and on to the next stage.
+    """Part of a worker that trains and scores: it runs forwards and backwards, and sends the
+    results to the next or the previous stage.
 
     Raises:
         Refused: swapped stages with fewer than four stages, or with an adapter.
@@ -1120,17 +1163,22 @@ class MicroBatchRunner:
         self.schedule = Schedule(worker.index, worker.stages)
         self.pending: dict[tuple[int, int], PendingMicroBatch] = {}
         self._early: list[ReceivedFrame] = []
-        """Forwards that came before their proposal, which takes another stream."""
+        """Forwards that arrived before their proposal, which comes on another stream."""
         self._worker = worker
         self.routes = Routes(worker.stages, worker.settings.swapped)
 
     def take_early_frames(self) -> list[ReceivedFrame]:
-        """Return the forwards that came before the proposal, to be handled again now."""
+        """Remove and return the forwards that arrived before their proposal."""
         early, self._early = self._early, []
         return early
 
     async def forward(self, sender: int, frame: wire.ForwardFrame, body: bytes) -> None:
-        """Schedule it, or score it at once. Raises BadMessage, ValueError."""
+        """Schedule a forward to learn from, or run one to score.
+
+        Raises:
+            BadMessage: the frame is invalid.
+            ValueError: this stage's own result is not finite.
+        """
         worker = self._worker
         about = body[: frame.about]
         waiting = sum(pending.x is not None for pending in self.pending.values()) + len(self._early)
@@ -1139,7 +1187,7 @@ class MicroBatchRunner:
         if frame.purpose == "learn" and not worker.participant.may_accumulate(frame.micro_batch):
             if frame.micro_batch > worker.participant.newest:
                 self._early.append(ReceivedFrame(sender, frame, body))
-            return  # otherwise of an attempt that has ended
+            return  # otherwise it is of an attempt that has ended
         work = read_micro_batch(about, frame.rows, worker.links.limits, frame.purpose)
         route = self.routes.route(frame.micro_batch, frame.purpose)
         hop = forward_hop(route, sender, worker.index)
@@ -1153,10 +1201,14 @@ class MicroBatchRunner:
         elif self.schedule.forward_arrived((frame.micro_batch, hop), self._limit(pending)):
             self.pending[frame.micro_batch, hop] = pending
             for observer in worker.observers:
-                observer.received(frame.micro_batch, about, sender, body[frame.about :])
+                observer.received(frame.micro_batch, about, body[frame.about :])
 
     def backward(self, sender: int, frame: wire.BackwardFrame, body: bytes) -> None:
-        """Take the gradient of activations that this stage sent. Raises BadMessage."""
+        """Schedule a backward with the gradient of activations that this stage sent.
+
+        Raises:
+            BadMessage: the frame is invalid.
+        """
         worker = self._worker
         hop = backward_hop(self.routes.route(frame.micro_batch), sender, worker.index)
         assert hop is not None, "see `may_send`"
@@ -1172,11 +1224,12 @@ class MicroBatchRunner:
             pending.gradient = gradient.to(worker.runtime.device)
 
     def next(self) -> WorkItem | None:
-        """Return the next work to `do` whose result has room."""
+        """Remove and return the next work whose result has room on its link; None if there is
+        none."""
         return self.schedule.next(self._blocked)
 
     def ready(self) -> int:
-        """Return the number of pieces of work that could be done now. From any thread."""
+        """Return the number of pieces of work that could be done now. Callable from any thread."""
         return self.schedule.ready(self._blocked)
 
     def _blocked(self, key: tuple[int, int]) -> bool:
@@ -1188,7 +1241,8 @@ class MicroBatchRunner:
             return "learn"
         return "free" if self._worker.settings.swapped and pending.hop > 0 else "counted"
 
-    async def do(self, work: WorkItem) -> None:
+    async def run(self, work: WorkItem) -> None:
+        """Do one piece of work, and send its result."""
         kind, (micro_batch, hop) = work
         worker, pending = self._worker, self.pending[micro_batch, hop]
         part = pending.route[hop].part
@@ -1200,7 +1254,7 @@ class MicroBatchRunner:
                 y = await worker.compute(
                     lambda: worker.runtime.forward(pending.batch, pending.x, part)
                 )
-                self._pass_on(micro_batch, pending, "learn", y)
+                self._send_forward(micro_batch, pending, "learn", y)
                 return
             if kind == "learn":
                 sums: list[float] = []
@@ -1216,7 +1270,7 @@ class MicroBatchRunner:
                 i for i, visit in enumerate(pending.route) if visit.stage == worker.index
             ):
                 worker.participant.accumulated(micro_batch)
-            if kind == "learn":  # before the acknowledgement
+            if kind == "learn":  # the head needs it before the acknowledgement
                 worker.links.send(0, wire.LearntFrame(worker.place, micro_batch, *sums))
             if hop > 0:
                 assert gradient is not None
@@ -1250,7 +1304,7 @@ class MicroBatchRunner:
         worker = self._worker
         if not worker.runtime.spec.has_head:
             y = await worker.compute(lambda: worker.runtime.forward(pending.batch, pending.x))
-            self._pass_on(micro_batch, pending, "score", y)
+            self._send_forward(micro_batch, pending, "score", y)
             return
         scores = await worker.compute(
             lambda: worker.runtime.score(pending.batch, pending.x, pending.work.temperature)
@@ -1259,7 +1313,7 @@ class MicroBatchRunner:
         body = b"".join(pack_logprobs(values[mask].cpu().numpy()) for values in scores)
         worker.links.send(0, wire.ScoresFrame(worker.place, micro_batch, int(mask.sum())), body)
 
-    def _pass_on(
+    def _send_forward(
         self, micro_batch: int, pending: PendingMicroBatch, purpose: wire.Purpose, y: torch.Tensor
     ) -> None:
         worker = self._worker
@@ -1273,8 +1327,6 @@ class MicroBatchRunner:
         )
         body, receiver = encode(y, worker.settings.codec), pending.route[pending.hop + 1].stage
         worker.links.send(receiver, frame, pending.about + body)
-        for observer in worker.observers if purpose == "learn" else ():
-            observer.sent(micro_batch, receiver, body)
 
     def clear(self) -> None:
         self.schedule.clear()
@@ -1282,24 +1334,29 @@ class MicroBatchRunner:
 
 
 class WaveDecoder:
-    """A stage's part in generation: open waves, a prefill, then one token at a time. The last stage
+    """Part of a worker that generates: a prefill per wave, then one token at a time. The last stage
     samples."""
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
         self._waves: dict[bytes, WaveDescription] = {}
         self._drawn: dict[bytes, int] = {}
-        """Session → tokens of each completion so far."""
+        """Session → number of tokens that each completion has."""
 
     async def prefill(self, frame: wire.PrefillFrame, body: bytes) -> None:
-        """Raises BadMessage, ValueError."""
+        """Open a wave, and run its prompts.
+
+        Raises:
+            BadMessage: the frame is invalid.
+            ValueError: this stage's own result is not finite.
+        """
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
         questions = read_wave(about, frame.rows, worker.links.limits)
         if frame.fingerprint != worker.fingerprint:
             raise BadMessage("fingerprint", "a wave of another policy")
         if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
-            raise BadMessage("bounds", "more waves than are ever open")
+            raise BadMessage("bounds", "more waves than are open at a time")
         x = (
             None
             if worker.index == 0
@@ -1329,7 +1386,12 @@ class WaveDecoder:
         worker.links.send(worker.index + 1, passed, about + encode(y, worker.settings.codec))
 
     async def decode(self, frame: wire.DecodeFrame, body: bytes) -> None:
-        """Raises BadMessage, ValueError."""
+        """Run one more token of each completion that the frame names.
+
+        Raises:
+            BadMessage: the frame is invalid; session, if the wave is not open here.
+            ValueError: this stage's own result is not finite.
+        """
         worker, runtime = self._worker, self._worker.runtime
         names = unpack_ids(body[: 4 * frame.rows]).tolist()
         rest = body[4 * frame.rows :]
@@ -1353,8 +1415,13 @@ class WaveDecoder:
         )
 
     def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
-        """Last stage: draw a token for each of `names` from logits (n, V). The draw of a completion
-        at a position does not depend on the other completions."""
+        """Draw a token for each of the n completions `names`, and send the tokens to the head.
+
+        The draw of a completion at a position does not depend on the other completions.
+
+        Args:
+            logits: (n, V).
+        """
         wave, position = self._waves[session], self._drawn[session]
         key = hashlib.blake2b(
             wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
@@ -1367,6 +1434,7 @@ class WaveDecoder:
         self._worker.links.send(0, wire.TokensFrame(self._worker.place, session, len(names)), body)
 
     def forget(self, session: bytes) -> None:
+        """Close a wave, and free its cache."""
         self._waves.pop(session, None)
         self._drawn.pop(session, None)
         self._worker.runtime.sessions.drop(session)
@@ -1380,28 +1448,29 @@ class WaveDecoder:
 class TiedEmbedding:
     """Exchange of a tied embedding's gradient, for one attempt at a time.
 
-    The gradient is the sum of a term from the first stage and a term from the last. Each sends its
-    term to the other in float32.
+    The gradient is the sum of a term from the first stage and a term from the last stage. Each of
+    both ends sends its term to the other in float32.
     """
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
         self._theirs: torch.Tensor | None = None
-        """The other end's term, as far as it has arrived."""
+        """Received part of the other end's term."""
         self._rows = 0
-        """Rows of it that have arrived."""
+        """Number of rows that have arrived."""
         self._left: tuple[int, torch.Tensor, int] | None = None
-        """(attempt, own term, next row to send)."""
+        """(attempt, own term, next row to send); None if there is nothing to send."""
         self.started = False
-        """Whether sending the own term has started."""
+        """True if sending the own term has started."""
 
     @property
     def other_end(self) -> int:
+        """Stage at the other end."""
         return self._worker.stages - 1 if self._worker.index == 0 else 0
 
     @property
     def can_send(self) -> bool:
-        """Whether a part of the own term is left to send and the link is not full."""
+        """True if a part of the own term is left to send and the link is not full."""
         return self._left is not None and not self._worker.links.full(self.other_end)
 
     def begin(self, attempt: int, shared: torch.nn.Parameter) -> None:
@@ -1416,6 +1485,7 @@ class TiedEmbedding:
         self._left, self.started = (attempt, gradient, 0), True
 
     def send_part(self) -> None:
+        """Send the next rows of the own term."""
         assert self._left is not None
         attempt, gradient, first = self._left
         self._left = None
@@ -1428,7 +1498,11 @@ class TiedEmbedding:
         self._left = (attempt, gradient, after) if after < len(gradient) else None
 
     def take_part(self, frame: wire.EmbeddingFrame, body: bytes) -> None:
-        """Take the next rows of the other end's term. Raises BadMessage."""
+        """Store the next rows of the other end's term.
+
+        Raises:
+            BadMessage: bounds, size or not_finite.
+        """
         shared = self._worker.runtime.embedding()
         assert shared is not None
         if frame.first != self._rows:
@@ -1441,7 +1515,7 @@ class TiedEmbedding:
         )
 
     def add(self, shared: torch.nn.Parameter) -> bool:
-        """Add the other end's term to the own gradient. Return False until all of it has
+        """Add the other end's term to the own gradient, once. Return False until all rows have
         arrived."""
         if not self.started or self._theirs is None or self._rows < len(shared):
             return False
@@ -1457,15 +1531,15 @@ class TiedEmbedding:
 
 # Frames over streams: one duplex stream to each other stage.
 #
-# A link is the stream to one other stage and its queue. `send` never waits: it queues the frame,
+# A link is the stream to one other stage and its queue. `send` queues the frame without waiting,
 # and one task per link writes. While a link is `full`, no forward, score or wave starts over it,
 # and no part of an embedding is sent. Gradients, tokens and the commit are always queued, so two
-# stages never wait for each other. Streams are not read while too many frames wait.
+# stages cannot wait for each other. Streams are not read while too many frames wait.
 
 MAX_INBOX_FRAMES: Final = 64
 """Most frames of other stages that wait to be handled."""
 MAX_INBOX_BYTES: Final = 64 * 2**20
-"""Most bytes of their bodies, plus one frame of each other stage."""
+"""Streams are not read while the bodies of these frames have at least this many bytes."""
 MAX_OUTBOX_FRAMES: Final = 4096
 """Most frames queued for one stage, far more than a crew has in flight. The stream to a stage whose
 queue is full is closed."""
@@ -1473,54 +1547,58 @@ FULL_LINK_BYTES: Final = 64 * 2**20
 """A link is full while at least this many bytes are queued. Frames that are always queued may
 exceed it."""
 STREAM_FAULTS: Final = frozenset({*wire.FRAME_REASONS, "unread"} - {"truncated"})
-"""Reasons of a stream's end that are the other stage's fault. `truncated` is none: a process that
-dies in the middle of a frame leaves it so."""
+"""Reasons of a stream's end that are the other stage's fault. `truncated` is excluded, because a
+process that dies inside a frame causes it."""
 
 
 @dataclass(frozen=True)
 class ReceivedFrame:
+    """A frame that arrived from a stage, or the end of its stream."""
+
     sender: int
-    """Stage."""
+    """Stage that sent it."""
     frame: Frame | None
-    """None: the stream ended, for `reason`."""
+    """None if the stream ended, for `reason`."""
     body: bytes
     reason: str = ""
 
 
 class Inbox:
-    """Arrivals that the worker has not handled yet, in order.
+    """Frames that the worker has not handled yet, in order of arrival.
 
     Args:
-        own: this node's stage, whose frames do not count towards the limits.
+        own: This node's stage. Its frames do not count towards the limits.
     """
 
     def __init__(self, own: int) -> None:
         self.idle_since = math.inf
-        """When the worker started to wait; infinite while it works."""
+        """Time since which the worker waits; infinite while it works."""
         self._own = own
         self._arrivals: deque[ReceivedFrame] = deque()
         self._frames = self._bytes = 0
-        """From other stages."""
+        """Numbers of waiting frames, and of bytes in them, from other stages."""
         self._paused = False
         self._woken = trio.Event()
         self._max_in_flight = trio.Event()
 
     def pause(self, paused: bool) -> None:
-        """Read no frames from the streams while `paused`: the crew is suspended."""
+        """Read no frames from the streams while `paused`."""
         self._paused = paused
         self._wake_readers()
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until another frame may be read."""
         while self._paused or self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
             await self._max_in_flight.wait()
 
     def put(self, arrival: ReceivedFrame) -> None:
+        """Append a frame."""
         self._count(arrival, 1)
         self._arrivals.append(arrival)
         self.wake()
 
     def take(self) -> ReceivedFrame | None:
+        """Remove and return the oldest frame; None if there is none."""
         if not self._arrivals:
             return None
         arrival = self._arrivals.popleft()
@@ -1529,10 +1607,11 @@ class Inbox:
         return arrival
 
     def wake(self) -> None:
-        """End `wait`: something arrived, a link has room again, or the crew is over."""
+        """End `wait`: a frame arrived, a link has room again, or there is a fault."""
         self._woken.set()
 
     async def wait(self) -> None:
+        """Wait until `wake` is called."""
         self.idle_since = trio.current_time()
         try:
             await self._woken.wait()
@@ -1551,10 +1630,12 @@ class Inbox:
 
 
 class Links:
-    """Frames to and from all other stages. Frames to the own stage need no stream.
+    """Frames to and from all stages. Frames to the own stage need no stream.
 
     Args:
-        streams: stage → stream.
+        stage: This node's stage.
+        streams: Other stage → stream.
+        limits: Bounds of the frames.
     """
 
     def __init__(
@@ -1568,19 +1649,19 @@ class Links:
             peer: trio.open_memory_channel[bytes](MAX_OUTBOX_FRAMES) for peer in self._streams
         }
         self.queued = dict.fromkeys(self._streams, 0)
-        """Open neighbour → bytes not sent yet."""
+        """Stage with an open stream → bytes that are queued."""
         self.frames_received = 0
         self.refused: Counter[str] = Counter()
-        """Streams that had to end, by reason: of FRAME_REASONS, or `unread`."""
+        """Streams that were closed, by reason: of FRAME_REASONS, or `unread`."""
 
     def full(self, stage: int) -> bool:
-        """Return True if no new work for `stage` may start. False for a stream that has ended,
-        which the inbox reports."""
+        """Return True if no new work for `stage` may start. The result is False after the end of
+        the stream, which the inbox reports."""
         return self.queued.get(stage, 0) >= FULL_LINK_BYTES
 
     def send(self, stage: int, frame: Frame, body: bytes = b"") -> None:
-        """Queue a frame. A frame for a stream that has ended is discarded. If the queue has too
-        many frames, the stream is closed."""
+        """Queue a frame. If the queue is at its limit, close the stream. After the end of the
+        stream, discard the frame."""
         if stage == self.stage:
             self.inbox.put(ReceivedFrame(stage, frame, body))
             return
@@ -1595,6 +1676,7 @@ class Links:
             self.queued[stage] += len(data)
 
     async def run(self) -> None:
+        """Read and write all streams until they end."""
         async with trio.open_nursery() as nursery:
             for peer, stream in self._streams.items():
                 nursery.start_soon(self._read, peer, stream)
@@ -1604,7 +1686,7 @@ class Links:
         reason = "closed"
         try:
             while True:
-                await self.inbox.room()
+                await self.inbox.wait_for_room()
                 got = await read_frame(stream, self.limits)
                 if got is None:
                     break
@@ -1617,7 +1699,7 @@ class Links:
         self._end(peer, reason)
 
     def _end(self, peer: int, reason: str) -> None:
-        """Report that the stream to `peer` has ended. Nothing waits for room on it any more."""
+        """Report the end of the stream to stage `peer`, and forget its queue."""
         self.queued.pop(peer, None)
         if reason != "closed":
             self.refused[reason] += 1

@@ -14,10 +14,12 @@ checkpoint that is not current.
 The gate runs the last committed micro-batches again through all stages and bounds the KL divergence
 from the policy before.
 
+Three words stand for one thing each. A *checkpoint* is a stage on a disk. A *held block* is a block
+of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples from.
+
 The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
-CheckFree, and `StageRecovery` is what the trainer calls. Then follow a stage's state as bytes,
-checkpoints on disk, the recorder that fills them, and the exchange between trainers, which begins
-at `StatePeer`.
+CheckFree, and the trainer calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints
+on disk, the recorder that makes them, and the exchange between trainers (`StatePeer`).
 """
 
 from __future__ import annotations
@@ -123,48 +125,48 @@ log = structlog.get_logger("swarmnode.crew")
 
 Tensors = Mapping[str, torch.Tensor]
 RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
-"""As `stages.recovery`."""
+"""Values of `stages.recovery`. `copies`: stages are restored from checkpoints."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
-"""Of `wire.SOURCES`."""
+"""Those of `wire.SOURCES` that a stage can be restored from."""
 ReportSource = Callable[[Literal["loading"], str], None]
-"""Called with the source that is tried next."""
+"""Function that reports the source that is tried next."""
 
 
 @dataclass(frozen=True)
 class RecoverySettings:
-    """Constants of recovery, and what the operator chooses. A crew agrees on `mode`."""
+    """Constants of recovery, and settings of the operator. All members have the same `mode`."""
 
     checkpoint_every: int = 20
-    """Committed steps between two checkpoints on the neighbours' disks."""
+    """Interval between checkpoints on the neighbours' disks, in committed steps."""
     keep_policy: bool = False
-    """This node stores checkpoints of all stages, not only of its ring neighbours."""
+    """True if this node stores checkpoints of all stages, not only of its ring neighbours."""
     mode: RecoveryMode = "copies"
     """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
     checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
     probes: int = 8
-    """Committed micro-batches that are remembered for the gate."""
+    """Number of committed micro-batches that are stored for the gate."""
     gate_kl: float = 0.02
-    """Nats per token of KL(before ‖ restored)."""
+    """Bound of KL(before ‖ restored), in nats per token."""
     gate_nll: float = 0.05
-    """Nats per token."""
+    """Bound of the rise of the negative log-likelihood, in nats per token."""
     checkpoint_factor: float = 10.0
-    """Factor of both bounds for an old checkpoint. It lacks some steps, so it differs more; the
-    base lacks all of them."""
+    """Factor of both bounds for an older checkpoint, which differs because it lacks some steps."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises."""
     exact_bytes: int = 256 * 1024 * 1024
-    """A checkpoint up to this size goes to neighbours in float32 with Adam's moments; a larger one
-    in bfloat16 without."""
+    """A checkpoint up to this size is sent to neighbours in float32 with AdamW's moments. A larger
+    one is sent in bfloat16 without moments."""
     input_bytes: int = 256 * 1024 * 1024
-    """Received activations that are remembered for the probe of an average."""
+    """Most bytes of received activations that are stored for the probe of an average."""
     seconds: float = 120.0
     """A transfer fails after this time without a byte."""
     neighbour_seconds: float = 3600.0
-    """How long a stage waits for another stage that is being restored. Half of a 7 B model in
+    """A stage waits this long for another stage that is being restored. Half of a 7 B model in
     bfloat16 takes 19 minutes at 50 Mbit/s."""
 
     def uses_checkpoints(self, spec: StageSpec) -> bool:
-        """Return True if this stage comes back from checkpoints, not from its neighbours."""
+        """Return True if this stage is restored from checkpoints. Otherwise it is rebuilt from its
+        neighbours."""
         return self.mode == "copies" or (
             self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
         )
@@ -172,32 +174,34 @@ class RecoverySettings:
 
 @dataclass(frozen=True)
 class TrainingKind:
-    """What decides whether a crew may restore its stages as the papers do."""
+    """Facts about a training that decide whether stages may be rebuilt from their neighbours."""
 
     pretrained: bool = False
-    """Training began with a published base."""
+    """True if training started from a published base model."""
     adapter: bool = False
-    """Only a LoRA adapter is trained."""
+    """True if only a LoRA adapter is trained."""
 
 
 def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
+    """Return the recovery settings of a configuration."""
     return RecoverySettings(
         cfg.checkpoint_every, cfg.policy_copy in ("disk", "both"), mode=cfg.recovery
     )
 
 
-def check_paper(mode: RecoveryMode, stages: int, run: TrainingKind) -> None:
-    """Check that a crew may restore its stages as the papers do.
+def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None:
+    """Check that a crew may rebuild stages as the papers do. Warn if training started from a
+    published base model.
 
     Args:
-        stages: As configured, 0 for any number.
+        stages: Configured number of stages; 0 for any number.
 
     Raises:
         Refused: An adapter is trained, or there are too few stages.
     """
     if mode == "copies":
         return
-    if run.adapter:
+    if training.adapter:
         raise Refused(
             f"{mode} averages whole weights, and only an adapter is trained here: set"
             " stages.recovery to copies"
@@ -208,7 +212,7 @@ def check_paper(mode: RecoveryMode, stages: int, run: TrainingKind) -> None:
             f"{mode} needs {least} or more stages, and stages.stages is {stages}: raise it, or set"
             " stages.recovery to copies"
         )
-    if run.pretrained:
+    if training.pretrained:
         log.warning(
             "a published base's own stage is usually closer than its neighbours' average",
             recovery=mode,
@@ -216,13 +220,14 @@ def check_paper(mode: RecoveryMode, stages: int, run: TrainingKind) -> None:
         )
 
 
-# Restore one stage: load each source in turn and judge it, until one passes. A source that is
-# loaded is the candidate. Stages that are restored at the same time run each other's micro-batches
-# with their candidates, so a verdict waits until all of them have one.
+# Restore one stage: load each source in turn and judge it, until one passes. The loaded source is
+# the candidate. Stages that are restored at the same time run each other's micro-batches with their
+# candidates, so a verdict waits until each of these stages has a candidate.
 
 ASK_SECONDS: Final = 10.0
+"""Deadline of the query what other members have of this stage."""
 RETRY_SECONDS: Final = (0.25, 5.0)
-"""Between two requests to a stage that is being restored: first, and at most."""
+"""Interval between requests to a stage that is being restored: first, and at most."""
 BaseWeights = Callable[[], Tensors]
 """Reads the weights that training began with, by the stage's names. Raises LocalError."""
 
@@ -235,37 +240,40 @@ class RestoreSource:
     step: int | None = None
     """Committed steps in a checkpoint; None for other sources."""
     holder: int | None = None
-    """Stage whose holder has it; None for this machine."""
+    """Stage whose holder has the checkpoint; None for this node."""
     current: bool = False
-    """An own checkpoint of the crew's step or the one before: the gate asks for finite numbers
-    only. The probes are older than the last step, so even the exact stage differs from them."""
+    """True for an own checkpoint of the crew's step or the one before. The gate then checks only
+    that numbers are finite: the probes are older than the last step, so even the exact stage
+    differs from them."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """The state of a stage that was loaded from a source."""
+    """State of a stage that was loaded from a source."""
 
     state: StageState
     lr_scale: LrScale
     outer: Tensors = field(default_factory=dict)
-    """State of averaging at the same step."""
+    """State of averaging at the same step, by name."""
     rng: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
 class RestoredStage:
+    """Outcome of `restore`."""
+
     source: RestoreSource
     verdict: Verdict | None
-    """None where no member had a probe."""
+    """Verdict of the gate; None if no member had a probe."""
     passed: bool
-    """False if no source passed the gate and this one was taken anyway."""
+    """False if no source passed the gate and this one was used anyway."""
     tried: tuple[tuple[SourceName, str], ...]
-    """Sources that were refused before, and why."""
+    """Sources that were refused before, with reasons."""
     candidate: Candidate
 
     def install(self, worker: StageWorker) -> None:
-        """Give the worker its moments, norm, learning rate and random generator. The weights are
-        in the runtime already."""
+        """Load moments, norm, learning rate and random generator into the worker. The runtime has
+        the weights already."""
         load_moments(worker, self.candidate.state)
         worker.optimizer.squared_norm = self.candidate.state.squared_norm
         worker.optimizer.lr_scale = replace(self.candidate.lr_scale)
@@ -282,11 +290,15 @@ async def restore(
 ) -> RestoredStage:
     """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
 
-    If no source passes the gate, the first one with finite results is taken.
+    If no source passes the gate, the first one with finite results is used.
+
+    Args:
+        base: Reader of the base model's weights; None if the base must not be a source.
+        notify: Called with the name of each source before it is tried.
 
     Raises:
         Refused: No source can be used; the message has each source's reason.
-        PeerError: A stage that is needed for judging is gone.
+        PeerError: A stage that the gate needs is gone.
     """
     stage = peer.stage
     stage.phase, stage.restored = "restoring", None
@@ -302,7 +314,7 @@ async def restore(
             verdict = await judge(peer, probes) if probes else None
         except PeerError as error:
             if candidate is not None:
-                raise  # a stage that judges is gone, and the crew with it
+                raise  # a stage that the gate needs is gone, so the crew has ended
             reason = str(error)
         except (StateError, Unavailable, Refused, OSError) as error:
             reason = str(error)
@@ -321,12 +333,12 @@ async def restore(
                 fallback = source, candidate, verdict
         tried.append((source.name, reason))
         stage.phase, stage.restored = "restoring", None
-    reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a copy"
+    reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a checkpoint"
     if fallback is None:
         raise Refused(f"no source is left for this stage: {reasons}")
     source, candidate, verdict = fallback
     log.warning(
-        "no source passed the gate, taking the first finite one", taken=source.name, reason=reasons
+        "no source passed the gate, using the first finite one", taken=source.name, reason=reasons
     )
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
     stage.phase, stage.restored = "ready", candidate.state
@@ -337,22 +349,31 @@ def _sources(
     stage: LocalStage, holds: Mapping[int, HoldsMessage], step: int, has_base: bool
 ) -> list[RestoreSource]:
     """Return the sources of this stage, the best first."""
-    copies = [
+    checkpoints = [
         RestoreSource("neighbour", held.checkpoint, holder)
         for holder, held in holds.items()
         if held.checkpoint is not None
     ]
     if (own := stage.stored(stage.spec.index)) is not None:
         current = own.own and step - 1 <= own.step <= step
-        copies.append(
+        checkpoints.append(
             RestoreSource("checkpoint" if own.own else "neighbour", own.step, None, current)
         )
-    age = lambda copy: abs(step - (copy.step or 0))
-    copies.sort(key=lambda copy: (not copy.current, age(copy), copy.holder is not None))
+    age = lambda checkpoint: abs(step - (checkpoint.step or 0))
+    checkpoints.sort(
+        key=lambda checkpoint: (
+            not checkpoint.current,
+            age(checkpoint),
+            checkpoint.holder is not None,
+        )
+    )
     mode = stage.settings.mode
     if mode != "copies" and not stage.settings.uses_checkpoints(stage.spec):
-        copies = [*(copy for copy in copies if copy.current), RestoreSource(mode)]
-    return [*copies, RestoreSource("base")] if has_base else copies
+        checkpoints = [
+            *(checkpoint for checkpoint in checkpoints if checkpoint.current),
+            RestoreSource(mode),
+        ]
+    return [*checkpoints, RestoreSource("base")] if has_base else checkpoints
 
 
 async def _load_candidate(
@@ -361,7 +382,13 @@ async def _load_candidate(
     holds: Mapping[int, HoldsMessage],
     base: BaseWeights | None,
 ) -> Candidate:
-    """Load the stage from `source`. Raises PeerError, StateError, Unavailable, Refused, OSError."""
+    """Load the stage from `source`, as the candidate.
+
+    Raises:
+        PeerError: Another member is gone or sent an invalid body.
+        StateError, Unavailable, OSError: A file is damaged or missing.
+        Refused: A neighbour that is needed is lost too.
+    """
     stage = peer.stage
     candidate = await _read_candidate(peer, source, holds, base)
     await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
@@ -392,7 +419,12 @@ async def _read_candidate(
 async def _synthesise(
     peer: StatePeer, holds: Mapping[int, HoldsMessage]
 ) -> dict[str, torch.Tensor]:
-    """Make the stage of its neighbours. Raises Refused if they cannot give it now."""
+    """Return weights that are rebuilt from the neighbours.
+
+    Raises:
+        Refused: A neighbour, or the stored end tensors, are lost too.
+        PeerError: A neighbour is gone or sent an invalid body.
+    """
     spec = peer.stage.spec
     for near in (spec.index - 1, spec.index + 1):
         if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
@@ -401,7 +433,7 @@ async def _synthesise(
     if end_names(spec):
         holders = [(held.ends, near) for near, held in holds.items() if held.ends is not None]
         if not holders:
-            raise Refused("no member keeps a copy of this end's embedding or head")
+            raise Refused("no member has stored this end's embedding or head")
         ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
 
     async def neighbour(stage: int) -> Neighbour:
@@ -416,8 +448,10 @@ async def _synthesise(
 async def _take_tied_embedding(
     peer: StatePeer, candidate: Candidate, holds: Mapping[int, HoldsMessage]
 ) -> Candidate:
-    """Return the candidate with the other end's embedding and moments: both ends must have the same
-    tied embedding. If both ends are lost, they use that of stage 0."""
+    """Return the candidate with the tied embedding and its moments of the other end.
+
+    Both ends must have the same tied embedding. If both ends are lost, they use that of stage 0.
+    """
     stage, spec = peer.stage, peer.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
     if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
@@ -440,8 +474,8 @@ async def _take_tied_embedding(
 async def _newest_probes(
     peer: StatePeer, holds: Mapping[int, HoldsMessage], step: int
 ) -> list[GateProbe]:
-    """Return the probes of the newest committed step, from the last stage if it has them, else from
-    any member."""
+    """Return the probes of the newest committed step: of the last stage if it has them, else of any
+    member."""
     own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
     found = {own: peer.stage.recorder.probes}
     for holder, there in holds.items():
@@ -457,13 +491,13 @@ async def _newest_probes(
 
 
 def base_stage_reader(directory: Path, spec: StageSpec) -> BaseWeights:
-    """Return a reader of the stage's weights in a model's directory."""
+    """Return a function that reads the stage's weights in a model's directory."""
     return lambda: {n: host_copy(p) for n, p in load_stage(directory, spec).named_parameters()}
 
 
 def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
-    """Return a reader of the untrained adapter, which is in `runtime` before anything is
-    restored."""
+    """Return a function that returns the untrained adapter. Before the stage is restored, `runtime`
+    has the untrained adapter."""
     untrained = {name: host_copy(tensor) for name, tensor in trained(runtime).items()}
     return lambda: untrained
 
@@ -473,26 +507,31 @@ def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
 #     r = log π_new(token) − log π_old(token)     over tokens that were trained on
 #     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 #
-# π_old is the last stage's output before the step that trained on the micro-batch. Only the newest
-# step's micro-batches count: what was learnt after an older one would look like damage. A damaged
-# policy earns equal rewards for all answers, so training cannot repair it.
+# π_old is the last stage's output before the step that trained on the micro-batch. Only
+# micro-batches of the newest step count, because what was learnt after an older one would look like
+# damage. The gate is needed because a damaged policy earns equal rewards for all answers, so
+# training cannot repair it.
 
 MIN_PROBES, MIN_PROBE_ROWS = 2, 2048
-"""Enough probes, and enough rows in them. r of a restored stage has a standard deviation of some
-hundredths, so 2,048 rows give its mean square to a tenth. More rows would take minutes on a home
-line at 7 B."""
+"""The gate uses at least this many probes and rows, if there are so many. r of a restored stage has
+a standard deviation of some hundredths, so 2,048 rows estimate its mean square with an error of a
+tenth. More rows would take minutes on a home's line at 7 B."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Nats per token by which the policy changed; not finite if a number was not."""
+    """Result of the gate, in nats per token. It is not finite if a log-probability was not."""
 
     kl: float
+    """KL(before ‖ restored)."""
     nll_rise: float
+    """Rise of the negative log-likelihood."""
     tokens: int
+    """Number of tokens that were compared."""
 
     @property
     def finite(self) -> bool:
+        """True if both numbers are finite."""
         return math.isfinite(self.kl) and math.isfinite(self.nll_rise)
 
 
@@ -500,7 +539,8 @@ def passes_gate(source: RestoreSource, verdict: Verdict | None, settings: Recove
     """Return True if the gate lets a stage from `source` train.
 
     Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
-    finite numbers are enough. Otherwise both bounds apply, times `checkpoint_factor` for a checkpoint.
+    finite numbers are enough. Otherwise both bounds apply. They are multiplied by
+    `checkpoint_factor` for a checkpoint.
     """
     if verdict is None:
         return True
@@ -511,17 +551,20 @@ def passes_gate(source: RestoreSource, verdict: Verdict | None, settings: Recove
 
 
 async def judge(peer: StatePeer, probes: Sequence[GateProbe]) -> Verdict:
-    """Run the newest of `probes`, which is not empty, through all stages.
+    """Run the newest probes through all stages and return the verdict.
+
+    Args:
+        probes: At least one probe.
 
     Raises:
         PeerError: A stage is gone, or is not restored in time.
-        RuntimeError: As `is_device_error` knows.
+        RuntimeError, MemoryError: This node's device failed (`is_device_error`).
     """
     shifts = []
     for probe in choose_probes(probes):
         try:
             shifts.append(await _shift(peer, probe))
-        except (Incompatible, ValueError):  # a number is not finite
+        except (Incompatible, ValueError):  # a log-probability or activation is not finite
             return Verdict(math.inf, math.inf, 0)
     return make_verdict(np.concatenate(shifts))
 
@@ -537,14 +580,18 @@ def choose_probes(probes: Sequence[GateProbe]) -> list[GateProbe]:
 
 
 def make_verdict(shift: np.ndarray) -> Verdict:
-    """Args: shift: (tokens,) r as above."""
+    """Return the verdict for `shift`, (tokens,) values of r as above."""
     shift = shift.astype(np.float64)
     return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
 
 
 async def _shift(peer: StatePeer, probe: GateProbe) -> np.ndarray:
-    """Return (tokens,) r. Raises ValueError or Incompatible if a number of any stage is not
-    finite."""
+    """Return (tokens,) values of r.
+
+    Raises:
+        ValueError, Incompatible: A number of some stage is not finite.
+        PeerError: A stage is gone, or is not restored in time.
+    """
     work, old = read_work(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
     x = b""
     for stage in range(peer.stage.spec.stages):
@@ -567,11 +614,12 @@ def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: Activation
         x: Activations in the crew's codec; empty at stage 0.
 
     Returns:
-        Activations; at the tail log-probabilities of the completion tokens, float32.
+        Activations in the codec; at the last stage log-probabilities of the completion tokens,
+        float32.
 
     Raises:
-        BadMessage: `x` is not activations of this micro-batch.
-        ValueError: The stage's own numbers are not finite.
+        BadMessage: `x` are not activations of this micro-batch.
+        ValueError: The stage's own results are not finite.
     """
     batch = make_batch(work, runtime.device)
     entered = (
@@ -589,28 +637,28 @@ def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: Activation
     return pack_logprobs(logprobs.numpy())
 
 
-# Synthesis of a stage without a copy: CheckFree and CheckFree+ (arXiv 2506.15461 §3).
+# Synthesis of a stage from its neighbours: CheckFree and CheckFree+ (arXiv 2506.15461 §3).
 #
 #     inner stage   W_i ← (ω_{i−1} W_{i−1} + ω_{i+1} W_{i+1}) / (ω_{i−1} + ω_{i+1}),  ω_j = ‖∇W_j‖²,
 #                   then lr_i ← 1.1 lr_i   (algorithm 1)
-#     an end        first ← second, last ← last but one; embedding, norm and head from
-#                   neighbours' copies (CheckFree+)
+#     an end        layers of the first ← second stage, of the last ← last but one; embedding, norm
+#                   and head as stored by a neighbour (CheckFree+)
 #
-# ω is the squared norm of the last raw gradient. The authors' code takes it after clipping to a
-# common norm, which makes both weights equal as soon as both clip.
+# ω is the squared norm of the last gradient before clipping. The authors' code takes it after
+# clipping to a common norm, so both weights are equal as soon as both gradients are clipped.
 
 LEARNING_RATE_FACTOR: Final = 1.1
-"""Algorithm 1, line 4; once, not for each recovery."""
+"""Algorithm 1, line 4. It applies once, not for each recovery."""
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """The layers of a stage next to the lost one, and their last gradient norm."""
+    """Layers of a stage next to the lost one, and their last gradient norm."""
 
     layers: Mapping[str, torch.Tensor]
-    """Its layers' tensors by their local names, `model.layers.0.…`; others are ignored."""
+    """Tensors of its layers by local name, `model.layers.0.…`. Other tensors are ignored."""
     squared_norm: float
-    """‖∇W‖² over those layers at the last step, before clipping."""
+    """‖∇W‖² over these layers at the last step, before clipping."""
 
 
 def synthesise(
@@ -623,12 +671,12 @@ def synthesise(
     """Return weights for the lost stage `spec`, by local name, in new memory.
 
     Args:
-        before: Stage `spec.index - 1`.
-        after: Stage `spec.index + 1`.
-        ends: True copies of the embedding, or of norm and head, by local name.
+        before: Stage `spec.index - 1`; None if it is lost or does not exist.
+        after: Stage `spec.index + 1`; None if it is lost or does not exist.
+        ends: Stored embedding, or norm and head, by local name.
 
     Raises:
-        Refused: A neighbour or the true copy is missing.
+        Refused: A neighbour, or a tensor of `ends`, is missing.
         Incompatible: The neighbours' layers are not this stage's.
     """
     if spec.has_embedding or spec.has_head:
@@ -638,7 +686,7 @@ def synthesise(
         state = average(before, after, spec)
     for name in end_names(spec):
         if ends is None or name not in ends:
-            raise Refused(f"{name} is in one stage only: it needs a true copy, and none is left")
+            raise Refused(f"{name} is in one stage only, and no member has stored it")
         state[name] = ends[name].clone()
     return state
 
@@ -646,8 +694,13 @@ def synthesise(
 def average(
     before: Neighbour | None, after: Neighbour | None, spec: StageSpec
 ) -> dict[str, torch.Tensor]:
-    """Return the average of algorithm 1, line 3, computed in float64. Two zero gradients weigh
-    alike."""
+    """Return the average of algorithm 1, line 3, computed in float64. If both gradients are zero,
+    both weights are equal.
+
+    Raises:
+        Refused: A neighbour is lost too.
+        Incompatible: The neighbours' layers or norms cannot be averaged.
+    """
     left, right = neighbour_layers(before, spec), neighbour_layers(after, spec)
     assert before is not None
     assert after is not None
@@ -664,7 +717,7 @@ def average(
 
 
 def neighbour_layers(neighbour: Neighbour | None, spec: StageSpec) -> dict[str, torch.Tensor]:
-    """Return a neighbour's layers.
+    """Return the tensors of a neighbour's layers, by local name.
 
     Raises:
         Refused: The neighbour is lost too.
@@ -690,17 +743,19 @@ def end_names(spec: StageSpec) -> list[str]:
     return names
 
 
-# The trainer's view of recovery, across crews.
+# The interface for the trainer, across crews.
 
 
 class StageRecovery:
-    """Keeps this node's checkpoints and restores its stage.
+    """Stores checkpoints on this node, and restores its stage.
 
     Args:
-        directory: The trainer's.
-        averaging: Returns the averaging of the stage that is held now.
-        extra_status: Returns other fields of `status_fields` for a step of the crew.
-        connect: Opens a state stream to each other stage; raises PeerError.
+        directory: Directory of the trainer.
+        settings: Settings of recovery.
+        model: The model.
+        averaging: Returns the averaging of the present stage; None without averaging.
+        extra_status: Returns further fields of `status_fields` for a step of the crew.
+        connect: Opens a state stream to each other stage. Raises PeerError.
         owner: `trainer.state.owner` of the policy, for exports.
     """
 
@@ -718,7 +773,7 @@ class StageRecovery:
         self.outer: Tensors = {}
         """State of averaging from the own checkpoint; empty after any other source."""
         self.peer: StatePeer | None = None
-        """This node's end of the state streams, while there is a crew."""
+        """This node's end of the state streams; None without a crew."""
         self._directory = directory / CHECKPOINTS
         self._store = CheckpointStore(self._directory)
         self._settings = settings
@@ -733,7 +788,7 @@ class StageRecovery:
         self._taken_anyway = 0
 
     def held_blocks(self) -> tuple[wire.HeldBlock, ...]:
-        """Return the newest checkpoints on this node's disk. In a thread."""
+        """Return the newest checkpoints on this node's disk, for its offer. Call it in a thread."""
         coming = (
             self._store.writing_metadata
         )  # read before the files, since it may become one meanwhile
@@ -755,8 +810,8 @@ class StageRecovery:
         )
 
     def prepare(self, assignment: wire.StageAssignment) -> None:
-        """Open what this node has on disk for the assigned stage. In a thread."""
-        self._recorder = None  # it holds a checkpoint of the stage before
+        """Find the checkpoints on this node's disk for the assigned crew. Call it in a thread."""
+        self._recorder = None  # its checkpoint is of the former stage
         self._store.flush()
         model = self._model
         lora = lora_settings(model.policy) if model.terms.lora.r else None
@@ -770,7 +825,7 @@ class StageRecovery:
         self._store.begin(identity, kept)
 
     def stage_built(self, stage: Stage) -> None:
-        """A stage with the base model's weights is in memory."""
+        """Start to record a stage that has just been built with the base model's weights."""
         averaging = self._averaging()
         self.outer = {}
         self._recorder = Recorder(
@@ -784,8 +839,12 @@ class StageRecovery:
 
     @contextlib.asynccontextmanager
     async def open(self, assignment: wire.StageAssignment, stage: Stage) -> AsyncIterator[None]:
-        """Open the state streams, over which this node requests and serves checkpoints, and close
-        them with the context. Raises PeerError."""
+        """Open the state streams, over which members exchange checkpoints, for the time of the
+        context.
+
+        Raises:
+            PeerError: A stream cannot be opened.
+        """
         assert self._recorder is not None
         averaging = self._averaging()
         streams = await self._connect(assignment)
@@ -820,11 +879,14 @@ class StageRecovery:
     async def restore(
         self, stage: Stage, assignment: wire.StageAssignment, notify: ReportSource
     ) -> tuple[str, float | None]:
-        """Fill `stage` and return (source, KL of the gate).
+        """Restore `stage` and return (source, KL of the gate or None).
+
+        Args:
+            notify: Called with "loading" and the source that is tried next.
 
         Raises:
-            Refused: No source is left.
-            PeerError: A member that is needed is gone.
+            Refused: No source can be used.
+            PeerError: A member that the gate needs is gone.
         """
         assert self.peer is not None
         restored = await restore(
@@ -848,19 +910,19 @@ class StageRecovery:
         return restored.source.name, None if restored.verdict is None else restored.verdict.kl
 
     def _base(self, stage: Stage) -> BaseWeights:
-        """Return a reader of the weights that training began with. Before anything is restored."""
+        """Return a reader of the base model's weights. Call it before the stage is restored."""
         if self._model.terms.lora.r > 0:
             return base_adapter_reader(stage.runtime)
         return base_stage_reader(self._model.directory, stage.runtime.spec)
 
     def attach(self, assignment: wire.StageAssignment, worker: StageWorker) -> None:
-        """The stage has its weights; `worker` has not begun."""
+        """Serve the weights of `worker`, which has not started, to other members."""
         assert self.peer is not None
         self.peer.attach(worker, assignment.step)
 
     def progress(self) -> int:
-        """Return a number that grows while weights arrive or the disk is written: such a stage is
-        not stuck."""
+        """Return a number that grows while weights arrive or a checkpoint is written, as a sign of
+        progress."""
         writing = int(time.monotonic()) if self._store.busy else 0
         return writing + (self.peer.channel.progress if self.peer is not None else 0)
 
@@ -871,7 +933,7 @@ class StageRecovery:
             newest = max(kept.values())
             ages = {"checkpoint_step": newest, "checkpoint_age_steps": max(0, step - newest)}
         elif self.peer is not None and self.peer.channel.streams:
-            ages = {"checkpoint_age_steps": step}  # the loss of this stage would cost all steps
+            ages = {"checkpoint_age_steps": step}  # without a checkpoint all steps would be lost
         else:
             ages = {}
         return {**ages, **self._extra_status(step)}
@@ -888,12 +950,12 @@ class StageRecovery:
         return self.peer.channel.fault if self.peer is not None else None
 
     def forget(self) -> None:
-        """The weights in memory are not a stage any more: never write them."""
+        """Do not write the weights in memory: they are undefined."""
         if self._recorder is not None:
             self._recorder.unwritten = None
 
     def close(self) -> None:
-        """Write the last step of the stage and stop: the trainer ends."""
+        """Write the last step of the stage, at the end of the trainer."""
         if self._recorder is not None:
             self._recorder.write_last()
             self._recorder = None
@@ -903,30 +965,34 @@ class StageRecovery:
 # A stage's training state in host memory, as bytes, and back:
 #
 #     exact    weights ‖ first moments ‖ second moments ‖ counts, float32: 12 bytes/parameter
-#     small    weights, bfloat16: 2 bytes/parameter, relative error 2⁻⁹; a new optimizer
-#     plain    weights, float32: parts of a stage that travel for CheckFree
+#     small    weights, bfloat16: 2 bytes/parameter, relative error 2⁻⁹; the optimizer starts new
+#     plain    weights, float32: for parts of a stage that CheckFree needs
 #
-# Under LoRA that is the adapter, otherwise every tensor of the stage.
+# With LoRA these are the tensors of the adapter, otherwise all tensors of the stage.
 
 BLOCK_VALUES: Final = 2**20
-"""Values that are checked at a time."""
+"""Number of values that are checked at a time."""
 
 
 @dataclass(frozen=True)
 class StageState:
-    """One stage after `step` committed steps; tensors by the stage's own names."""
+    """Training state of a stage after `step` committed steps. Tensors have the stage's local
+    names."""
 
     step: int
     weights: Tensors
     first: Tensors = field(default_factory=dict)
-    """AdamW's first moments; empty where they are not kept. Likewise `second` and `counts`."""
+    """AdamW's first moments; empty if they were not saved, like `second` and `counts`."""
     second: Tensors = field(default_factory=dict)
+    """AdamW's second moments."""
     counts: Mapping[str, float] = field(default_factory=dict)
-    """Steps that AdamW has taken for each tensor."""
+    """Number of steps that AdamW has taken for each tensor."""
     squared_norm: float = 0.0
+    """Squared norm of the layers' last gradient before clipping."""
 
 
 def trained_layout(model: torch.nn.Module) -> Layout:
+    """Return names and shapes of the trained tensors."""
     return make_layout(
         (name, p.shape, "float32") for name, p in model.named_parameters() if p.requires_grad
     )
@@ -938,10 +1004,12 @@ def stage_layouts(
     lora: LoraConfig | None = None,
     frozen_a: bool = False,
 ) -> tuple[Layout, ...]:
-    """Return the layout of what is trained in each stage, from shapes only.
+    """Return the layout of the trained tensors of each stage. This reads no weights.
 
     Args:
-        frozen_a: Every node derives the adapter's A, which is not trained.
+        specs: All stages.
+        lora: Settings of the adapter; None if all weights are trained.
+        frozen_a: True if the adapter's A is not trained.
     """
     layouts = []
     for spec in specs:
@@ -958,21 +1026,23 @@ def stage_layouts(
 
 
 def neighbour_form(layout: Layout, settings: RecoverySettings) -> StateForm:
-    """Return the form in which a stage goes to its neighbours."""
+    """Return the form in which a stage is sent to its neighbours."""
     return "exact" if state_bytes(layout, "exact") <= settings.exact_bytes else "small"
 
 
 def trained(runtime: StageRuntime) -> dict[str, torch.Tensor]:
-    """Return the live tensors that are trained."""
+    """Return the trained parameters themselves, by local name."""
     return {name: p for name, p in runtime.model.named_parameters() if p.requires_grad}
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values in new host memory, as float32."""
     return tensor.detach().to("cpu", torch.float32, copy=True).contiguous()
 
 
 def live_state(worker: StageWorker) -> StageState:
-    """Return the worker's state between two steps. Its tensors are the live ones, not copies."""
+    """Return the worker's state. Call it between two steps: the tensors are the worker's own, and
+    the next step changes them."""
     adam = worker.optimizer.adam
     weights, first, second, counts = trained(worker.runtime), {}, {}, {}
     for name, parameter in weights.items():
@@ -985,10 +1055,11 @@ def live_state(worker: StageWorker) -> StageState:
 
 
 def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
-    """Overwrite what is trained.
+    """Overwrite the trained parameters.
 
     Raises:
-        Incompatible: Names or shapes differ, or a value is not finite. Nothing has changed then.
+        Incompatible: Names or shapes differ, or a value is not finite. No parameter is changed
+        then.
     """
     own = trained(runtime)
     if weights.keys() != own.keys():
@@ -1004,7 +1075,7 @@ def load_weights(runtime: StageRuntime, weights: Tensors) -> None:
 
 
 def load_moments(worker: StageWorker, state: StageState) -> None:
-    """Give AdamW the moments of the tensors that have them."""
+    """Load AdamW's moments, for the tensors that have them."""
     adam = worker.optimizer.adam
     if adam is None:
         return
@@ -1019,7 +1090,7 @@ def load_moments(worker: StageWorker, state: StageState) -> None:
 
 @torch.no_grad()
 def encode_state(state: StageState, layout: Layout, form: StateForm) -> bytearray:
-    """Return `state_bytes(layout, form)` bytes. Tensors that are missing are zero."""
+    """Return the state as `state_bytes(layout, form)` bytes. Missing tensors are zero."""
     body = bytearray(state_bytes(layout, form))
     if not body:
         return body
@@ -1036,10 +1107,13 @@ def encode_state(state: StageState, layout: Layout, form: StateForm) -> bytearra
 
 
 def check_state(body: torch.Tensor, layout: Layout, form: StateForm) -> None:
-    """Check the body (bytes,) of a checkpoint, a block at a time.
+    """Check the body of a checkpoint, one block at a time.
+
+    Args:
+        body: (bytes,) uint8.
 
     Raises:
-        BadMessage: size, not_finite, bounds (a second moment or a count below zero).
+        BadMessage: size, not_finite, or bounds (a second moment or a count below zero).
     """
     if len(body) != state_bytes(layout, form):
         raise BadMessage("size", f"{len(body)} bytes of a state of {state_bytes(layout, form)}")
@@ -1056,7 +1130,14 @@ def check_state(body: torch.Tensor, layout: Layout, form: StateForm) -> None:
 def decode_state(
     body: torch.Tensor, layout: Layout, form: StateForm, step: int, squared_norm: float
 ) -> StageState:
-    """Return the state that `body` (bytes,) encodes. Raises BadMessage as `check_state` does."""
+    """Check a body and return the state that it encodes.
+
+    Args:
+        body: (bytes,) uint8.
+
+    Raises:
+        BadMessage: size, not_finite or bounds.
+    """
     check_state(body, layout, form)
     flat = body.view(torch.bfloat16).float() if form == "small" else body.view(torch.float32)
     size = elements(layout)
@@ -1079,7 +1160,7 @@ def _by_name(flat: torch.Tensor, layout: Layout) -> dict[str, torch.Tensor]:
 
 
 def as_tensor(body: bytearray) -> torch.Tensor:
-    """Return a (bytes,) view."""
+    """Return a (bytes,) uint8 view of `body`."""
     return torch.frombuffer(body, dtype=torch.uint8)
 
 
@@ -1091,18 +1172,17 @@ def as_tensor(body: bytearray) -> torch.Tensor:
 #     about      metadata, JSON: `CheckpointMetadata`
 #
 # A new checkpoint of a block of layers replaces the old one. A file that the present crew does not
-# keep is deleted once this crew has taken as many steps as are in it.
-
+# use is deleted once this crew has taken as many steps as the file has.
 
 CHECKPOINTS: Final = "stages"
-"""Directory of checkpoints below the trainer's."""
+"""Name of the directory of checkpoints in the trainer's directory."""
 STEP_BYTES: Final = 2 * 10**9
-"""Mean bytes that own checkpoints may write per step: 1.4 TB a day at a step in two minutes. A disk
-is made for about 600 TB."""
+"""Own checkpoints write at most this many bytes per step on average. At a step in two minutes this
+is 1.4 TB a day; a typical disk endures about 600 TB."""
 
 
 def stored_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
-    """Return the stages whose checkpoints the holder of `stage` keeps, its own first."""
+    """Return the stages whose checkpoints the holder of `stage` stores, its own first."""
     if settings.keep_policy:
         return (stage, *(other for other in range(stages) if other != stage))
     return (stage, *ring(stage, stages))
@@ -1116,11 +1196,11 @@ def ring(stage: int, stages: int) -> tuple[int, ...]:
 
 
 def checkpoint_interval(layouts: Iterable[Layout]) -> int:
-    """Return the steps between two own checkpoints: the least power of two at which the largest
-    stage writes at most STEP_BYTES per step.
+    """Return the interval between own checkpoints in steps: the smallest power of two with which
+    the largest stage writes at most STEP_BYTES per step.
 
-    All stages of a crew count, so all members write after the same steps, and a crew that ends
-    everywhere at once finds one step on all disks.
+    The largest stage of the crew decides for all, so that all members write after the same steps.
+    After a power cut at all members, all disks have one common step.
     """
     largest = max((state_bytes(layout, "exact") for layout in layouts), default=0)
     return 2 ** max(0, math.ceil(math.log2(max(1, largest) / STEP_BYTES)))
@@ -1128,17 +1208,17 @@ def checkpoint_interval(layouts: Iterable[Layout]) -> int:
 
 @dataclass(frozen=True)
 class CheckpointIdentity:
-    """What the checkpoints of one crew belong to."""
+    """Identity that the checkpoints of one crew share."""
 
     lineage: str
-    """Hex."""
+    """Lineage, hex."""
     layers: tuple[int, ...]
     """Number of layers of each stage."""
     owner: str = ""
     """`trainer.state.owner` of the policy."""
 
     def block(self, stage: int) -> tuple[int, int]:
-        """Return the first layer of `stage`, and the layer after its last."""
+        """Return (first layer of `stage`, layer after its last)."""
         first = sum(self.layers[:stage])
         return first, first + self.layers[stage]
 
@@ -1154,7 +1234,7 @@ class CheckpointMetadata(msgspec.Struct, frozen=True):
     identity: CheckpointIdentity
     stage: int
     own: bool
-    """This node trained it; otherwise its stage sent it."""
+    """True if this node trained the stage. Otherwise another member sent it."""
     form: StateForm
     step: int
     squared_norm: float
@@ -1164,37 +1244,44 @@ class CheckpointMetadata(msgspec.Struct, frozen=True):
 
     @property
     def path(self) -> Path:
+        """File, relative to the store's directory."""
         return self.identity.path(self.stage)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """Content of a checkpoint file."""
+
     metadata: CheckpointMetadata
     body: torch.Tensor
-    """(bytes,)"""
+    """(bytes,) uint8."""
     extra_tensors: Tensors = field(default_factory=dict)
     """`outer.*` and `rng`."""
 
 
 class CheckpointStore:
-    """Reads and writes checkpoints; a thread of its own writes those of the own stage."""
+    """Reads and writes checkpoint files. A thread writes those of the own stage.
+
+    Args:
+        directory: Directory of all lineages.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.writing_metadata: CheckpointMetadata | None = None
-        """Own checkpoint that is being written."""
+        """Metadata of the own checkpoint that is being written; None if none is."""
         self.error: str | None = None
-        """Why the last write of the own stage failed."""
+        """Why the last write of the own stage failed; None if it succeeded."""
         self._directory = directory
         self._identity: CheckpointIdentity | None = None
         self._kept: dict[Path, CheckpointMetadata | None] = {}
-        """Files of the present crew."""
+        """Path → metadata of the files of the present crew; None for a missing file."""
         self._lock = threading.Lock()
-        """One file is written or read at a time."""
+        """Held while a file is written or read."""
         self._thread = ThreadPoolExecutor(1, "stage checkpoint")
         self._writing: Future[None] | None = None
 
     def begin(self, identity: CheckpointIdentity, stages: Iterable[int]) -> None:
-        """Keep checkpoints of these stages of a crew from now on."""
+        """Store checkpoints of these stages of a crew from now on."""
         with self._lock:
             self._identity = identity
             self._kept = {
@@ -1206,8 +1293,11 @@ class CheckpointStore:
         return None if self._identity is None else self._kept.get(self._identity.path(stage))
 
     def read(self, stage: int) -> Checkpoint:
-        """Return the checkpoint of `stage`. Raises StateError for a damaged file, which is
-        deleted."""
+        """Return the checkpoint of `stage`.
+
+        Raises:
+            StateError: The file is missing or damaged. It is deleted.
+        """
         assert self._identity is not None
         path = self._identity.path(stage)
         with self._lock:
@@ -1227,8 +1317,11 @@ class CheckpointStore:
         squared_norm: float,
         own: LrScale | None = None,
     ) -> CheckpointMetadata:
-        """Return metadata for a checkpoint of the present crew; `own` of a stage that this node
-        trains."""
+        """Return metadata for a checkpoint of the present crew.
+
+        Args:
+            own: Learning rate of the stage, if this node trains it.
+        """
         assert self._identity is not None
         scale = LrScale() if own is None else replace(own)
         return CheckpointMetadata(
@@ -1236,7 +1329,11 @@ class CheckpointStore:
         )
 
     def write(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint of the same layers. Raises OSError; the old file is untouched."""
+        """Write a checkpoint, and replace that of the same layers.
+
+        Raises:
+            OSError: The file cannot be written. The old file is unchanged.
+        """
         metadata = msgspec.structs.replace(
             checkpoint.metadata, root=hash_body(checkpoint.body.numpy().data).hex()
         )
@@ -1263,10 +1360,11 @@ class CheckpointStore:
 
     @property
     def busy(self) -> bool:
+        """True while the own stage is being written."""
         return self._writing is not None and not self._writing.done()
 
     def write_soon(self, checkpoint: Checkpoint) -> bool:
-        """Write the own stage in the background. Return False if the disk is busy."""
+        """Start to write the own stage in the background. Return False if a write is running."""
         if self.busy:
             return False
         self.writing_metadata = checkpoint.metadata
@@ -1274,12 +1372,13 @@ class CheckpointStore:
         return True
 
     def flush(self) -> None:
-        """Wait until nothing is being written."""
+        """Wait until the own stage is written."""
         if self._writing is not None:
             self._writing.result()
-            self._writing = None  # and with it the checkpoint's memory
+            self._writing = None  # this frees the checkpoint's memory
 
     def close(self) -> None:
+        """Wait until the own stage is written, and end the thread."""
         self.flush()
         self._thread.shutdown()
 
@@ -1288,7 +1387,7 @@ class CheckpointStore:
             self.write(checkpoint)
             self.error = None
         except OSError as error:
-            if str(error) != self.error:  # once, not after each step
+            if str(error) != self.error:  # log it once, not after each step
                 log.warning(
                     "own checkpoint not written, a restart would lose steps", error=str(error)
                 )
@@ -1297,7 +1396,7 @@ class CheckpointStore:
             self.writing_metadata = None
 
     def _clear_away(self, step: int) -> None:
-        """Delete what the present crew does not keep and that has no more than `step` steps."""
+        """Delete files that the present crew does not use and that have at most `step` steps."""
         try:
             for path in self._directory.glob("*/.*.tmp"):
                 path.unlink(missing_ok=True)
@@ -1316,13 +1415,20 @@ class CheckpointStore:
 
 
 def find_checkpoints(directory: Path) -> list[CheckpointMetadata]:
-    """Return the metadata of all checkpoints in a store's directory that can be read."""
+    """Return the metadata of all readable checkpoints in a store's directory."""
     found = [_read_metadata(path) for path in sorted(directory.glob("*/*.safetensors"))]
     return [metadata for metadata in found if metadata is not None]
 
 
 def read_checkpoint(directory: Path, path: Path) -> Checkpoint:
-    """Read one file of a store's directory. Raises StateError if it is missing or damaged."""
+    """Read one file of a store's directory.
+
+    Args:
+        path: Relative to `directory`.
+
+    Raises:
+        StateError: The file is missing or damaged.
+    """
     with _opened(directory / path) as (metadata, file):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         body = tensors.pop("body", torch.empty(0, dtype=torch.uint8))
@@ -1345,7 +1451,11 @@ def _read_metadata(path: Path) -> CheckpointMetadata | None:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
-    """Open a checkpoint. Raises StateError if it is missing or damaged."""
+    """Open a checkpoint file, and yield its metadata and tensors.
+
+    Raises:
+        StateError: The file is missing or damaged.
+    """
     try:
         with held(path) as name, safe_open(name, "pt", device="cpu") as file:
             metadata = msgspec.json.decode(file.metadata()["about"], type=CheckpointMetadata)
@@ -1356,26 +1466,27 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
         raise StateError(f"{path} is damaged: {error}") from None
 
 
-# The recorder observes one worker. It stores the last committed micro-batches, as probes for the
-# gate and as edges for the probe of an average, and copies the stage between two steps.
+# The recorder observes one worker. It stores the last committed micro-batches: as probes for the
+# gate, and as stage inputs for the probe of an average. Between two steps it makes checkpoints.
 
 
 @dataclass(frozen=True)
 class StageInput:
-    """A committed micro-batch as it came to this stage."""
+    """A committed micro-batch with the activations that this stage received."""
 
     micro_batch: int
     step: int
+    """Committed steps when it was computed."""
     rows: int
     about: bytes
-    """`MicroBatch`."""
+    """Encoded `MicroBatch`."""
     body: bytes
     """Activations in the crew's codec; empty at stage 0."""
 
 
 @dataclass(frozen=True)
 class SharedCheckpoint:
-    """The last checkpoint of the own stage for its neighbours, in memory."""
+    """Last checkpoint of the own stage for its neighbours, in memory."""
 
     step: int
     squared_norm: float
@@ -1383,12 +1494,15 @@ class SharedCheckpoint:
 
 
 class Recorder(Observer):
-    """Observer of one worker. Without a store it records micro-batches but no checkpoints.
+    """Observer of one worker that records micro-batches and makes checkpoints.
 
-    Swapped micro-batches are not recorded: they pass the layers in another order than the policy.
+    Swapped micro-batches are not recorded, because they pass the layers in another order than the
+    policy.
 
     Args:
-        outer: Returns the state of averaging, whose tensors never change.
+        layouts: Trained tensors of each stage.
+        store: Store of checkpoints; None to make none.
+        outer: Returns the state of averaging. Its tensors must not change afterwards.
     """
 
     def __init__(
@@ -1402,32 +1516,33 @@ class Recorder(Observer):
         self.spec = spec
         self.settings = settings
         self.probes: list[GateProbe] = []
-        """Oldest first. The last stage records them, its neighbours have copies."""
+        """Probes of the last steps, oldest first. The last stage records them, and its ring
+        neighbours fetch them."""
         self.inputs: deque[StageInput] = deque(maxlen=settings.probes)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
-        """checkfree+: end stage → (step, true copies of its embedding, or norm and head)."""
+        """With `checkfree+`: end stage → (step, its embedding, or norm and head)."""
         self.shared: SharedCheckpoint | None = None
         self.policy_copy: tuple[int, bytes] | None = None
-        """(step, int8 copy) if a member has asked since the last step."""
+        """(step, encoded weights for policy copies) if a member asked since the last step."""
         self.unwritten: tuple[StageWorker, CheckpointMetadata] | None = None
-        """Worker whose last step is not written, and that step."""
+        """(worker, metadata) of the last step, if it is not on disk."""
         self.sharing: CheckpointSharing | None = None
-        """Set while there are state streams."""
+        """Exchange of checkpoints; None without state streams."""
         self._layout = layouts[spec.index] if layouts else ()
         self._store = store
         self._outer = outer
         self._every = checkpoint_interval(layouts)
         self._announced = 0
         self._pending: dict[int, tuple[bytes, bytes]] = {}
-        """Description and body of the last micro-batches of the step that is under way."""
+        """Description and body of the last micro-batches of the present step."""
         self._logprobs: dict[int, bytes] = {}
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
-    def received(self, micro_batch: int, about: bytes, sender: int, body: bytes) -> None:
+    def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
         if self._routes.route(micro_batch) != self._routes.route(0):
             return
         self._pending[micro_batch] = about, body
-        # a step may have a thousand micro-batches, and only the last are remembered
+        # a step may have a thousand micro-batches; only the last ones are stored
         size = lambda: sum(len(body) for _, body in self._pending.values())
         while len(self._pending) > self.settings.probes or (
             len(self._pending) > 1 and size() > self.settings.input_bytes
@@ -1477,7 +1592,7 @@ class Recorder(Observer):
             self.inputs.popleft()
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
-        """Copy the stage if it is to be written or shared after this step."""
+        """Make a checkpoint if the stage is to be written or shared after this step."""
         optimizer, step, body = worker.optimizer, worker.participant.step, None
         metadata = store.describe(
             self.spec.index, "exact", step, optimizer.squared_norm, optimizer.lr_scale
@@ -1499,16 +1614,20 @@ class Recorder(Observer):
         return body
 
     def share(self, worker: StageWorker, exact: bytearray | None = None) -> None:
-        """Copy the stage for its neighbours, between two steps. `exact` is its exact form."""
+        """Make the checkpoint for the neighbours. Call it between two steps.
+
+        Args:
+            exact: The stage in exact form, if it was encoded already.
+        """
         state, form = live_state(worker), neighbour_form(self._layout, self.settings)
         if exact is None or form != "exact":
-            self.shared = None  # two of them may not fit
+            self.shared = None  # memory may not hold two checkpoints
             exact = encode_state(state, self._layout, form)
         self.shared = SharedCheckpoint(state.step, state.squared_norm, exact)
 
     def write_last(self) -> None:
-        """Write the worker's last step if that is not done: the trainer ends. A step that has begun
-        to move the weights since is not written."""
+        """Write the worker's last step at the end of the trainer, if it is not on disk. If the next
+        step has started to move the weights, nothing is written."""
         if self._store is None or self.unwritten is None:
             return
         self._store.flush()
@@ -1519,29 +1638,34 @@ class Recorder(Observer):
 
 
 def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
-    """Return a probe's or an edge's micro-batch. Raises BadMessage as `read_micro_batch` does."""
+    """Decode and check the micro-batch of a probe or stage input.
+
+    Raises:
+        BadMessage: malformed, schema, bounds, shape or not_finite.
+    """
     return read_micro_batch(item.about, item.rows, limits, "learn")
 
 
-# The local stage, as the exchange below reads and fills it.
+# The local stage, for the exchange below.
 
 StatePart = Literal["checkpoint", "layers", "ends", "tied"]
-"""Bodies that are states of a stage or of a part of it: all that is trained; the layers alone; the
-embedding, or norm and head; the tied embedding with its moments."""
+"""Bodies that are the state of a stage or of a part of it. checkpoint: all trained tensors. layers:
+the layers. ends: the embedding, or norm and head. tied: the tied embedding with its moments."""
 
 
 @dataclass
 class PartialBody:
-    """A body that has partly arrived. It outlives a crew, so a transfer is resumed."""
+    """A body that has partly arrived. It outlives its crew, so that the next crew can resume the
+    transfer."""
 
     root: bytes = b""
-    """Hash of the whole body; empty before anything arrived."""
+    """Hash of the whole body; empty before the first byte."""
     body: bytearray = field(default_factory=bytearray)
     at: int = 0
-    """Bytes before this one are there."""
+    """Number of bytes that have arrived."""
 
     def begin(self, root: bytes, size: int) -> None:
-        """Continue with a body, or start over if it is another one."""
+        """Continue with the same body, or start with another one."""
         if (root, size) != (self.root, len(self.body)):
             self.root, self.body, self.at = root, bytearray(size), 0
 
@@ -1551,11 +1675,11 @@ class LocalStage:
     """This member's stage, its checkpoints and its phase.
 
     Attributes:
-        layouts: What is trained in each stage (`stage_layouts`).
-        worker: None until it runs.
-        base: Reads the base model's tensors; None where an adapter is trained.
-        restored: What the weights were restored from, until there is a worker.
-        arrivals: Checkpoints that have partly arrived, by stage.
+        layouts: Trained tensors of each stage (`stage_layouts`).
+        worker: Worker of the stage; None until it is attached.
+        base: Reads a tensor of the base model; None if an adapter is trained.
+        restored: State that the weights were restored from, until there is a worker.
+        partial_bodies: Checkpoints that have partly arrived, by stage.
     """
 
     runtime: StageRuntime
@@ -1580,11 +1704,17 @@ class LocalStage:
         return self.recorder.settings
 
     def stored(self, stage: int) -> CheckpointMetadata | None:
-        """Return the metadata of the checkpoint of `stage` on this disk."""
+        """Return the metadata of the checkpoint of `stage` on this node's disk; None without
+        one."""
         return None if self.store is None else self.store.metadata(stage)
 
     def read_checkpoint(self) -> Candidate:
-        """Read the checkpoint of the own stage. Raises StateError, BadMessage."""
+        """Read the checkpoint of the own stage.
+
+        Raises:
+            StateError: The file is damaged.
+            BadMessage: Its body is not a state of this stage.
+        """
         assert self.store is not None
         found = self.store.read(self.spec.index)
         metadata, layout = found.metadata, self.layouts[self.spec.index]
@@ -1599,20 +1729,22 @@ class LocalStage:
             if name.startswith("outer.")
         }
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
-            raise StateError("the state of averaging in our checkpoint is not finite")
+            raise StateError("the state of averaging in the own checkpoint is not finite")
         return Candidate(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
 
     def warming_up(self, state: StageState) -> Candidate:
-        """Return a candidate whose learning rate warms up if its optimizer is new."""
+        """Return a candidate. Its learning rate warms up if its optimizer is new."""
         return Candidate(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
 
     def spec_of(self, stage: int) -> StageSpec:
-        """Return a spec that says which end `stage` is; its layers do not matter."""
+        """Return a spec that shows which end `stage` is. It has no layers."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
     def shape(self, what: StatePart, of: int) -> tuple[Layout, StateForm]:
-        """Return the tensors and the form of a body about stage `of`. A tied embedding has this
-        end's name, whichever end sent it."""
+        """Return the tensors and the form of a body of stage `of`.
+
+        A tied embedding has the name that it has at this end, also if the other end sent it.
+        """
         layout = self.layouts[of]
         if what == "checkpoint":
             return layout, neighbour_form(layout, self.settings)
@@ -1625,7 +1757,11 @@ class LocalStage:
         return tuple(s for s in self.layouts[self.spec.index] if s.name == name), "exact"
 
     def size(self, of: int, have: HaveMessage) -> int:
-        """Return the length that a body about stage `of` must have. Raises BadMessage."""
+        """Return the length that a body of stage `of` must have.
+
+        Raises:
+            BadMessage: size or schema.
+        """
         least = 0
         match have.what:
             case "probes":
@@ -1645,7 +1781,11 @@ class LocalStage:
         return have.size
 
     def read_probes(self, body: bytearray) -> list[GateProbe]:
-        """Raises BadMessage."""
+        """Decode and check probes.
+
+        Raises:
+            BadMessage: malformed, schema, bounds, shape or not_finite.
+        """
         probes: list[GateProbe] = strict.decode(bytes(body), list[GateProbe])
         if not 1 <= len(probes) <= self.settings.probes:
             raise BadMessage("bounds", f"{len(probes)} probes")
@@ -1655,18 +1795,18 @@ class LocalStage:
         return probes
 
     async def policy_copy(self, compute: WorkRunner) -> tuple[int, bytes]:
-        """Return (step, int8 copy of the weights), encoded once between two steps.
+        """Return (step, weights encoded for a policy copy). They are encoded once per step.
 
         Raises:
-            StateError: Nothing is trained here, or a step was taken meanwhile.
+            StateError: The stage has no worker, or a step was taken meanwhile.
             Unavailable: The base model cannot be read.
         """
         if self.worker is None:
-            raise StateError("nothing is trained here yet")
+            raise StateError("the stage has no weights yet")
         layout = copied_layout(self.spec, self.layouts[self.spec.index])
         participant = self.worker.participant
         async with self._encoding:
-            async with self.worker.optimizer.moving:  # never in the middle of a step
+            async with self.worker.optimizer.moving:  # not during a step
                 step = participant.step
             if self.recorder.policy_copy is None or self.recorder.policy_copy[0] != step:
                 self.recorder.policy_copy = None
@@ -1674,27 +1814,28 @@ class LocalStage:
                     lambda: encode_copy(self.spec, trained(self.runtime), layout, self.base)
                 )
                 if participant.step != step:
-                    raise StateError("a step was taken while it was copied")
+                    raise StateError("a step was taken while the weights were encoded")
                 self.recorder.policy_copy = step, body
             return self.recorder.policy_copy
 
 
 # The exchange between trainers: one duplex stream to each other member, with a reader and a writer.
 #
-# `StatePeer` is this member. `StateFetcher` sends requests, `StateServer` answers them, `CheckpointSharing` announces
-# and fetches new checkpoints, and `StateChannel` has the streams. A body is what a request returns, in
-# chunks. Chunks of several bodies take turns. A request fails when nothing arrives for `seconds`.
-# Invalid input is counted. After MISBEHAVED invalid messages of a stage its stream is closed, and a
-# closed stream ends the crew.
+# `StatePeer` is this member. `StateFetcher` sends requests, `StateServer` answers them,
+# `CheckpointSharing` announces and fetches new checkpoints, and `StateChannel` has the streams. A
+# request returns a body, in chunks. Chunks of several bodies alternate. A request fails when
+# nothing arrives for `seconds`. Invalid input is counted. After MAX_BAD_MESSAGES invalid messages
+# of a stage its stream is closed, and a closed stream ends the crew.
 
 SERVED_AT_ONCE: Final = 5
-"""Requests of one peer."""
+"""Most requests of one peer that are served at a time."""
 SERVED_PER_STEP: Final = 64
-"""Bodies of one kind for one peer between two steps. A stage that is restored asks for a few."""
+"""Most bodies of one kind that are sent to one peer between two steps. A stage that is restored
+needs a few."""
 MAX_BAD_MESSAGES: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
 """(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
-`min(factor × duration of the chunk, seconds)`. Two neighbours together take a quarter of a line."""
+`min(factor × duration of the chunk, seconds)`. Two neighbours together use a quarter of a line."""
 WRITE_BYTES: Final = 2 * CHUNK_BYTES
 """A stream must accept this many bytes within `seconds`."""
 NO_FAULT: Final = ("closed", "truncated", "does not read", "the crew is over")
@@ -1705,7 +1846,14 @@ Handler = Callable[[int, wire.AnyStateMessage, bytes], None]
 
 
 class StatePeer:
-    """This member's end of the state streams in one crew."""
+    """This member's end of the state streams in one crew.
+
+    Args:
+        stage: The local stage.
+        fence: Fence of the crew.
+        streams: Stream to each other stage.
+        compute: Runs computations.
+    """
 
     def __init__(
         self,
@@ -1727,10 +1875,11 @@ class StatePeer:
         stage.recorder.sharing = self.sharing
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Handle messages until cancelled."""
         await self.channel.run(self._received, task_status)
 
     def attach(self, worker: StageWorker, step: int) -> None:
-        """The stage has its weights, and `worker` runs it from `step` on."""
+        """Serve the weights of `worker`, which runs the stage from `step` on."""
         self.stage.worker, self.stage.restored = worker, None
         self.stage.phase = "ready"
         self.sharing.offer_checkpoint(step)
@@ -1746,19 +1895,24 @@ class StatePeer:
 
 
 class StateFetcher:
-    """Asks other members. Every method raises PeerError as `Channel.fetch` does."""
+    """Sends requests to other members. Each method raises PeerError as `StateChannel.fetch`
+    does."""
 
     def __init__(self, channel: StateChannel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
 
     async def ask(self) -> dict[int, HoldsMessage]:
-        """Return what each stage that answers has stored of this stage. Repeat the query, for at
-        most ASK_SECONDS, while a stage does not yet know whether it must be restored."""
+        """Return what each other stage has stored of this stage. Stages that do not answer are left
+        out.
+
+        The query is repeated, for at most ASK_SECONDS, while a stage does not know yet whether it
+        must be restored.
+        """
         found: dict[int, HoldsMessage] = {}
 
         async def one(stage: int) -> None:
-            with contextlib.suppress(PeerError):  # it counts as a stage that has nothing
+            with contextlib.suppress(PeerError):  # it counts as a stage that has stored nothing
                 found[stage] = await self._channel.ask(stage, ASK_SECONDS)
 
         until = trio.current_time() + ASK_SECONDS
@@ -1774,7 +1928,7 @@ class StateFetcher:
     async def body(
         self, holder: int, what: wire.RequestedBody, of: int
     ) -> tuple[HaveMessage, bytearray]:
-        """Return a body about stage `of` from the member of stage `holder`."""
+        """Return a body of stage `of` from the holder of stage `holder`."""
 
         def size(have: HaveMessage) -> int:
             if have.step > self._channel.step + 1:  # stages are at most one step apart
@@ -1792,8 +1946,8 @@ class StateFetcher:
         return found
 
     async def state(self, holder: int, what: StatePart, of: int) -> StageState:
-        """Return stage `of`, or a part of it, as `holder` has it. Waits for a stage that is being
-        restored."""
+        """Return stage `of`, or a part of it, from the holder of stage `holder`. Wait while that
+        stage is being restored."""
         have, body = await self._retry_while_loading(holder, lambda: self.body(holder, what, of))
         layout, form = self._stage.shape(what, of)
         decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
@@ -1801,14 +1955,20 @@ class StateFetcher:
             return await self._channel.compute(decode)
 
     async def probes(self, holder: int) -> list[GateProbe]:
-        """Return at most `settings.probes`, oldest first."""
+        """Return the probes that `holder` has, oldest first."""
         _, body = await self.body(holder, "probes", holder)
         with self._channel.counting_bad_messages(holder):
             return self._stage.read_probes(body)
 
     async def policy_copy(self, spec: StageSpec) -> tuple[int, int, CopyTensors]:
-        """Return (bytes received, step, weights) of a stage as it is now. The own stage is encoded
-        and decoded likewise, without a stream; it raises as `LocalStage.copy` does."""
+        """Return (bytes received, step, weights) of a stage, for a policy copy.
+
+        The own stage is encoded and decoded too, so that its weights are rounded like all others.
+
+        Raises:
+            PeerError: As `StateChannel.fetch`.
+            StateError, Unavailable: As `LocalStage.policy_copy`, for the own stage.
+        """
         layout, base = copied_layout(spec, self._stage.layouts[spec.index]), self._stage.base
         body: bytes | bytearray
         if spec.index == self._stage.spec.index:
@@ -1823,11 +1983,13 @@ class StateFetcher:
     async def run_at(
         self, stage: int, edge: GateProbe | StageInput, tokens: int, x: bytes
     ) -> bytes:
-        """Run one micro-batch through `stage` as it is now, as `run_one` does. Waits for a stage
-        that is being restored.
+        """Run one micro-batch through another stage, as `run_one` does. Wait while that stage is
+        being restored.
 
         Args:
-            tokens: Completion tokens of the micro-batch.
+            edge: The micro-batch.
+            tokens: Number of completion tokens of the micro-batch.
+            x: Activations in the crew's codec; empty for stage 0.
 
         Raises:
             Incompatible: The stage's numbers are not finite.
@@ -1847,7 +2009,7 @@ class StateFetcher:
     async def _retry_while_loading(
         self, stage: int, ask: Callable[[], Awaitable[tuple[HaveMessage, bytearray]]]
     ) -> tuple[HaveMessage, bytearray]:
-        """Ask again while the stage is being restored."""
+        """Repeat a request while the stage is being restored."""
         until = trio.current_time() + self._stage.settings.neighbour_seconds
         pause, most = RETRY_SECONDS
         while True:
@@ -1862,22 +2024,23 @@ class StateFetcher:
 
 @dataclass(frozen=True)
 class ServedBody:
-    """A body that is there: what reads it, and its fields of `HaveMessage`."""
+    """A body that can be sent, and its fields of `HaveMessage`."""
 
     step: int
     read: Callable[[], bytes | bytearray | memoryview]
+    """Returns the body."""
     squared_norm: float = 0.0
 
 
 class StateServer:
-    """Answers other members."""
+    """Answers requests of other members."""
 
     def __init__(self, channel: StateChannel, stage: LocalStage) -> None:
         self._channel = channel
         self._stage = stage
         self._serving: Counter[int] = Counter()
         self._served: Counter[tuple[int, str]] = Counter()
-        """(stage, kind) → bodies since the last step."""
+        """(stage, kind) → number of bodies sent since the last step."""
         self._served_step = -1
 
     def serve(
@@ -1896,7 +2059,7 @@ class StateServer:
     async def _serve(
         self, stage: int, message: wire.AskMessage | wire.WantMessage | wire.RunMessage, body: bytes
     ) -> None:
-        """Answer one request. A failure is counted and answered."""
+        """Answer one request. A failure is counted, and answered with LackMessage."""
         lack: wire.LackReason | None = "failed"
         try:
             with self._channel.counting_failures(), self._channel.counting_bad_messages(stage):
@@ -1929,7 +2092,12 @@ class StateServer:
     async def _send_requested(
         self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
     ) -> wire.LackReason | None:
-        """Send a body; return a reason where there is none to send."""
+        """Send the requested body, or return why there is none.
+
+        Raises:
+            BadMessage: The request is invalid.
+            PeerError: The stage is gone.
+        """
         want = asked if isinstance(asked, wire.WantMessage) else None
         what: wire.BodyKind = "output" if want is None else want.what
         phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
@@ -1965,7 +2133,11 @@ class StateServer:
     async def _find_body(
         self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
     ) -> ServedBody | None:
-        """Return what `stage` asks for; None where it is not here. Raises BadMessage."""
+        """Return the body that `stage` requests; None if this member does not have it.
+
+        Raises:
+            BadMessage: The request is invalid.
+        """
         local, recorder, step = self._stage, self._stage.recorder, self._channel.step
         spec, worker = local.spec, local.worker
         if isinstance(asked, wire.RunMessage):
@@ -2004,7 +2176,7 @@ class StateServer:
         return None
 
     def _encode_now(self, what: StatePart) -> bytearray:
-        """Encode a part of our stage as it is."""
+        """Encode a part of this stage's present weights."""
         local = self._stage
         if local.worker is not None:
             state = live_state(local.worker)
@@ -2015,10 +2187,10 @@ class StateServer:
 
 
 class CheckpointSharing:
-    """Storage of each other's checkpoints, ends and probes.
+    """Exchange of checkpoints, ends and probes between members that store them for each other.
 
-    A stage announces a new body. The members that store it fetch one body of each stage and kind at
-    a time, and skip a body that is superseded meanwhile.
+    A stage announces each new body. The members that store it fetch one body of each stage and kind
+    at a time, and skip a body that is superseded meanwhile.
     """
 
     def __init__(self, channel: StateChannel, stage: LocalStage, fetch: StateFetcher) -> None:
@@ -2028,17 +2200,17 @@ class CheckpointSharing:
         self._stage = stage
         self._fetch = fetch
         self._newest: dict[tuple[int, wire.SharedBody], wire.MadeMessage] = {}
-        """(stage, kind) that is being fetched → its newest announcement."""
+        """(stage, kind) of a running fetch → newest announcement."""
         self._memory_lock = trio.Lock()
-        """There is memory for one checkpoint at a time."""
+        """Held while a checkpoint is fetched: memory may hold only one at a time."""
 
     def announce(self, what: wire.SharedBody, step: int) -> None:
+        """Announce a new body to all members."""
         for stage in self._channel.streams:
             self._channel.post(stage, wire.MadeMessage(self._channel.place, 0, what, step))
 
     def offer_checkpoint(self, step: int) -> None:
-        """Offer our checkpoint to this crew's members; make one if there is none that is new
-        enough."""
+        """Announce this stage's checkpoint to a new crew. Make one if it is not recent enough."""
         recorder, settings = self._stage.recorder, self._stage.settings
         if self._stage.store is None or not settings.uses_checkpoints(self._stage.spec) or not step:
             return
@@ -2052,13 +2224,13 @@ class CheckpointSharing:
         worker, recorder = self._stage.worker, self._stage.recorder
         assert worker is not None
         with self._channel.counting_failures():
-            async with worker.optimizer.moving:  # never in the middle of a step
+            async with worker.optimizer.moving:  # not during a step
                 await self._channel.compute(partial(recorder.share, worker))
             assert recorder.shared is not None
             self.announce("checkpoint", recorder.shared.step)
 
     def handle_made(self, stage: int, made: wire.MadeMessage) -> None:
-        """Another member has a new body: fetch it if it belongs here."""
+        """Start to fetch a new body of another member, if this member stores it."""
         own, stages = self._stage.spec.index, self._stage.spec.stages
         if made.what == "checkpoint":
             kept = stored_stages(own, stages, self._stage.settings)
@@ -2075,7 +2247,7 @@ class CheckpointSharing:
             self._channel.spawn(partial(self._fetch_announced, stage, made.what))
 
     async def _fetch_announced(self, stage: int, what: wire.SharedBody) -> None:
-        """Fetch and keep bodies of one kind until the newest that was announced is here."""
+        """Fetch and store bodies of one kind until the newest announced one is stored."""
         tried: wire.MadeMessage | None = None
         while (made := self._newest[stage, what]) is not tried:
             tried = made
@@ -2085,14 +2257,14 @@ class CheckpointSharing:
                 if what == "checkpoint":
                     self._channel.post(stage, wire.KeptMessage(self._channel.place, 0, step))
             except PeerError:
-                pass  # the next body will be announced as well
+                pass  # the next body is announced again
             except OSError as error:
                 log.warning("neighbour's checkpoint not stored", stage=stage, error=str(error))
                 self._channel.refused["failed"] += 1
         del self._newest[stage, what]
 
     async def _store_newest(self, stage: int, made: wire.MadeMessage) -> int:
-        """Have the body that was announced, or a later one; return its step."""
+        """Fetch and store the announced body, or a newer one. Return its step."""
         stored = self._stage.stored(stage) if made.what == "checkpoint" else None
         if stored is not None and not stored.own and stored.step == made.step:
             return made.step
@@ -2102,7 +2274,12 @@ class CheckpointSharing:
         return have.step
 
     def _store(self, stage: int, have: HaveMessage, body: bytearray) -> None:
-        """Keep a body of `stage`. Raises BadMessage, OSError."""
+        """Store a body of `stage`.
+
+        Raises:
+            BadMessage: The body is invalid.
+            OSError: It cannot be written.
+        """
         local, recorder = self._stage, self._stage.recorder
         if have.what == "probes":
             recorder.probes[:] = local.read_probes(body)
@@ -2118,14 +2295,19 @@ class CheckpointSharing:
 
 
 class StageLoading(PeerError):
-    """Raised when the stage that was asked is still being restored."""
+    """Raised when the requested stage is still being restored."""
 
 
 class StateChannel:
-    """The state streams of one member in one crew: messages, requests and bodies.
+    """State streams of one member in one crew: messages, requests and bodies.
 
     Args:
-        step: Returns the committed steps.
+        fence: Fence of the crew.
+        streams: Stream to each other stage.
+        limits: Bounds of messages.
+        seconds: Deadline for each part of a transfer.
+        compute: Runs computations.
+        step: Returns the number of committed steps.
     """
 
     def __init__(
@@ -2142,11 +2324,11 @@ class StateChannel:
         self.ended: dict[int, str] = {}
         """Stage → why its stream ended."""
         self.refused: Counter[str] = Counter()
-        """By `wire.STATE_REFUSALS`."""
+        """Number of refused messages and requests, by `wire.STATE_REFUSALS`."""
         self.fault: tuple[int, str] | None = None
-        """Stage that sent garbage, and the reason."""
+        """(stage that sent garbage, reason); None without a fault."""
         self.progress = 0
-        """Grows with each part of a body that arrives."""
+        """Number of chunks that have arrived."""
         self._fence = fence
         self._limits = limits
         self._seconds = seconds
@@ -2154,23 +2336,25 @@ class StateChannel:
         self._outboxes = {stage: trio.open_memory_channel[bytes](0) for stage in streams}
         self._readers = {stage: trio.CancelScope() for stage in streams}
         self._requests: dict[tuple[int, int], trio.MemorySendChannel[Incoming]] = {}
-        """(stage, number) → where its answers go."""
+        """(stage, request number) → channel for its answers."""
         self._last_request = 0
         self._bad: Counter[int] = Counter()
         self._nursery: trio.Nursery | None = None
 
     @property
     def step(self) -> int:
+        """Number of committed steps."""
         return self._step()
 
     @property
     def place(self) -> Place:
+        """Place of the messages that this member sends now."""
         return Place(self._fence.place.crew, self._fence.place.stage, self.step)
 
     async def run(
         self, handle: Handler, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Read and write the streams. `handle` gets what is no answer."""
+        """Read and write the streams until cancelled. Requests are passed to `handle`."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
@@ -2178,26 +2362,30 @@ class StateChannel:
                     nursery.start_soon(self._read, stage, handle)
                     nursery.start_soon(self._write, stage)
                 task_status.started()
-                await trio.sleep_forever()  # answers come and go
+                await trio.sleep_forever()
         finally:
             self._nursery = None
             for stage in self.streams:
                 self._end_stream(stage, "the crew is over")
 
     def spawn(self, work: Callable[[], Awaitable[None]]) -> bool:
-        """Start `work` in the background. Return False if `run` is over or has not begun."""
+        """Start `work` in the background. Return False if `run` has ended or has not started."""
         if self._nursery is None:
             return False
         self._nursery.start_soon(work)
         return True
 
     async def ask(self, stage: int, seconds: float) -> HoldsMessage:
-        """Return what `stage` has of ours. Raises PeerError."""
+        """Return what `stage` has stored of this stage.
+
+        Raises:
+            PeerError: The stage is gone, sent an invalid answer, or none within `seconds`.
+        """
         with self.counting_bad_messages(stage), self._request(stage) as (number, answers):
             await self.send(stage, wire.AskMessage(self.place, number))
             answer, _ = await self._receive(stage, answers, seconds)
             if not isinstance(answer, HoldsMessage):
-                raise BadMessage("schema", "an answer to another question")
+                raise BadMessage("schema", f"{type(answer).__name__} as answer to AskMessage")
             return answer
 
     async def fetch(
@@ -2208,19 +2396,23 @@ class StateChannel:
         body: bytes = b"",
         partial_body: PartialBody | None = None,
     ) -> tuple[HaveMessage, bytearray]:
-        """Return a body with the hash that was promised.
+        """Send a request for a body, and return the body after its hash was checked.
 
         Args:
             size: Returns the length that the body must have. Raises BadMessage for another body.
-            arrival: What has arrived already; the rest is asked for.
+            body: Body of the request.
+            partial_body: Part that has arrived already. Only the rest is requested.
 
         Raises:
-            PeerError: BadMessage for a body that is not what it has to be, PeerTimeout,
-                StageLoading, Incompatible if the peer could not compute it.
+            BadMessage: The body is invalid.
+            PeerTimeout: Nothing arrived in time.
+            StageLoading: The stage is being restored.
+            Incompatible: The stage could not compute the body.
+            PeerError: The stage is gone, or has no such body.
         """
         partial_body = partial_body or PartialBody()
         if isinstance(message, wire.WantMessage) and partial_body.at:
-            # if all have arrived, the last byte is sent again
+            # a request cannot start behind the last byte
             partial_body.at = min(partial_body.at, len(partial_body.body) - 1)
             message = msgspec.structs.replace(message, at=partial_body.at, root=partial_body.root)
         what = message.what if isinstance(message, wire.WantMessage) else "output"
@@ -2251,7 +2443,7 @@ class StateChannel:
 
     @contextlib.contextmanager
     def _request(self, stage: int) -> Iterator[tuple[int, trio.MemoryReceiveChannel[Incoming]]]:
-        """Number a request, and receive its answers while the context is open."""
+        """Yield the number of a new request, and a channel for its answers."""
         self._last_request += 1
         key = stage, self._last_request
         self._requests[key], answers = trio.open_memory_channel[Incoming](0)
@@ -2264,7 +2456,11 @@ class StateChannel:
     async def _receive(
         self, stage: int, answers: trio.MemoryReceiveChannel[Incoming], seconds: float
     ) -> Incoming:
-        """Return the next message for a request. Raises PeerError where there is none."""
+        """Return the next answer to a request, with its body.
+
+        Raises:
+            PeerError: The stage is gone, sent nothing for `seconds`, or sent LackMessage.
+        """
         try:
             with trio.fail_after(seconds):
                 message, body = await answers.receive()
@@ -2289,7 +2485,11 @@ class StateChannel:
     async def send(
         self, stage: int, message: wire.AnyStateMessage, body: bytes | memoryview = b""
     ) -> None:
-        """Wait for the stream's turn and send. Raises PeerError."""
+        """Send a message when the stream has room.
+
+        Raises:
+            PeerError: The stage is gone.
+        """
         if stage in self.ended or stage not in self.streams:
             raise self._gone_error(stage)
         try:
@@ -2300,7 +2500,14 @@ class StateChannel:
     async def send_body(
         self, stage: int, have: HaveMessage, body: memoryview, at: int, background: bool
     ) -> None:
-        """Send a body from byte `at` on, in chunks. Raises PeerError."""
+        """Send a body from byte `at` on, in chunks.
+
+        Args:
+            background: True to pause after each chunk, see BACKGROUND_PAUSE.
+
+        Raises:
+            PeerError: The stage is gone.
+        """
         await self.send(stage, have)
         pause, most = BACKGROUND_PAUSE
         for start in range(at, len(body), CHUNK_BYTES):
@@ -2334,7 +2541,7 @@ class StateChannel:
                     if not isinstance(message, wire.StateAnswer):
                         handle(stage, message, body)
                     elif (asked := self._requests.get((stage, message.request))) is not None:
-                        with contextlib.suppress(trio.BrokenResourceError):  # it has ended
+                        with contextlib.suppress(trio.BrokenResourceError):  # the request ended
                             await asked.send(got)
         except BadMessage as error:
             reason = error.reason
@@ -2346,7 +2553,7 @@ class StateChannel:
 
     @contextlib.contextmanager
     def counting_bad_messages(self, stage: int) -> Iterator[None]:
-        """Count a BadMessage that `stage` is to blame for."""
+        """Count a BadMessage in the block against `stage`, and raise it."""
         try:
             yield
         except BadMessage as error:
@@ -2355,7 +2562,7 @@ class StateChannel:
 
     @contextlib.contextmanager
     def counting_failures(self) -> Iterator[None]:
-        """Count what this node's disk or device cannot do."""
+        """Count an error of this node's disk or device in the block, and suppress it."""
         try:
             yield
         except (StateError, Unavailable, OSError, ValueError):
@@ -2366,14 +2573,14 @@ class StateChannel:
             self.refused["failed"] += 1
 
     def count_bad_message(self, stage: int, error: BadMessage) -> None:
-        """Count what `stage` sent and should not have."""
+        """Count an invalid message of `stage`. Close its stream after MAX_BAD_MESSAGES."""
         self.refused[error.reason if error.reason in wire.STATE_REASONS else "schema"] += 1
         self._bad[stage] += 1
         if self._bad[stage] >= MAX_BAD_MESSAGES:
             self._end_stream(stage, "misbehaved")
 
     def _end_stream(self, stage: int, reason: str) -> None:
-        """End the stream of `stage` and all requests to it."""
+        """Close the stream of `stage`, and end all requests to it."""
         if stage in self.ended or stage not in self.streams:
             return
         self.ended[stage] = reason

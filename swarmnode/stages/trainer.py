@@ -1,13 +1,14 @@
 """The trainer of a node that holds one stage of a policy.
 
-    CrewTrainer     main thread     leads the training loop while this node is the crew's head
-    StageRunner     crew's thread   holds the assigned stage, one crew after another
-    CrewPolicy      main thread     the engine of the head's loop
-    StageRecovery   crew's thread   checkpoints and restoration
-    Stage           crew's thread   weights, optimizer, worker; its averaging with other crews
-    CrewModel                       tokenizer, memory and costs of the model
+    CrewTrainer      main thread     entry point: offers this node, leads the training loop as head
+    StageRunner      crew's thread   holds the assigned stage, one crew after another
+    CrewPolicy       main thread     the engine of the head's training loop
+    Stage            crew's thread   weights, optimizer and worker
+    StageAveraging   crew's thread   averaging of the stage with other crews
+    CrewModel                        tokenizer, memory and costs of the model
 
-The link's thread delivers messages of the network process.
+`StageRecovery` (`recovery.py`) restores the stage in the crew's thread. The link's thread delivers
+messages of the network process.
 """
 
 from __future__ import annotations
@@ -112,7 +113,6 @@ from swarmnode.stages.model import (
     load_stage,
 )
 from swarmnode.stages.pipeline import (
-    TOO_MUCH,
     CannotScore,
     Head,
     Links,
@@ -136,6 +136,7 @@ from swarmnode.stages.recovery import (
 )
 from swarmnode.stages.wire import (
     CREW_BYTES,
+    DEVICE_REASON,
     MAX_MICRO_BATCHES,
     ActivationCodec,
     Capacity,
@@ -174,17 +175,24 @@ from swarmnode.wire.tensors import unpack_logprobs
 
 log = structlog.get_logger("swarmnode.crew")
 T = TypeVar("T")
-# The trainer: offers itself to a crew, holds the assigned stage, trains while it holds the first.
+
+# The trainer: it offers this node to crews, holds the assigned stage, and runs the training loop
+# while it holds the first stage.
 
 POLL_INTERVAL = 1.0
+"""Interval between checks whether to lead or to sample, in seconds."""
 REDUCED_OFFER = 0.8
 """After a stage did not fit, this share of its planned memory is offered."""
 
 
 def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
-    """Return a trainer of the whole policy where it fits or is configured, else of a stage.
+    """Return a trainer of the whole policy if it fits or is configured, else of a stage.
 
-    Reads no weights. Raises LocalError, ConfigError.
+    This reads no weights.
+
+    Raises:
+        LocalError: the model does not exist, or neither the policy nor a stage fits.
+        ConfigError: the model cannot be split, and `stages.mode` is `always`.
     """
     if config.stages.mode == "off":
         return Trainer(config, progress)
@@ -194,11 +202,11 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
 
 
 class CrewTrainer:
-    """The trainer of a node that holds one stage of a policy."""
+    """Trainer of a node that holds one stage of a policy."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self.policy_copy: PolicyCopy | None = None
-        """What this node samples from; None if it samples through the stages."""
+        """Policy copy that this node samples from; None if it samples through the stages."""
         self._config = config
         self._progress = progress
         self._directory = config.node.data_dir / "trainer"
@@ -207,18 +215,19 @@ class CrewTrainer:
         self._averaging: StageAveraging | None = None
         self._sampler: MemberSampler | None = None
         self._engine: CrewPolicy | None = None
-        """Of the last crew that this node led; it knows what its members can compute."""
+        """Engine of the last crew that this node led. It has measured what the members can
+        compute."""
 
     def stop(self) -> None:
-        """Finish the work under way, save and leave."""
+        """Finish the present work, save and leave."""
         self._stop.set()
 
     def run(self) -> None:
         """Train until `stop` is called, or `max_steps` are taken and the head has ended.
 
         Raises:
-            LocalError: the model does not exist or cannot be held in stages.
-            DeviceError: a stage does not fit.
+            LocalError: the model does not exist or cannot be split.
+            DeviceError: this node has no room for a stage.
         """
         c = self._config
         with contextlib.ExitStack() as stack:
@@ -251,7 +260,7 @@ class CrewTrainer:
                 self._reduce_offer,
                 self._offer,
             )
-            self._runner.start()  # before the link, which delivers to it
+            self._runner.start()  # before the link, which delivers messages to it
             stack.enter_context(self._link)
             stack.callback(self._runner.stop)
             self._train()
@@ -262,7 +271,8 @@ class CrewTrainer:
         self._progress("loading policy")
 
     def _train(self) -> None:
-        """Lead the crew while this node is its head, sample beside it while it is a member."""
+        """Lead the crew while this node is its head. Sample from the policy copy while it is a
+        member."""
         c, scorer, may_average = self._config, None, False
         pauses = Pauses(c.node.quiet_hours, PauseFlags(c.node.data_dir), 0.0, self._stop).reasons
         with contextlib.ExitStack() as stack:
@@ -279,7 +289,7 @@ class CrewTrainer:
                         scorer = stack.enter_context(Scorer())
                     if lineage is not None:
                         self._lead(lineage, scorer)
-                        return  # stopped, or all steps are taken
+                        return  # the trainer was stopped, or all steps are taken
                     self._sample(scorer)
                 except EngineGone as gone:
                     log.info(
@@ -298,11 +308,11 @@ class CrewTrainer:
                     self.policy_copy = self._sampler = self._engine = None
 
     def _waiting_lineage(self) -> bytes | None:
-        """Return the lineage whose crew waits for this node as its head."""
+        """Return the lineage of the crew that waits for this node as its head; None without one."""
         return self._runner.led_lineage() if self._runner.head() is not None else None
 
     def _lead(self, lineage: bytes, scorer: Scorer) -> None:
-        """Run the training loop as long as this node is the head of `lineage`."""
+        """Run the training loop while this node is the head of `lineage`."""
         c, engine = self._config, self._engine
         if engine is None or engine.lineage != lineage:
             engine = self._engine = CrewPolicy(
@@ -328,7 +338,7 @@ class CrewTrainer:
                 self.policy_copy.release()
 
     def _may_sample(self) -> bool:
-        """Return True if another node leads a working crew and this one has a copy to sample."""
+        """Return True if another node leads a working crew and this node has a policy copy."""
         return (
             self.policy_copy is not None
             and self._config.sharing.enabled
@@ -337,16 +347,18 @@ class CrewTrainer:
         )
 
     def _sample(self, scorer: Scorer) -> None:
-        """Sample from the copy, once in each step of the crew.
+        """Sample from the policy copy, once in each step of the crew.
 
-        Raises EngineGone, LocalError, OSError.
+        Raises:
+            EngineGone: the crew has ended.
+            LocalError, OSError: sampling or saving failed.
         """
         c, stage = self._config, self._runner.stage
         if stage is None or self.policy_copy is None:
             return
         if self._sampler is None or self._sampler.lineage != stage.lineage:
             if self._sampler is not None:
-                self.policy_copy.release()  # it is the other lineage's
+                self.policy_copy.release()  # it is of the former lineage
             engine = MemberPolicy(
                 c.training,
                 self._model,
@@ -362,7 +374,7 @@ class CrewTrainer:
     # ---- the stage -------------------------------------------------------------------------------
 
     def _build(self, assignment: StageAssignment) -> Stage:
-        if self._averaging is not None:  # it refers to the stage before
+        if self._averaging is not None:  # it is of the former stage
             self._averaging.close()
             self._averaging = None
         runtime = self._model.build(assignment.layers, assignment.stage)
@@ -384,12 +396,12 @@ class CrewTrainer:
         """Start averaging: the stage has its weights."""
         if self._averaging is not None:
             self._averaging.begin(self._recovery.outer)
-            # before the observers that store what it changes
+            # before the recorder, which stores what averaging changes
             stage.observers.insert(1, self._averaging)
-        self._recovery.outer = {}  # averaging has its own copies
+        self._recovery.outer = {}  # averaging has copied it
 
     def _reduce_offer(self, assignment: StageAssignment) -> None:
-        """Offer less from now on, so that a stage that does not fit is not planned again."""
+        """Offer less memory from now on, so that a stage that did not fit is not planned again."""
         trainer_offer = self._trainer_offer
         if sum(assignment.layers) == len(trainer_offer.cost.layers):
             planned = stage_memory(trainer_offer.cost, assignment.layers, assignment.stage)
@@ -402,7 +414,8 @@ class CrewTrainer:
     # ---- the link --------------------------------------------------------------------------------
 
     def _greet(self) -> Hello:
-        """Return the first message of a new connection, and send what the runner has."""
+        """Send the stage's status or this node's offer, and return the first message of a new
+        connection."""
         status = self._runner.status()
         if status is not None:
             self._link.send(status)
@@ -411,7 +424,7 @@ class CrewTrainer:
         return self._hello()
 
     def _offer(self, stage: Stage | None) -> None:
-        """Offer this node, which works in no crew, with its copies of stages."""
+        """Offer this node, which works in no crew, with the blocks that it holds."""
         in_memory = stage.held_block() if stage is not None else None
         held_blocks = (
             *([in_memory] if in_memory is not None else []),
@@ -439,10 +452,10 @@ class CrewTrainer:
         averaging = self._averaging
         if averaging is None:
             return
-        gives = isinstance(message, local.TakeSnapshot | local.WriteState)
-        # a suspended stage gives nothing away; an exchange under way may end
+        starts = isinstance(message, local.TakeSnapshot | local.WriteState)
+        # a paused stage starts no exchange, but finishes one that has started
         if isinstance(message, local.AdoptState) or (
-            self._runner.active and (self._runner.may_average or not gives)
+            self._runner.active and (self._runner.may_average or not starts)
         ):
             averaging.receive(message)
         else:
@@ -455,14 +468,16 @@ class CrewTrainer:
 # Streams to the other stages, through Unix sockets of the network process.
 
 CONNECT_SECONDS = 10.0
-"""To a socket on this machine; the network process may be restarting."""
+"""Deadline of a connection to the network process, which may be restarting."""
 RETRY_SECONDS = 0.1
+"""Wait before the next attempt."""
 
 
 async def connect(assignment: StageAssignment, stage: int, kind: StreamKind) -> trio.abc.Stream:
-    """Open a stream to the trainer of `stage`, which need not be there yet.
+    """Return a stream to the trainer of `stage`, which may open its end later.
 
-    Raises PeerError if the network process does not answer.
+    Raises:
+        PeerError: the network process does not answer.
     """
     opened = headed.pack(SocketOpen(assignment.crew, stage, kind))
     with trio.move_on_after(CONNECT_SECONDS):
@@ -485,7 +500,11 @@ async def connect(assignment: StageAssignment, stage: int, kind: StreamKind) -> 
 
 
 async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int, trio.abc.Stream]:
-    """Open a stream to every other stage. Raises PeerError."""
+    """Return a stream to every other stage, by stage.
+
+    Raises:
+        PeerError: the network process does not answer.
+    """
     streams: dict[int, trio.abc.Stream] = {}
     try:
         for stage in range(len(assignment.members)):
@@ -498,6 +517,7 @@ async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int
 
 
 async def close_all(streams: Mapping[int, trio.abc.Stream]) -> None:
+    """Close all streams, also in a cancelled task."""
     with trio.CancelScope(shield=True):
         for stream in streams.values():
             await trio.aclose_forcefully(stream)
@@ -505,19 +525,19 @@ async def close_all(streams: Mapping[int, trio.abc.Stream]) -> None:
 
 # This node's stage in one crew after another: a trio program in a thread of its own.
 #
-#     Assigned    the previous session ends; `run_stage` begins
-#     Resumed     all stages are active: the head may start
-#     Suspended   nothing starts, received frames wait
-#     Released    the session ends; weights and optimizer stay in memory
+#     StageAssignment   the previous session ends, and `run_stage` starts
+#     CrewResume        all stages are active: the head may start
+#     CrewPause         no work starts, and received frames wait
+#     CrewEnd           the session ends; weights and optimizer stay in memory
 #
-# Other threads read its state through `wait`; only the head's calls come from outside (`call_head`).
+# Other threads read its state through `wait`, and run the head's calls through `call_head`.
 
 STATUS_SECONDS = 1.0
 
 
 @dataclass
 class StageSession:
-    """This node's part in one crew."""
+    """State of this node's stage in one crew."""
 
     assignment: StageAssignment
     phase: wire.StagePhase = "loading"
@@ -526,21 +546,27 @@ class StageSession:
     reason: str = ""
     """Why the stage failed."""
     faulted: bool = False
-    """A fault was reported. The crew ends soon."""
+    """True after a fault was reported: the crew ends soon."""
     resumed: bool = False
-    """All stages are active, and the crew is not suspended."""
+    """True if all stages are active and the crew is not paused."""
     suspended: bool = False
+    """True while the crew is paused."""
     source_seconds: float | None = None
+    """Seconds from the assignment until the stage had its weights."""
     gate_kl: float | None = None
+    """KL divergence that the gate measured, in nats per token."""
     since: float = field(default_factory=time.monotonic)
+    """Start of the session."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    """Scope of the whole session."""
     call: trio.CancelScope = field(default_factory=trio.CancelScope)
-    """The present call of the head, which ends with the session."""
+    """Scope of the head's present call, which ends with the session."""
     over: trio.Event = field(default_factory=trio.Event)
-    """Nothing of it runs any more."""
+    """Set when no task of the session runs any more."""
 
     @property
     def active(self) -> bool:
+        """True while the stage can take steps."""
         return self.phase == "active" and not self.over.is_set()
 
 
@@ -548,11 +574,13 @@ class StageRunner:
     """Holds the assigned stage, in a thread of its own.
 
     Args:
-        build: makes a stage with the base model's weights; called in a worker thread.
-        on_ready: called when the stage has its own weights.
-        send: sends a message to the network process; callable from any thread.
-        lacked: called when an assigned stage did not fit this node's memory.
-        offer: called in a worker thread when there is no crew, with the stage in memory.
+        build: Returns a stage with the base model's weights. Called in a worker thread.
+        recovery: Restores the stage.
+        send: Sends a message to the network process. Callable from any thread.
+        progress: Reports progress to the supervisor.
+        on_ready: Called when the stage has its own weights.
+        on_out_of_memory: Called when an assigned stage did not fit this node's memory.
+        offer: Called with the stage in memory when the crew has ended, in a worker thread.
     """
 
     def __init__(
@@ -578,7 +606,7 @@ class StageRunner:
         self._inbox, self._messages = trio.open_memory_channel[wire.ToTrainer](math.inf)
         self._token: trio.lowlevel.TrioToken | None = None
         self._error: BaseException | None = None
-        """What ended the thread, if it was an error."""
+        """Error that ended the thread."""
         self._thread = threading.Thread(target=self._run_thread, name="crew", daemon=True)
 
     # ---- the assigned stage, from load to clean-up -----------------------------------------------
@@ -586,9 +614,10 @@ class StageRunner:
     async def run_stage(self, session: StageSession) -> None:
         """Hold one stage in one crew until the session is cancelled or fails.
 
-        out of memory, device error   the stage is dropped and reported as failed
-        a peer is lost                the fault is reported; the next crew tries again
-        no source, damaged files      the stage is reported as failed
+        Failures:
+            out of memory, device error: the stage is dropped and reported as failed
+            a peer is lost: the fault is reported, and the next crew tries again
+            no source, damaged files: the stage is reported as failed
         """
         failure = None
         try:
@@ -596,7 +625,7 @@ class StageRunner:
                 await self._load_and_work(session)
         except Exception as raised:
             failure = _failure_of(raised)
-            if failure is None:  # a defect of ours ends the process
+            if failure is None:  # a defect of this program ends the process
                 raise
         finally:
             session.over.set()
@@ -613,7 +642,7 @@ class StageRunner:
         assignment, stage = session.assignment, self.stage
         in_memory = stage is not None and stage.continue_at(assignment)
         if stage is None or not in_memory:
-            stage = None  # there may be no room for two
+            stage = None  # memory may not hold two stages
             self._replace_stage(None)
             await trio.to_thread.run_sync(self._recovery.prepare, assignment)
             stage = await trio.to_thread.run_sync(self._build, assignment)
@@ -651,11 +680,11 @@ class StageRunner:
 
     def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
         if kind == "peer":
-            # with the own stage as the cause, the crew ends without a strike for any member
+            # with this stage as the cause, the crew ends without a strike for any member
             self._report_fault(session, session.assignment.stage, reason)
             return
         if kind != "source":
-            self._replace_stage(None)  # what is in memory is neither offered nor saved
+            self._replace_stage(None)  # its weights must be neither offered nor saved
             self._recovery.forget()
             free_memory()
         if kind == "memory":
@@ -677,20 +706,21 @@ class StageRunner:
     # ---- from other threads ----------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread; its program runs when this returns."""
+        """Start the thread, and wait until it handles messages."""
         self._thread.start()
         self.wait(lambda: self._token is not None, math.inf)
 
     def stop(self, seconds: float = 10.0) -> None:
+        """End the session and the thread. Wait for at most `seconds`."""
         self.run_soon(self._inbox.close)
         self._thread.join(seconds)
 
     def receive(self, message: wire.ToTrainer) -> None:
-        """Handle a message of the network process; returns at once."""
+        """Handle a message of the network process, without waiting."""
         self.run_soon(self._inbox.send_nowait, message)
 
     def run_soon(self, work: Callable[..., object], *args: object) -> None:
-        """Call `work(*args)` in the crew's thread, soon."""
+        """Call `work(*args)` in the crew's thread, without waiting."""
         if self._token is not None:
             with contextlib.suppress(trio.RunFinishedError):
                 self._token.run_sync_soon(work, *args)
@@ -698,7 +728,8 @@ class StageRunner:
     def wait(self, what: Callable[[], T | None], seconds: float) -> T | None:
         """Return the first true value of `what()`, evaluated at each change; None after `seconds`.
 
-        Raises the error that ended the thread, if there was one.
+        Raises:
+            BaseException: the error that ended the thread.
         """
         with self._changed:
             found = self._changed.wait_for(
@@ -709,10 +740,12 @@ class StageRunner:
         return cast("T | None", found) or None
 
     def call_head(self, head: Head, work: Callable[[Head], Awaitable[T]]) -> T:
-        """Return `await work(head)`, run in the crew's thread.
+        """Run `await work(head)` in the crew's thread and return its result.
 
-        Raises what `work` raises, PeerError when the head's crew ends meanwhile, and EngineGone
-        when the thread has ended.
+        Raises:
+            PeerError: the head's crew has ended.
+            EngineGone: the thread has ended.
+            Exception: what `work` raises.
         """
 
         async def call() -> T:
@@ -733,20 +766,20 @@ class StageRunner:
             raise EngineGone("the crew's thread has ended") from None
 
     def head(self) -> Head | None:
-        """Return the head that may begin something now: of stage 0, active, not suspended."""
+        """Return the worker of stage 0 if this node holds it and its crew runs; otherwise None."""
         stage = self.stage
         worker = stage.worker if stage is not None and self.may_average else None
         return worker if isinstance(worker, Head) and worker.usable else None
 
     def led_lineage(self) -> bytes | None:
-        """Return the lineage whose first stage is ours or is being loaded; None otherwise."""
+        """Return the lineage whose first stage this node holds or loads; None if there is none."""
         session = self._session
         if session is None or session.assignment.stage != 0:
             return None
         return session.assignment.lineage
 
     def lost_leadership(self, lineage: bytes) -> bool:
-        """Return True if there is a crew whose head for `lineage` is another node."""
+        """Return True if this node is in a crew and is not the head of `lineage`."""
         return self._session is not None and self.led_lineage() != lineage
 
     def members(self) -> tuple[str, ...]:
@@ -755,9 +788,12 @@ class StageRunner:
         return session.assignment.members if session is not None else ()
 
     def finished(self, limit: int) -> bool:
-        """Return True if `limit` steps are taken and nobody needs our stage afterwards.
+        """Return True if `limit` steps are taken and no crew needs this stage any more.
 
-        The head evaluates after the last step and needs all stages for that. 0 means no limit.
+        The head evaluates after the last step, and needs all stages for that.
+
+        Args:
+            limit: 0 for no limit.
         """
         stage = self.stage
         more = stage.step - limit if stage is not None and limit else -1
@@ -765,16 +801,18 @@ class StageRunner:
 
     @property
     def active(self) -> bool:
+        """True while the stage can take steps."""
         session = self._session
         return session is not None and session.active
 
     @property
     def may_average(self) -> bool:
-        """Whether this stage is active and its crew not suspended."""
+        """True if this stage is active and its crew is not paused."""
         session = self._session
         return session is not None and session.active and session.resumed
 
     def status(self) -> StageStatus | None:
+        """Return the status of the stage; None without a crew."""
         session, stage = self._session, self.stage
         if session is None:
             return None
@@ -821,7 +859,7 @@ class StageRunner:
             nursery.start_soon(self._report_status)
             async for message in self._messages:
                 await self._handle(message, nursery)
-            self._send_status()  # the last step
+            self._send_status()  # it reports the last step
             await self._end_session()
             nursery.cancel_scope.cancel()
 
@@ -856,14 +894,14 @@ class StageRunner:
             self.stage.worker.links.inbox.pause(suspended)
 
     async def _end_session(self) -> None:
-        """End everything of the present crew; weights and optimizer stay."""
+        """End all tasks of the present session. Weights and optimizer stay."""
         if self._session is not None:
             self._session.scope.cancel()
             await self._session.over.wait()
 
     async def _report_status(self) -> None:
-        """Send a status each second; report progress to the supervisor when there is some, or
-        nothing to do."""
+        """Send a status each second. Report to the supervisor if the stage made progress or has no
+        work."""
         shown = -1
         while True:
             await trio.sleep(STATUS_SECONDS)
@@ -884,7 +922,7 @@ class StageRunner:
         return (worker.fault if worker is not None else None) or self._recovery.fault()
 
     def _report_fault(self, session: StageSession, stage: int | None, reason: str) -> None:
-        """Tell the network process, once, that this crew cannot continue."""
+        """Report to the network process, once, that this crew cannot continue."""
         if not session.faulted:
             session.faulted = True
             blamed = "unknown" if stage is None else stage
@@ -903,11 +941,12 @@ class StageRunner:
 
 
 FailureKind = Literal["memory", "device", "source", "peer"]
-"""From the most to the least serious."""
+"""Kinds of failures, the most serious first. `source`: no source of the weights can be used."""
 
 
 def _failure_of(raised: Exception) -> tuple[FailureKind, str] | None:
-    """Return (kind, reason) of the most serious error in `raised`; None for a defect of ours."""
+    """Return (kind, reason) of the most serious error in `raised`; None for a defect of this
+    program."""
     errors = _leaves(raised)
     if not all(isinstance(error, SwarmNodeError) or is_device_error(error) for error in errors):
         return None
@@ -937,31 +976,31 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-# The engine of a crew's head. The training loop's calls go through the stages; a call that fails
-# with its crew is repeated with the next one.
+# The engine of a crew's head. The training loop's calls run through the stages. A call that fails
+# with its crew is repeated with the next crew.
 
 WAIT_SECONDS = 1.0
-"""Between two checks whether to stop."""
+"""Interval between checks whether to stop."""
 FIRST_TOKENS = 1024
-"""Padded tokens of the first micro-batches in a crew whose speed is not known. 16,384 tokens can
-take a CPU stage many times the head's deadline."""
+"""Padded tokens of the first micro-batches of a crew whose speed is not known. For 16,384 tokens a
+CPU stage can take many times the head's deadline."""
 MICRO_BATCHES_PER_STAGE = 8
-"""A step is cut into this many micro-batches per stage: with more of them stages idle less."""
+"""A step has about this many micro-batches per stage. With more of them, stages idle less."""
 MIN_MICRO_BATCH_TOKENS = 1024
-"""But a micro-batch is allowed at least this many tokens: a device is slow with smaller ones."""
+"""A micro-batch may have at least this many tokens, because a device is slow with smaller ones."""
 SLOW_TOKEN_SECONDS = 0.1
-"""If a token takes more seconds through all stages, a warning recommends sampling from a copy."""
+"""If a token takes longer through all stages, a warning recommends sampling from a policy copy."""
 
 
 class CrewPolicy:
-    """The policy of a crew, at its head.
+    """Engine of the training loop at the head of a crew.
 
     Args:
-        lineage: the lineage whose head this node is.
-        stop: ends all waiting.
-        wait_seconds: how long to wait for a crew.
-        averaging: returns our own stage's averaging, if it is averaged now.
-        policy_copy: what training samples from, if it is recent enough.
+        lineage: Lineage whose head this node is.
+        stop: Ends all waiting.
+        wait_seconds: Time to wait for a crew.
+        averaging: Returns the averaging of this node's stage; None if it is not averaged now.
+        policy_copy: Policy copy that training samples from while it is recent enough.
     """
 
     def __init__(
@@ -990,6 +1029,7 @@ class CrewPolicy:
 
     @property
     def text(self) -> PolicyText:
+        """Tokenizer of the policy."""
         return self._model.text
 
     def _new_batcher(self) -> MicroBatcher:
@@ -997,14 +1037,15 @@ class CrewPolicy:
 
     @property
     def _memory(self) -> MicroBatcher:
-        """How many tokens the present members compute at a time. With another member it is measured
-        again."""
+        """Micro-batch size that fits the present members. It is measured again when a member
+        changes."""
         members = self._runner.members()
         if members and members != self._members:
             self._members, self._batcher = members, self._new_batcher()
         return self._batcher
 
     def statistics(self) -> EngineStatistics:
+        """Return device, memory and micro-batch size."""
         device, memory = self._model.placement.device, self._memory.statistics()
         peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         dtype = str(self._model.placement.dtype).removeprefix("torch.")
@@ -1012,6 +1053,7 @@ class CrewPolicy:
         return EngineStatistics(str(device), dtype, peak, tokens, tokens, memory.oom_retries)
 
     def random_generator(self, seed: int) -> torch.Generator:
+        """Return a generator for sampling."""
         return torch.Generator().manual_seed(seed)
 
     # ---- a step ----------------------------------------------------------------------------------
@@ -1019,7 +1061,12 @@ class CrewPolicy:
     def generate(
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
-        """Sample from this node's copy if it is recent enough, else through the stages."""
+        """Sample from the policy copy if it is recent enough, else through the stages.
+
+        Raises:
+            DeviceError: a question and its answer exceed a wave.
+            EngineGone, PeerTimeout: there is no crew, see `_head`.
+        """
         policy_copy, stage = self._policy_copy, self._runner.stage
         if prompts and policy_copy is not None and stage is not None:
             step = self._step()
@@ -1030,6 +1077,7 @@ class CrewPolicy:
         return self._through_stages(prompts, sampling, rng)
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        """Return an engine that samples all prompts of a call together."""
         return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
 
     def _through_stages(
@@ -1050,7 +1098,7 @@ class CrewPolicy:
         seed, s = int(torch.randint(2**62, (1,), generator=rng)), sampling
         ends, began, waves = self.text.eos_ids, time.monotonic(), None
         while waves is None:
-            draw = random.Random(seed)  # the next crew draws the same tokens
+            draw = random.Random(seed)  # a repeated call draws the same tokens
             work = lambda head, draw=draw: head.generate(
                 encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
             )
@@ -1072,7 +1120,7 @@ class CrewPolicy:
         ]
 
     def _recommend_copy(self, token_seconds: float) -> None:
-        """Log once that a copy of the policy would be faster."""
+        """If sampling is slow, log once that a policy copy would be faster."""
         if (
             self._policy_copy is None
             and token_seconds > SLOW_TOKEN_SECONDS
@@ -1087,6 +1135,12 @@ class CrewPolicy:
             )
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+        """Return (log-probabilities, entropies) of the completion tokens of each row.
+
+        Raises:
+            DeviceError: one row exceeds the memory of a stage's device.
+            EngineGone, PeerTimeout: there is no crew, see `_head`.
+        """
         lengths = [len(p) + len(c) for p, c in rows]
         scored: list[Scored] | None = None if rows else []
         while scored is None:
@@ -1106,8 +1160,13 @@ class CrewPolicy:
         return scored
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        """Take one step, as `Updater.update`. How far own and peers' gradients agree is not
-        measured, since no node has them all."""
+        """Take one step, as `Updater.update`.
+
+        The agreement of own and peers' gradients is not measured, since no node has all gradients.
+
+        Raises:
+            EngineGone, PeerTimeout: there is no crew, see `_head`.
+        """
         own, external = trained(rows, self._training)
         if not own and not external:
             return UpdateStatistics(stepped=False, skipped="no_signal")
@@ -1115,7 +1174,7 @@ class CrewPolicy:
         if done.stepped or not own or not external:
             # stages do not report whose tokens were effective
             return replace(done, effective_own=None) if external else done
-        # a peer's rows may be why no step was taken; stages do not report whose
+        # a peer's rows may be the reason; stages do not report whose rows they refuse
         refused: dict[int, Outcome] = dict.fromkeys(
             (rows.groups[i] for i in external), "no_gradient"
         )
@@ -1124,7 +1183,12 @@ class CrewPolicy:
     def _learn(
         self, rows: Rows, indices: list[int], without: frozenset[int], rate: float | None
     ) -> UpdateStatistics:
-        """Take one step with `indices` of the rows. without: groups that the normaliser ignores."""
+        """Take one step with some of the rows.
+
+        Args:
+            indices: Rows to learn from.
+            without: Groups that the normaliser ignores.
+        """
         cfg = self._training
         learn = [
             LearnRow(
@@ -1144,7 +1208,12 @@ class CrewPolicy:
         while True:
             head = self._head()
             step = head.participant.step
-            if step > before:  # the crew that failed had taken this step
+            # A call that ends between the commit and the last `done` is not resumed. It always ends
+            # with its crew, and the step of the next crew shows whether the commit took effect. If
+            # any stage took the step, the next crew continues after it, and stages that are one
+            # step behind count as if they had taken it. A stage finishes a step that it has started
+            # before it offers its weights. So no step is lost or taken twice.
+            if step > before:
                 return UpdateStatistics(stepped=True)
             before, tokens = step, self._update_tokens(lengths, groups, head.stages)
             largest = self._memory.cut(lengths, groups, tokens)
@@ -1166,7 +1235,7 @@ class CrewPolicy:
                     rate_factor=result.rate_factor,
                 )
             log.warning("crew refused a step", reason=result.refused, tokens=largest)
-            if result.refused != TOO_MUCH or not result.divisible:
+            if result.refused != DEVICE_REASON or not result.divisible:
                 skipped = "not_finite" if result.refused == "not_finite" else "refused"
                 return UpdateStatistics(stepped=False, skipped=skipped)
             self._memory.ran_out(largest)
@@ -1182,26 +1251,26 @@ class CrewPolicy:
         memory.tokens = max(memory.tokens, tokens)
         return tokens
 
-    # ---- the present head ------------------------------------------------------------------------
+    # ---- calls to the present head ---------------------------------------------------------------
 
     def _call(self, head: Head, work: Callable[[Head], Awaitable[T]], largest: int = 0) -> T | None:
-        """Return the result of `work(head)`, or None if it failed and is to be called again.
+        """Return the result of `work(head)`; None if it failed and is to be repeated.
 
-        The next head may be of another crew: a failure ends the crew, a refusal only when a stage
-        repeats it, see `Head`.
+        The next head may be of another crew: a failure ends the crew, and so do repeated refusals,
+        see `Head`.
 
         Args:
-            largest: padded tokens of the largest micro-batch; after a timeout there are fewer.
+            largest: Padded tokens of the largest micro-batch. After a timeout they are reduced.
 
         Raises:
-            CannotScore: it is too much for a stage's device.
+            CannotScore: a stage's device cannot compute the micro-batch.
             EngineGone: the crew's thread has ended.
         """
         try:
             return self._runner.call_head(head, work)
         except PeerError as error:
             log.warning("call to the crew failed", error=str(error))
-            if isinstance(error, CannotScore) and error.too_much:
+            if isinstance(error, CannotScore) and error.device:
                 raise
             if isinstance(error, PeerTimeout) and largest:
                 self._memory.shrink(largest)
@@ -1212,14 +1281,14 @@ class CrewPolicy:
         return self._head().participant.step
 
     def _head(self) -> Head:
-        """Wait for a crew that works and return its head.
+        """Wait for a crew that runs, and return its head.
 
-        While a crew is being restored there is no bound: a stage of a 7 B model takes half an hour
-        over a home's line, and the network process ends crews that make no progress.
+        The wait has no bound while a crew is being restored: a stage of a 7 B model takes half an
+        hour over a home's line, and the network process ends crews that make no progress.
 
         Raises:
             EngineGone: another node is the head, or this node stops.
-            PeerTimeout: there was no crew for `wait_seconds` and a minute.
+            PeerTimeout: there was no crew for `wait_seconds` + 60 s.
         """
         limit = self._wait_seconds + 60.0
         late = time.monotonic() + limit
@@ -1239,34 +1308,41 @@ class CrewPolicy:
                     " for the missing stages"
                 )
 
-    # ---- between steps ---------------------------------------------------------------------------
+    # ---- between steps: the stage averages by itself, so most methods do nothing -----------------
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
-        """Return False: each stage averages by itself after a step."""
+        """Return False: the loop itself exchanges nothing."""
         return False
 
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
-        pass
+        """Do nothing: averages are judged by micro-batches (`AverageProbe`)."""
 
     def observe(self, reward: float) -> None:
-        pass
+        """Do nothing: a stage does not revert an exchange after held-out reward falls."""
 
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
+        """Return the averaging state of this node's stage; None if it is not averaged."""
         averaging = self._averaging()
         return averaging.facts(False) if averaging is not None else None
 
     def averaging(self) -> WeightsReport | None:
+        """Return the averaging statistics of this node's stage; None if it is not averaged."""
         averaging = self._averaging()
         return averaging.report() if averaging is not None else None
 
     def wait_for_state(self, seconds: float, late: float) -> bool:
+        """Return True: the weights come from the crew."""
         return True
 
     # ---- across restarts -------------------------------------------------------------------------
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters:
         """Return this node's counters as a head: all of them for the same lineage, else only the
-        used group numbers. The step is the crew's."""
+        used group numbers. The step is that of the crew.
+
+        Raises:
+            StateError: the saved counters belong to another model.
+        """
         step, lineage = self._step(), self.lineage.hex()
 
         def use(counters: Counters, tensors: state.Tensors) -> None:
@@ -1283,6 +1359,7 @@ class CrewPolicy:
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
+        """Return what `restore` reads after a restart."""
         return state.take_counters(rng, counters, self._owner)
 
 
@@ -1295,36 +1372,36 @@ def _micro_batch_tokens(memory: MicroBatcher, lengths: Sequence[int], stages: in
 
 
 class MemberPolicy(CrewPolicy):
-    """The policy of a crew at another member, which samples from its copy only."""
+    """Engine of a member that is not the head. It samples from its policy copy only."""
 
     def _step(self) -> int:
         stage = self._runner.stage
         if stage is None or not self._runner.may_average:
-            raise EngineGone("no crew works here")
+            raise EngineGone("this node's crew does not run")
         return stage.step
 
     def _through_stages(
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
-        raise EngineGone("no copy is recent enough")
+        raise EngineGone("the policy copy is not recent enough")
 
 
 # The stage that this node holds, across crews: weights, optimizer, and a worker for each crew.
 
 HEAD_SECONDS = 120.0
-"""A head's call fails when no work arrives for so long, or for four times the longest wait."""
+"""`Head.seconds`: shortest silence after which a call of the head fails."""
 
 
 class StageMeter(Observer):
-    """Runs a stage's computations in a thread and measures the time that they take."""
+    """Runs a stage's computations in a thread, and measures their time."""
 
     def __init__(self) -> None:
         self.computing = 0
-        """Computations under way."""
+        """Number of computations that run now."""
         self.waited_share: float | None = None
-        """Share of the last step's time in which nothing was computed."""
+        """Share of the last step's time without a computation."""
         self.tokens_per_second: float | None = None
-        """In the last step's time."""
+        """Tokens that were run forward in the last step ÷ its time."""
         self._busy = 0.0
         self._since = time.monotonic()
         self._tokens = 0
@@ -1375,7 +1452,7 @@ class Stage:
 
     @property
     def step(self) -> int:
-        """Steps taken."""
+        """Number of steps taken."""
         return self.worker.participant.step
 
     def is_of(self, assignment: StageAssignment) -> bool:
@@ -1387,14 +1464,14 @@ class Stage:
         )
 
     def continue_at(self, assignment: StageAssignment) -> bool:
-        """Continue at the crew's step if these weights are of it or of the step before.
+        """Continue at the crew's step if these weights are of that step or the one before.
 
         A stage that is one step behind counts as if it had taken the step. Losing one update of
-        one stage costs less than returning all stages to an older step. Call it when the last
-        worker has stopped.
+        one stage costs less than returning all stages to an older step. The last worker must have
+        stopped.
 
         Returns:
-            Whether the weights serve the crew. If not, the stage is to be restored.
+            True if the stage continues. Otherwise it is to be restored.
         """
         if not self.is_of(assignment) or self.source is None:
             return False
@@ -1407,10 +1484,10 @@ class Stage:
         return True
 
     def held_block(self) -> HeldBlock | None:
-        """Return what to offer of the weights in memory; None before the first step or restore.
+        """Return the block in memory, for this node's offer; None before the first step or restore.
 
-        Weights from elsewhere that have taken no step here count as a neighbour's, so that the
-        planner prefers a node that trained them.
+        Weights that were restored from another node and have taken no step here count as a
+        neighbour's, so that the plan prefers the node that trained them.
         """
         if self.step == 0 or self.source is None:
             return None
@@ -1423,7 +1500,7 @@ class Stage:
     def begin(
         self, assignment: StageAssignment, streams: dict[int, trio.abc.Stream]
     ) -> StageWorker:
-        """Return a worker for a new crew, with the stage's weights and optimizer. `run` it."""
+        """Return a worker for a new crew, with the stage's weights and optimizer."""
         self._dropped = Counter(self.dropped())
         self.worker = self._make_worker(assignment, streams)
         for parameter in self.runtime.parameters():
@@ -1451,19 +1528,19 @@ class Stage:
         return self.runtime.worked + self.worker.links.frames_received + self.step
 
     def dropped(self) -> dict[str, int]:
-        """Return the frames that were ignored, in all crews, by reason."""
+        """Return the number of dropped frames in all crews, by reason."""
         return dict(self._dropped + self.worker.dropped)
 
     def load(self) -> int:
-        """Return the number of pieces of work in hand.
+        """Return the number of pieces of work that run or could run now.
 
-        Work that waits for a gradient or a slow link does not count: a new trainer would not do
-        it sooner.
+        Work that waits for a gradient or a slow link does not count, because a restart of this
+        trainer would not help it.
         """
         return self.meter.computing + self.worker.ready()
 
 
-# Averaging of one stage (NoLoCo): `trainer.weights` over this stage's tensors, by the names of the
+# Averaging of one stage (NoLoCo): `trainer.weights` with this stage's tensors, named as in the
 # whole model.
 #
 # A stage pairs with any stage or whole policy that has a block of layers in common. Corrections
@@ -1471,16 +1548,19 @@ class Stage:
 # both ends hold it.
 
 CLOCKS = "clocks"
+"""Name of the tensor of outer clocks in a checkpoint."""
 
 
 class StageAveraging(Replica, Observer):
     """Averaging of a stage with other crews and whole nodes.
 
-    Create it while the stage has the base weights: payloads are differences to them.
+    It must be created while the stage has the base weights, since payloads are differences to them.
 
     Args:
-        connected: returns True while there is a network process.
-        averages: returns True while this stage may be averaged.
+        adapter: Shape of the adapter; None if all weights are trained.
+        send: Sends a message to the network process.
+        connected: Returns True while the network process is connected.
+        may_average: Returns True while this stage may be averaged.
     """
 
     def __init__(
@@ -1509,11 +1589,11 @@ class StageAveraging(Replica, Observer):
         )
 
     def begin(self, outer: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
-        """Start averaging: the stage has its weights.
+        """Start averaging, after the stage got its weights.
 
         Args:
-            outer: what `tensors` returned with these weights. If it is empty, the slow weights
-                are the stage's own, without momentum.
+            outer: Tensors that `tensors` returned with these weights. If empty, the slow weights
+                start from the stage's weights, without momentum.
 
         Raises:
             StateError: `outer` belongs to another stage.
@@ -1525,10 +1605,11 @@ class StageAveraging(Replica, Observer):
         self.set_counters(counters)  # sets their number to that of the fragments
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return what a restart needs: `phi.<name>`, `delta.<name>`, float32, and CLOCKS.
+        """Return the averaging state for a checkpoint: `phi.<name>`, `delta.<name>`, float32, and
+        CLOCKS.
 
-        The tensors never change afterwards. Call it between two steps, in the thread that takes
-        them.
+        The returned tensors do not change afterwards. Call it between two steps, in the thread
+        that takes them.
         """
         tensors = {n: t for n, t in super().tensors().items() if not n.startswith(UNDO)}
         return {**tensors, CLOCKS: torch.tensor(self._parts.counters.outer_clocks)}
@@ -1537,7 +1618,7 @@ class StageAveraging(Replica, Observer):
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
-        if self._may_average():  # not after the last step of a suspended crew
+        if self._may_average():  # not after the last step before a pause
             self.between_steps(self._connected(), seconds, stepped=True)
             self.keep()  # only the head sees rewards
 
@@ -1546,15 +1627,14 @@ class StageAveraging(Replica, Observer):
         if not isinstance(message, local.AdoptState):
             super().receive(message)
         elif message.path:
-            # one stage of another crew among stages of ours is not a policy
+            # a stage of another crew among stages of this crew is not a policy
             clocks = list(self._parts.counters.outer_clocks)
             self._send(local.StateAdopted(message.peer, "local", clocks))
 
     def refuse(self, message: local.ToTrainer) -> None:
-        """Answer that nothing is averaged now.
+        """Answer that this stage is not averaged now.
 
-        Without an answer the network process would wait for minutes and refuse all other
-        partners.
+        Without an answer, the network process would wait for minutes and refuse all other partners.
         """
         if isinstance(message, local.TakeSnapshot | local.ApplyPayload):
             fragment = message.fragment
@@ -1565,7 +1645,7 @@ class StageAveraging(Replica, Observer):
 
 
 def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
-    """Return the averaged parameters of this stage by their names in the whole model."""
+    """Return the parameters of this stage that are averaged, by their names in the whole model."""
     spec, shared = stage.runtime.spec, stage.runtime.embedding()
     return {
         spec.whole(n): p
@@ -1574,25 +1654,25 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
     }
 
 
-# The probe of an average: does another crew's average make this crew's policy worse?
+# The probe of an average: does an average with another crew make this crew's policy worse?
 #
-#     here      the newest committed micro-batches through this stage, with own and averaged weights
-#     others    both outputs through the stages behind it, by `TrainingKind` on the state streams
-#     loss      − log-probability of completions better than their group, nats per token; of
-#               all completions while there are too few, and KL (`averaging.probe`)
+#     this stage     runs the newest committed micro-batches with own and with averaged weights
+#     later stages   run both outputs, by `RunMessage` on the state streams
+#     loss           − log-probability of completions better than their group, nats per token; of
+#                    all completions if there are too few of these, and KL (`averaging.probe`)
 #
 # The stage works with its own weights until the verdict arrives. Without a verdict the average is
 # rejected.
 
 PROBE_MICRO_BATCHES = 4
-"""Most micro-batches in a probe; the newest are taken."""
+"""A probe has at most this many micro-batches, the newest ones."""
 VERDICT_SECONDS = (120.0, 3.0)
-"""Deadline of a verdict: fixed, and for each second that a step takes. A partner waits for six
-minutes and eight steps (`weights/exchange.py`)."""
+"""(a, b): the deadline of a verdict is a + b × the duration of a step, in seconds. A partner waits
+for six minutes and eight steps (`weights/exchange.py`)."""
 
 
 class AverageProbe:
-    """The probe of one stage's averages, while there is a crew."""
+    """Judges averages of one stage, while there is a crew."""
 
     def __init__(self) -> None:
         self.step_seconds = 0.0
@@ -1601,20 +1681,25 @@ class AverageProbe:
         self._token: trio.lowlevel.TrioToken | None = None
 
     def open(self, peer: StatePeer) -> None:
-        """Start to serve, in the crew's thread."""
+        """Start to judge with the state streams of `peer`. Call it in the crew's thread."""
         self._peer, self._token = peer, trio.lowlevel.current_trio_token()
 
     def close(self) -> None:
+        """Stop to judge: the crew has ended."""
         self._peer = None
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
-        """Start to compare two sets of weights, by their names in the whole model.
+        """Start to compare two sets of weights, named as in the whole model.
 
-        Call it right after a step, in the thread that took it. `answer` is called in the crew's
-        thread, with None if there is no verdict.
+        Call it right after a step, in the thread that took it.
+
+        Args:
+            mine: Weights of the stage.
+            mean: Averaged weights.
+            answer: Called in the crew's thread with the losses, or with None without a verdict.
 
         Returns:
-            False if there are too few completions to judge by; `answer` is not called then.
+            False if there are too few completions to judge by; then `answer` is not called.
         """
         peer, token = self._peer, self._token
         if peer is None or token is None:
@@ -1623,7 +1708,7 @@ class AverageProbe:
         rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
         judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
-            if count < PROBE_SEQUENCES:  # more take minutes of a home's line at 7 B
+            if count < PROBE_SEQUENCES:  # more take minutes on a home's line at 7 B
                 judged.append((edge, _completions(peer, edge, better=rewarded)))
                 count += len(judged[-1][1])
         if count < LEAST_PROBE:
@@ -1651,7 +1736,13 @@ async def _judge(
     answer: Answer,
     seconds: float,
 ) -> None:
-    """known: micro-batches, each with the completions that count. rewarded: see `compare`."""
+    """Run the micro-batches with both sets of weights, and call `answer` with the losses.
+
+    Args:
+        known: Micro-batches, each with the completions that count.
+        rewarded: See `averaging.probe.compare`.
+        seconds: Deadline.
+    """
     losses = None
     try:
         with trio.move_on_after(seconds):
@@ -1677,7 +1768,7 @@ async def _judge(
 
 
 def _newest_inputs(peer: StatePeer) -> list[StageInput]:
-    """Return the newest committed micro-batches as they came to this stage."""
+    """Return the newest committed micro-batches with their activations at this stage."""
     return list(peer.stage.recorder.inputs)[-PROBE_MICRO_BATCHES:]
 
 
@@ -1693,9 +1784,11 @@ def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:
 async def _logprobs(
     peer: StatePeer, edge: StageInput, completions: list[int], runtime: StageRuntime
 ) -> list[float]:
-    """Return the log-probabilities of the completions' tokens.
+    """Return the log-probabilities of the tokens of some completions.
 
-    Raises PeerError: a stage is gone; Incompatible or ValueError: a number is not finite.
+    Raises:
+        PeerError: a stage is gone.
+        Incompatible, ValueError: a number is not finite.
     """
     work, spec = read_work(edge, peer.stage.limits), peer.stage.spec
     x = b"" if spec.has_embedding else edge.body
@@ -1711,7 +1804,8 @@ async def _logprobs(
 
 
 def _with_tensors(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
-    """Return the same stage with other values for some weights; it shares the others."""
+    """Return a runtime of the same stage with other values for some weights. It shares the other
+    weights."""
     local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
     return StageRuntime(
         runtime.spec,
@@ -1736,39 +1830,44 @@ def _replaced(module: Any, tensors: Mapping[str, torch.Tensor], prefix: str) -> 
     return new
 
 
-# The model that this node cannot hold alone: tokenizer, costs of its parts, capacity, and one
-# stage. Tensors of other stages are read only to hash the files.
+# The model: tokenizer, costs of its parts, capacity of this node, and one stage. Tensors of other
+# stages are read only to hash the files.
 
 MAX_TOKENS = 16384
-"""Most padded tokens of a micro-batch or wave in any crew."""
+"""Most padded tokens of a micro-batch or wave. Protocol/04 fixes it for all crews."""
 ASSUMED_WAVES = 4
-"""Assumed number of waves under way at a time: as many as stages."""
+"""Assumed number of waves in flight, which is at most the number of stages."""
 PROMPT_TOKENS = 64
 """Assumed length of a question, for the size of the caches."""
 CROSSINGS_OF_AN_UPDATE = 4
-"""To the last stage and back, once for scores and once for gradients."""
+"""Crossings of all stages in an update: there and back, for scores and for gradients."""
 SPEED_MATRIX_SIZE = 512
 """Side of the matrices that measure a machine's speed."""
 SPEED_SECONDS = 0.1
+"""Duration of that measurement."""
 CHECKPOINT_BYTES = 2 * 3
-"""Host memory for each weight of a stage: bfloat16 of the own checkpoint while it is written and of
-both ring neighbours' while they arrive."""
+"""Host memory per weight of a stage for checkpoints in bfloat16: the own one while it is written,
+and those of both ring neighbours while they arrive."""
 
 
 @dataclass(frozen=True)
 class CrewTerms:
-    """Settings that all members of a crew have alike. Nodes with other terms name another model, so
-    they never meet."""
+    """Settings that all members of a crew share. They are part of `CrewRecord.model`, so nodes with
+    other terms form no crew."""
 
     codec: ActivationCodec
     recovery: Literal["copies", "checkfree", "checkfree+"]
     lora: LoraSettings
     frozen_a: bool
-    """Adapters have one A everywhere, see `averaging.lora.shares_a`."""
+    """True if all adapters have the same frozen A, see `averaging.lora.shares_a`."""
     learning_rate: float
 
     def hash(self, identity: bytes) -> bytes:
-        """Return 32 bytes. identity: fingerprint of architecture and base weights."""
+        """Return the hash, 32 bytes, of these terms and of a model.
+
+        Args:
+            identity: Fingerprint of architecture and base weights.
+        """
         terms = {
             "codec": self.codec,
             "recovery": self.recovery,
@@ -1782,6 +1881,7 @@ class CrewTerms:
 
 
 def crew_terms(config: Config) -> CrewTerms:
+    """Return the shared settings of this node's configuration."""
     lora = config.policy.lora
     return CrewTerms(
         config.stages.codec,
@@ -1794,25 +1894,27 @@ def crew_terms(config: Config) -> CrewTerms:
 
 @dataclass(frozen=True)
 class CrewModel:
-    """A model's directory, and what this node knows of the model before it holds a stage."""
+    """A model's directory, and facts about the model that do not depend on a stage."""
 
     directory: Path
     config: PretrainedConfig
-    """transformers'."""
+    """Configuration in transformers."""
     text: PolicyText
     placement: Placement
     trainer_offer: TrainerOffer
     pretrained: bool
-    """Whether the base model was trained. A stage of an untrained one is no use to a crew that has
-    taken steps."""
+    """True if the base model was trained. A stage of an untrained base model is of no use to a crew
+    that has taken steps."""
     policy: PolicyConfig
     terms: CrewTerms
 
     @property
     def owner(self) -> str:
+        """Name of the policy in saved state (`trainer.state.owner`)."""
         return state.owner(self.text.fingerprint, self.terms.lora.r, self.terms.frozen_a)
 
     def limits(self) -> FrameLimits:
+        """Return the bounds of frames for this model."""
         return FrameLimits(
             hidden=int(self.config.hidden_size),
             vocab=int(self.config.vocab_size),
@@ -1820,6 +1922,7 @@ class CrewModel:
         )
 
     def settings(self) -> WorkerSettings:
+        """Return the settings of a stage's worker."""
         terms = self.terms
         factor = 1.0 if terms.recovery == "copies" else LEARNING_RATE_FACTOR
         return WorkerSettings(
@@ -1832,8 +1935,11 @@ class CrewModel:
     def build(self, layers: tuple[int, ...], index: int) -> StageRuntime:
         """Load stage `index` with the base model's weights, and an adapter if one is trained.
 
+        Args:
+            layers: Number of layers of each stage.
+
         Raises:
-            ConfigError: the layers are not the model's.
+            ConfigError: the numbers do not add up to the model's layers.
             LocalError: a file is missing or damaged.
         """
         spec = stage_specs(self.config, layers)[index]
@@ -1857,9 +1963,13 @@ def open_model(
 ) -> Iterator[CrewModel]:
     """Open the configured model for use in stages.
 
+    Args:
+        report: Called with a line about each part of the work.
+
     Raises:
-        LocalError: the model is missing, is not the swarm's, cannot be split, or is to be trained
-            in a way that a crew cannot.
+        LocalError: the model is missing or is not the swarm's, cannot be split, or the settings
+            require a whole policy.
+        DeviceError: this node has no room for one layer.
     """
     cfg, terms = config.policy, crew_terms(config)
     check_trainable(cfg, config.training)
@@ -1912,7 +2022,8 @@ def open_model(
 def is_untrained(directory: Path) -> bool:
     """Return True if the weights are as initialised: every norm's scale is exactly one.
 
-    Raises Unavailable for a damaged file.
+    Raises:
+        Unavailable: a file is damaged.
     """
     try:
         for file in weight_files(directory):
@@ -1926,7 +2037,11 @@ def is_untrained(directory: Path) -> bool:
 
 
 def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
-    """Raise Refused for settings that only a whole policy supports."""
+    """Check that a crew supports the settings.
+
+    Raises:
+        Refused: a setting requires a whole policy. The message has the remedy.
+    """
     answer = training.max_completion_length
     longest, rows = answer + PROMPT_TOKENS, training.groups_per_step * training.num_generations
     for unsupported, remedy in (
@@ -1958,13 +2073,14 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
             raise Refused(f"{remedy}, or set stages.mode to off")
 
 
-# Memory: what a stage needs and what this node has.
+# Memory: the bytes that a stage needs, and the bytes of this node.
 
 
 def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
-    """Return True if this node trains the policy by itself.
+    """Return True if this node trains the whole policy by itself.
 
-    Raises DeviceError or ConfigError if it can be trained neither whole nor in stages.
+    Raises:
+        DeviceError, ConfigError: the policy can be trained neither whole nor in stages.
     """
     policy, stages = config.policy, config.stages
     hf = offline(policy, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
@@ -1996,7 +2112,7 @@ def fits_whole(config: Config, directory: Path, placement: Placement) -> bool:
 
 
 def capacity(config: Config, placement: Placement) -> int | None:
-    """Return the bytes for a policy or stage; None if unknown."""
+    """Return the bytes of this node for a policy or stage; None if unknown."""
     limit, measured = config.stages.capacity, free_bytes(placement.device)
     if not limit or measured is None:
         return limit or measured
@@ -2011,9 +2127,10 @@ def whole_bytes(policy: PolicyConfig, hf: PretrainedConfig, placement: Placement
 def stage_room(
     config: Config, hf: PretrainedConfig, placement: Placement, cost: ModelCost
 ) -> float:
-    """Return the bytes that this node has for a stage, beside a copy of the whole policy.
+    """Return the bytes of this node for a stage, beside a policy copy.
 
-    Raises DeviceError if that is less than one layer.
+    Raises:
+        DeviceError: that is less than one layer needs.
     """
     room = capacity(config, placement)
     memory = float(room if room is not None else whole_bytes(config.policy, hf, placement))
@@ -2023,16 +2140,16 @@ def stage_room(
     copy, layer = HEADROOM * copy_memory(config, hf), smallest_stage(cost)
     if memory - copy < layer:
         raise DeviceError(
-            f"stages.policy_copy: a copy in memory needs {copy / 2**30:.1f} GiB and one layer to"
-            f" train {layer / 2**30:.1f} GiB, and {memory / 2**30:.1f} GiB are here: set it to off"
-            " or disk"
+            f"stages.policy_copy: a copy in memory needs {copy / 2**30:.1f} GiB, training one layer"
+            f" needs {layer / 2**30:.1f} GiB, and this node has {memory / 2**30:.1f} GiB: set it to"
+            " off or disk"
         )
     return memory - copy
 
 
 def within_host_memory(memory: float, config: Config, placement: Placement) -> float:
-    """Return `memory` bytes of the device, or less if the machine's own memory has no room for what
-    is saved and averaged of a stage of that size."""
+    """Return `memory` bytes of the device, or less if the host memory is too small to save and
+    average a stage of that size."""
     free = free_bytes(torch.device("cpu"))
     if config.policy.lora.r or free is None or placement.device.type == "cpu":
         return memory
@@ -2040,16 +2157,17 @@ def within_host_memory(memory: float, config: Config, placement: Placement) -> f
 
 
 def host_bytes_per_weight(weights: WeightsConfig) -> int:
-    """Return the host bytes for each trained weight beside training: to save, to average, and for
-    checkpoints. A stage sees no reward, so it keeps one fragment of what came before an
-    exchange."""
+    """Return the host bytes per trained weight for saving, averaging and checkpoints.
+
+    A stage sees no reward, so it stores only one fragment of the weights before an exchange.
+    """
     parts, many = weights.fragments, weights.fragments * UNDO_WEIGHTS
     averaging = host_bytes(many, parts if weights.rule != "off" else 0)
     return sum(averaging) // many + CHECKPOINT_BYTES
 
 
 def copy_memory(config: Config, hf: PretrainedConfig) -> float:
-    """Return the bytes of a whole int8 copy to sample from, with its adapter and caches."""
+    """Return the bytes of an int8 policy copy, with its adapter and caches."""
     parameters, edges = count_parameters(hf)
     tokens = cached_tokens(config.training)
     caches = model_cost(hf, batch_tokens=1, cached_tokens=tokens, weight_bytes=0, trained_bytes=0)
@@ -2058,11 +2176,11 @@ def copy_memory(config: Config, hf: PretrainedConfig) -> float:
 
 
 def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
-    """Return what the parts of the model cost in training; on a CPU also to save and average.
+    """Return the costs of the model's parts in training; on a CPU also for saving and averaging.
 
-    Activations are those of the smallest possible micro-batch, the longest row alone: the head
-    halves larger ones that do not fit. Layers keep their input and are recomputed one by one, see
-    `StageRuntime`. The bytes between two stages are those of a full micro-batch.
+    Activations are those of the smallest micro-batch, the longest row alone, because the head
+    halves larger ones that do not fit. A layer stores its input and is recomputed in the backward
+    pass, see `StageRuntime`. The bytes between two stages are those of a full micro-batch.
     """
     cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
     shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, MAX_TOKENS)
@@ -2100,25 +2218,26 @@ def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) ->
 
 
 def smallest_stage(cost: ModelCost) -> float:
-    """Return the bytes of a stage with one layer, headroom included."""
+    """Return the bytes of a stage with one layer, including headroom."""
     return HEADROOM * (cost.stage + cost.layers[0].memory)
 
 
 def sampled_tokens(cfg: TrainingConfig) -> int:
-    """Return the assumed tokens of a step's samples."""
+    """Return the assumed number of tokens in a step's samples."""
     rows = cfg.groups_per_step * cfg.num_generations
     return rows * (PROMPT_TOKENS + cfg.max_completion_length)
 
 
 def cached_tokens(cfg: TrainingConfig) -> int:
-    """Return the tokens in the caches of a step's samples."""
+    """Return the number of tokens in the caches of a step's samples."""
     return min(sampled_tokens(cfg), ASSUMED_WAVES * MAX_TOKENS)
 
 
 def measure_speed(placement: Placement) -> float:
-    """Return the floating-point operations per second of a matrix product, to a power of two.
+    """Return the floating-point operations per second of a matrix product, as a power of two.
 
-    The rounding makes crews of like machines split alike, so that their stages can be averaged.
+    The rounding gives crews of similar machines the same blocks, so that their stages can be
+    averaged.
     """
     size = SPEED_MATRIX_SIZE
     dtype = placement.dtype if placement.device.type != "cpu" else torch.float32

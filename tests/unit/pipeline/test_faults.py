@@ -224,7 +224,7 @@ async def test_a_stage_that_stops_reading_costs_one_deadline(
     monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 1)
     monkeypatch.setattr(trio.testing, "memory_stream_pair", trio.testing.lockstep_stream_pair)
     async with four(models, policy) as (crew, rows):
-        crew.members[2].links.inbox.room = trio.sleep_forever
+        crew.members[2].links.inbox.wait_for_room = trio.sleep_forever
         with pytest.raises(PeerTimeout):
             await learn(crew.head, rows)
         assert crew.head.fault == (None, "nothing arrived for 60 s")

@@ -11,8 +11,9 @@ import torch
 from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
 from swarmnode.stages import trainer
-from swarmnode.stages.pipeline import TOO_MUCH, CannotScore, StepResult
+from swarmnode.stages.pipeline import CannotScore, StepResult
 from swarmnode.stages.trainer import CrewPolicy
+from swarmnode.stages.wire import DEVICE_REASON
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import UpdateStatistics
 
@@ -127,8 +128,8 @@ def test_a_refused_call_is_repeated_under_the_same_head():
 
 
 def test_what_is_too_much_is_scored_in_halves_until_a_row_alone_does_not_fit():
-    halved = (CannotScore(TOO_MUCH, divisible=True), True)
-    crew = Crew(halved, halved, (CannotScore(TOO_MUCH, divisible=False), True))
+    halved = (CannotScore(DEVICE_REASON, divisible=True), True)
+    crew = Crew(halved, halved, (CannotScore(DEVICE_REASON, divisible=False), True))
     policy = policy_of(crew)
     with pytest.raises(DeviceError, match="a row of 300 tokens"):
         policy.score(ROWS, 1.0)
@@ -179,7 +180,7 @@ class Refusing(Crew):
 
 
 def test_a_step_that_does_not_fit_is_cut_smaller():
-    crew = Refusing((TOO_MUCH, True), (TOO_MUCH, True))
+    crew = Refusing((DEVICE_REASON, True), (DEVICE_REASON, True))
     policy = policy_of(crew)
     assert policy.update(some_rows("", "", "")).stepped
     sizes = [tokens for tokens, *_ in crew.calls]
@@ -191,7 +192,7 @@ def test_a_step_that_does_not_fit_is_cut_smaller():
     ("refusal", "skipped"),
     [
         (("not_finite", True), "not_finite"),
-        ((TOO_MUCH, False), "refused"),
+        ((DEVICE_REASON, False), "refused"),
         (("session", True), "refused"),
     ],
 )

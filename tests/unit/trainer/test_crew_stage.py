@@ -77,7 +77,7 @@ async def take_step(stage, learning_rate=0.01):
     """One step with a gradient of ones."""
     for parameter in stage.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
-    await stage.worker._take(1.0, learning_rate)
+    await stage.worker._take_step(1.0, learning_rate)
     stage.worker.participant.step += 1
 
 
