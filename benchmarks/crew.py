@@ -10,7 +10,7 @@ Measured from outside, ten times a second: seconds from the kill to the next ste
 has taken, the steps that were taken and are gone, and the source that brought the stage back.
 
 The log of the killed node divides these seconds (MARKS): until its supervisor has seen the end,
-until the next process is started, until that has loaded and is connected, until a crew is founded,
+until the next process is started, until that has loaded and is connected, until a crew has formed,
 until the weights are there, until the next step.
 
 The same nodes before the first kill, and one node that holds the same policy whole, say what the

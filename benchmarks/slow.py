@@ -106,7 +106,7 @@ class Watched:
         self.step = max(self.step, self.node.view.step, self.node.view.stage_step)
         if told is not None:
             self.crews, self.report = (
-                told["stages"]["events"]["founded"],
+                told["stages"]["events"]["formed"],
                 told["trainer"].get("report") or self.report,
             )
         if phase != self._phase:

@@ -1,10 +1,10 @@
 """One pipeline stage of a Hugging Face model. Torch, no network.
 
+load_stage       build one stage; this reads only its own weights
 check_split      refuse an architecture whose stages would not equal the whole model
-load_stage       build one stage; only its own weights are read
 StageRuntime     forward, backward, log-probabilities, decoding with a cache
 StageOptimizer   AdamW of one stage
-describe         a micro-batch as a frame carries it; batch_of and loss_of are its inverse
+describe         describe a micro-batch for a frame; `make_batch` and `compute_loss` read it
 Packing          rows of a micro-batch without padding
 encode, decode   activations as bytes
 """
@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
 
 
-# A stage is the model's own transformers class with a shorter config. Without a head it has the
-# identity in its place, so its `logits` are the hidden states for the next stage.
+# A stage is the model's own transformers class with a shorter config. If it has no output matrix,
+# the identity replaces it, so its `logits` are the hidden states for the next stage.
 
 
 def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedConfig:
@@ -84,7 +84,7 @@ def keep_layers(config: PretrainedConfig, indices: Sequence[int]) -> PretrainedC
 
 
 def _layer_lists(config: PretrainedConfig) -> list[str]:
-    """Names of the config's lists with one value per layer, such as `layer_types`."""
+    """Return the names of the config's lists with one value per layer, such as `layer_types`."""
     return [
         name
         for name, value in vars(config).items()
@@ -93,7 +93,7 @@ def _layer_lists(config: PretrainedConfig) -> list[str]:
 
 
 def stage_config(config: PretrainedConfig, spec: StageSpec) -> PretrainedConfig:
-    """Return the whole model's config with this stage's layers only."""
+    """Return a copy of the whole model's config with this stage's layers only."""
     own = keep_layers(config, range(spec.first, spec.last))
     own.tie_word_embeddings = spec.tied and spec.stages == 1
     return own
@@ -117,8 +117,10 @@ def build_stage(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Build the stage with weights `read(name in the whole model)`, in memory for its own tensors
-    only.
+    """Return the stage with its weights, in memory for its own tensors only.
+
+    Args:
+        read: Returns a tensor by its name in the whole model.
 
     Raises:
         Incompatible: the weights do not have the shapes of `config`.
@@ -135,7 +137,7 @@ def build_stage(
             )
         state[name] = tensor.to(device=device, dtype=dtype)
     model.load_state_dict(state, strict=False, assign=True)
-    # its frequencies are in no file
+    # no file has the frequencies of the rotary embedding
     model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config).to(device)
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
@@ -160,7 +162,7 @@ def load_stage(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> PreTrainedModel:
-    """Build the stage from a model's directory. Only its own tensors are read.
+    """Return the stage from a model's directory. This reads only its own tensors.
 
     Raises:
         Unavailable: a tensor is missing or a file is damaged.
@@ -170,8 +172,11 @@ def load_stage(
 
 
 def tensor_reader(directory: Path) -> Callable[[str], torch.Tensor]:
-    """Return a function that reads one tensor of a model's directory by name. Both raise
-    Unavailable for a missing tensor or a damaged file."""
+    """Return a function that reads one tensor of a model's directory by name.
+
+    Raises:
+        Unavailable: A file is damaged. The function raises it too, also for a missing tensor.
+    """
     try:
         handles = [safe_open(file, framework="pt") for file in weight_files(directory)]
         where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118  (safe_open is no mapping)
@@ -189,7 +194,7 @@ def tensor_reader(directory: Path) -> Callable[[str], torch.Tensor]:
 
 
 def add_adapter(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: ANN401
-    """Put a LoRA adapter on a stage: base frozen, adapter float32."""
+    """Return the stage with a LoRA adapter in float32. The base is frozen."""
     from peft import get_peft_model
 
     rename_checkpointing_flag(type(stage))
@@ -199,14 +204,14 @@ def add_adapter(stage: PreTrainedModel, settings: PeftConfig) -> Any:  # noqa: A
 # The trial of a split: a chain of stages must compute what the whole model computes.
 
 FAMILIES: Final = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types that pass the trial in our tests whatever their settings."""
+"""Model types that pass the trial with all settings in the tests."""
 TRIAL_VOCABULARY: Final = 64
 TRIAL_WINDOW: Final = 5
 """Sliding window in tokens, shorter than the trial's rows."""
 TRIAL_KINDS: Final = 8
-"""Most kinds of layers in a trial."""
+"""Most kinds of layers that a trial supports."""
 TRIAL_TOLERANCE: Final = 1e-5
-"""Largest difference, relative to the largest value if that is above 1; of logits it is 0."""
+"""Largest accepted difference, relative to max(1, largest value). Logits must be equal."""
 TRIAL_ROWS: Final = [
     ([5, 6, 7, 8, 9, 10, 63], [11, 12, 13, 0]),
     ([5, 6, 7, 8, 9, 10, 63], [3]),
@@ -214,16 +219,16 @@ TRIAL_ROWS: Final = [
 ]
 """(prompt ids, completion ids)."""
 COUNT_TOLERANCE: Final = 0.05
-"""Part of a layer's parameters that `model_cost` may miss, such as biases."""
+"""Share of a layer's parameters that `model_cost` may miss, such as biases."""
 
 Difference = tuple[str, torch.Tensor, torch.Tensor]
-"""Name of a result, its value in the chain of stages, and in the whole model."""
+"""(name of a result, value in the chain of stages, value in the whole model)."""
 _refusals: dict[str, str] = {}
-"""For each config tried in this process, why it cannot be split, or nothing."""
+"""Config that was tried in this process → why it cannot be split; empty if it can."""
 
 
 def check_split(config: PretrainedConfig) -> None:
-    """Check that stages of this model compute what the whole model computes. Reads no weights.
+    """Check that stages of this model compute what the whole model computes. This reads no weights.
 
     Both checks use the code that builds and runs stages:
 
@@ -234,12 +239,12 @@ def check_split(config: PretrainedConfig) -> None:
       log-probabilities, gradients and decoding with a cache to 1e-5. The tiny config keeps every
       value but sizes. Each kind of layer is on both sides of the middle.
 
-    Not seen: effects of long rows, such as other rotary frequencies beyond the trained length;
-    effects of 16 bits or of a device; a forward pass that depends on a layer's number only
-    beyond the tiny depth, and on no attribute.
+    The trial cannot detect: effects of long rows, such as other rotary frequencies beyond the
+    trained length; effects of 16 bits or of a device; a forward pass that depends on a layer's
+    number beyond the tiny depth without an attribute.
 
     Raises:
-        ConfigError: the model cannot be trained in stages. The line says what differs.
+        ConfigError: the model cannot be trained in stages. The message names the difference.
     """
     key = config.to_json_string(use_diff=False)
     if key not in _refusals:
@@ -289,7 +294,7 @@ def _check_layers(config: PretrainedConfig) -> None:
         raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
     if len(layers) == 1:
         return
-    # all layers but the first, so that each has another number than in the whole model
+    # a stage without the first layer, so that each layer has another number than in the whole model
     spec = StageSpec(1, 2, 1, len(layers), bool(config.tie_word_embeddings))
     stage = empty_stage(config, spec, torch.float32).model.layers
     for number, (mine, its) in enumerate(zip(stage, layers[1:], strict=True), 1):
@@ -301,7 +306,7 @@ def _check_layers(config: PretrainedConfig) -> None:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """Return plain values that the module was created with, except its number."""
+    """Return the module's attributes with plain values, except its number."""
     plain = (bool, int, float, str, tuple, type(None))
     return {"class": type(module)} | {
         name: value
@@ -311,15 +316,18 @@ def _attributes(module: nn.Module) -> dict[str, object]:
 
 
 def tiny_config(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config with tiny sizes and few layers of each kind. Every other value is kept, and
-    the size of a head, to which rotary settings refer."""
+    """Return the config with tiny sizes and few layers of each kind.
+
+    All other values are the same, also the size of an attention head, to which rotary settings
+    refer.
+    """
     lists = [getattr(config, name) for name in _layer_lists(config)]
     kinds: dict[str, int] = {}
     for number in range(config.num_hidden_layers):
         kinds.setdefault(repr([values[number] for values in lists]), number)
     if len(kinds) > TRIAL_KINDS:
         raise Incompatible(f"its layers are of {len(kinds)} kinds, and a trial has {TRIAL_KINDS}")
-    # mirrored: each kind is on both sides of the middle, and no stage begins as the model does
+    # mirrored: each kind is on both sides of the middle, and later stages start with another kind
     mirrored = [*kinds.values(), *reversed(kinds.values())]
     tiny = keep_layers(config, mirrored if len(kinds) > 1 else mirrored * 2)
     heads, width = config.num_attention_heads, config.hidden_size
@@ -351,9 +359,15 @@ def _tiny_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def _compare(whole: PreTrainedModel, layers: tuple[int, ...], swapped: bool = False) -> None:
-    """Raise Incompatible unless a chain of stages with so many layers equals the whole model.
+    """Check that a chain of stages equals the whole model.
 
-    swapped: embedding and head are run alone, as in a swapped run, and layers are checkpointed.
+    Args:
+        layers: Number of layers of each stage.
+        swapped: True to run embedding and head alone, as in a swapped run, and to checkpoint
+            layers.
+
+    Raises:
+        Incompatible: A result differs.
     """
     read = whole.state_dict().__getitem__
     chain = [
@@ -386,7 +400,7 @@ def _logits(
 def _decoding(
     whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch
 ) -> Iterator[Difference]:
-    """Stages with caches, token by token, against the whole model without a cache."""
+    """Compare stages with caches, token by token, with the whole model without a cache."""
     tokens = torch.tensor([[14, 3, 60, 7], [8, 8, 2, 31]])  # (Q, 4)
     ids = torch.cat([batch.prompt_ids, tokens], 1)
     mask = torch.cat([batch.prompt_mask, torch.ones_like(tokens)], 1)
@@ -405,7 +419,8 @@ def _decoding(
 def _training(
     whole: PreTrainedModel, chain: list[StageRuntime], batch: Batch, swapped: bool
 ) -> Iterator[Difference]:
-    """Log-probabilities and gradients of their weighted mean, against each row by itself."""
+    """Compare log-probabilities and gradients of their weighted mean with those of the whole model,
+    which runs each row by itself."""
     temperature, shape = 0.8, batch.completion_ids.shape
     weight = torch.linspace(-1.0, 1.5, shape.numel()).view(shape) / shape.numel()
     want = torch.zeros(shape)
@@ -416,7 +431,7 @@ def _training(
         want[row, : len(completion)] = logprobs[range(len(completion)), completion]
     (want * weight).sum().backward()
 
-    # forward to the last hop, which has the loss
+    # run forward to the last hop, which computes the loss
     hops: list[tuple[StageRuntime, StagePart]] = [(stage, "all") for stage in chain]
     if swapped:
         ends: list[tuple[StagePart, StagePart]] = [("embed", "layers"), ("layers", "head")]
@@ -440,7 +455,7 @@ def _training(
     gradients = dict.fromkeys((name for name, _ in whole.named_parameters()), torch.zeros(()))
     for stage in chain:
         for name, parameter in stage.model.named_parameters():
-            # each end has a part of a tied embedding's gradient
+            # each end has a term of a tied embedding's gradient
             gradients[stage.spec.whole(name)] = gradients[stage.spec.whole(name)] + parameter.grad
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
@@ -455,7 +470,7 @@ def _training(
 #     last stage     hidden (R, H)     → log-probabilities (N, T), or logits of the next token
 #
 # In a swapped run (CheckFree+) the first and the last stage also run their embedding, layers or
-# head alone: `part`. A stage keeps inputs and no graphs: backward runs forward again. Large models
+# head alone: `part`. A stage stores inputs but no graphs: backward runs forward again. Large models
 # run completions one by one, with checkpointed layers.
 
 LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -463,13 +478,12 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class StageRuntime:
-    """One stage on this machine.
+    """Computation of one stage on this node.
 
     Args:
         model: The result of `load_stage` or `add_adapter`.
-        dtype: What it computes in, float32 or bfloat16.
-        known_logits: Cuts logits to the tokens that the tokenizer has
-            (`PolicyText.known_logits`).
+        dtype: Type of the computation, float32 or bfloat16.
+        known_logits: Reduces logits to the tokens of the tokenizer (`PolicyText.known_logits`).
     """
 
     def __init__(
@@ -490,14 +504,15 @@ class StageRuntime:
         self.hidden_size = int(model.config.hidden_size)
         self.sessions = Sessions()
         self.worked = 0
-        """Signs of progress: each forward, backward and decoding step, and each call of `works`."""
+        """Number that grows with each forward, backward and decoding step, and each call of
+        `works`."""
         self.tokens = 0
-        """Tokens that were run forward, for any purpose."""
+        """Number of tokens that were run forward, for any purpose."""
         self._layers: Any = None
 
     def works(self) -> None:
-        """Count progress inside a piece of work, which takes minutes on a CPU. Called by
-        `policy.layers.report_layers`."""
+        """Count progress inside a piece of work, which may take minutes on a CPU.
+        `policy.layers.report_layers` calls it for each layer."""
         self.worked += 1
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -505,8 +520,8 @@ class StageRuntime:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def embedding(self) -> torch.nn.Parameter | None:
-        """Return the tied tensor that the other end holds too; None where it is not trained. Each
-        end has a part of its gradient."""
+        """Return the tied tensor that both ends hold; None if it is not trained or not tied. Each
+        end has a term of its gradient."""
         if not self.spec.shares_embedding:
             return None
         module = (
@@ -530,11 +545,12 @@ class StageRuntime:
         """Run the stage on padded rows.
 
         Args:
-            x: Ids (N, L) on stage 0, else hidden states (N, L, H).
+            x: Token ids (N, L) on stage 0, else hidden states (N, L, H).
             mask: (N, cached + L), 1 on tokens.
             positions: (N, L).
-            keep: Positions whose logits are returned, from the end; 0 for all.
-            part: "layers" runs hidden states to hidden states on every stage.
+            cache: Keys and values of earlier tokens; it is extended.
+            keep: Number of positions, from the end, whose logits are returned; 0 for all.
+            part: With "layers", input and output are hidden states on every stage.
 
         Returns:
             Hidden states (N, L, H), or logits (N, keep, V) on the last stage.
@@ -557,7 +573,7 @@ class StageRuntime:
         return self.known_logits(output.logits) if self.spec.has_head and whole else output.logits
 
     def _without_ends(self) -> Any:  # noqa: ANN401
-        """Return the same layers in a model without norm and head."""
+        """Return a model with the same layers, without norm and head."""
         if self._layers is None:
             self._layers, inner = _shallow(self._base), _shallow(self._base.model)
             inner.norm = self._layers.lm_head = torch.nn.Identity()
@@ -574,8 +590,11 @@ class StageRuntime:
     def forward(
         self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all"
     ) -> torch.Tensor:
-        """Return the hidden states (R, H) for the next stage. `x` (R, H), None where token ids go
-        in. Not for the last stage's head."""
+        """Return the hidden states (R, H) for the next stage, without gradient.
+
+        Args:
+            x: Hidden states (R, H) of the previous stage; None if the input is token ids.
+        """
         self.worked += 1
         out = self.hidden(batch, x, part)
         self.tokens += len(out)
@@ -584,14 +603,16 @@ class StageRuntime:
     def backward(
         self, batch: Batch, x: torch.Tensor | None, gradient: torch.Tensor, part: StagePart = "all"
     ) -> torch.Tensor | None:
-        """Add to the weights' gradients and return the gradient of `x`, None on stage 0.
+        """Add to the weights' gradients, and return the gradient of `x`; None on stage 0.
 
-        gradient: (R, H), of the result of `forward`.
+        Args:
+            x: Input of the forward, (R, H) or None.
+            gradient: Gradient (R, H) of the result of `forward`.
         """
         self.worked += 1
         inputs = None if x is None else x.detach().requires_grad_()
         hidden = self.hidden(batch, inputs, part)
-        if hidden.requires_grad:  # False on a first stage in which nothing is trained
+        if hidden.requires_grad:  # False on a first stage without trained weights
             hidden.backward(gradient.to(hidden.device))
         return None if inputs is None else inputs.grad
 
@@ -603,8 +624,8 @@ class StageRuntime:
         loss: LossFunction,
         part: StagePart = "all",
     ) -> torch.Tensor | None:
-        """Run forward, loss and backward of the last stage. Return the gradient of `x`, None where
-        this is the only stage."""
+        """Run forward, loss and backward of the last stage. Return the gradient (R, H) of `x`; None
+        if this is the only stage."""
         self.worked += 2
         inputs = None if x is None else x.detach().requires_grad_()
         loss(*self.logprobs(batch, inputs, temperature, part)).backward()
@@ -614,7 +635,7 @@ class StageRuntime:
     def score(
         self, batch: Batch, x: torch.Tensor | None, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies of the last stage, (N, T) each, without
+        """Return log-probabilities and entropies, (N, T) each, of the last stage, without
         gradient."""
         self.worked += 1
         return self.logprobs(batch, x, temperature)
@@ -623,8 +644,16 @@ class StageRuntime:
     def prefill(
         self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None
     ) -> torch.Tensor:
-        """Open a session. `x` (prompt tokens, H), None on stage 0. Returns hidden states of the
-        same shape, or logits (Q, V) on the last stage."""
+        """Open a session, and run its prompts.
+
+        Args:
+            session: Name of the session.
+            fingerprint: Fingerprint of the policy.
+            x: Hidden states (prompt tokens, H); None on stage 0.
+
+        Returns:
+            Hidden states (prompt tokens, H), or logits (Q, V) on the last stage.
+        """
         self.worked += 1
         where = prompts.mask.nonzero(as_tuple=True)
         self.tokens += len(where[0])
@@ -643,16 +672,16 @@ class StageRuntime:
     def decode(
         self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor
     ) -> torch.Tensor:
-        """Run one more token of each of `rows`. Other rows leave the session.
+        """Run one more token of each of `rows`. Other rows are removed from the session.
 
         Args:
-            x: Ids (n,) on stage 0, else hidden states (n, H).
+            x: Token ids (n,) on stage 0, else hidden states (n, H).
 
         Returns:
             Hidden states (n, H), or logits (n, V) on the last stage.
 
         Raises:
-            BadMessage: as `Sessions.step`.
+            BadMessage: session, fingerprint or rows.
         """
         self.worked += 1
         self.tokens += len(rows)
@@ -668,7 +697,7 @@ class StageRuntime:
         )
 
     def hidden(self, batch: Batch, x: torch.Tensor | None, part: StagePart = "all") -> torch.Tensor:
-        """`forward` with gradient."""
+        """Return the same as `forward`, with gradient."""
         where = make_packing(batch)
         if part == "embed":
             embed = self.model.get_input_embeddings()
@@ -681,8 +710,8 @@ class StageRuntime:
     def _both(
         self, batch: Batch, where: Packing, x: torch.Tensor | None, part: StagePart
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return hidden states of the prompts (Q, P, H) and of the completions (N, T − 1, H), None
-        where T is 1."""
+        """Return hidden states of the prompts (Q, P, H) and of the completions (N, T − 1, H). The
+        latter are None if T is 1."""
         prompts, later = (
             where.unpack(x) if x is not None else (batch.prompt_ids, batch.completion_ids[:, :-1])
         )
@@ -698,8 +727,8 @@ class StageRuntime:
     def _one_by_one(
         self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_both`, each completion behind its prompt and without a cache, so that layers can be run
-        again in the backward pass."""
+        """Return the same as `_both`. Each completion runs behind its prompt without a cache, so
+        that layers can be run again in the backward pass."""
         first: dict[int, torch.Tensor] = {}
         rest = []
         for row, owner in enumerate(batch.prompt_of.tolist()):
@@ -721,7 +750,8 @@ class StageRuntime:
     def _prompts_once(
         self, batch: Batch, prompts: torch.Tensor, later: torch.Tensor | None, part: StagePart
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`_both`, with prompts first and completions on their keys and values."""
+        """Return the same as `_both`. Prompts run first, and completions use their keys and
+        values."""
         positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
         cache = DynamicCache(config=self.model.config)
         first = self.run(prompts, batch.prompt_mask, positions, cache, part=part)
@@ -744,7 +774,7 @@ class StageRuntime:
     def logprobs(
         self, batch: Batch, x: torch.Tensor | None, temperature: float, part: StagePart = "all"
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`score` with gradient."""
+        """Return the same as `score`, with gradient."""
         where = make_packing(batch)
         self.tokens += where.rows
         first, later = self._both(batch, where, x, "head" if part == "head" else "layers")
@@ -764,7 +794,8 @@ class StageRuntime:
 
 
 def _shallow(module: Any) -> Any:  # noqa: ANN401
-    """Return a new module with the same parameters and submodules, which can be replaced."""
+    """Return a new module with the same parameters and submodules. Replacing a submodule does not
+    change `module`."""
     new = copy.copy(module)
     new._modules = dict(module._modules)
     return new
@@ -779,10 +810,12 @@ class LrScale:
 
     factor: float = 1.0
     warmup: int = 0
-    """Steps over which it rises to the factor after the optimizer was created."""
+    """Number of steps over which the rate rises to the factor after the optimizer was created."""
     taken: int = 0
+    """Number of steps taken."""
 
     def next(self) -> float:
+        """Count a step, and return its factor."""
         self.taken += 1
         return self.factor * (1.0 if self.taken >= self.warmup else self.taken / self.warmup)
 
@@ -791,6 +824,7 @@ class StageOptimizer:
     """AdamW of one stage.
 
     Args:
+        runtime: The stage.
         most: Highest learning rate of any step.
     """
 
@@ -798,22 +832,22 @@ class StageOptimizer:
         self.adam = make_adam(runtime)
         self.lr_scale = LrScale()
         self.squared_norm = 0.0
-        """Of the last gradient of the layers, before clipping: CheckFree's weight of this stage."""
+        """Squared norm of the last gradient of the layers before clipping: CheckFree's weight."""
         self.lock = threading.Lock()
-        """Held while the weights move."""
+        """Held while the weights change."""
         self.moving = trio.Lock()
-        """Held from counting a step until it is taken."""
+        """Held from the moment when a step is counted until it is taken."""
         self._runtime = runtime
         self._most = most
 
     def measure(self) -> float | None:
-        """Return the squared norm of the final gradients; None where it is not finite. Only the
-        first stage counts a tied embedding."""
+        """Return the squared norm of the final gradients; None if it is not finite. Only the first
+        stage counts a tied embedding."""
         shared, index = self._runtime.embedding(), self._runtime.spec.index
         squared = layers = 0.0
         for name, parameter in self._runtime.model.named_parameters():
             if parameter.grad is not None and not (parameter is shared and index > 0):
-                # squared on the host: MPS has no float64
+                # square it on the host, because MPS has no float64
                 part = float(torch.linalg.vector_norm(parameter.grad.float())) ** 2
                 squared += part
                 layers += part if ".layers." in name else 0.0
@@ -823,10 +857,13 @@ class StageOptimizer:
         return squared
 
     def step(self, clip: float, learning_rate: float) -> bool:
-        """Take a step. Return False if the learning rate was cut to the bound.
+        """Take a step. Return False if the learning rate was reduced to the bound.
+
+        Args:
+            clip: Factor of the gradients, at most 1.
 
         Raises:
-            DeviceError: the device failed during the step.
+            DeviceError: the device failed during the step, so the weights are undefined.
         """
         if self.adam is None:
             return True
@@ -851,9 +888,9 @@ class StageOptimizer:
 
 
 def make_adam(runtime: StageRuntime) -> torch.optim.AdamW | None:
-    """Return the optimizer of the stage's trained parameters; None without any.
+    """Return the optimizer of the stage's trained parameters; None if there are none.
 
-    A tied embedding always takes the crew's learning rate, so that its two copies stay equal.
+    A tied embedding always has the crew's learning rate, so that it stays equal at both ends.
     """
     shared = runtime.embedding()
     own = [p for p in runtime.parameters() if p is not shared]
@@ -878,16 +915,22 @@ class LearnRow:
     advantage: float
     weight: float = 1.0
     group: int = 0
-    """Completions of one group share their prompt, and a micro-batch where they fit."""
+    """Number of its group. Completions of one group share their prompt, and a micro-batch if they
+    fit."""
     sampled: bool = False
-    """`old_logprobs` are of the model that sampled it, and are corrected for."""
+    """True if its sampler recorded `old_logprobs`; the loss corrects for the difference."""
 
 
 def describe(
     rows: Sequence[tuple[list[int], list[int]]], temperature: float, loss: LossInputs | None = None
 ) -> MicroBatch:
-    """Return (prompt ids, completion ids) as a frame carries them. Equal prompts become one, in the
-    order of `policy.logprobs.collate`."""
+    """Return the description of a micro-batch. Equal prompts become one, in the order of
+    `policy.logprobs.collate`.
+
+    Args:
+        rows: (prompt ids, completion ids) of each completion.
+        loss: Inputs of the loss; None for scores.
+    """
     prompts: dict[tuple[int, ...], int] = {}
     owner = tuple(prompts.setdefault(tuple(prompt), len(prompts)) for prompt, _ in rows)
     return MicroBatch(
@@ -902,7 +945,11 @@ def describe(
 
 
 def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: float) -> LossInputs:
-    """Return the arguments of the loss as a frame carries them."""
+    """Return the inputs of the loss for a description.
+
+    Args:
+        normalizer: Normaliser of the whole batch.
+    """
     objective, (correction, level) = Objective.of(cfg), own_correction(cfg.options)
     return LossInputs(
         old_logprobs=pack_logprobs([x for row in rows for x in row.old_logprobs]),
@@ -920,7 +967,7 @@ def describe_loss(rows: Sequence[LearnRow], cfg: TrainingConfig, normalizer: flo
 
 
 def make_batch(work: MicroBatch, device: torch.device) -> Batch:
-    """Return the padded batch of a checked description. Padding is token 0, masked everywhere."""
+    """Return the padded batch of a checked description. Padding is token 0 and masked."""
     prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
     completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
     return collate(
@@ -931,6 +978,7 @@ def make_batch(work: MicroBatch, device: torch.device) -> Batch:
 
 
 def make_prompts(questions: WaveDescription, device: torch.device) -> Prompts:
+    """Return the padded prompts of a checked description."""
     prompts = _ragged(unpack_ids(questions.ids).tolist(), questions.lengths)
     width = max(questions.lengths)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
@@ -941,7 +989,12 @@ def make_prompts(questions: WaveDescription, device: torch.device) -> Prompts:
 def compute_loss(
     work: MicroBatch, batch: Batch, logprobs: torch.Tensor, entropy: torch.Tensor
 ) -> tuple[torch.Tensor, list[float]]:
-    """Return the loss, and the sums of `Learnt`. logprobs, entropy (N, T)."""
+    """Return the loss, and the sums of `LearntFrame`.
+
+    Args:
+        logprobs: (N, T).
+        entropy: (N, T).
+    """
     loss = work.loss
     assert loss is not None
     mask = batch.completion_mask
@@ -993,8 +1046,8 @@ def _ragged(flat: list, lengths: Sequence[int]) -> list[list]:
 #     prompts      (Q, P)      padded on the left    tokens, one prompt after another
 #     completions  (N, T − 1)  padded on the right   tokens but the last, one after another
 #
-# Each prompt runs once for its G completions, as in `policy.logprobs`. A row is a token, so
-# quantisation does not depend on the batch.
+# Each prompt runs once for its G completions, as in `policy.logprobs`. A row is one token, so
+# its rounding does not depend on the other rows of the batch.
 
 
 @dataclass(frozen=True)
@@ -1013,12 +1066,13 @@ class Packing:
         return len(self.prompts[0]) + len(self.completions[0])
 
     def pack(self, prompts: torch.Tensor, completions: torch.Tensor | None) -> torch.Tensor:
-        """(Q, P, H) and (N, T − 1, H), None where T is 1 → (R, H)."""
+        """Return the packed rows (R, H) of padded prompts (Q, P, H) and completions (N, T − 1, H).
+        `completions` are None if T is 1."""
         head = prompts[self.prompts]
         return head if completions is None else torch.cat([head, completions[self.completions]])
 
     def unpack(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Invert `pack`, with zeros on padding."""
+        """Return padded prompts and completions, as inverse of `pack`. Padding is zero."""
         questions, width, count, longest = self.shape
         head, tail = rows.split([len(self.prompts[0]), len(self.completions[0])])
         prompts = rows.new_zeros(questions, width, rows.shape[1]).index_put(self.prompts, head)
@@ -1030,15 +1084,15 @@ class Packing:
 
 
 def make_packing(batch: Batch) -> Packing:
-    """Return where the rows of `batch` are."""
+    """Return the places of the rows of `batch`."""
     prompts = batch.prompt_mask.nonzero(as_tuple=True)
     completions = batch.completion_mask[:, 1:].nonzero(as_tuple=True)
     (questions, width), (count, longest) = batch.prompt_ids.shape, batch.completion_ids.shape
     return Packing(prompts, completions, (questions, width, count, longest))
 
 
-# Caches of generation. A session belongs to one version of the policy; a dropped session starts
-# again from token ids.
+# Caches of generation. A session belongs to one version of the policy. A dropped session is
+# restarted from token ids.
 
 
 @dataclass(frozen=True)
@@ -1051,7 +1105,7 @@ class Prompts:
     """(Q, P) 1 on tokens."""
     num_generations: int
     names: tuple[int, ...] = ()
-    """(Q · num_generations,) numbers of the completions; empty for 0, 1, …"""
+    """(Q · num_generations,) numbers of the completions; empty for 0, 1, 2, …"""
 
 
 @dataclass
@@ -1080,8 +1134,8 @@ class Sessions:
     def open(
         self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
     ) -> None:
-        """Store a prefilled cache of Q prompts, repeated for their completions. Replaces a session
-        of this name."""
+        """Store a prefilled cache of Q prompts, repeated for their completions. It replaces a
+        session with this name."""
         cache.batch_repeat_interleave(prompts.num_generations)
         mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
         position = mask.sum(1, keepdim=True) - 1
@@ -1090,7 +1144,7 @@ class Sessions:
         )
 
     def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """Return the session with room for one more token of each of `rows`, and without others.
+        """Return the session with room for one more token of each of `rows`, without other rows.
 
         Raises:
             BadMessage: session (not open), fingerprint (another policy), rows.
@@ -1115,7 +1169,7 @@ class Sessions:
         self._sessions.pop(session, None)
 
     def clear(self) -> None:
-        """Drop all sessions: the weights change, or the crew pauses."""
+        """Drop all sessions: the weights change, or a new crew starts."""
         self._sessions.clear()
 
 
@@ -1125,8 +1179,11 @@ class Sessions:
 
 
 def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
-    """Return the bytes of (R, H) float32 on any device. Raises ValueError for a value that is not
-    finite."""
+    """Return activations (R, H) float32 as bytes.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
     if not bool(torch.isfinite(rows).all()):
         raise ValueError("an activation is not finite")
     if codec == "float32":
@@ -1139,7 +1196,11 @@ def encode(rows: torch.Tensor, codec: ActivationCodec) -> bytes:
 def decode(
     body: bytes | memoryview, rows: int, hidden: int, codec: ActivationCodec
 ) -> torch.Tensor:
-    """Return (rows, hidden) float32 on the host. Raises BadMessage: size, bounds, not_finite."""
+    """Return activations (rows, hidden), float32 in host memory.
+
+    Raises:
+        BadMessage: size, bounds or not_finite.
+    """
     if len(body) != activation_bytes(codec, rows, hidden):
         raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")
     if codec == "float32":

@@ -1,14 +1,16 @@
-"""A whole int8 copy of the crew's policy, to sample from. Torch.
+"""The policy copy: a whole int8 copy of the crew's policy, to sample from. Torch.
 
-After each step the node fetches every stage's weights in the background. Groups carry the copy's
-log-probabilities, so the crew corrects for rounding and age. A fetched stage is encoded as
+`PolicyCopy` holds the copy, `MemberSampler` samples from it at a member, `encode_copy` and
+`decode_copy` are the bytes of one stage. After each step the node fetches every stage's weights in
+the background. Groups carry the copy's log-probabilities, so the crew corrects for rounding and
+age. A fetched stage is encoded as
 
     adapter         bfloat16, tensor after tensor: 2 bytes per weight
-    whole weights   int8 codes of each matrix with their scales, else float32; XOR the base
-                    model's, deflated: a value within half a step of its row's scale
-                    costs almost nothing
+    whole weights   int8 codes of each matrix with their scales, else float32; XOR those of the base
+                    model, deflated: a value that changed by less than half a step of its row's
+                    scale costs almost nothing
 
-Each body is complete, not a difference to an earlier body, so a lost body spoils no later one.
+Each body is complete and does not depend on an earlier body, so a lost body spoils no later one.
 """
 
 from __future__ import annotations
@@ -57,18 +59,18 @@ if TYPE_CHECKING:
 log = structlog.get_logger("swarmnode.crew")
 
 MAX_AGE = 4
-"""Steps by which a copy may be behind its crew and still be sampled from. An older one is used
-again when it has caught up."""
+"""The copy is sampled from while it is at most this many steps behind its crew."""
 
 
 class PolicyCopy:
-    """A copy of the whole policy in this node's memory.
+    """Copy of the whole policy in this node's memory.
 
-    `sample` and `release` belong to the thread that samples, `follow` to the crew's.
+    The thread that samples calls `sample` and `release`. The crew's thread calls `start_fetch`.
 
     Args:
-        peer: returns this node's end of the state streams, while there is a crew.
-        tokens: padded tokens of a batch of samples.
+        model: The model.
+        peer: Returns this node's end of the state streams; None without a crew.
+        tokens: Most padded tokens of a batch of samples.
     """
 
     def __init__(self, model: CrewModel, peer: Callable[[], StatePeer | None], tokens: int) -> None:
@@ -77,18 +79,19 @@ class PolicyCopy:
         self._batcher = MicroBatcher(tokens)
         self._policy: Policy | None = None
         self._too_large = False
-        """It did not fit and is not tried again."""
+        """True after the copy did not fit. It is not built again."""
         self._step = 0
-        """Steps that the weights in `_policy` have taken."""
+        """Number of steps that the weights in `_policy` have taken."""
         self._releases = 0
-        """Number of calls of `release`: a fetch from before one is not installed after it."""
+        """Number of calls of `release`. A fetch that started before a release is not installed."""
         self._fetched: tuple[int, int, list[CopyTensors]] | None = None
-        """Releases, step and weights of all stages, to be installed."""
+        """(releases, step, weights of each stage) of a finished fetch."""
         self._fetching = False
         self._bytes: int | None = None
+        """Bytes received for the last fetch."""
 
     def status_fields(self, step: int) -> dict[str, int]:
-        """Return the fields of StageStatus about the copy, for a crew at `step`."""
+        """Return the fields of StageStatus about the copy, while the crew is at `step`."""
         if self._policy is None:
             return {}
         size = {} if self._bytes is None else {"copy_bytes": self._bytes}
@@ -105,10 +108,11 @@ class PolicyCopy:
     def sample(
         self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample] | None:
-        """Return completions of each prompt, for a crew at `step`.
+        """Return completions of each prompt, while the crew is at `step`.
 
-        None if the copy is too old or ahead of the crew, if its numbers are not finite, or if the
-        samples do not fit; in the last case the copy is released.
+        Returns:
+            None if the copy is too old or newer than the crew, if its results are not finite, or if
+            memory runs out. In the last case the copy is released.
         """
         if self._policy is None and not self._too_large:
             self._build()
@@ -122,14 +126,14 @@ class PolicyCopy:
             self._step = fetched[1]
         if not 0 <= step - self._step <= MAX_AGE:
             return None
-        # the copy's own generator: a CPU needs 0.3 s to draw the next tokens of 64 answers
+        # a generator on the copy's device: a CPU needs 0.3 s to draw a token for each of 64 answers
         generator = policy.random_generator(int(torch.randint(2**62, (1,), generator=rng)))
         try:
             samples = self._batcher.generate(policy, prompts, sampling, generator)
         except DeviceError as error:
             log.warning("copy of the policy released, sampling through stages", error=str(error))
             samples, policy, self._too_large = [], None, True
-        # outside the handler: the exception's frames hold the memory that has to go
+        # outside the handler: the exception's frames hold the memory that is to be freed
         if policy is None:
             self.release()
             return None
@@ -141,7 +145,7 @@ class PolicyCopy:
         return None
 
     def release(self) -> None:
-        """Free its memory. It is built again when it is needed."""
+        """Free the copy's memory. The next `sample` builds it again."""
         self._releases += 1
         self._policy, self._fetched, self._step, self._bytes = None, None, 0, None
         free_memory()
@@ -175,8 +179,11 @@ class PolicyCopy:
     # ---- in the crew's thread --------------------------------------------------------------------
 
     def start_fetch(self, layers: Sequence[int], step: int) -> None:
-        """Start to fetch the policy at `step` from a crew with these layers, unless it is here or a
-        fetch is under way."""
+        """Start to fetch the policy at `step`, unless the copy has it or a fetch is running.
+
+        Args:
+            layers: Number of layers of each stage.
+        """
         peer = self._peer()
         if peer is None or self._fetching or self._policy is None or self.is_at(step):
             return
@@ -193,7 +200,9 @@ class PolicyCopy:
             except (PeerError, StateError, Unavailable, RuntimeError, MemoryError) as error:
                 if isinstance(error, RuntimeError | MemoryError) and not is_device_error(error):
                     raise
-                log.info("no copy of a stage", stage=spec.index, reason=str(error))
+                log.info(
+                    "stage not fetched for the policy copy", stage=spec.index, reason=str(error)
+                )
 
         try:
             async with trio.open_nursery() as nursery:
@@ -208,13 +217,16 @@ class PolicyCopy:
 
 
 class MemberSampler:
-    """Sampling beside a stage: a member with a copy publishes a share of each step's groups, as any
-    node does.
+    """Sampler of a member that is not the head. It publishes a share of each step's groups.
 
-    Its questions continue where this node's last ones ended, as a head's or here.
+    Its questions continue after this node's last questions, which it may have asked as a head.
+
+    Args:
+        engine: Engine that samples from the policy copy.
+        trainer: Directory of the trainer.
 
     Raises:
-        StateError: the saved counters are another model's.
+        StateError: the saved counters belong to another model.
     """
 
     def __init__(
@@ -237,9 +249,12 @@ class MemberSampler:
         self._sampled_step = -1
 
     def sample(self, step: int, stages: int) -> None:
-        """Publish one of `stages` shares of a step's groups, once for each step.
+        """Publish `1 / stages` of a step's groups, once for each step.
 
-        Raises EngineGone, DeviceError; OSError: a full disk.
+        Raises:
+            EngineGone: the crew has ended, or the copy is not recent enough.
+            DeviceError: the samples do not fit.
+            OSError: the disk is full.
         """
         counters = self._counters
         if step == self._sampled_step or not (self._identity.adopt() or counters.peer):
@@ -253,12 +268,13 @@ class MemberSampler:
             self._link.send(message)
 
 
-# How a stage's weights travel for a copy.
+# The bytes of a stage's weights for a policy copy.
 
 DEFLATE_LEVEL: Final = 1
-"""Higher levels take several times as long and save a few percent, since most bytes are zero."""
+"""Level of compression. Higher levels take several times as long and save a few percent, because
+most bytes are zero."""
 DEFLATE_OVERHEAD_BYTES: Final = 1024
-"""Bytes that deflate may add to data that it cannot shorten, beside a thousandth of the data."""
+"""Deflate adds at most this and a thousandth of the data to data that it cannot shorten."""
 
 Tensors = Mapping[str, torch.Tensor]
 BaseTensors = Callable[[str], torch.Tensor]
@@ -268,7 +284,8 @@ CopyTensors = dict[str, tuple[torch.Tensor, ...]]
 
 
 def copied_layout(spec: StageSpec, layout: Layout) -> Layout:
-    """Return what a copy has of a stage: all that is trained; a tied embedding only of stage 0."""
+    """Return the tensors of a stage in a policy copy: all trained ones, except a tied embedding at
+    the last stage, which stage 0 sends."""
     twice = spec.shares_embedding and spec.has_head
     return tuple(
         tensor for tensor in layout if not (twice and tensor.name.endswith("lm_head.weight"))
@@ -276,7 +293,7 @@ def copied_layout(spec: StageSpec, layout: Layout) -> Layout:
 
 
 def copy_bytes(layout: Layout, adapter: bool) -> int:
-    """Return the exact length of an adapter's copy, or the greatest length of another copy."""
+    """Return the length of an encoded stage in bytes: exact for an adapter, else the greatest."""
     if adapter:
         return 2 * elements(layout)
     plain = sum(_plain_bytes(tensor) for tensor in layout)
@@ -291,7 +308,12 @@ def _plain_bytes(tensor: TensorSpec) -> int:
 def encode_copy(
     spec: StageSpec, weights: Tensors, layout: Layout, base: BaseTensors | None
 ) -> bytes:
-    """Encode `weights`, named as in the stage. `base` is None for an adapter."""
+    """Return the encoded weights of a stage.
+
+    Args:
+        weights: Tensors by local name.
+        base: Reads a tensor of the base model; None for an adapter.
+    """
     if base is None:
         return b"".join(
             to_bytes(bfloat16_bits(weights[tensor.name].float()), "<i2") for tensor in layout
@@ -308,7 +330,11 @@ def encode_copy(
 def _tensor_bytes(
     tensor: torch.Tensor, scales: torch.Tensor | None
 ) -> tuple[np.ndarray, torch.Tensor | None]:
-    """Return the tensor's bytes, and the scales if it is a matrix."""
+    """Return (bytes of the tensor, scales or None if it is not a matrix).
+
+    Args:
+        scales: Scales of the base model's matrix; None to choose them.
+    """
     if tensor.ndim != 2:
         return np.frombuffer(to_bytes(tensor.float(), "<f4"), np.uint8), None
     codes, chosen = quantise(tensor, None if scales is None else scales.to(tensor.device))
@@ -318,7 +344,10 @@ def _tensor_bytes(
 def decode_copy(
     spec: StageSpec, body: bytes | bytearray, layout: Layout, base: BaseTensors | None
 ) -> CopyTensors:
-    """Return the weights that `encode_copy` encoded, on the host.
+    """Return the weights that `encode_copy` encoded, in host memory.
+
+    Args:
+        base: Reads a tensor of the base model; None for an adapter.
 
     Raises:
         BadMessage: size, malformed, not_finite or bounds.
@@ -357,7 +386,11 @@ def _split(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memoryvi
 
 
 def _inflate(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of each tensor, never more than its length, whatever `body` holds."""
+    """Yield the bytes of each tensor. Inflate at most the length of the tensor, for any `body`.
+
+    Raises:
+        BadMessage: size or malformed.
+    """
     stream, rest = zlib.decompressobj(), bytes(body)
     try:
         for tensor in layout:
@@ -382,7 +415,7 @@ def _finite(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def install_copy(model: Model, parts: CopyTensors) -> None:
-    """Write `parts` into the copy that `policy.quantised.build_quantised` made of the model."""
+    """Write `parts` into a model that `policy.quantised.build_quantised` made."""
     matrices = {
         name.replace(".base_layer", ""): m
         for name, m in base_model(model).named_modules()

@@ -102,7 +102,7 @@ class CrewNetwork:
         self.lineage = LINEAGE
         self.layers = tuple(layers)
         self.nodes = [Node(i, directory, self) for i, directory in enumerate(directories)]
-        self.founded = 0
+        self.formed = 0
         self.step = 0
         """Committed, as far as all have said."""
         self.running = False
@@ -123,7 +123,7 @@ class CrewNetwork:
         self.end("a trainer is gone")
 
     def end(self, why: str) -> None:
-        """The crew is over; the next one is founded when everybody has said what he has."""
+        """The crew is over; the next one forms when everybody has said what he has."""
         if self.crew:
             self.crew, self.running = b"", False
             for node in self.nodes:
@@ -133,8 +133,8 @@ class CrewNetwork:
     def _found(self) -> None:
         """At the newest step that everybody has, or lacks by one; without one, at the newest that
         anybody has."""
-        self.founded += 1
-        self.crew = self.founded.to_bytes(16, "big") * 2
+        self.formed += 1
+        self.crew = self.formed.to_bytes(16, "big") * 2
         for stream in list(self._sockets):
             stream.socket.close()
         self._sockets.clear()

@@ -222,7 +222,7 @@ def example_at(t: float) -> NodeSnapshot:
             throttled_seconds=0.5,
         ),
         events={
-            "founded": 1,
+            "formed": 1,
             "running": 2,
             "paused": 1,
             "suspected": 2,

@@ -71,7 +71,7 @@ class Runner:
         self.looks += 1
         found = what()
         if found is None and self.crews:
-            self.crews.pop(0)  # the crew ends, and the next one is founded
+            self.crews.pop(0)  # the crew ends, and the next one forms
         return found
 
     def members(self):
@@ -83,7 +83,7 @@ class Runner:
     def lost_leadership(self, lineage):
         return not self.crews
 
-    def ask(self, head, work):
+    def call_head(self, head, work):
         call = work(head)
         try:
             call.send(None)

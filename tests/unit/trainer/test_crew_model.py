@@ -166,7 +166,7 @@ def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
     with opened(config) as model:
         assert not model.pretrained
         assert model.settings().swapped
-        cost, training = model.offering.cost, config.training
+        cost, training = model.trainer_offer.cost, config.training
         assert cost.batch_bytes > 2 * training.per_device_train_tokens * model.config.hidden_size
         assert cost.crossings > 0
     stages = lambda **changed: config.model_copy(

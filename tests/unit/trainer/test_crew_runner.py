@@ -229,7 +229,7 @@ def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(n
 def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):
     built, ready = [], []
     one = node(lambda assigned: built.append(assigned) or RealFollow(assigned))
-    one.runner._built = ready.append
+    one.runner._on_ready = ready.append
     one.recovery.open = lambda assigned, stage: forever()
     one.runner.receive(assigned_to())
     one.until(lambda: one.runner.stage)
@@ -400,11 +400,11 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
         one.runner.receive(CrewEnd("a member left"))
         await trio.sleep_forever()
 
-    assert one.runner.ask(head, answer) == "done"
+    assert one.runner.call_head(head, answer) == "done"
     with pytest.raises(PeerError, match="has ended"):
-        one.runner.ask(head, wait)
+        one.runner.call_head(head, wait)
     with pytest.raises(PeerError, match="has ended"):
-        one.runner.ask(head, answer)
+        one.runner.call_head(head, answer)
 
 
 def test_while_weights_arrive_the_crew_is_shown_progress(node):

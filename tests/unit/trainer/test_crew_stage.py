@@ -206,10 +206,10 @@ def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_
         runner.receive(CrewResume(CREW))
         head = runner.wait(runner.head, 30)
         learn = lambda head: head.update(rows_of(1), config.training, 12.0, 0.01)
-        assert runner.ask(head, learn).refused is None
+        assert runner.call_head(head, learn).refused is None
         runner.stage.optimizer.adam.register_step_pre_hook(fails)
         with pytest.raises(PeerError):  # at once, not after the head's deadline
-            runner.ask(head, learn)
+            runner.call_head(head, learn)
         assert failed.wait(10)
         assert (runner.stage, said[-1].reason) == (None, f"half of a step: {error}")
         assert lacked == ([alone] if isinstance(error, torch.OutOfMemoryError) else [])
@@ -235,7 +235,7 @@ def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
     monkeypatch.setattr(trainer, "free_bytes", lambda device: 2**30)
     with opened(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
-        assert isinstance(crew.offering, TrainerOffer)
+        assert isinstance(crew.trainer_offer, TrainerOffer)
 
 
 async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):

@@ -618,7 +618,7 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
             nursery.start_soon(ask)
             await until(lambda: trainers[0]._runner.head().open_waves)
             network.end("for a test")
-        assert network.founded == 2
+        assert network.formed == 2
         ids = lambda groups: [[c.ids for c in g.completions] for g in groups]
         assert ids(results[0]) == ids(expected), "begun again, and the same tokens drawn"
         network.lineage = b"\x09" * 32
