@@ -1026,8 +1026,8 @@ CREW = (
         "swarmnode_crew_slots",
         "gauge",
         lambda s: dict(Counter(str(slot.state) for slot in s.stages.crew.slots)),
-        "Stages of this node's crew, by state. Anything but `active` keeps the crew from its next"
-        " step.",
+        "Stages of this node's crew, by state. The crew takes steps only while all stages are"
+        " `active`.",
         ("state",),
         SLOT_STATES,
         when=has_crew,
@@ -1036,22 +1036,24 @@ CREW = (
         "swarmnode_crew_offers",
         "gauge",
         "stages.crew.offers",
-        "Other nodes that would hold a stage. With 0, nobody replaces a member that is lost.",
+        "Other nodes that offer to hold a stage. With 0, no node can replace a lost member.",
     ),
     Metric(
         "swarmnode_crew_standing_seconds",
         "gauge",
         "stages.crew.standing_seconds",
-        "Seconds since the crew last took steps; 0 while it does. After stages.wait_seconds its"
-        " nodes begin anew.",
+        "Seconds since this node's crew last ran; 0 while it runs. After stages.wait_seconds"
+        " without a crew, its nodes start again from the base model.",
     ),
     Metric(
         "swarmnode_crew_events_total",
         "counter",
         "stages.events",
-        "Events of this node's crews. `refuted`: false suspicions, each costs a pause. `broken`:"
-        " ends of crews. `refused`: failed proposals. `struck`: peers that missed a deadline or"
-        " sent garbage. `behind`: former members that are not in the next crew.",
+        "Events of this node's crews. `proposed`, `formed`, `running`, `paused`: phases of a"
+        " crew. `broken`: a crew ended. `refused`: a proposal failed. `suspected`: a member was"
+        " silent. `refuted`: a suspected member was heard again; each false suspicion costs a"
+        " pause. `struck`: a peer missed a deadline or sent garbage. `behind`: a former member is"
+        " not in the next crew.",
         ("event",),
         NOTES,
     ),
@@ -1059,21 +1061,21 @@ CREW = (
         "swarmnode_crew_recovery_seconds",
         "histogram",
         _crew_recoveries,
-        "Seconds from a crew's standing still to its running again.",
+        "Seconds from the pause or end of a running crew until a crew runs again.",
         when=has_crew,
     ),
     Metric(
         "swarmnode_crew_heartbeat_seconds",
         "gauge",
         "stages.heartbeat_seconds",
-        "Seconds from the last heartbeat to another member until its answer.",
+        "Seconds between the last answered heartbeat and its answer.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_crew_unanswered_total",
         "counter",
         "stages.unanswered",
-        "Requests to other members that had no answer in time, by message.",
+        "Requests to other nodes without a valid answer in time, by message.",
         ("message",),
         CREW_MESSAGES,
     ),
@@ -1081,8 +1083,7 @@ CREW = (
         "swarmnode_stage_trainer_restarts_total",
         "counter",
         "stages.trainer_restarts",
-        "Times that this node ended its own trainer because it had work for its stage and did"
-        " none.",
+        "Restarts of this node's trainer because it had work for its stage and made no progress.",
     ),
     Metric(
         "swarmnode_stage_index",
@@ -1094,7 +1095,7 @@ CREW = (
         "swarmnode_stage_phase",
         "gauge",
         _one_of(STAGE_PHASES, lambda s: s.stages.own.phase if s.stages.own else ""),
-        "1 for what this node's stage is doing, 0 for the rest.",
+        "1 for the phase of this node's stage, 0 for the others.",
         ("phase",),
         STAGE_PHASES,
         when=has_stage,
@@ -1118,22 +1119,22 @@ CREW = (
         "swarmnode_stage_source_seconds",
         "gauge",
         "stages.own.source_seconds",
-        "Seconds that restoring this node's stage took the last time.",
+        "Seconds that the last restoration of this node's stage took.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_stage_checkpoint_age_steps",
         "gauge",
         "stages.own.checkpoint_age_steps",
-        "Steps of this stage that are lost with this node and its disk: those since the newest"
-        " checkpoint at a neighbour.",
+        "Steps of this stage that the loss of this node and its disk would cost: those since the"
+        " newest checkpoint that a neighbour stores.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_stage_copy_age_steps",
         "gauge",
         "stages.own.copy_age_steps",
-        "Steps by which the whole copy that this node samples from is behind its crew.",
+        "Steps by which the policy copy that this node samples from is behind its crew.",
         when=has_stage,
     ),
     Metric(
@@ -1141,7 +1142,7 @@ CREW = (
         "gauge",
         "stages.own.gate_kl",
         "KL divergence between the policy before and after the last recovery, in nats per token."
-        " Near 0, nothing was lost.",
+        " Near 0, the recovery changed nothing.",
         when=has_stage,
     ),
     Metric(
@@ -1155,15 +1156,15 @@ CREW = (
         "swarmnode_stage_tokens_per_second",
         "gauge",
         "stages.own.tokens_per_second",
-        "Tokens per second that go through this node's stage.",
+        "Tokens per second that this node's stage runs forward.",
         when=has_stage,
     ),
     Metric(
         "swarmnode_stage_frames_dropped_total",
         "counter",
         lambda s: s.stages.own.dropped if s.stages.own else {},
-        "Frames between stages that counted for nothing, by reason. `crew` and `step` are what the"
-        " end of a crew leaves behind.",
+        "Frames between stages that were dropped, by reason. `crew` and `step` are usual after"
+        " the end of a crew. The other reasons show a defect or a hostile member.",
         ("reason",),
         (*FENCE_REASONS, *FRAME_REASONS, DEVICE_REASON),
         when=has_crew,
@@ -1172,9 +1173,10 @@ CREW = (
         "swarmnode_stage_state_refused_total",
         "counter",
         "stages.own.state_refused",
-        "What other stages sent of their state that is not what it has to be, and what they asked"
-        " for and did not get, by reason, in this crew. `busy`: too much at a time; `repeated`: one"
-        " thing again and again; `failed`: this node's own disk or device.",
+        "Invalid messages and refused requests on the streams for checkpoints, by reason, in this"
+        " crew. `busy`: a member sent too many requests at a time. `repeated`: a member requested"
+        " the same body too often. `failed`: this node's own disk or device failed. `gate`: no"
+        " source of the stage passed the gate.",
         ("reason",),
         STATE_REFUSALS,
         when=has_stage,
@@ -1191,7 +1193,7 @@ CREW = (
         "swarmnode_stage_streams_lost_total",
         "counter",
         "stages.streams.lost",
-        "Streams to other stages that the other side ended, or that broke, by kind.",
+        "Streams to other stages that broke or that the other side ended, by kind.",
         ("kind",),
         KINDS,
     ),
@@ -1199,7 +1201,7 @@ CREW = (
         "swarmnode_stage_streams_refused_total",
         "counter",
         "stages.streams.refused",
-        "Streams of peers that were not taken, by reason.",
+        "Streams of peers that this node refused, by reason.",
         ("reason",),
         STREAM_REFUSALS,
     ),
@@ -1207,7 +1209,7 @@ CREW = (
         "swarmnode_stage_bytes_total",
         "counter",
         {"in": "stages.streams.received", "out": "stages.streams.sent"},
-        "Bytes between this node's stage and others, by kind.",
+        "Bytes between this node's stage and other stages, by kind.",
         ("kind", "direction"),
         when=has_crew,
     ),

@@ -445,7 +445,7 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
     node = SimpleNamespace(
         _trainer_offer=offering,
         _link=SimpleNamespace(send=sent.append),
-        _recovery=SimpleNamespace(copies=lambda: (COPY,)),
+        _recovery=SimpleNamespace(held_blocks=lambda: (COPY,)),
     )
     planned = msgspec.structs.replace(assigned_to(1, 5), layers=(2, 2))
     for assigned, memory in (
@@ -458,7 +458,7 @@ def test_after_a_stage_that_did_not_fit_less_is_offered():
     CrewTrainer._offer(node, None)
     assert sent == [msgspec.structs.replace(node._trainer_offer, held_blocks=(COPY,))]
     CrewTrainer._offer(
-        node, SimpleNamespace(copy=lambda: msgspec.structs.replace(COPY, where="memory"))
+        node, SimpleNamespace(held_block=lambda: msgspec.structs.replace(COPY, where="memory"))
     )
     assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
