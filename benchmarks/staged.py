@@ -128,7 +128,7 @@ class Staged:
         """Stage → local name → parameter."""
         for name, parameter in self.model.named_parameters():
             for spec in self.specs:
-                local = spec.local(name)
+                local = spec.local_name(name)
                 if local is not None and parameter.requires_grad:
                     self.trained[spec.index][local] = parameter
         self.optimizer = torch.optim.Adam(

@@ -130,10 +130,10 @@ def build_stage(
     for name, parameter in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        tensor = read(spec.whole(name))
+        tensor = read(spec.whole_name(name))
         if tensor.shape != parameter.shape:
             raise Incompatible(
-                f"{spec.whole(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
+                f"{spec.whole_name(name)} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}"
             )
         state[name] = tensor.to(device=device, dtype=dtype)
     model.load_state_dict(state, strict=False, assign=True)
@@ -456,7 +456,9 @@ def _training(
     for stage in chain:
         for name, parameter in stage.model.named_parameters():
             # each end has a term of a tied embedding's gradient
-            gradients[stage.spec.whole(name)] = gradients[stage.spec.whole(name)] + parameter.grad
+            gradients[stage.spec.whole_name(name)] = (
+                gradients[stage.spec.whole_name(name)] + parameter.grad
+            )
     for name, parameter in whole.named_parameters():
         assert parameter.grad is not None
         yield f"gradients of {name}", gradients[name], parameter.grad
@@ -503,17 +505,17 @@ class StageRuntime:
         self.device = next(model.parameters()).device
         self.hidden_size = int(model.config.hidden_size)
         self.sessions = Sessions()
-        self.worked = 0
+        self.work_count = 0
         """Number that grows with each forward, backward and decoding step, and each call of
         `works`."""
         self.tokens = 0
         """Number of tokens that were run forward, for any purpose."""
         self._layers: Any = None
 
-    def works(self) -> None:
+    def count_work(self) -> None:
         """Count progress inside a piece of work, which may take minutes on a CPU.
         `policy.layers.report_layers` calls it for each layer."""
-        self.worked += 1
+        self.work_count += 1
 
     def parameters(self) -> list[torch.nn.Parameter]:
         """Return the trained parameters."""
@@ -595,7 +597,7 @@ class StageRuntime:
         Args:
             x: Hidden states (R, H) of the previous stage; None if the input is token ids.
         """
-        self.worked += 1
+        self.work_count += 1
         out = self.hidden(batch, x, part)
         self.tokens += len(out)
         return out
@@ -609,7 +611,7 @@ class StageRuntime:
             x: Input of the forward, (R, H) or None.
             gradient: Gradient (R, H) of the result of `forward`.
         """
-        self.worked += 1
+        self.work_count += 1
         inputs = None if x is None else x.detach().requires_grad_()
         hidden = self.hidden(batch, inputs, part)
         if hidden.requires_grad:  # False on a first stage without trained weights
@@ -626,7 +628,7 @@ class StageRuntime:
     ) -> torch.Tensor | None:
         """Run forward, loss and backward of the last stage. Return the gradient (R, H) of `x`; None
         if this is the only stage."""
-        self.worked += 2
+        self.work_count += 2
         inputs = None if x is None else x.detach().requires_grad_()
         loss(*self.logprobs(batch, inputs, temperature, part)).backward()
         return None if inputs is None else inputs.grad
@@ -637,7 +639,7 @@ class StageRuntime:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and entropies, (N, T) each, of the last stage, without
         gradient."""
-        self.worked += 1
+        self.work_count += 1
         return self.logprobs(batch, x, temperature)
 
     @torch.no_grad()
@@ -654,7 +656,7 @@ class StageRuntime:
         Returns:
             Hidden states (prompt tokens, H), or logits (Q, V) on the last stage.
         """
-        self.worked += 1
+        self.work_count += 1
         where = prompts.mask.nonzero(as_tuple=True)
         self.tokens += len(where[0])
         positions = (prompts.mask.cumsum(1) - 1).clamp(min=0)
@@ -683,7 +685,7 @@ class StageRuntime:
         Raises:
             BadMessage: session, fingerprint or rows.
         """
-        self.worked += 1
+        self.work_count += 1
         self.tokens += len(rows)
         kept = self.sessions.step(session, fingerprint, rows)
         out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
@@ -977,13 +979,13 @@ def make_batch(work: MicroBatch, device: torch.device) -> Batch:
     )
 
 
-def make_prompts(questions: WaveDescription, device: torch.device) -> Prompts:
+def make_prompts(description: WaveDescription, device: torch.device) -> Prompts:
     """Return the padded prompts of a checked description."""
-    prompts = _ragged(unpack_ids(questions.ids).tolist(), questions.lengths)
-    width = max(questions.lengths)
+    prompts = _ragged(unpack_ids(description.ids).tolist(), description.lengths)
+    width = max(description.lengths)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return Prompts(ids, mask, questions.num_generations, questions.names)
+    return Prompts(ids, mask, description.num_generations, description.names)
 
 
 def compute_loss(

@@ -642,11 +642,11 @@ class Head(StageWorker):
 
     def _begin(self, wave: Wave) -> None:
         """Start a wave, or restart it with the tokens that it has so far."""
-        questions, codec = wave.questions(), self.settings.codec
-        about = strict.encode(questions)
+        description, codec = wave.description(), self.settings.codec
+        about = strict.encode(description)
         session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
         self.open_waves[session] = wave
-        rows = sum(questions.lengths)
+        rows = sum(description.lengths)
         frame = wire.PrefillFrame(self.place, session, self.fingerprint, codec, rows, len(about))
         self.links.send(0, frame, about)
 
@@ -973,7 +973,7 @@ class Wave:
         """Return the last token of each of `live`."""
         return [self.ids[name][-1] for name in self.live]
 
-    def questions(self) -> WaveDescription:
+    def description(self) -> WaveDescription:
         """Return the description that starts the wave. In a restart, each prompt is a question with
         one completion so far."""
         position = len(self.ids[self.live[0]])
@@ -1352,7 +1352,7 @@ class WaveDecoder:
         """
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
-        questions = read_wave(about, frame.rows, worker.links.limits)
+        description = read_wave(about, frame.rows, worker.links.limits)
         if frame.fingerprint != worker.fingerprint:
             raise BadMessage("fingerprint", "a wave of another policy")
         if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
@@ -1362,17 +1362,17 @@ class WaveDecoder:
             if worker.index == 0
             else worker.activations(body[frame.about :], frame.rows, frame.codec)
         )
-        prompts = make_prompts(questions, runtime.device)
-        self._waves[frame.session] = questions
-        self._drawn[frame.session] = questions.position
+        prompts = make_prompts(description, runtime.device)
+        self._waves[frame.session] = description
+        self._drawn[frame.session] = description.position
         y = await worker.compute(
             lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x)
         )
         if runtime.spec.has_head:
             self._draw(
                 frame.session,
-                list(questions.names),
-                y.repeat_interleave(questions.num_generations, 0),
+                list(description.names),
+                y.repeat_interleave(description.num_generations, 0),
             )
             return
         passed = wire.PrefillFrame(

@@ -321,7 +321,7 @@ def encode_copy(
     deflate = zlib.compressobj(DEFLATE_LEVEL)
     out = []
     for tensor in layout:
-        before, scales = _tensor_bytes(base(spec.whole(tensor.name)), None)
+        before, scales = _tensor_bytes(base(spec.whole_name(tensor.name)), None)
         now, _ = _tensor_bytes(weights[tensor.name], scales)
         out.append(deflate.compress(np.bitwise_xor(now, before).tobytes()))
     return b"".join([*out, deflate.flush()])
@@ -357,7 +357,7 @@ def decode_copy(
     )
     found: CopyTensors = {}
     for tensor, piece in zip(layout, pieces, strict=True):
-        name = spec.whole(tensor.name)
+        name = spec.whole_name(tensor.name)
         if base is None:
             bits = torch.from_numpy(np.frombuffer(piece, "<i2").copy())
             found[name] = (_finite(bfloat16_values(bits).view(tensor.shape)),)

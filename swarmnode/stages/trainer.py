@@ -1525,7 +1525,7 @@ class Stage:
 
     def progress(self) -> int:
         """Return a number that grows with each piece of work done."""
-        return self.runtime.worked + self.worker.links.frames_received + self.step
+        return self.runtime.work_count + self.worker.links.frames_received + self.step
 
     def dropped(self) -> dict[str, int]:
         """Return the number of dropped frames in all crews, by reason."""
@@ -1648,7 +1648,7 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
     """Return the parameters of this stage that are averaged, by their names in the whole model."""
     spec, shared = stage.runtime.spec, stage.runtime.embedding()
     return {
-        spec.whole(n): p
+        spec.whole_name(n): p
         for n, p in stage.runtime.model.named_parameters()
         if p.requires_grad and p is not shared
     }
@@ -1806,7 +1806,7 @@ async def _logprobs(
 def _with_tensors(runtime: StageRuntime, tensors: Mapping[str, torch.Tensor]) -> StageRuntime:
     """Return a runtime of the same stage with other values for some weights. It shares the other
     weights."""
-    local = {str(runtime.spec.local(name)): tensor for name, tensor in tensors.items()}
+    local = {str(runtime.spec.local_name(name)): tensor for name, tensor in tensors.items()}
     return StageRuntime(
         runtime.spec,
         _replaced(runtime.model, local, ""),
@@ -1949,11 +1949,11 @@ class CrewModel:
         if lora:
             stage = add_adapter(stage, lora_settings(self.policy))
             if self.terms.frozen_a:
-                freeze_a({spec.whole(name): p for name, p in stage.named_parameters()}, A_SEED)
+                freeze_a({spec.whole_name(name): p for name, p in stage.named_parameters()}, A_SEED)
         runtime = StageRuntime(
             spec, stage, dtype=self.placement.dtype, known_logits=self.text.known_logits
         )
-        report_layers(stage, runtime.works)
+        report_layers(stage, runtime.count_work)
         return runtime
 
 

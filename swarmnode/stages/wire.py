@@ -631,7 +631,7 @@ class StageSpec:
         """True if this stage and another one hold the same tied tensor."""
         return self.tied and self.stages > 1 and (self.has_embedding or self.has_head)
 
-    def local(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         """Return the name in this stage of the whole model's tensor `name`; None if this stage does
         not hold it.
 
@@ -660,9 +660,9 @@ class StageSpec:
             return name if self.has_head else None
         raise ValueError(f"{name!r} is of no layer, embedding, norm or head")
 
-    def whole(self, name: str) -> str:
+    def whole_name(self, name: str) -> str:
         """Return the name in the whole model of this stage's tensor `name`, as inverse of
-        `local`."""
+        `local_name`."""
         parts = name.split(".")
         if "layers" in parts:
             at = parts.index("layers") + 1

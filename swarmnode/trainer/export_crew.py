@@ -96,7 +96,9 @@ def read_stages(
         except BadMessage as error:
             raise StateError(f"{path}: {error}") from None
         dtype = torch.float32 if found.metadata.form == "exact" else torch.bfloat16
-        tensors = {spec.whole(name): tensor.to(dtype) for name, tensor in state.weights.items()}
+        tensors = {
+            spec.whole_name(name): tensor.to(dtype) for name, tensor in state.weights.items()
+        }
         yield spec.index, tensors, found.metadata.step
 
 

@@ -43,7 +43,9 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreT
 def whole_state(spec: StageSpec, stage: nn.Module) -> dict[str, torch.Tensor]:
     """Name in the whole model → trained tensor of this stage, not copied. All stages' together are
     the whole model's."""
-    return {spec.whole(name): p.detach() for name, p in stage.named_parameters() if p.requires_grad}
+    return {
+        spec.whole_name(name): p.detach() for name, p in stage.named_parameters() if p.requires_grad
+    }
 
 
 def load_whole_state(spec: StageSpec, stage: nn.Module, state: Mapping[str, torch.Tensor]) -> None:

@@ -202,7 +202,7 @@ def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.
         layout = layouts[about.stage]
         state = decode_state(checkpoint.body, layout, about.form, about.step, 0.0)
         for name, tensor in state.weights.items():
-            known = whole.setdefault(specs[about.stage].whole(name), tensor)
+            known = whole.setdefault(specs[about.stage].whole_name(name), tensor)
             assert torch.equal(known, tensor), f"{name} is another one at the other end"
     return abouts[0].step, whole
 

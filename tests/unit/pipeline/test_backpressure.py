@@ -274,7 +274,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
             nursery.start_soon(score)
             await quiet(2000)
             assert waits == [1]
-            assert crew.members[0].runtime.worked == SCORES_PER_STAGE * 3
+            assert crew.members[0].runtime.work_count == SCORES_PER_STAGE * 3
             free.set()
     assert [len(logprobs) for logprobs, _ in got] == [
         len(row.completion_ids) for row in rows_of(30)

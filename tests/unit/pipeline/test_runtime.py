@@ -76,7 +76,7 @@ def through(stages, batch, weight, temperature=0.8):
     for stage in stages:
         for name, parameter in stage.model.named_parameters():
             if parameter.requires_grad:
-                name = stage.spec.whole(name)
+                name = stage.spec.whole_name(name)
                 # both halves of a tied embedding
                 gradients[name] = gradients.get(name, 0) + parameter.grad
     return seen[0], gradients

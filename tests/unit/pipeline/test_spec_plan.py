@@ -19,7 +19,7 @@ CONFIG = SimpleNamespace(
 
 
 def holders(specs, name):
-    return [spec.index for spec in specs if spec.local(name) is not None]
+    return [spec.index for spec in specs if spec.local_name(name) is not None]
 
 
 @pytest.mark.parametrize("prefix", ["", "base_model.model."])
@@ -30,16 +30,16 @@ def test_names_go_there_and_back(prefix):
     specs = stage_specs(CONFIG, [1, 2, 1])
     for name in names:
         (holder,) = holders(specs, name)
-        assert specs[holder].whole(specs[holder].local(name)) == name
-    assert specs[1].local(names[2]) == f"{prefix}model.layers.1.mlp.up_proj.weight"
+        assert specs[holder].whole_name(specs[holder].local_name(name)) == name
+    assert specs[1].local_name(names[2]) == f"{prefix}model.layers.1.mlp.up_proj.weight"
 
 
 def test_a_tied_embedding_is_at_both_ends_and_an_untied_one_is_not():
     name = "model.embed_tokens.weight"
     specs = stage_specs(CONFIG, [1, 2, 1])
     assert holders(specs, name) == [0, 2]
-    assert specs[2].local(name) == "lm_head.weight"
-    assert specs[2].whole("lm_head.weight") == name
+    assert specs[2].local_name(name) == "lm_head.weight"
+    assert specs[2].whole_name("lm_head.weight") == name
     untied = stage_specs(SimpleNamespace(**{**vars(CONFIG), "tie_word_embeddings": False}), [2, 2])
     assert holders(untied, name) == [0]
     assert holders(untied, "lm_head.weight") == [1]

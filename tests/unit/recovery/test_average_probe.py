@@ -66,7 +66,7 @@ def tensors(station, noise=0.0):
     far = {
         n: t + noise * t.std() * torch.randn(t.shape, generator=generator) for n, t in own.items()
     }
-    return tuple({station.spec.whole(n): t for n, t in some.items()} for some in (own, far))
+    return tuple({station.spec.whole_name(n): t for n, t in some.items()} for some in (own, far))
 
 
 async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
@@ -86,7 +86,11 @@ def whole_loss(fleet, seed):
     """Of the better completions, by the unsplit model with the weights of all stages."""
     model = copy.deepcopy(fleet.model)
     model.load_state_dict(
-        {s.spec.whole(n): p for s in fleet.stations for n, p in s.runtime.model.named_parameters()},
+        {
+            s.spec.whole_name(n): p
+            for s in fleet.stations
+            for n, p in s.runtime.model.named_parameters()
+        },
         strict=False,
     )
     rows = [(r.prompt_ids, r.completion_ids) for r in rows_of(seed) if r.advantage > 0]
@@ -109,7 +113,7 @@ async def test_at_the_head_it_is_the_loss_of_the_whole_policy(fleet):
         assert before == pytest.approx(whole_loss(one, 1), abs=1e-4)
         with torch.no_grad():
             for name, p in trained(one.stations[0].runtime).items():
-                p.copy_(mean.get(one.stations[0].spec.whole(name), p))
+                p.copy_(mean.get(one.stations[0].spec.whole_name(name), p))
         assert after == pytest.approx(whole_loss(one, 1), abs=1e-4)
         assert abs(after - before) > 0.01
 
@@ -232,7 +236,7 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
         )
         own, before = (
             {
-                station.spec.whole(n): p.detach().clone()
+                station.spec.whole_name(n): p.detach().clone()
                 for n, p in trained(station.runtime).items()
             },
             run(station.runtime),
@@ -244,5 +248,5 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
         assert run(station.runtime) == before
         with torch.no_grad():
             for name, p in trained(station.runtime).items():
-                p.copy_(other[station.spec.whole(name)])
+                p.copy_(other[station.spec.whole_name(name)])
         assert run(station.runtime) == changed

@@ -101,7 +101,7 @@ def whole(fleet):
         for station in fleet.stations:
             for name, parameter in station.runtime.model.named_parameters():
                 if parameter.requires_grad:
-                    named[station.spec.whole(name)].copy_(parameter)
+                    named[station.spec.whole_name(name)].copy_(parameter)
     return model.eval()
 
 

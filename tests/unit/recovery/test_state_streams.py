@@ -393,7 +393,7 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
     assert len(encoded) == 1
     spec = member.runtimes[1].spec
     parts = decode_copy(spec, body, copied_layout(spec, member.layouts[1]), member.stage.base)
-    assert parts.keys() == {spec.whole(name) for name in base}
+    assert parts.keys() == {spec.whole_name(name) for name in base}
     came, step, ours = await member.peer.fetch.policy_copy(spec)
     assert (came, step, ours.keys()) == (0, 9, parts.keys())
     worker.participant.step += 1

@@ -216,12 +216,12 @@ def assert_it_says_that_it_goes_on(runtime):
         if runtime.spec.has_embedding
         else torch.randn(make_packing(batch).rows, runtime.hidden_size)
     )
-    before = runtime.worked
+    before = runtime.work_count
     out = runtime.forward(batch, x, "layers" if x is not None else "all")
-    assert runtime.worked - before > 2 * runtime.spec.layers, "prompt and completion"
-    before = runtime.worked
+    assert runtime.work_count - before > 2 * runtime.spec.layers, "prompt and completion"
+    before = runtime.work_count
     runtime.backward(batch, x, torch.zeros_like(out), "layers" if x is not None else "all")
-    assert runtime.worked - before > 3 * runtime.spec.layers
+    assert runtime.work_count - before > 3 * runtime.spec.layers
     for parameter in runtime.parameters():
         parameter.grad = None
 
@@ -257,7 +257,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
                 held |= blocks
                 assert all(by_block(mine, block) == by_block(trained, block) for block in blocks)
                 names = {
-                    stage.runtime.spec.whole(n): p
+                    stage.runtime.spec.whole_name(n): p
                     for n, p in stage.runtime.model.named_parameters()
                     if A_MARK in n
                 }

@@ -155,7 +155,7 @@ def test_without_a_state_of_averaging_the_slow_weights_are_the_stage_s_own(node)
     one.train(3)
     one.averaging.begin()
     weights = {
-        one.stage.runtime.spec.whole(n): t.detach().clone()
+        one.stage.runtime.spec.whole_name(n): t.detach().clone()
         for n, t in trained(one.stage.runtime).items()
     }
     tensors = one.averaging.tensors()

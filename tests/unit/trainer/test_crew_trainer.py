@@ -214,7 +214,7 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
         for trainer in trainers:
             runtime = runtime_of(trainer)
             state |= {
-                runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()
+                runtime.spec.whole_name(n): p.detach() for n, p in runtime.model.named_parameters()
             }
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=1e-4), name
@@ -427,7 +427,7 @@ async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
         for trainer in trainers:
             runtime = runtime_of(trainer)
             state |= {
-                runtime.spec.whole(n): p.detach() for n, p in runtime.model.named_parameters()
+                runtime.spec.whole_name(n): p.detach() for n, p in runtime.model.named_parameters()
             }
         for name, tensor in trainable(policy.model).items():
             assert torch.allclose(state[name], tensor, atol=2e-4), name
