@@ -507,7 +507,7 @@ class StageRuntime:
         self.sessions = Sessions()
         self.work_count = 0
         """Number that grows with each forward, backward and decoding step, and each call of
-        `works`."""
+        `count_work`."""
         self.tokens = 0
         """Number of tokens that were run forward, for any purpose."""
         self._layers: Any = None

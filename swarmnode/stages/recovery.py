@@ -105,6 +105,7 @@ from swarmnode.stages.wire import (
     StageSpec,
     StateForm,
     activation_bytes,
+    close_streams,
     hash_body,
     is_device_error,
     read_f32,
@@ -872,9 +873,7 @@ class StageRecovery:
             self.peer = self._recorder.sharing = None
             if averaging is not None:
                 averaging.probe.close()
-            with trio.CancelScope(shield=True):
-                for stream in streams.values():
-                    await trio.aclose_forcefully(stream)
+            await close_streams(streams)
 
     async def restore(
         self, stage: Stage, assignment: wire.StageAssignment, notify: ReportSource

@@ -152,6 +152,7 @@ from swarmnode.stages.wire import (
     StreamKind,
     TrainerOffer,
     activation_bytes,
+    close_streams,
     is_device_error,
     model_cost,
     stage_memory,
@@ -511,16 +512,9 @@ async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int
             if stage != assignment.stage:
                 streams[stage] = await connect(assignment, stage, kind)
     except BaseException:
-        await close_all(streams)
+        await close_streams(streams)
         raise
     return streams
-
-
-async def close_all(streams: Mapping[int, trio.abc.Stream]) -> None:
-    """Close all streams, also in a cancelled task."""
-    with trio.CancelScope(shield=True):
-        for stream in streams.values():
-            await trio.aclose_forcefully(stream)
 
 
 # This node's stage in one crew after another: a trio program in a thread of its own.
@@ -676,7 +670,7 @@ class StageRunner:
                 self._update(session, "active", session.source)
                 await worker.run()
             finally:
-                await close_all(streams)
+                await close_streams(streams)
 
     def _handle_failure(self, session: StageSession, kind: FailureKind, reason: str) -> None:
         if kind == "peer":

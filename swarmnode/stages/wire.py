@@ -1709,6 +1709,13 @@ async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
     return message
 
 
+async def close_streams(streams: Mapping[int, trio.abc.Stream]) -> None:
+    """Close the streams to all stages, also in a cancelled task."""
+    with trio.CancelScope(shield=True):
+        for stream in streams.values():
+            await trio.aclose_forcefully(stream)
+
+
 async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
     """Return the first message of a trainer's connection; None if the trainer sent nothing.
 
