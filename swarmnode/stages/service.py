@@ -142,7 +142,7 @@ class NodeCallbacks:
     paused: Callable[[], str] = lambda: ""
     """Return why this node must not take part now (quiet hours, a month's bytes), or ""."""
     allows: Callable[[str], bool] = lambda choice: True
-    """As `Meter.has_room`."""
+    """Return True if bytes may be sent ("serve") or received ("fetch") now."""
 
 
 class StageService:

@@ -1202,11 +1202,12 @@ class CrewPolicy:
         while True:
             head = self._head()
             step = head.participant.step
-            # A call that ends between the commit and the last `done` is not resumed. It always ends
-            # with its crew, and the step of the next crew shows whether the commit took effect. If
-            # any stage took the step, the next crew continues after it, and stages that are one
-            # step behind count as if they had taken it. A stage finishes a step that it has started
-            # before it offers its weights. So no step is lost or taken twice.
+            # A call that ends between the commit and the last `done` needs no wait. It always ends
+            # with its crew, and a stage finishes a step that it has started before it offers its
+            # weights. The next crew either continues after the step, and stages that are one step
+            # behind count as if they had taken it (docs/stages.md, Limits). Or it continues before
+            # the step, with weights that have not taken it, and the step is repeated here. So no
+            # step is lost or taken twice.
             if step > before:
                 return UpdateStatistics(stepped=True)
             before, tokens = step, self._update_tokens(lengths, groups, head.stages)

@@ -1193,6 +1193,7 @@ class TrainerOffer(msgspec.Struct, frozen=True, tag="stages_offering"):
     cost: ModelCost
     """Costs of the whole model, from which the node plans crews."""
     held_blocks: tuple[HeldBlock, ...] = ()
+    """Blocks that the node has in memory and on disk."""
 
 
 class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
@@ -1210,9 +1211,9 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     source: str = ""
     """One of SOURCES."""
     source_seconds: float | None = None
-    """From Assigned to the stage being loaded from that source."""
+    """Seconds from StageAssignment until the stage had weights from that source."""
     checkpoint_step: int | None = None
-    """The step of the newest checkpoint of this stage that a neighbour stores."""
+    """Step of the newest checkpoint of this stage that a neighbour stores."""
     checkpoint_age_steps: int | None = None
     """Steps of this stage that the loss of its node and disk would cost: all of them while no
     neighbour stores a checkpoint. None in a crew of one."""
