@@ -238,7 +238,7 @@ async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monk
         for _ in range(10):
             crew.head.links.send(2, wire.DropFrame(crew.head.place, bytes(16)))
         await quiet()
-        assert crew.head.fault == (2, "its stream had to end: unread")
+        assert crew.head.fault == (2, "its stream was closed: unread")
 
 
 # ---- refusals ------------------------------------------------------------------------------------
@@ -602,7 +602,7 @@ async def test_bytes_that_are_no_frame_are_a_fault_and_half_a_frame_is_a_death(m
         await crew.streams[3, 0].send_all(b"\0\0\1\0half")
         await crew.streams[3, 0].aclose()
         await quiet()
-        assert crew.members[1].fault == (2, "its stream had to end: oversize")
+        assert crew.members[1].fault == (2, "its stream was closed: oversize")
         assert crew.head.fault is None
         with pytest.raises(PeerError, match="stage 3 is gone: truncated"):
             await learn(crew.head, rows)

@@ -382,7 +382,7 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
     encode = recovery.encode_copy
     monkeypatch.setattr(recovery, "encode_copy", lambda *args: encoded.append(1) or encode(*args))
     base = {n: t.clone() for n, t in member.runtimes[1].model.named_parameters()}
-    local = member.runtimes[1].spec.local
+    local = member.runtimes[1].spec.local_name
     member.stage.base = lambda name: base[local(name)]
     worker = member.work()
     await member.answer(0)
