@@ -6,8 +6,8 @@ rarely end before they are as long as they may be.
 
     update      one row of a length in an update, layers kept or run again: bytes at the peak
     against `swarmnode plan`, seconds
-    sampling    tokens a second by how many completions are under way, of the policy and of the
-    whole int8 copy that a crew samples from
+    sampling    tokens a second by how many completions are under way, of the policy by either
+    engine and of the whole int8 copy that a crew samples from
     node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory
     free as the recipe names: what else
                 there is of it is held by this process. Phases, steps, the most memory that it had,
@@ -22,7 +22,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,8 +36,10 @@ from swarmnode.demo.nodes import START, DemoNode
 from swarmnode.errors import DeviceError, Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.device import BASE_BITS
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.footprint import Method, Shape, footprint
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.micro import MicroBatcher, free_memory
 from swarmnode.policy.quantised import build_quantised
@@ -167,14 +169,26 @@ def updates(model: str, names: Sequence[str]) -> list[list[object]]:
     return rows
 
 
-def sampling(name: str, policy: Policy, rows: int) -> list[object]:
+def continuous(
+    policy: Policy, prompts: Sequence[str], asked: Sampling, rng: torch.Generator
+) -> list[GroupSample]:
+    """As `generate`, by the continuous engine."""
+    return answered(Continuous(policy, MicroBatcher(2**20), asked, rng), prompts)
+
+
+def sampling(
+    name: str,
+    policy: Policy,
+    rows: int,
+    sample: Callable[..., list[GroupSample]] = generate,
+) -> list[object]:
     """A row: tokens a second with so many completions under way, the second time."""
     count = min(8, rows)
     asked = Sampling(count, TOKENS)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before, began = torch.cuda.memory_allocated(), time.perf_counter()
-        groups = generate(policy, QUESTIONS[: rows // count], asked, policy.random_generator(0))
+        groups = sample(policy, QUESTIONS[: rows // count], asked, policy.random_generator(0))
         torch.cuda.synchronize()
         took = time.perf_counter() - began
     steps = max(len(c.ids) for g in groups for c in g.completions)
@@ -316,6 +330,10 @@ def main() -> int:
             policy = load_policy(ADAPTER.model_copy(update={"model": model}))
             print(f"loaded and hashed in {time.perf_counter() - began:.0f} s", flush=True)
             rows = [sampling("the policy, bfloat16", policy, rows) for rows in ROWS_UNDER_WAY]
+            rows += [
+                sampling("the policy, continuous engine", policy, rows, continuous)
+                for rows in ROWS_UNDER_WAY
+            ]
             copy = copy_of(policy)
             del policy
             free_memory()

@@ -62,8 +62,8 @@ def probe(cfg: PolicyConfig) -> Placement:
             )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
-        # older ones emulate bfloat16; float16 needs loss scaling
-        best = torch.bfloat16 if major >= 8 else torch.float32
+        # a T4 (7.5) and a V100 (7.0) emulate bfloat16, and cards before them are slow in float16
+        best = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         why = (
             f"compute capability {major}.{minor}"
             if torch.version.hip is None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import GradScalerKwargs
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -49,6 +50,9 @@ T = TypeVar("T")
 LORA_MODULES = "all-linear"
 """What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's
 choice alone."""
+LOSS_SCALE_GROWTH_STEPS = 100
+"""Steps without an overflow after which float16's loss scale is doubled. torch's 2,000 suit
+training with millions of steps: a run of reinforcement learning has hundreds."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -320,7 +324,16 @@ def make_accelerator(placement: Placement) -> Accelerator:
         elsewhere = state.device.type != placement.device.type
         if elsewhere or state.mixed_precision != wanted:
             AcceleratorState._reset_state(reset_partial_state=elsewhere)
-    return Accelerator(mixed_precision=wanted, cpu=placement.device.type == "cpu")
+    accelerator = Accelerator(
+        mixed_precision=wanted,
+        cpu=placement.device.type == "cpu",
+        kwargs_handlers=[GradScalerKwargs(growth_interval=LOSS_SCALE_GROWTH_STEPS)],
+    )
+    if placement.dtype == torch.float16 and placement.device.type == "cpu":
+        # accelerate scales the loss on other devices only; here it lets tests run the same code
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=LOSS_SCALE_GROWTH_STEPS)
+    return accelerator
 
 
 def end_tokens(

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import decode
+from swarmnode.policy import decode, logprobs
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
@@ -119,6 +119,25 @@ def test_cpu_and_gpu_agree(model_dir):
     on_gpu = score(load(directory), rows(groups), 1.0)
     flat = lambda values: torch.tensor([x for row in values for x in row])
     torch.testing.assert_close(flat(on_gpu), flat(on_cpu), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_packed_rows_are_run_as_one_batch(model_dir, kind):
+    """Equal to the same rows on a CPU one at a time; and the trial finds no difference."""
+    directory = model_dir(kind)
+    policy, here = load(directory), load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    rows = [
+        (prompt, [8 + i % 9 for i in range(length)])
+        for prompt, lengths in [([5, 6, 7], [3, 40, 1, 9]), ([9] * 20, [17, 2, 30, 5])]
+        for length in lengths
+    ]
+    assert not policy.obstacles["packed"]
+    batch = collate(rows, policy.pad_id, policy.device)
+    chosen, _ = logprobs.logprobs_by("packed", policy, batch, 1.0)
+    expected, _ = logprobs.logprobs_by(
+        "row by row", here, collate(rows, here.pad_id, here.device), 1.0
+    )
+    torch.testing.assert_close(chosen.cpu(), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("quantization", ["none", "8bit", "4bit"])
