@@ -297,7 +297,7 @@ class Updater:
     def loss_scale(self) -> float:
         """Factor of the loss in float16; 0 in a dtype that needs none."""
         scaler = self._policy.accelerator.scaler
-        return float(scaler.get_scale()) if scaler is not None else 0.0
+        return min(float(scaler.get_scale()), MOST_LOSS_SCALE) if scaler is not None else 0.0
 
     def restore_loss_scale(self, scale: float) -> None:
         """Continue with the factor of an earlier process; 0 is none."""
@@ -362,6 +362,8 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
     )
 
 
+MOST_LOSS_SCALE = 2.0**60
+"""Largest factor that is saved: torch does not bound it, and a counter is below 2^63."""
 SUMS = 7
 """What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and
 squares of weights of its tokens."""
