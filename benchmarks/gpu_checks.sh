@@ -37,7 +37,7 @@ found() {
 }
 
 versions() {
-    run versions 30 "$python" -c "
+    run versions 60 "$python" -c "
 import sys, torch, transformers, accelerate, peft
 print(sys.version.split()[0], 'torch', torch.__version__, 'transformers', transformers.__version__)
 print('accelerate', accelerate.__version__, 'peft', peft.__version__)
