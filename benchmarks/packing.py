@@ -165,7 +165,7 @@ def main() -> None:
         arms = {"padded": math.inf, "packed": 0.0}
         for case in args.cases:
             for seed in range(args.seeds):
-                rows = rows_of(case, args.groups, policy.base.config.vocab_size, seed)
+                rows = rows_of(case, args.groups, policy.vocab_size, seed)
                 if not seed:  # what is only slow once
                     for gain in arms.values():
                         measure(gain, policy, rows if args.device != "cpu" else rows[:G])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -83,6 +83,14 @@ def probe(cfg: PolicyConfig) -> Placement:
         why += ", dtype configured"
     dtype = best if cfg.dtype == "auto" else DTYPES[cfg.dtype]
     return Placement(device, dtype, f"{device}, {str(dtype).removeprefix('torch.')}: {why}")
+
+
+def without_float16(placement: Placement) -> Placement:
+    """Compute in float32 where that would be float16: a stage does not scale its loss."""
+    if placement.dtype != torch.float16:
+        return placement
+    reason = f"{placement.device}, float32: stages have no loss scale for float16"
+    return replace(placement, dtype=torch.float32, reason=reason)
 
 
 def set_up(device: torch.device) -> None:

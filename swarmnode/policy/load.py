@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
@@ -39,6 +40,7 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_fil
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
 from swarmnode.policy.text import Chat, vocabulary
+from swarmnode.policy.ways import rounding
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -110,6 +112,14 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained;"
         f" {placement.reason}"
     )
+    if (
+        cfg.dtype == "auto"
+        and policy.dtype == torch.float16
+        and not math.isfinite(rounding(policy))
+    ):
+        log("float16 cannot hold what this model computes; it computes in float32")
+        del policy, model, embeddings  # its memory
+        return load_policy(cfg.model_copy(update={"dtype": "float32"}), log)
     find_ways(cfg, policy)
     return policy
 

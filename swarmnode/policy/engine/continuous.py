@@ -27,9 +27,10 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
-BURST = 16
+BURST = {"cuda": 64}
 """Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
-once in a call."""
+once in a call, and on CUDA steps are recorded anew in each."""
+BURST_ELSEWHERE = 16
 AHEAD = 1
 """For each request that is wanted next, so many more are begun, so that rows are in use which would
 wait for a group's longest completion. What is learnt from is older by as many updates."""
@@ -99,16 +100,23 @@ class Continuous:
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
-        """Until a request is finished, BURST steps at most. Raises DeviceError when a single row
-        does not fit into memory."""
+        """Decode until a request is finished, for a burst of steps at most.
+
+        Raises:
+            DeviceError: a single row does not fit into memory.
+        """
         done: list[Finished] = []
-        with self._policy.accelerator.autocast():
-            for _ in range(BURST):
-                if done or not (self._active or self._waiting):
-                    break
-                self._admit()
-                done = self._step(version) if self._active else []
-                self._batcher.alive()
+        burst = BURST.get(self._policy.device.type, BURST_ELSEWHERE)
+        try:
+            with self._policy.accelerator.autocast():
+                for _ in range(burst):
+                    if done or not (self._active or self._waiting):
+                        break
+                    self._admit()
+                    done = self._step(version) if self._active else []
+                    self._batcher.alive()
+        finally:
+            self._slots.forget_recordings()
         if not self._groups:
             # training has use for the memory
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)

@@ -7,6 +7,9 @@ import torch
 
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import decode, logprobs
+from swarmnode.policy.engine import recorded
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
@@ -84,6 +87,39 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
                 parameter.mul_(1.01)
     assert len(used) == 3
     assert all(graph is not None for graph in used)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, monkeypatch):
+    """With room for few rows; equal to single launches, across calls between which weights move."""
+    policy = load(model_dir(kind))
+    made = []
+    real = recorded.record
+    monkeypatch.setattr(
+        recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
+    )
+
+    def sampled(tokens):
+        engine = Continuous(
+            policy,
+            MicroBatcher(tokens),
+            Sampling(3, 40, temperature),
+            policy.random_generator(1),
+        )
+        return rows(answered(engine, PROMPTS))
+
+    for tokens in (400, 16384):
+        found = sampled(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(recorded, "recordable", lambda policy: False)
+            expected = sampled(tokens)
+        assert [ids for _, ids in found] == [ids for _, ids in expected]
+        with torch.no_grad():
+            for parameter in policy.trainable_parameters():
+                parameter.mul_(1.01)
+    assert len(made) >= 2
+    assert all(graph is not None for graph in made)
 
 
 def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):

@@ -79,7 +79,7 @@ async def test_it_learns_in_float16_and_its_loss_scale_is_kept(tmp_path):
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "float16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
     assert first[-1].drops["update"].dropped.keys() <= {"no_signal", "overflow"}
-    with safe_open(tmp_path / state.FILE, "pt") as file:
+    with safe_open(tmp_path / "trainer" / state.FILE, "pt") as file:
         scale = json.loads(file.metadata()["counters"])["loss_scale"]
     assert 1 < scale <= 65536
     second = await train(tmp_path, policy=place, max_steps=62)
