@@ -1,5 +1,5 @@
 """What a model of a published size does on a real card: `python -m benchmarks.card [update]
-[sampling] [node] [crew]`. CUDA.
+[sampling] [engines] [node] [crew]`. CUDA.
 
 Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Answers
 rarely end before they are as long as they may be.
@@ -8,6 +8,7 @@ rarely end before they are as long as they may be.
     against `swarmnode plan`, seconds
     sampling    tokens a second by how many completions are under way, of the policy by either
     engine and of the whole int8 copy that a crew samples from
+    engines     answers of unlike lengths, of which only some have room at once, by either engine
     node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory
     free as the recipe names: what else
                 there is of it is held by this process. Phases, steps, the most memory that it had,
@@ -94,6 +95,7 @@ UPDATE = [
     "s",
 ]
 SAMPLING = ["what", "completions at once", "ms a step", "tokens/s", "GB beside the weights"]
+ENGINES = ["engine", "mean length", "longest", "s", "tokens/s"]
 QUESTIONS = [f"Tell me about the number {i}." for i in range(32)]
 
 
@@ -197,6 +199,33 @@ def sampling(
     return [name, rows, f"{1000 * took / steps:.1f}", f"{rows * steps / took:.0f}", f"{peak:.2f}"]
 
 
+def engines(policy: Policy) -> list[list[object]]:
+    """A row for each engine: 128 answers of unlike lengths, with room for 32 at once.
+
+    Four tokens of some 500 end an answer, so that lengths are geometric."""
+    ends = replace(policy, eos_ids=frozenset(range(10, 14)))
+    asked, prompts = Sampling(8, 512), QUESTIONS[:16]
+    room = 32 * (max(len(policy.encode_prompt(p)) for p in prompts) + asked.max_tokens)
+    by: dict[str, Callable[[], list[GroupSample]]] = {
+        "lockstep": lambda: MicroBatcher(room).generate(
+            ends, prompts, asked, ends.random_generator(0)
+        ),
+        "continuous": lambda: answered(
+            Continuous(ends, MicroBatcher(room), asked, ends.random_generator(0)), prompts
+        ),
+    }
+    rows: list[list[object]] = []
+    for name, sample in by.items():
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        lengths = [len(c.ids) for group in sample() for c in group.completions]
+        took = time.perf_counter() - began
+        mean, most = sum(lengths) / len(lengths), max(lengths)
+        rows.append([name, f"{mean:.0f}", most, f"{took:.1f}", f"{sum(lengths) / took:.0f}"])
+        print(*rows[-1], flush=True)
+    return rows
+
+
 def copy_of(policy: Policy) -> Policy:
     weights = {
         name.replace(".base_layer", ""): tensor for name, tensor in policy.base.state_dict().items()
@@ -298,7 +327,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", default=["update", "sampling", "node", "crew"])
+    parser.add_argument(
+        "parts", nargs="*", default=["update", "sampling", "engines", "node", "crew"]
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
     parser.add_argument("--minutes", type=float, default=4.0, help="of whole nodes")
@@ -340,6 +371,11 @@ def main() -> int:
             rows += [sampling("a whole int8 copy", copy, rows) for rows in ROWS_UNDER_WAY]
             print(heading("card: sampling") + "\n" + table(SAMPLING, rows), flush=True)
             del copy
+            free_memory()
+        if "engines" in asked.parts:
+            policy = load_policy(ADAPTER.model_copy(update={"model": model}))
+            print(heading("card: engines") + "\n" + table(ENGINES, engines(policy)), flush=True)
+            del policy
             free_memory()
         if "update" in asked.parts:
             print(

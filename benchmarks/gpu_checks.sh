@@ -58,7 +58,7 @@ demo() {
 
 # Memory of an update against `swarmnode plan`, and the speed of sampling.
 card() {
-    run card 90 "$python" -m benchmarks.card update sampling --shape "$shape"
+    run card 90 "$python" -m benchmarks.card sampling engines update --shape "$shape"
 }
 
 # Padded rows against packed rows.
