@@ -47,7 +47,7 @@ print(torch.cuda.get_device_name(), torch.cuda.get_device_capability())"
 
 # Tests that need a GPU.
 tests() {
-    run tests 110 "$python" -m pytest -p no:cacheprovider -q -m gpu --tb=short -rs \
+    run tests 110 "$python" -m pytest -p no:cacheprovider -q -m gpu --tb=short -rfs --show-capture=no \
         -n "${WORKERS:-4}" --dist load $(grep -rl 'mark\.gpu' tests/unit)
 }
 
