@@ -63,7 +63,7 @@ card() {
 
 # Padded rows against packed rows.
 packing() {
-    run packing 70 "$python" -m benchmarks.packing --device cuda --dtype bfloat16 --shape "$shape" \
+    run packing 60 "$python" -m benchmarks.packing --device cuda --dtype bfloat16 --shape "$shape" \
         --cases unlike long longest --groups 8 --seeds 3 --json "$out/packing.json"
 }
 

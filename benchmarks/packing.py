@@ -123,9 +123,7 @@ def measure(gain: float, policy: Policy, rows: Sequence[Row]) -> Measured:
             torch.cuda.synchronize()
         seconds = clock() - began
     held = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-    gradient = torch.cat(
-        [p.grad.flatten().cpu() for p in policy.base.parameters() if p.grad is not None]
-    )
+    gradient = torch.cat([p.grad.flatten() for p in policy.base.parameters() if p.grad is not None])
     return Measured(seconds, found, gradient, held)
 
 

@@ -27,10 +27,12 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
-BURST = {"cuda": 64}
+BURST = 16
 """Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
-once in a call, and on CUDA steps are recorded anew in each."""
-BURST_ELSEWHERE = 16
+once in a call."""
+WHOLE_BURST = {"cuda": 64}
+"""Decoding steps of one call, whatever ends in it: recording them anew costs as much as launching
+two, which takes as long as replaying ten."""
 AHEAD = 1
 """For each request that is wanted next, so many more are begun, so that rows are in use which would
 wait for a group's longest completion. What is learnt from is older by as many updates."""
@@ -100,20 +102,20 @@ class Continuous:
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
-        """Decode until a request is finished, for a burst of steps at most.
+        """Decode until a request is finished, for a burst of steps at most; on CUDA for all of it.
 
         Raises:
             DeviceError: a single row does not fit into memory.
         """
         done: list[Finished] = []
-        burst = BURST.get(self._policy.device.type, BURST_ELSEWHERE)
+        whole = WHOLE_BURST.get(self._policy.device.type)
         try:
             with self._policy.accelerator.autocast():
-                for _ in range(burst):
-                    if done or not (self._active or self._waiting):
+                for _ in range(whole or BURST):
+                    if (done and not whole) or not (self._active or self._waiting):
                         break
                     self._admit()
-                    done = self._step(version) if self._active else []
+                    done += self._step(version) if self._active else []
                     self._batcher.alive()
         finally:
             self._slots.forget_recordings()

@@ -116,7 +116,7 @@ def allow():
 
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, allow):
-    allow(128 * 2**20)
+    allow(256 * 2**20)  # cuBLAS alone takes 32 MiB for each stream of each thread
     first = await train(tmp_path, policy={"device": "cuda"}, max_steps=2, **LARGE)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
