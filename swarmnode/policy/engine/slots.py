@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.decode import ALIGNED, left_padded
+from swarmnode.policy.engine.recorded import RecordedSteps
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     mean_gap,
@@ -167,6 +168,7 @@ class Slots:
         self._policy = policy
         self._window = Window()
         self._layers: list[SlotLayer] = []
+        self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
         """Tokens of each row that the model has seen."""
 
@@ -193,21 +195,49 @@ class Slots:
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """(n,) the newest token of every row → (n, V) logits of the next ones."""
-        window, count, device = self._window, len(self.lengths), self._policy.device
-        longest = max(self.lengths) + 1
-        for layer in self._layers:
-            if longest > layer.keys.shape[2]:
-                layer.resize(count, _rounded(longest + longest // 2))
-        window.width = min(_rounded(longest), self._layers[0].keys.shape[2])
-        window.places = torch.tensor(self.lengths, device=device)
-        window.rows = torch.arange(count, device=device)
-        beyond = torch.arange(window.width, device=device) > window.places[:, None]  # (n, W)
-        mask = beyond.to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
-        logits = self._policy.logits(
-            tokens[:, None], mask, window.places[:, None], 1, Cache(layers=list(self._layers))
-        )[:, -1]
+        count, longest = len(self.lengths), max(self.lengths) + 1
+        if longest > self._layers[0].keys.shape[2]:
+            self._resize(count, _rounded(longest + longest // 2))
+        places = torch.tensor(self.lengths, device=self._policy.device)
+        shape = self._recorded.shape(count, longest)
+        if shape is None:
+            width = min(_rounded(longest), self._layers[0].keys.shape[2])
+            logits = self._step(tokens, places, width)
+        else:
+            self._resize(*shape)
+            logits = self._recorded.step(self._step, tokens, places, shape)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
+
+    def forget_recordings(self) -> None:
+        """Drop the recorded steps. Call it before weights change and where autocast ends: they read
+        the weights that it has cast."""
+        self._recorded.clear()
+
+    def _step(self, tokens: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+        """Work on tensors only, so that it can be recorded.
+
+        Args:
+            tokens: (n,), of slots 0 to n − 1.
+            places: (n,), the column that each row writes.
+            width: Columns that are read.
+        """
+        window, device, dtype = self._window, self._policy.device, self._policy.dtype
+        window.width, window.places = width, places
+        window.rows = torch.arange(len(tokens), device=device)
+        beyond = torch.arange(width, device=device) > places[:, None]  # (n, W)
+        mask = beyond.to(dtype)[:, None, None] * torch.finfo(dtype).min
+        return self._policy.logits(
+            tokens[:, None], mask, places[:, None], 1, Cache(layers=list(self._layers))
+        )[:, -1]
+
+    def _resize(self, rows: int, columns: int) -> None:
+        """Make the memory at least so large. What was recorded reads the old one."""
+        have = self._layers[0].keys.shape
+        if rows > have[0] or columns > have[2]:
+            self._recorded.clear()
+            for layer in self._layers:
+                layer.resize(rows, columns)
 
     def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
         if not self._layers:
@@ -216,10 +246,8 @@ class Slots:
                 SlotLayer(keys, values, rows, first, dtype, self._window)
                 for keys, values in zip(row.keys, row.values, strict=True)
             ]
-        have = self._layers[0].keys.shape
-        if rows > have[0] or columns > have[2]:
-            for layer in self._layers:
-                layer.resize(rows if rows <= have[0] else max(rows, 2 * have[0]), _rounded(columns))
+        have = self._layers[0].keys.shape[0]
+        self._resize(rows if rows <= have else max(rows, 2 * have), _rounded(columns))
 
 
 def _rounded(columns: int) -> int:
