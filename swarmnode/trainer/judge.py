@@ -195,8 +195,8 @@ def _weighed(
     chosen = [each for each, _ in ours]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
-    # As for own completions, the policy that the update begins with is the old one: in bfloat16 this
-    # pass and the update's differ by more than rounding, and a ratio against it would be clipped.
+    # The policy that the update begins with is the old one, as for own completions. In bfloat16 this
+    # pass and the update's differ by more than rounding: a ratio against it would be clipped.
     return TrainingGroup(
         rows,
         chosen,
