@@ -31,9 +31,9 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES: dict[Optim, float] = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Per trained parameter; the latter with its block scales."""
 LOGITS_BYTES = {"cuda": 512 * 2**20}
-"""Logits that are made at a time, counted in float32. Each piece reads the whole head and adds to its whole
-gradient, and the logits of all pieces are computed twice where there is more than one: 4.3 s of a
-head of 384 x 32,768 with 2,048 tokens in one piece took 2.5 s, in eight 3.8 (one CPU thread)."""
+"""Logits that are made at a time, counted in float32. Each piece reads the whole head and adds to
+its whole gradient, and where there is more than one piece, all logits are computed twice: a head of
+384 x 32,768 with 2,048 tokens took 2.5 s in one piece and 3.8 in eight (one CPU thread)."""
 LOGITS_BYTES_ELSEWHERE = 256 * 2**20
 LOGITS_COPIES = 3
 """How often they are there at the peak of the backward pass: logits, their gradient, and where the

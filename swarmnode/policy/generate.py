@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from transformers import DynamicCache
 
-from swarmnode.policy.decode import Growing, decoder, left_padded, pads
+from swarmnode.policy.decode import decoder, left_padded, pads
 from swarmnode.policy.model import Policy
 
 BLOCK = 512
@@ -136,7 +136,7 @@ def _generate(
             left = int(unfinished.sum())
             if step + 1 == max_tokens or not left:
                 break
-            if 2 * left <= len(under_way) and isinstance(advance, Growing):
+            if 2 * left <= len(under_way) and advance.keeps_rows:
                 under_way, token = under_way[unfinished], token[unfinished]
                 advance.keep(unfinished.nonzero()[:, 0])
             logits = advance(token)

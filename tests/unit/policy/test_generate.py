@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import generate as generation
-from swarmnode.policy.decode import decoder
+from swarmnode.policy import decode
 from swarmnode.policy.generate import Sampling, draw, generate, sample, uniforms
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
@@ -70,15 +69,14 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     # one in ten tokens ends
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
-    logits = type(policy).logits
-    monkeypatch.setattr(
-        type(policy),
-        "logits",
-        lambda self, ids, *rest: run.append(len(ids)) or logits(self, ids, *rest),
-    )
+    for kind in (decode.Growing, decode.Fixed):
+        monkeypatch.setattr(
+            kind,
+            "__call__",
+            lambda self, token, real=kind.__call__: run.append(len(token)) or real(self, token),
+        )
     groups = generate(policy, PROMPTS, sampling, policy.random_generator(3))
-    (prefilled, *steps), lengths = run, [len(c) for g in ids(groups) for c in g]
-    assert prefilled == len(PROMPTS)
+    steps, lengths = list(run), [len(c) for g in ids(groups) for c in g]
     under_way = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     assert all(some <= rows < 2 * some for some, rows in zip(under_way, steps, strict=True)), (
         "never half of them for nothing"
@@ -86,10 +84,11 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     assert 4 * steps[-1] < steps[0] <= len(lengths)
 
     # one that takes no rows out
-    monkeypatch.setattr(generation, "decoder", lambda *args: decoder(*args).__call__)
+    monkeypatch.setattr(decode.Growing, "keeps_rows", False)
+    monkeypatch.setattr(decode.Fixed, "keeps_rows", False)
     run.clear()
     everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
-    assert run == [len(PROMPTS), *[len(lengths)] * len(steps)]
+    assert run == [len(lengths)] * len(steps)
     assert ids(everything) == ids(groups)
 
 

@@ -158,7 +158,7 @@ def test_logits_lie_where_ids_do(cards):
         model=lambda **inputs: answer,
         base=LlamaForCausalLM.__new__(LlamaForCausalLM),
         accelerator=SimpleNamespace(autocast=contextlib.nullcontext),
-        _bypass=contextlib.nullcontext,
+        bypassed=contextlib.nullcontext,
         known_logits=lambda logits: logits,
     )
     ids = torch.zeros(2, 3, dtype=torch.long, device=here)
