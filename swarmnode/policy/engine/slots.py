@@ -206,8 +206,9 @@ class Slots:
     def sort(self) -> list[int] | None:
         """Put rows in the order of their lengths, if attention over windows of rows would otherwise
         look at many columns for nothing. Return the former slots in the new order, or None."""
-        looked_at = sum((rows.stop - rows.start) * width for rows, width in self._windows())
-        if looked_at <= SORT_FROM * sum(self.lengths):
+        windows = self._windows()
+        looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
+        if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
             return None
         order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
         if order == list(range(len(order))):
