@@ -14,6 +14,18 @@ from transformers import (
 )
 
 SHAPES: dict[str, PretrainedConfig] = {
+    "qwen2-22m": Qwen2Config(
+        vocab_size=32_768,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+    ),
     "qwen2.5-0.5b": Qwen2Config(
         vocab_size=151_936,
         hidden_size=896,

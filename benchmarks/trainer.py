@@ -593,6 +593,13 @@ def main() -> None:
     parser.add_argument(
         "--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths"
     )
+    parser.add_argument(
+        "--theirs",
+        nargs="+",
+        default=["generate", "continuous batching"],
+        choices=["generate", "continuous batching"],
+        help="how TRL samples, with --lengths",
+    )
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -643,7 +650,7 @@ def main() -> None:
                 **uneven,
             )
             for seed in args.seeds
-            for theirs in ("generate", "continuous batching")
+            for theirs in args.theirs
         ]
     elif not args.quick:
         cases.append(

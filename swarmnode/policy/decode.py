@@ -1,5 +1,6 @@
-"""One decoding step after the other: with a cache that grows, or on CUDA with one of fixed size,
-whose step is recorded once and replayed.
+"""One decoding step after the other: with keys and values in memory of fixed size, on CUDA with
+a step that is recorded once and replayed; where a model does not take that, with transformers' own
+cache, which is copied at every step.
 
 A step of one token is some thousand small kernels, and launching them from Python takes several
 times longer than running them. A CUDA graph launches all of them at once. It reads and writes the
@@ -23,6 +24,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.model import Policy
+from swarmnode.policy.step import next_logits
 from swarmnode.policy.ways import (
     mean_gap,
     obstacle,
@@ -50,7 +52,14 @@ class Decoder(Protocol):
     """(N,) the tokens just sampled → (N, V) logits of the next ones. Rows are Q prompts × G
     completions."""
 
+    keeps_rows: bool
+    """Whether rows can be left out from now on, by `keep`."""
+
     def __call__(self, token: torch.Tensor, /) -> torch.Tensor: ...
+
+    def keep(self, rows: torch.Tensor, /) -> None:
+        """Continue with these rows only, given by their numbers among those there are."""
+        ...
 
 
 def decoder(
@@ -61,7 +70,7 @@ def decoder(
     generations: int,
     room: int,
 ) -> Decoder:
-    """What continues Q prompts, G = `generations` times each, by at most `room` tokens.
+    """Return what continues Q prompts, G = `generations` times each, by at most `room` tokens.
 
     cache: of the prompts. mask: (Q, P) 1 on their tokens. position: (Q, 1) of their last token.
     """
@@ -71,6 +80,8 @@ def decoder(
     )
     if room >= RECORD_FROM and recordable(policy):
         return Recorded(policy, cache, mask, position, generations, room)
+    if not policy.is_spread and has_fixed_form(policy):
+        return Fixed(policy, cache, mask, position, generations, room)
     return Growing(policy, cache, mask, position, generations, room)
 
 
@@ -143,6 +154,8 @@ def reorder(cache: DynamicCache, rows: torch.Tensor) -> None:
 class Growing:
     """transformers' own cache, one column longer at each step. Any device, any model."""
 
+    keeps_rows = True
+
     def __init__(
         self,
         policy: Policy,
@@ -166,14 +179,12 @@ class Growing:
         )[:, -1]
 
     def keep(self, rows: torch.Tensor) -> None:
-        """Go on with these rows only, by their numbers among those there are."""
         reorder(self._cache, rows)
         self._position, self._mask = self._position[rows], self._mask[rows]
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer, (N, heads, L, D) from the start; `column` (1,) is where a step
-    writes."""
+    """Keys and values of one layer, (N, heads, L, D) from the start."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -186,24 +197,35 @@ class FixedLayer(DynamicLayer):
         columns: int,
         column: torch.Tensor,
         dtype: torch.dtype,
-    ) -> None:  # keys, values (Q, heads, P, D)
+    ) -> None:
+        """Copy keys and values (Q, heads, P, D) of prompts, each `generations` times.
+
+        Args:
+            column: (1,) where a step writes.
+        """
         super().__init__()
         self.keys, self.values = (_widened(t, generations, columns, dtype) for t in (keys, values))
         self.dtype, self.device, self.is_initialized = dtype, keys.device, True
         self._column = column
+        self.seen = columns
+        """Columns that a step sees."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.keys.index_copy_(2, self._column, key_states.to(self.dtype))
         self.values.index_copy_(2, self._column, value_states.to(self.dtype))
-        return self.keys, self.values
+        return self.keys[:, :, : self.seen], self.values[:, :, : self.seen]
 
     def lengthen(self, columns: int) -> None:
         self.keys, self.values = (
             _longer(self.keys, 2, columns, 0),
             _longer(self.values, 2, columns, 0),
         )
+        self.seen = columns
+
+    def keep(self, rows: torch.Tensor) -> None:
+        self.keys, self.values = self.keys[rows], self.values[rows]
 
 
 def _widened(
@@ -218,16 +240,17 @@ def _widened(
 
 
 def _longer(tensor: torch.Tensor, dim: int, size: int, value: float) -> torch.Tensor:
-    """`tensor` with `size` entries along `dim`, the new ones `value`. Rounded up by whoever
-    asks."""
+    """Return `tensor` with `size` entries along `dim`, the new ones `value`."""
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
 class Fixed:
-    """Steps that read and write the same memory every time. `dtype` of the cache is the policy's:
-    attention computes in it anyway."""
+    """Steps that write keys and values in place, into memory that is there from the start. `dtype`
+    of the cache is the policy's: attention computes in it anyway."""
+
+    keeps_rows = True
 
     def __init__(
         self,
@@ -245,65 +268,74 @@ class Fixed:
         self._used, self._room, self._most = width, ROOM, -(-(width + room) // ALIGNED) * ALIGNED
         self._allowed = _longer(mask.bool(), 1, columns, True)  # (N, L)
         self._position = position.clone()
-        self._token = torch.zeros_like(position)
-        layers = []
+        self._layers = []
         for layer in cache.layers:
             assert isinstance(layer, DynamicLayer)
             assert layer.keys is not None
             assert layer.values is not None
-            layers.append(
+            self._layers.append(
                 FixedLayer(
                     layer.keys, layer.values, generations, columns, self._column, policy.dtype
                 )
             )
-        self._cache = Cache(layers=list(layers))
-        self._logits = torch.zeros(0)
+        self._cache = Cache(layers=list(self._layers))
+        self._mask = self._hidden(self._allowed)
 
     def __call__(self, token: torch.Tensor) -> torch.Tensor:
         if self._used == self._allowed.shape[1]:
             self._grow()
         self._used += 1
-        self._token.copy_(token[:, None])
-        self._advance()
-        return self._logits
+        return self._advance(token)
+
+    def keep(self, rows: torch.Tensor) -> None:
+        for layer in self._layers:
+            layer.keep(rows)
+        self._position, self._allowed = self._position[rows], self._allowed[rows]
+        self._mask = self._hidden(self._allowed)
 
     def _grow(self) -> None:
         columns = min(self._used + self._room, self._most)
         self._room *= 2
         self._allowed = _longer(self._allowed, 1, columns, True)
-        for layer in self._cache.layers:
-            assert isinstance(layer, FixedLayer)
+        for layer in self._layers:
             layer.lengthen(columns)
+        self._mask = self._hidden(self._allowed)
 
-    def _advance(self) -> None:
-        self._step()
-
-    def _step(self) -> None:
-        """Works on tensors only: no value is looked at, and nothing depends on how many steps there
-        were."""
+    def _advance(self, token: torch.Tensor) -> torch.Tensor:
+        """Return logits (N, V) after `token` (N,). Only columns in use are seen."""
+        for layer in self._layers:
+            layer.seen = self._used
         self._column.add_(1)
         self._position.add_(1)
-        seen = self._allowed & (
-            torch.arange(self._allowed.shape[1], device=self._column.device) <= self._column
-        )
-        mask = (~seen).to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
-        self._logits = self._policy.logits(self._token, mask, self._position, 1, self._cache)[:, -1]
+        mask = self._mask[..., : self._used]
+        return next_logits(self._policy, token[:, None], mask, self._position, self._cache)
+
+    def _hidden(self, seen: torch.Tensor) -> torch.Tensor:
+        """Return the mask (N, 1, 1, L) that is added to attention scores, where `seen` (N, L)."""
+        dtype = self._policy.dtype
+        return (~seen).to(dtype)[:, None, None] * torch.finfo(dtype).min
 
 
 class Recorded(Fixed):
     """`Fixed`, its second step recorded as a CUDA graph and replayed from then on. The first warms
-    up what allocates lazily.
+    up what allocates lazily. Every step sees all columns, and what is not filled yet is masked.
 
     Needs `policy.accelerator.autocast()` around all of its steps: the graph reads the weights that
     this context has cast.
     """
 
+    keeps_rows = False
     _graph: torch.cuda.CUDAGraph | None = None
     _warm = False
     _launched = False
     """Recording has failed: every step is launched by itself."""
+    _token = torch.zeros(0)
+    _logits = torch.zeros(0)
 
-    def _advance(self) -> None:
+    def _advance(self, token: torch.Tensor) -> torch.Tensor:
+        if len(self._token) == 0:
+            self._token = torch.zeros_like(token)
+        self._token.copy_(token)
         if self._graph is None and self._warm and not self._launched:
             self._record()
         if self._graph is not None:
@@ -314,6 +346,18 @@ class Recorded(Fixed):
             with side_stream(self._policy.device):
                 self._step()
             self._warm = True
+        return self._logits
+
+    def _step(self) -> None:
+        """Works on tensors only: no value is looked at, and nothing depends on how many steps there
+        were."""
+        self._column.add_(1)
+        self._position.add_(1)
+        columns = torch.arange(self._allowed.shape[1], device=self._column.device)
+        mask = self._hidden(self._allowed & (columns <= self._column))
+        self._logits = next_logits(
+            self._policy, self._token[:, None], mask, self._position, self._cache
+        )
 
     def _grow(self) -> None:
         self._graph, self._warm = None, False

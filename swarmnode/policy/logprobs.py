@@ -7,10 +7,10 @@ completions, as when sampling. Against prompt + completion for every row this is
 64 prompt and 32 completion tokens, 1.3 times with the embedded policy's 8 and 5. Two ways, by what
 is cheaper:
 
-    one pass     a row is a prompt and all of its completions, and a mask lets each completion see
-    the prompt and itself only. Half of
-                 the kernels to launch, which is what a GPU waits for; attention computes what the
-                 mask then drops
+    one pass     a row is a prompt and all of its completions, one behind the other, and a mask
+                 lets each completion see the prompt and itself only. Half of the kernels to launch,
+                 which is what a GPU waits for, and little padding; attention computes what the mask
+                 then drops
     two passes   the prompts, whose keys and values are then repeated for their completions: longer
     rows, and masks of the model's own
     row by row   each prompt and completion by itself: answers so long that their prompts matter
@@ -31,7 +31,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -83,6 +83,19 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 
 @dataclass(frozen=True)
+class Layout:
+    """Columns of rows that each hold a prompt and behind it all of its completions, one behind the
+    other, each without its last token."""
+
+    start: torch.Tensor
+    """(N,) the column of each completion's first token."""
+    columns: int
+    """Of the longest row."""
+    shortest: int
+    """Tokens of the shortest prompt."""
+
+
+@dataclass(frozen=True)
 class Batch:
     """N completions of Q distinct prompts. Prompts are padded on the left, completions on the
     right, so that they meet."""
@@ -107,15 +120,17 @@ class Batch:
         return len(self.completion_ids) * (self.prompt_ids.shape[1] + self.completion_ids.shape[1])
 
     @cached_property
-    def places(self) -> tuple[torch.Tensor, int]:
-        """(N,) which of its prompt's completions a row is, and K, how many the prompt with most
-        has."""
-        counts = [0] * len(self.prompt_ids)
-        places = []
-        for owner in self.prompt_of.tolist():
-            places.append(counts[owner])
-            counts[owner] += 1
-        return torch.tensor(places, device=self.prompt_of.device), max(counts)
+    def layout(self) -> Layout:
+        """Where completions lie that are run in one row with their prompt."""
+        prompts = self.prompt_mask.sum(1).tolist()
+        ends = list(prompts)
+        starts = []
+        for owner, length in zip(
+            self.prompt_of.tolist(), self.completion_mask.sum(1).tolist(), strict=True
+        ):
+            starts.append(ends[owner])
+            ends[owner] += length - 1
+        return Layout(torch.tensor(starts, device=self.prompt_of.device), max(ends), min(prompts))
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> Batch:
@@ -218,8 +233,7 @@ def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
     """Whether one pass is possible, no more tokens than two, and not so long that attention is what
     costs."""
-    prompts, width = batch.prompt_ids.shape
-    columns = width + batch.places[1] * batch.completion_ids.shape[1]
+    prompts, columns = len(batch.prompt_ids), batch.layout.columns
     if (
         columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE)
         or prompts * columns > batch.padded_tokens
@@ -418,8 +432,8 @@ def in_pieces(
     temperature: float,
     piece: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` of `head(outputs)`, `piece` tokens at a time. Where there are more, each is
-    computed again in the backward pass.
+    """Return `token_logprobs` of `head(outputs)`, `piece` tokens at a time. With more than one
+    piece, the backward pass computes the logits of each again, but not the entropy.
 
     That is a backward pass of its own, so that a trained head's gradient is added to in place:
     within one, its sum is made anew for each piece, and there are three of the size of the head at
@@ -429,13 +443,16 @@ def in_pieces(
         return token_logprobs(head(outputs), tokens, temperature)
 
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return token_logprobs(head(states), chosen, temperature)
+        # `checkpoint` runs it without gradient first, and with gradient when it runs it again
+        return token_logprobs(head(states), chosen, temperature, not torch.is_grad_enabled())
 
-    run = functools.partial(
-        checkpoint, one, use_reentrant=outputs.requires_grad, preserve_rng_state=False
-    )
+    run: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = one
+    if torch.is_grad_enabled():
+        # `checkpoint` needs an input with a gradient, also where only the head is trained
+        outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
+        run = functools.partial(checkpoint, one, use_reentrant=True, preserve_rng_state=False)
     parts = [
-        (run if torch.is_grad_enabled() else one)(states, chosen)
+        run(states, chosen)
         for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
     ]
     return torch.cat([chosen for chosen, _ in parts]), torch.cat([spread for _, spread in parts])
@@ -532,35 +549,31 @@ def _one_pass(
 ) -> torch.Tensor:
     """(M, V) logits, or head inputs, that predict the first token of each row, then the tokens
     `place` + 1 of rows `later`."""
-    ids, owner = batch.completion_ids, batch.prompt_of
-    (prompts, width), length = batch.prompt_ids.shape, ids.shape[1]
-    which, most = batch.places
-    tokens = ids.new_zeros(prompts, most, length)
-    tokens[owner, which] = ids
-    real = torch.zeros_like(tokens, dtype=torch.bool)
-    real[owner, which] = batch.completion_mask
+    owner, start, columns = batch.prompt_of, batch.layout.start, batch.layout.columns
+    lengths, width = batch.prompt_mask.sum(1), batch.prompt_ids.shape[1]  # (Q,), P
+    column = torch.arange(columns, device=owner.device)
+    # a prompt from column 0, its answers behind it, each without its last token, which predicts
+    # nothing that is wanted
+    in_prompt = column < lengths[:, None]  # (Q, S)
+    padded = (column + width - lengths[:, None]).clamp(max=width - 1)
+    answering, behind = owner[later], start[later] + place
+    ids = batch.prompt_ids.gather(1, padded).masked_fill(~in_prompt, 0)  # (Q, S)
+    ids[answering, behind] = batch.completion_ids[later, place]
+    positions = torch.where(in_prompt, column, 0)
+    positions[answering, behind] = lengths[answering] + place
+    segment = torch.where(in_prompt, PROMPT, PADDING)
+    segment[answering, behind] = later
+    sees = (column <= column[:, None]) & (
+        (segment[:, None] == PROMPT) | (segment[:, None] == segment[:, :, None])
+    )  # (Q, S, S); padding sees the prompt
+    keep = columns - batch.layout.shortest + 1  # from the last token of the shortest prompt
+    outputs = _outputs(policy, ids, sees[:, None], positions, keep)
+    kept = torch.cat([lengths[owner] - 1, behind]) - (columns - keep)
+    return outputs[torch.cat([owner, answering]).to(outputs.device), kept.to(outputs.device)]
 
-    before = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
-    after = before[:, -1:, None] + 1 + torch.arange(length, device=ids.device)  # (Q, 1, T)
-    column = torch.arange(width + most * length, device=ids.device)
-    segment = torch.where(column < width, -1, (column - width) // length)  # -1: the prompt
-    sees = (column <= column[:, None]) & ((segment == -1) | (segment == segment[:, None]))  # (S, S)
-    there = torch.cat([batch.prompt_mask.bool(), real.flatten(1)], 1)  # (Q, S)
-    # padding must see something: itself
-    sees = (sees & there[:, None]) | torch.eye(len(column), dtype=torch.bool, device=ids.device)
 
-    logits = _outputs(
-        policy,
-        torch.cat([batch.prompt_ids, tokens.flatten(1)], 1),
-        sees[:, None],
-        torch.cat([before, after.expand(-1, most, -1).flatten(1)], 1),
-        keep=most * length + 1,  # from the last token of the prompt
-    )
-    after_prompt, row, column = (
-        index.to(logits.device)
-        for index in (owner, owner[later], 1 + which[later] * length + place)
-    )
-    return torch.cat([logits[:, 0][after_prompt], logits[row, column]])
+PROMPT, PADDING = -1, -2
+"""Segments of a row's columns; an answer's segment is its row in the batch."""
 
 
 def _two_passes(
@@ -593,18 +606,71 @@ _PASSES: dict[Way, Callable[[Policy, Batch, torch.Tensor, torch.Tensor], torch.T
 
 
 def token_logprobs(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float
+    logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each token (M,) under logits (M, V), with gradient, and the entropy there,
-    without; both (M,) float32."""
-    scores, tokens = logits.float() / (temperature or 1.0), tokens.to(logits.device)
-    total = scores.logsumexp(-1)
-    chosen = scores.gather(-1, tokens[:, None])[:, 0] - total
-    with torch.no_grad():
-        spread = total.detach() - (scores.detach() - total.detach()[:, None]).exp().mul_(
-            scores.detach()
-        ).sum(-1)
-    return chosen, spread
+    """Return the log-probability of each token (M,) under logits (M, V), with gradient, and the
+    entropy there, without; both (M,) float32.
+
+    Args:
+        entropy: False leaves the entropy 0.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
+        logits, tokens.to(logits.device), temperature or 1.0, entropy
+    )
+    return found
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Log-softmax at one token per row. It keeps the logits as they are and makes nothing else of
+    their size but their gradient: autograd would make four more in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = logits.new_empty(len(logits), dtype=torch.float32)
+        spread = torch.zeros_like(total)
+        for rows in _row_slices(logits):
+            scores = logits[rows].float() / temperature
+            most = scores.amax(-1)
+            scores -= most[:, None]
+            chances = scores.exp()  # times the sum of all of the row
+            sums = chances.sum(-1)
+            total[rows] = most + sums.log()
+            if entropy:
+                spread[rows] = sums.log() - chances.mul_(scores).sum(-1) / sums
+        chosen = logits.gather(-1, tokens[:, None])[:, 0].float() / temperature - total
+        ctx.save_for_backward(logits, tokens, total)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(spread)
+        return chosen, spread
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        *gradients: torch.Tensor,
+    ) -> tuple[torch.Tensor, None, None, None]:
+        logits, tokens, total = ctx.saved_tensors
+        scale = gradients[0][:, None] / ctx.temperature  # (M, 1)
+        out = torch.empty_like(logits)
+        for rows in _row_slices(logits):
+            chances = (logits[rows].float() / ctx.temperature - total[rows, None]).exp_()
+            made = chances.mul_(-scale[rows])
+            out[rows] = made.scatter_add_(-1, tokens[rows, None], scale[rows])
+        return out, None, None, None
+
+
+SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**25}
+"""Logits that are converted to float32 at a time: what a CPU's cache holds, what fills a GPU."""
+
+
+def _row_slices(logits: torch.Tensor) -> list[slice]:
+    rows = max(1, SLICE_LOGITS.get(logits.device.type, 2**22) // logits.shape[1])
+    return [slice(start, start + rows) for start in range(0, len(logits), rows)]
 
 
 @torch.no_grad()

@@ -104,7 +104,7 @@ class Policy(PolicyText):
             if keep and takes_logits_to_keep(self.base.__class__.forward)
             else {}
         )
-        with self.accelerator.autocast(), self._bypass():
+        with self.accelerator.autocast(), self.bypassed():
             output = self.model(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
@@ -116,7 +116,8 @@ class Policy(PolicyText):
         # a model that is spread may give them on the card of its head
         return self.known_logits(output.logits[:, -keep:]).to(input_ids.device)
 
-    def _bypass(self) -> contextlib.AbstractContextManager[None]:
+    def bypassed(self) -> contextlib.AbstractContextManager[None]:
+        """Bypass the adapter inside, if this is the reference policy of a LoRA policy."""
         return (
             self.model.disable_adapter()
             if self.adapter_off and isinstance(self.model, Adapted)
@@ -149,7 +150,9 @@ class Policy(PolicyText):
 
 def base_model(model: Model) -> PreTrainedModel:
     """transformers' model, inside peft's wrapper where there is an adapter."""
-    base = model.get_base_model() if isinstance(model, Adapted) else model
+    if isinstance(model, PreTrainedModel):  # first: it is fast, and a look at a protocol is not
+        return model
+    base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
     return base
 

@@ -356,7 +356,7 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
         )
         return eight
     # one kernel, and no temporary copies of all weights
-    fused = policy.device.type == "cuda" or None
+    fused = policy.device.type in ("cpu", "cuda") or None
     return torch.optim.AdamW(
         parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused
     )
@@ -469,7 +469,6 @@ def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozen
 
 def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:
     """Ragged lists as (n, T), zeros on padding."""
-    out = torch.zeros(like.shape)
-    for i, row in enumerate(values):
-        out[i, : len(row)] = torch.tensor(row)
-    return out.to(like.device)
+    width = like.shape[1]
+    padded = [[*row, *[0.0] * (width - len(row))] for row in values]
+    return torch.tensor(padded, dtype=torch.float32, device=like.device)

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from swarmnode.policy.decode import ALIGNED, left_padded
 from swarmnode.policy.engine.recorded import RecordedSteps
 from swarmnode.policy.model import Policy
+from swarmnode.policy.step import Window, next_logits, writes_out
 from swarmnode.policy.ways import (
     mean_gap,
     obstacle,
@@ -29,6 +30,13 @@ from swarmnode.policy.ways import (
 COLUMNS = 128
 """There is memory for so many columns at first, and for half as many again whenever they are
 full."""
+
+WINDOWS = 4
+"""Parts of the rows in which a CPU attends, each as wide as its longest row: rows are of unlike
+lengths, and what lies beyond the end of a row is read for nothing."""
+SORT_FROM = 1.3
+"""Columns read for each column in use from which rows are sorted by length. All rows become longer
+alike, so that only rows that come and go disturb the order."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -103,7 +111,7 @@ def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
 
 
 @dataclass
-class Window:
+class View:
     """What a step sees: rows 0 to n − 1, columns 0 to `width` − 1."""
 
     width: int = 0
@@ -127,7 +135,7 @@ class SlotLayer(DynamicLayer):
         rows: int,
         columns: int,
         dtype: torch.dtype,
-        window: Window,
+        window: View,
     ) -> None:
         super().__init__()
         # what is masked must be a number
@@ -148,6 +156,11 @@ class SlotLayer(DynamicLayer):
         self.values[window.rows, :, window.places] = value_states[:, :, 0].to(self.dtype)
         return self.keys[:count, :, : window.width], self.values[:count, :, : window.width]
 
+    def reorder(self, order: list[int], columns: int) -> None:
+        """Let row i be what row order[i] was, in columns below `columns`."""
+        for tensor in (self.keys, self.values):
+            tensor[: len(order), :, :columns] = tensor[order, :, :columns]
+
     def resize(self, rows: int, columns: int) -> None:
         """Make it at least so large."""
         have = self.keys.shape
@@ -166,7 +179,7 @@ class Slots:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._window = Window()
+        self._window = View()
         self._layers: list[SlotLayer] = []
         self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
@@ -192,6 +205,35 @@ class Slots:
             self.lengths[slot] = self.lengths[last]
         self.lengths.pop()
 
+    def sort(self) -> list[int] | None:
+        """Put rows in the order of their lengths, if attention over windows of rows would otherwise
+        look at many columns for nothing. Return the former slots in the new order, or None."""
+        windows = self._windows()
+        looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
+        if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
+            return None
+        order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
+        if order == list(range(len(order))):
+            return None
+        self.lengths = [self.lengths[slot] for slot in order]
+        for layer in self._layers:
+            layer.reorder(order, max(self.lengths))
+        return order
+
+    def _windows(self) -> list[Window]:
+        """Slots in WINDOWS parts, each with the columns that it needs after the next step; one part
+        where launching kernels costs more than attention, or transformers attends."""
+        count = len(self.lengths)
+        apart = self._policy.device.type == "cpu" and writes_out(self._policy)
+        part = -(-count // WINDOWS) if apart else count
+        return [
+            (
+                slice(start, min(start + part, count)),
+                _rounded(max(self.lengths[start : start + part]) + 1),
+            )
+            for start in range(0, count, max(part, 1))
+        ]
+
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """(n,) the newest token of every row → (n, V) logits of the next ones."""
@@ -202,7 +244,7 @@ class Slots:
         shape = self._recorded.shape(count, longest)
         if shape is None:
             width = min(_rounded(longest), self._layers[0].keys.shape[2])
-            logits = self._step(tokens, places, width)
+            logits = self._step(tokens, places, width, self._windows())
         else:
             self._resize(*shape)
             logits = self._recorded.step(self._step, tokens, places, shape)
@@ -214,22 +256,28 @@ class Slots:
         the weights that it has cast."""
         self._recorded.clear()
 
-    def _step(self, tokens: torch.Tensor, places: torch.Tensor, width: int) -> torch.Tensor:
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        width: int,
+        windows: Sequence[Window] = (),
+    ) -> torch.Tensor:
         """Work on tensors only, so that it can be recorded.
 
         Args:
             tokens: (n,), of slots 0 to n − 1.
             places: (n,), the column that each row writes.
             width: Columns that are read.
+            windows: Rows and columns that attention looks at; empty for all.
         """
         window, device, dtype = self._window, self._policy.device, self._policy.dtype
         window.width, window.places = width, places
         window.rows = torch.arange(len(tokens), device=device)
         beyond = torch.arange(width, device=device) > places[:, None]  # (n, W)
         mask = beyond.to(dtype)[:, None, None] * torch.finfo(dtype).min
-        return self._policy.logits(
-            tokens[:, None], mask, places[:, None], 1, Cache(layers=list(self._layers))
-        )[:, -1]
+        cache = Cache(layers=list(self._layers))
+        return next_logits(self._policy, tokens[:, None], mask, places[:, None], cache, windows)
 
     def _resize(self, rows: int, columns: int) -> None:
         """Make the memory at least so large. What was recorded reads the old one."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.engine import continuous
+from swarmnode.policy.engine import continuous, slots
 from swarmnode.policy.engine.continuous import BURST, Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Request
@@ -80,7 +80,7 @@ def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for
 @pytest.mark.parametrize("kind", KINDS)
 def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
     policy = policies[kind]
-    samples = drained(submitted(engine_of(policy, Sampling(4, 24, 0.7), tokens=500)))
+    samples = drained(submitted(engine_of(policy, Sampling(4, 24, 0.7), tokens=500, seed=3)))
     rows = [(s.prompt_ids, c.ids) for s in samples.values() for c in s.completions]
     recorded = [c.logprobs for s in samples.values() for c in s.completions]
     assert len({len(ids) for _, ids in rows}) > 1, "some end before others"
@@ -93,6 +93,22 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
         )
         < BOUND
     )
+
+
+def test_rows_are_sorted_by_length_and_stay_what_they_are(policies, monkeypatch):
+    """Long and short prompts in turns, so that windows of rows would be of one width."""
+    monkeypatch.setattr(slots, "ALIGNED", 1)
+    sorts, real = [], slots.SlotLayer.reorder
+    monkeypatch.setattr(
+        slots.SlotLayer, "reorder", lambda *given: (sorts.append(given[1]), real(*given))[1]
+    )
+    policy, prompts = policies["qwen2"], [PROMPTS[1], PROMPTS[2]] * 6
+    samples = drained(submitted(engine_of(policy, Sampling(1, 40), tokens=1000), prompts))
+    assert sorts
+    rows = [(s.prompt_ids, c.ids) for s in samples.values() for c in s.completions]
+    recorded = [x for s in samples.values() for c in s.completions for x in c.logprobs]
+    again = [x for row in score(policy, rows, 1.0) for x in row]
+    assert recorded == pytest.approx(again, abs=BOUND)
 
 
 def test_sampled_frequencies_are_those_of_lockstep(embedded):
@@ -190,14 +206,14 @@ def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monk
     policy = policies["llama"]
     batcher = MicroBatcher(16384)
     engine = submitted(engine_of(policy, Sampling(4, 12, 0.0), batcher=batcher))
-    real = type(policy).logits
+    real = slots.next_logits
 
-    def scarce(self, input_ids, *inputs, **keys):
-        if len(input_ids) > 5:
+    def scarce(policy, token, *inputs):
+        if len(token) > 5:
             raise torch.OutOfMemoryError("out of memory")
-        return real(self, input_ids, *inputs, **keys)
+        return real(policy, token, *inputs)
 
-    monkeypatch.setattr(type(policy), "logits", scarce)
+    monkeypatch.setattr(slots, "next_logits", scarce)
     samples = drained(engine)
     monkeypatch.undo()
     assert batcher.statistics().oom_retries > 0
@@ -208,12 +224,12 @@ def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monk
 
 
 def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkeypatch):
-    def none(self, *inputs, **keys):
+    def none(*inputs):
         raise torch.OutOfMemoryError("out of memory")
 
     engine = submitted(engine_of(policies["llama"], Sampling(1, 100)), PROMPTS[:1])
     engine.finished(0)
-    monkeypatch.setattr(type(policies["llama"]), "logits", none)
+    monkeypatch.setattr(slots, "next_logits", none)
     with pytest.raises(DeviceError, match="out of memory with"):
         engine.finished(0)
 

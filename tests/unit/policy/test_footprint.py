@@ -257,7 +257,7 @@ def test_each_thing_costs_what_it_says():
         < at(lora_rank=16).weights
     )
     assert at(lora_rank=16).gradients == 4 * 16 * shape.edges
-    assert module.logits_tokens(152_064, "cuda") * 152_064 * 4 <= 128 * 2**20
+    assert module.logits_tokens(152_064, "cuda") * 152_064 * 4 <= 2**29
 
 
 # ---- the command ---------------------------------------------------------------------------------

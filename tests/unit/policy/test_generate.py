@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import generate as generation
-from swarmnode.policy.decode import decoder
-from swarmnode.policy.generate import Sampling, generate, sample
+from swarmnode.policy import decode
+from swarmnode.policy.generate import Sampling, draw, generate, sample, uniforms
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 
@@ -70,15 +69,14 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     # one in ten tokens ends
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
-    logits = type(policy).logits
-    monkeypatch.setattr(
-        type(policy),
-        "logits",
-        lambda self, ids, *rest: run.append(len(ids)) or logits(self, ids, *rest),
-    )
+    for kind in (decode.Growing, decode.Fixed):
+        monkeypatch.setattr(
+            kind,
+            "__call__",
+            lambda self, token, real=kind.__call__: run.append(len(token)) or real(self, token),
+        )
     groups = generate(policy, PROMPTS, sampling, policy.random_generator(3))
-    (prefilled, *steps), lengths = run, [len(c) for g in ids(groups) for c in g]
-    assert prefilled == len(PROMPTS)
+    steps, lengths = list(run), [len(c) for g in ids(groups) for c in g]
     under_way = [sum(length > step for length in lengths) for step in range(1, max(lengths))]
     assert all(some <= rows < 2 * some for some, rows in zip(under_way, steps, strict=True)), (
         "never half of them for nothing"
@@ -86,10 +84,11 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     assert 4 * steps[-1] < steps[0] <= len(lengths)
 
     # one that takes no rows out
-    monkeypatch.setattr(generation, "decoder", lambda *args: decoder(*args).__call__)
+    monkeypatch.setattr(decode.Growing, "keeps_rows", False)
+    monkeypatch.setattr(decode.Fixed, "keeps_rows", False)
     run.clear()
     everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
-    assert run == [len(PROMPTS), *[len(lengths)] * len(steps)]
+    assert run == [len(lengths)] * len(steps)
     assert ids(everything) == ids(groups)
 
 
@@ -178,3 +177,55 @@ def test_top_p_draws_from_the_nucleus_and_records_the_uncut_probability():
 def test_a_certain_first_token_survives_the_smallest_top_p():
     tokens, _ = sample(torch.tensor([[0.0, 50.0]]), 1.0, 1e-6, torch.Generator().manual_seed(0))
     assert tokens.tolist() == [1]
+
+
+@pytest.mark.parametrize("vocabulary", [40, 1300])  # in one block of columns, and in three
+def test_draws_follow_the_softmax_by_chi_square(vocabulary):
+    rows, draws = 4, 50_000
+    logits = 1.5 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(1))
+    logits[:, ::7] = -1e9  # tokens that the tokenizer does not have
+    generator = torch.Generator().manual_seed(2)
+    for row in logits:
+        tokens, logprobs = sample(row.expand(draws, vocabulary), 0.9, 1.0, generator)
+        chances = torch.softmax(row / 0.9, 0)
+        expected, found = draws * chances, torch.bincount(tokens, minlength=vocabulary)
+        assert not found[::7].any()
+        frequent = expected >= 5
+        rare = torch.stack([found[~frequent].sum(), expected[~frequent].sum()])
+        statistic = ((found - expected).square() / expected)[frequent].sum()
+        statistic += (rare[0] - rare[1]).square() / rare[1].clamp(min=1)
+        freedom = int(frequent.sum())
+        assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+        assert torch.allclose(logprobs, chances.log()[tokens], atol=1e-5)
+
+
+def test_top_p_follows_the_cut_softmax_by_chi_square():
+    draws, vocabulary = 50_000, 1300
+    logits = 1.5 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(4)
+    tokens, _ = sample(logits.expand(draws, vocabulary), 1.0, 0.7, generator)
+    ordered, order = torch.softmax(logits, 0).sort(descending=True)
+    kept = order[ordered.cumsum(0) - ordered < 0.7]
+    chances = torch.zeros(vocabulary).index_copy(0, kept, torch.softmax(logits, 0)[kept])
+    expected, found = draws * chances / chances.sum(), torch.bincount(tokens, minlength=vocabulary)
+    assert int(found.sum()) == int(found[kept].sum())
+    statistic = ((found - expected).square() / expected)[kept].sum()
+    freedom = len(kept) - 1
+    assert abs(statistic - freedom) < 4 * (2 * freedom) ** 0.5
+
+
+def test_the_greatest_random_number_draws_a_possible_token():
+    logits = torch.zeros(3, 1300)
+    logits[:, 700:] = -1e9
+    logits[1, 40:] = -1e9
+    most = torch.full((3, 2), 1 - 2**-24)
+    assert draw(logits, 1.0, 1.0, most)[0].tolist() == [699, 39, 699]
+    assert draw(logits, 1.0, 1.0, 0 * most)[0].tolist() == [0, 0, 0]
+
+
+def test_a_row_draws_the_same_beside_any_others():
+    logits = torch.randn(300, 1300, generator=torch.Generator().manual_seed(5))
+    uniform = uniforms(300, torch.Generator().manual_seed(6))
+    every, alone = draw(logits, 1.0, 1.0, uniform), draw(logits[7:8], 1.0, 1.0, uniform[7:8])
+    assert every[0][7] == alone[0][0]
+    assert every[1][7] == alone[1][0]

@@ -151,7 +151,7 @@ def test_states_of_another_card_are_picked_by_row(cards, way, monkeypatch):
     here, there = cards
     ids = lambda *shape: torch.zeros(shape, dtype=torch.long, device=here)
     batch = logprobs.Batch(ids(2, 3), ids(2, 3), ids(4), ids(4, 5), ids(4, 5).bool())
-    batch.__dict__["places"] = ids(4), 2
+    batch.__dict__["layout"] = logprobs.Layout(ids(4), 9, 3)
     monkeypatch.setattr(
         logprobs,
         "_outputs",
@@ -173,7 +173,7 @@ def test_logits_lie_where_ids_do(cards):
         model=lambda **inputs: answer,
         base=LlamaForCausalLM.__new__(LlamaForCausalLM),
         accelerator=SimpleNamespace(autocast=contextlib.nullcontext),
-        _bypass=contextlib.nullcontext,
+        bypassed=contextlib.nullcontext,
         known_logits=lambda logits: logits,
     )
     ids = torch.zeros(2, 3, dtype=torch.long, device=here)

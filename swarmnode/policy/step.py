@@ -1,0 +1,150 @@
+"""One decoding step of Llama, Mistral, Qwen2 and Qwen3, written out.
+
+transformers' modules compute a step of one token in many small operations, each dispatched from
+Python. With a small policy this takes longer than the arithmetic. Here the same operations are
+written one behind the other for a single new token per row. All projections are still called as
+modules, so that adapters and quantised weights work; the rotary embedding is the model's own, so
+that every kind of scaling works.
+
+Whether it computes what the model computes is tried once, like every other way (`ways.py`). Models
+of other kinds, and models that fail the trial, decode by transformers' forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers.cache_utils import Cache
+
+from swarmnode.policy.model import Policy
+from swarmnode.policy.ways import obstacle, sees_everything
+
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+"""`model_type` of configurations whose forward pass is known to be the one below at any length,
+which a short trial cannot show."""
+
+Window = tuple[slice, int]
+"""Some rows, and the columns that the longest of them has."""
+
+
+def next_logits(
+    policy: Policy,
+    token: torch.Tensor,
+    mask: torch.Tensor | None,
+    position: torch.Tensor,
+    cache: Cache,
+    windows: Sequence[Window] = (),
+) -> torch.Tensor:
+    """Return logits (N, V) of the tokens that follow.
+
+    Args:
+        token: (N, 1) the newest token of every row.
+        mask: (N, 1, 1, L), added to attention scores; None: every row sees all columns.
+        position: (N, 1) of `token`.
+        cache: Keys and values, read and extended by one column.
+        windows: Rows and columns that attention looks at, where rows are of unlike lengths; empty
+            for all at once. Only the written-out step makes use of them.
+    """
+    if writes_out(policy):
+        return _step(policy, token, mask, position, cache, windows)
+    return policy.logits(token, mask, position, 1, cache)[:, -1]
+
+
+def writes_out(policy: Policy) -> bool:
+    """Return True if the step below computes what the model computes. Tried once."""
+    return not obstacle(policy, "written-out step", lambda: _gap(policy))
+
+
+def _gap(policy: Policy) -> float:
+    # imported late: decoding uses this module
+    from swarmnode.policy.decode import Fixed, decoding_gap
+
+    kind = policy.base.config.model_type
+    if kind not in MODEL_TYPES:
+        raise ValueError(f"not written for models of type {kind}")
+    if policy.is_spread:
+        raise ValueError("its layers lie on several devices")
+    if not sees_everything(policy):
+        raise ValueError("its layers do not see everything")
+    return decoding_gap(policy, Fixed)
+
+
+def _step(
+    policy: Policy,
+    token: torch.Tensor,
+    mask: torch.Tensor | None,
+    position: torch.Tensor,
+    cache: Cache,
+    windows: Sequence[Window],
+) -> torch.Tensor:
+    model: Any = policy.base
+    rows = len(token)
+    with policy.accelerator.autocast(), policy.bypassed():
+        hidden = model.model.embed_tokens(token[:, 0])  # (N, d)
+        cos, sin = model.model.rotary_emb(hidden, position)  # each (N, 1, D)
+        half = cos.shape[-1] // 2
+        sin = torch.cat([-sin[..., :half], sin[..., half:]], -1)
+        for number, layer in enumerate(model.model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            size = attention.head_dim  # D
+            normed = _normed(hidden, layer.input_layernorm)
+            query = attention.q_proj(normed).view(rows, -1, size)  # (N, heads, D)
+            key = attention.k_proj(normed).view(rows, -1, size)  # (N, key heads, D)
+            value = attention.v_proj(normed).view(rows, -1, 1, size)
+            if hasattr(attention, "q_norm"):
+                query = _normed(query, attention.q_norm)
+                key = _normed(key, attention.k_norm)
+            query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+            keys, values = cache.update(key[:, :, None], value, number)  # (N, key heads, L, D)
+            # query heads that share keys are rows of one attention: no key is repeated
+            query = query.reshape(rows, keys.shape[1], -1, size).to(keys.dtype)
+            mixed = _attention(query, keys, values, mask, attention.scaling, windows)
+            hidden = hidden + attention.o_proj(mixed.reshape(rows, -1))
+            normed = _normed(hidden, layer.post_attention_layernorm)
+            gated = mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed)
+            hidden = hidden + mlp.down_proj(gated)
+        logits: torch.Tensor = model.lm_head(_normed(hidden, model.model.norm))
+    return policy.known_logits(logits)
+
+
+def _attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    windows: Sequence[Window],
+) -> torch.Tensor:
+    """Attention (N, key heads, queries, D) over keys and values (N, key heads, L, D)."""
+    attend = functools.partial(functional.scaled_dot_product_attention, scale=scale)
+    if mask is None or len(windows) < 2:
+        return attend(query, keys, values, attn_mask=mask)
+    return torch.cat(
+        [
+            attend(
+                query[rows],
+                keys[rows, :, :width],
+                values[rows, :, :width],
+                attn_mask=mask[rows, ..., :width],
+            )
+            for rows, width in windows
+        ]
+    )
+
+
+def _normed(states: torch.Tensor, norm: Any) -> torch.Tensor:  # noqa: ANN401 - one class a model
+    """Return `norm(states)`: RMSNorm over the last dimension."""
+    weight = norm.weight
+    return functional.rms_norm(states, weight.shape, weight, norm.variance_epsilon)
+
+
+def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Return states (N, heads, D) rotated by their positions. The first half of `sin` is
+    negated."""
+    half = states.shape[-1] // 2
+    swapped = torch.cat([states[..., half:], states[..., :half]], -1)
+    return torch.addcmul(states * cos, swapped, sin)

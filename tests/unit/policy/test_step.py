@@ -1,0 +1,132 @@
+"""The written-out decoding step: the logits of transformers' forward pass, for every variant that
+real models have."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from swarmnode.config import PolicyConfig
+from swarmnode.policy import decode, step
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.ways import plain_logprobs
+
+SHAPE = {
+    "vocab_size": 128,  # more than the tokenizer has
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+COVERED = {
+    "llama 3, tied": LlamaConfig(rope_parameters=LLAMA3, tie_word_embeddings=True, **SHAPE),
+    "llama, biases everywhere": LlamaConfig(attention_bias=True, mlp_bias=True, **SHAPE),
+    "llama, another head size": LlamaConfig(head_dim=12, **SHAPE),
+    "llama, gelu, dynamic": LlamaConfig(hidden_act="gelu", rope_parameters=DYNAMIC, **SHAPE),
+    "qwen 2": Qwen2Config(**SHAPE),
+    "qwen 2, yarn": Qwen2Config(rope_parameters=YARN, **SHAPE),
+    "qwen 3": Qwen3Config(head_dim=16, **SHAPE),
+    "mistral without a window": MistralConfig(sliding_window=None, **SHAPE),
+}
+
+
+@pytest.fixture
+def loaded(tmp_path, embedded):
+    """configuration → its policy, with random weights."""
+
+    def load(config):
+        torch.manual_seed(5)
+        config.eos_token_id, config.pad_token_id, config.bos_token_id = (
+            embedded.eos_id,
+            embedded.pad_id,
+            None,
+        )
+        model = AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "norm" in name or name.endswith("bias"):
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+                else:
+                    parameter.mul_(6)
+        model.save_pretrained(tmp_path)
+        embedded.tokenizer.save_pretrained(tmp_path)
+        return load_policy(PolicyConfig(model=str(tmp_path), device="cpu"))
+
+    return load
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_sampled_logprobs_are_those_of_transformers(loaded, name, monkeypatch):
+    policy = loaded(COVERED[name])
+    assert step.writes_out(policy)
+    used, real = [], step._step
+    monkeypatch.setattr(step, "_step", lambda *given: (used.append(1), real(*given))[1])
+    groups = generate(
+        policy, ["Calculate 10 + 8.", "12"], Sampling(3, 40), policy.random_generator(1)
+    )
+    assert len(used) >= 39
+    for group in groups:
+        for completion in group.completions:
+            expected = plain_logprobs(policy, (group.prompt_ids, completion.ids))
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
+            assert max(completion.logprobs) - min(completion.logprobs) > 0.1
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "mistral"])
+def test_other_models_decode_by_transformers(policies, kind):
+    assert not step.writes_out(policies[kind])
+
+
+def test_a_model_of_another_kind_is_not_tried(loaded):
+    policy = loaded(Gemma2Config(head_dim=8, sliding_window=64, **SHAPE))
+    assert not step.writes_out(policy)
+    assert "gemma2" in policy.obstacles["written-out step"]
+
+
+def test_a_model_that_computes_something_else_fails_the_trial(policies, monkeypatch):
+    policy = policies["llama"].clone()
+    object.__setattr__(policy, "obstacles", {})
+    layer = policy.base.model.layers[0]
+    real = layer.mlp.forward
+    monkeypatch.setattr(layer.mlp, "forward", lambda states: 1.1 * real(states))
+    assert not step.writes_out(policy)
+    assert "differ" in policy.obstacles["written-out step"]
+    assert decode.has_fixed_form(policy)
+    generate(policy, ["12"], Sampling(2, 8), policy.random_generator(1))
+
+
+def test_an_adapter_is_part_of_the_step(model_dir):
+    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora={"r": 4}))
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    assert step.writes_out(policy)
+    for some in (policy, policy.reference()):
+        (group,) = generate(some, ["12"], Sampling(3, 12), policy.random_generator(1))
+        for completion in group.completions:
+            expected = plain_logprobs(some, (group.prompt_ids, completion.ids))
+            assert completion.logprobs == pytest.approx(expected, abs=1e-4)
