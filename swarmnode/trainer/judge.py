@@ -195,8 +195,8 @@ def _weighed(
     chosen = [each for each, _ in ours]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
-    # The policy that the update begins with is the old one, as for own completions. In bfloat16 this
-    # pass and the update's differ by more than rounding: a ratio against it would be clipped.
+    # As for own completions, the old policy is the one that the update begins with: in bfloat16,
+    # this pass and the update's differ by more than rounding, and the ratio would be clipped.
     return TrainingGroup(
         rows,
         chosen,
