@@ -27,7 +27,7 @@ import torch
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.keeper import Keeper
 from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
-from swarmnode.policy.engine.served_weights import ServedWeights
+from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
 from swarmnode.policy.engine.servers import Completion, Question, Server, ServerStatistics
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.load import Policy
@@ -435,5 +435,4 @@ class Served:
 def unused_ids(policy: Policy) -> list[int]:
     """Return the rows of the model's head that stand for no token: the trainer gives them no
     probability, and a server has to be told."""
-    rows = policy.base.get_input_embeddings().get_parameter("weight").shape[0]
-    return sorted(policy.unused_ids) + list(range(policy.vocab_size, rows))
+    return sorted(policy.unused_ids) + list(range(policy.vocab_size, head_rows(policy)))

@@ -179,6 +179,10 @@ def _clear(directory: Path, keep: Sequence[str]) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def head_rows(policy: Policy) -> int:
+    return int(policy.base.get_input_embeddings().get_parameter("weight").shape[0])
+
+
 class WeightCheck:
     """Whether a server computes what the trainer does, on a fixed text.
 
@@ -189,6 +193,8 @@ class WeightCheck:
     """
 
     def __init__(self, policy: Policy) -> None:
+        # a server's prompt log-probabilities are over all rows of the head, not only known tokens
+        policy = replace(policy, vocab_size=head_rows(policy), unused_ids=frozenset())
         self._policy = policy
         prompt, text = (policy.encode_prompt(each) for each in CHECK)
         most = CHECK_TOKENS

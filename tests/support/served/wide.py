@@ -1,7 +1,8 @@
 """`python -m tests.support.served.wide DIRECTORY`: the embedded policy with heads twice as wide.
 
 vLLM's attention on a CPU takes heads of 32 numbers and more; the embedded policy's have 16. The new
-dimensions are zero, so that both compute the same function.
+dimensions are zero, so that both compute the same function. The head is a tensor of its own: vLLM
+0.32 on a CPU packs a head, and keeps the packed copy of a tied one when weights are loaded anew.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ def widen(target: Path) -> Path:
         shutil.copytree(source, target, dirs_exist_ok=True)
     weights = load_file(target / "model.safetensors")
     made = {name: _wide(name, tensor).contiguous() for name, tensor in weights.items()}
+    made["lm_head.weight"] = made["model.embed_tokens.weight"].clone()
     save_file(made, target / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((target / "config.json").read_text())
-    config["head_dim"] = 2 * HEAD
+    config["head_dim"], config["tie_word_embeddings"] = 2 * HEAD, False
     (target / "config.json").write_text(json.dumps(config, indent=2))
     return target
 
