@@ -47,6 +47,8 @@ RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
 """Before a server that failed is tried again; doubled with each failure in a row."""
 AHEAD = 1
 """As `continuous.AHEAD`: the server samples the next step's groups while this one is trained."""
+REASON_CHARACTERS = 300
+"""Of a failure, on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
 """A log-probability lies between; vLLM sends −9999 for one that is not a number."""
 
@@ -222,7 +224,7 @@ class ServerFirst:
         failures = dict(self._seen.failures)
         failures[error.reason] = failures.get(error.reason, 0) + 1
         self._seen = msgspec.structs.replace(
-            self.server(), state="away", reason=str(error), failures=failures
+            self.server(), state="away", reason=str(error)[:REASON_CHARACTERS], failures=failures
         )
         log.warning(
             "the server does not sample, the own engine does",
