@@ -40,8 +40,9 @@ NAME_BYTES = 64
 TOKENS = 16 * 1024
 """Tokens of a completion that can be shared. `wire.limits` has the same number."""
 TEMPERATURE = 100.0
+SERVER_TEMPERATURE = 2.0
 GROUPS_PER_SECOND = 1000.0
-"""Highest values that a manifest may have, as in `wire.limits`."""
+"""Highest values that a manifest may have, as in `wire.limits`, and an inference server."""
 
 
 def _check_name(text: str) -> str:
@@ -565,6 +566,11 @@ class Config(Section):
             raise ValueError(
                 "training.top_p: a server's log-probabilities are of what top_p leaves, not of the"
                 " policy: set 1, or no policy.server.url"
+            )
+        if self.policy.server.url and self.training.temperature > SERVER_TEMPERATURE:
+            raise ValueError(
+                f"training.temperature: vLLM takes at most {SERVER_TEMPERATURE:g}: set that or less,"
+                " or no policy.server.url"
             )
         return self
 

@@ -1,6 +1,7 @@
 """What is asked of an inference server, in vLLM's words and in SGLang's. Tokens in, tokens out.
 
     about            which program and model it is, and how long a row may be
+    settings         flags that decide whether it is of use, for the doctor
     generate         completions of a prompt, with log-probabilities and weight versions
     prompt_logprobs  of a text that is given: what the weights are checked with
     load             other weights, from a directory that the server sees; requests continue
@@ -13,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -82,8 +83,6 @@ class About:
     """Directory or name that it was started with."""
     context: int | None = None
     """Most tokens of a row."""
-    details: dict[str, object] = field(default_factory=dict)
-    """Settings that decide whether it is of use, by name; empty where it does not tell."""
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
@@ -117,6 +116,7 @@ class Server(Protocol):
     client: JsonClient
 
     def about(self) -> About: ...
+    def settings(self) -> dict[str, object]: ...
     def generate(self, question: Question, seconds: float) -> list[Completion]: ...
     def prompt_logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]: ...
     def load(self, directory: Path, version: str) -> None: ...
@@ -211,7 +211,6 @@ class Vllm:
         return About(version, bases[0].root or bases[0].id, context)
 
     def settings(self) -> dict[str, object]:
-        """Flags that decide whether it is of use to us, for the doctor."""
         info = self.client.call(
             "/server_info?config_format=json", answer=VllmInfo, seconds=6 * ABOUT_SECONDS
         ).vllm_config
@@ -372,7 +371,6 @@ class Sglang:
         return About(server.version, info.model_path, server.context_length)
 
     def settings(self) -> dict[str, object]:
-        """Flags that decide whether it is of use to us, for the doctor."""
         info = self._server_info()
         rank = (info.max_lora_rank or 0) if info.enable_lora else 0
         return {"dtype": info.dtype, "lora_rank": rank}

@@ -171,7 +171,8 @@ def test_a_request_under_way_continues_and_each_token_has_its_version(
 ):
     settings, server = place
     policy = loaded[rank].clone()
-    engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 5.0))
+    move(policy, 0.3)  # so that it does not know how to end
+    engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
     if server is not None:
         server.hold_at = 3
     submitted(engine, PROMPTS[:1])
@@ -193,9 +194,9 @@ def test_an_id_without_a_token_is_never_sampled(place, loaded, tmp_path):
     from dataclasses import replace
 
     policy = replace(loaded[0].clone(), unused_ids=frozenset(range(20, 100)))
-    engine = engine_of(place[0], policy, tmp_path, Sampling(8, 24, 3.0))
+    engine = engine_of(place[0], policy, tmp_path, Sampling(8, 24, 2.0))
     samples = drained(submitted(engine))
-    assert furthest(policy, samples, 3.0) < BOUND
+    assert furthest(policy, samples, 2.0) < BOUND
     engine.close()
 
 
