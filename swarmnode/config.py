@@ -569,8 +569,8 @@ class Config(Section):
             )
         if self.policy.server.url and self.training.temperature > SERVER_TEMPERATURE:
             raise ValueError(
-                f"training.temperature: vLLM takes at most {SERVER_TEMPERATURE:g}: set that or less,"
-                " or no policy.server.url"
+                f"training.temperature: a server takes at most {SERVER_TEMPERATURE:g}: set that or"
+                " less, or no policy.server.url"
             )
         return self
 

@@ -418,7 +418,7 @@ class Served:
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
         self._weights.follow()
-        return self._server.prompt_logprobs(prompt_ids, ids)
+        return self._server.score(prompt_ids, ids)
 
     def ahead(self, count: int) -> int:
         return AHEAD * count

@@ -37,7 +37,7 @@ CHECK = (
     "What is 3 + 4?",
     "7, because 3 + 4 = 7. Let's check it step by step: 4 - 3 = 1, so 3 + 4 = 2 * 3 + 1 = 7.",
 )
-CHECK_TOKENS = 64
+CHECK_TOKENS = 24
 """Of the second text, at most."""
 CLEAR_SIGMAS = 8.0
 """A change of the weights is told from rounding where it moves the check's log-probabilities so
@@ -216,7 +216,7 @@ class WeightCheck:
     def __call__(self, server: Server) -> float:
         """Return the mean difference in nats. Raises ServerFailed where the server's weights are
         not the policy's."""
-        expected, found = self._scores(self._policy), server.prompt_logprobs(*self._row)
+        expected, found = self._scores(self._policy), server.score(*self._row)
         gap = mean_gap(found, expected)
         if not gap <= rounding_bound(self._policy):
             raise ServerFailed(

@@ -3,7 +3,7 @@
     about            which program and model it is, and how long a row may be
     settings         flags that decide whether it is of use, for the doctor
     generate         completions of a prompt, with log-probabilities and weight versions
-    prompt_logprobs  of a text that is given: what the weights are checked with
+    score            log-probabilities of given ids: what the weights are checked with
     load             other weights, from a directory that the server sees; requests continue
 
 Nothing here needs torch. An answer is checked for its form only; `served.py` checks what it says.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +27,7 @@ from swarmnode.policy.engine.client import ANSWER_BYTES, JsonClient, ServerFaile
 ADAPTER = "swarmnode-adapter"
 """Name under which a server knows the trained adapter."""
 ABOUT_SECONDS = 10.0
+SCORE_THREADS = 8
 SCORE_SECONDS = 120.0
 """The first call compiles."""
 LOAD_SECONDS = 600.0
@@ -118,7 +120,7 @@ class Server(Protocol):
     def about(self) -> About: ...
     def settings(self) -> dict[str, object]: ...
     def generate(self, question: Question, seconds: float) -> list[Completion]: ...
-    def prompt_logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]: ...
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]: ...
     def load(self, directory: Path, version: str) -> None: ...
 
 
@@ -161,12 +163,20 @@ class VllmChoices(msgspec.Struct):
     choices: list[VllmChoice]
 
 
-class VllmPromptToken(msgspec.Struct):
-    logprob: float
+class VllmCandidates(msgspec.Struct):
+    top_logprobs: list[VllmToken]
 
 
-class VllmPrompt(msgspec.Struct):
-    prompt_logprobs: list[dict[str, VllmPromptToken] | None]
+class VllmScored(msgspec.Struct):
+    content: list[VllmCandidates]
+
+
+class VllmScore(msgspec.Struct):
+    logprobs: VllmScored
+
+
+class VllmScores(msgspec.Struct):
+    choices: list[VllmScore]
 
 
 class VllmModel(msgspec.Struct):
@@ -251,27 +261,36 @@ class Vllm:
         )
         return [_vllm_completion(choice) for choice in answer.choices]
 
-    def prompt_logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        answer = self.client.call(
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """One request for each token, as its prefix's next one. `prompt_logprobs` would take one
+        request for all, and with --enable-lora it kills vLLM 0.32 if others are under way."""
+        prefixes = [[*prompt_ids, *ids[:place]] for place in range(len(ids))]
+        with ThreadPoolExecutor(SCORE_THREADS) as threads:
+            return list(threads.map(self._next_logprob, prefixes, ids))
+
+    def _next_logprob(self, prefix: list[int], token: int) -> float:
+        choices = self.client.call(
             "/inference/v1/generate",
             {
                 "model": self._model,
-                "token_ids": [*prompt_ids, *ids],
+                "token_ids": prefix,
                 "cache_salt": self._version,
-                "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False},
+                "sampling_params": {
+                    **{"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
+                    # the answer has the sampled token and all but the last of these
+                    **{"logprobs": 2, "logprob_token_ids": [token, token - 1 if token else 1]},
+                    "detokenize": False,
+                },
             },
-            answer=VllmPrompt,
+            answer=VllmScores,
             seconds=SCORE_SECONDS,
-            limit=ANSWER_BYTES,
-        ).prompt_logprobs
-        found = [
-            (at or {}).get(str(token))
-            for at, token in zip(answer[len(prompt_ids) :], ids, strict=False)
-        ]
-        scores = [each.logprob for each in found if each is not None]
-        if len(scores) != len(ids):
-            raise ServerFailed("answer", "prompt log-probabilities are missing")
-        return scores
+        ).choices
+        for told in (
+            each for choice in choices for at in choice.logprobs.content for each in at.top_logprobs
+        ):
+            if told.token_id == token:
+                return told.logprob
+        raise ServerFailed("answer", "the log-probability of a token is missing")
 
     def load(self, directory: Path, version: str) -> None:
         with self._paused():
@@ -409,7 +428,7 @@ class Sglang:
         found = answers if isinstance(answers, list) else [answers]
         return [_sglang_completion(each, version) for each in found]
 
-    def prompt_logprobs(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
         answer = self.client.call(
             "/generate",
             {

@@ -1,7 +1,7 @@
 """A real vLLM server for tests, started by the line that `swarmnode serve-command` prints.
 
 SWARMNODE_VLLM names the Python of an environment that has it; tests/support/served/install.sh makes
-one.
+one. Or it is the URL of a server that runs already and serves the policy of `wide.py`.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def exchange(url: str, target: str, body: object) -> dict[str, object]:
 def main(url: str, directory: str) -> None:
     reload = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
     missing = {"method": "reload_weights", "kwargs": {"weights_path": directory + "/missing"}}
-    prompt = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+    prompt = {"max_tokens": 1, "logprobs": 2, "logprob_token_ids": [9, 8], "detokenize": False}
     asked = [
         ("/v1/models", None),
         ("/version", None),

@@ -129,7 +129,7 @@ class StandIn:
         is_generate = target in ("/inference/v1/generate", "/generate")
         sampled = (
             is_generate
-            and "prompt_logprobs" not in json.dumps(body)
+            and "logprob_token_ids" not in json.dumps(body)
             and ("logprob_start_len" not in (body or {}))
         )
         fault = self.fault if sampled else ""
@@ -305,15 +305,13 @@ class StandIn:
     def _vllm(self, body: Any) -> Any:
         params, prompt = body["sampling_params"], body["token_ids"]
         head = {"request_id": "generate-tokens-0", "model": "policy", "output_mode": "tokens"}
-        if "prompt_logprobs" in params:
+        if (wanted := params.get("logprob_token_ids")) is not None:
             with self._lock:
-                told = score(self._present(), [(prompt[:1], prompt[1:])], 1.0)[0]
-            pairs = zip(prompt[1:], told, strict=True)
-            return {
-                **head,
-                "prompt_logprobs": [None, *({str(i): {"logprob": x, "rank": 1}} for i, x in pairs)],
-                "choices": [],
-            }
+                told = [score(self._present(), [(prompt, [token])], 1.0)[0][0] for token in wanted]
+            scored = [{"token_id": i, "logprob": x} for i, x in zip(wanted, told, strict=True)]
+            content = [{**scored[0], "rank": 1, "top_logprobs": scored[:1]}]
+            choice = {"index": 0, "finish_reason": "length", "token_ids": wanted[:1]}
+            return {**head, "choices": [{**choice, "logprobs": {"content": content}}]}
         self.bodies.append(body)
         ends = params["stop_token_ids"]
         made = self._sample(prompt, params["max_tokens"], params)
