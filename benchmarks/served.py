@@ -28,7 +28,8 @@ def settings_of(policy: Path, url: str, steps: int, seed: int) -> dict[str, dict
     return {
         "swarm": {"name": "served"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "policy": {"model": str(policy), "device": "cpu", "threads": 1, "server": {"url": url}},
+        "policy": {"model": str(policy), "device": "cpu", "threads": 1},
+        "policy.server": {"url": url},
         "training": {
             "learning_rate": EMBEDDED_POLICY.learning_rate,
             "max_completion_length": EMBEDDED_POLICY.max_completion_length,

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -41,6 +41,8 @@ POLL_SECONDS = 0.2
 """Longest wait for an answer before the trainer shows that it is alive."""
 HEALTH_SECONDS = 10.0
 """Without an answer for so long, the server is asked whether it is there."""
+REQUEST_SECONDS = 3600.0
+"""Deadline of a request, which waits for others at the server and for loads of weights."""
 SILENCE_SECONDS, SILENCE_PER_TOKEN = 60.0, 0.1
 """Longest wait for the next answer: a minute, and ten tokens a second for the longest answer."""
 RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
@@ -279,7 +281,8 @@ class Served:
             queue.SimpleQueue()
         )
         self._workers: list[threading.Thread] = []
-        self._heard = self._looked = clock()
+        self._silent = self._unseen = 0.0
+        """Seconds of waiting since the last answer, and since it was known to be there."""
 
     def submit(self, request: Request) -> None:
         prompt_ids = self._policy.encode_prompt(request.prompt)
@@ -293,8 +296,6 @@ class Served:
                 f" server's context of {context:,} tokens"
             )
         self._weights.follow()
-        if not self._asked:
-            self._heard = self._looked = self._clock()
         self._asked[request.number] = _Asked(prompt_ids, most)
         self._waiting.put((request.number, self._question(prompt_ids, most)))
         if len(self._workers) < min(WORKERS, len(self._asked)):
@@ -322,9 +323,8 @@ class Served:
         """One of the threads that wait for answers."""
         while (item := self._waiting.get()) is not None:
             number, question = item
-            seconds = 2 * self._patience()  # the engine gives up before that
             try:
-                self._answers.put((number, self._server.generate(question, seconds)))
+                self._answers.put((number, self._server.generate(question, REQUEST_SECONDS)))
             except Exception as error:  # noqa: BLE001 - raised where answers are taken
                 self._answers.put((number, error))
 
@@ -338,7 +338,7 @@ class Served:
             self._weights.name(version)
         for asked in self._asked.values():
             asked.since = version if asked.since is None else asked.since
-        done: list[Finished] = []
+        done, started = list[Finished](), self._clock()
         for number, answer in self._arrived():
             if number not in self._asked:  # it was cancelled
                 continue
@@ -349,7 +349,7 @@ class Served:
                 raise ServerFailed("answer", f"{type(answer).__name__}: {answer}")
             done.append(Finished(number, self._sample(asked, answer)))
         self._alive()
-        self._watch(bool(done))
+        self._watch(bool(done), self._clock() - started)
         return done
 
     def _arrived(self) -> Iterator[tuple[int, list[Completion] | Exception]]:
@@ -365,16 +365,19 @@ class Served:
     def _patience(self) -> float:
         return SILENCE_SECONDS + SILENCE_PER_TOKEN * self._sampling.max_tokens
 
-    def _watch(self, has_answered: bool) -> None:
-        """Raise ServerFailed for a server that is silent too long, or does not answer at all."""
-        now = self._clock()
+    def _watch(self, has_answered: bool, waited: float) -> None:
+        """Raise ServerFailed for a server that is silent too long, or does not answer at all. Only
+        seconds of waiting count, not those of a step in between."""
         if has_answered or not self._asked:
-            self._heard = self._looked = now
-        elif now - self._heard > self._patience():
+            self._silent = self._unseen = 0.0
+            return
+        self._silent += waited
+        self._unseen += waited
+        if self._silent > self._patience():
             raise ServerFailed("timeout", f"no completion in {self._patience():.0f} seconds")
-        elif now - self._looked > HEALTH_SECONDS:
+        if self._unseen > HEALTH_SECONDS:
             self._server.client.order("/health", None, HEALTH_SECONDS)
-            self._looked = self._clock()
+            self._unseen = 0.0
 
     def _sample(self, asked: _Asked, answer: Sequence[Completion]) -> GroupSample:
         """The group that an answer holds. Raises ServerFailed for one that nothing may be trained
@@ -430,6 +433,9 @@ class Served:
     def close(self) -> None:
         """Ask nothing more. What is under way is not waited for."""
         self._asked.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
         for _ in self._workers:
             self._waiting.put(None)
 
