@@ -60,15 +60,12 @@ def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[
     try:
         nodes[0].start([])
         nodes[1].start(nodes[0].wait_for_address(time.monotonic() + START_SECONDS)[:1])
-        while any(int(str(each.get("step", 0))) < steps for each in last):
+        while any(node.alive() for node in nodes):  # each ends after its last step
             time.sleep(POLL_SECONDS)
             for index, node in enumerate(nodes):
                 try:
                     found = report_of(node)
                 except (OSError, ValueError):
-                    if not node.alive():
-                        print(f"  {node.name} has ended: {node.last_words()}", flush=True)
-                        return last
                     continue
                 if found.get("step") and found.get("phase") != "loading":
                     last[index] = found

@@ -207,8 +207,8 @@ class ServerSettings(Section):
     kind: Literal["vllm", "sglang"] = "vllm"
     """What runs there."""
     directory: str = ""
-    """Where the trainer writes the weights that the server loads: the server must see it by the
-    same path. Empty is `served` in the data directory."""
+    """Where the trainer writes the weights that the server loads, this node's alone: the server
+    must see it by the same path. Empty is `served` in the data directory."""
     allow_public: bool = False
     """Use a server at a public address. It has no authentication: whoever reaches it can change
     what it samples from."""

@@ -601,7 +601,7 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
     if f.error:
         return warn(name, f"{f.error}; the own engine samples", START_SERVER)
     wrong, served = [], Path(f.model).name
-    is_ours = served.startswith("weights-")  # SGLang names what it has loaded last
+    is_ours = served.startswith("swarmnode-weights-")  # SGLang names what it has loaded last
     if served != Path(policy.model).name and policy.model != EMBEDDED and not is_ours:
         wrong.append(f"it serves {f.model}, not {policy.model}")
     if f.logprobs not in ("", "processed_logprobs"):

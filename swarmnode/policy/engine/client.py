@@ -21,7 +21,7 @@ import msgspec
 from swarmnode.config import is_private_address
 
 T = TypeVar("T")
-Reason = Literal["unreachable", "timeout", "status", "answer", "version", "canary", "model"]
+Reason = Literal["unreachable", "timeout", "status", "answer", "version", "canary", "model", "disk"]
 """Why a server is not used; a label of a metric."""
 CONNECT_SECONDS = 5.0
 ANSWER_BYTES = 2**20

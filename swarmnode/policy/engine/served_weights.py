@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -26,9 +27,11 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.model import Adapted
 from swarmnode.policy.ways import bound as rounding_bound
-from swarmnode.policy.ways import mean_gap
+from swarmnode.policy.ways import mean_gap, reason
 
-PREFIX = "weights-"
+PREFIX = "swarmnode-weights-"
+WRITTEN = re.compile(rf"\.?{PREFIX}[0-9a-f]{{8}}-\d+(\.partial)?")
+"""Names of what is written, and removed again."""
 VERSIONS = 64
 """Loads of which tokens may still be on their way."""
 ALIVE_SECONDS = 0.2
@@ -69,7 +72,9 @@ class ServedWeights:
         self.seconds = 0.0
         """That the last load took, writing and checking included."""
         self.loads = 0
-        self.about: About = server.about()
+        told: list[About] = []
+        self._in_thread(lambda: told.append(server.about()))
+        self.about = told[0]
         _clear(directory, keep=())
         self.follow()
 
@@ -91,8 +96,14 @@ class ServedWeights:
         started = time.monotonic()
         self._number += 1
         target = self._directory / f"{PREFIX}{self._run}-{self._number}"
-        self._in_thread(lambda: self._load(target))
-        self.gap = self._check(self._server)
+        found: list[float] = []
+
+        def load() -> None:
+            self._load(target)
+            found.extend(self._server.score(*self._check.row))
+
+        self._in_thread(load)
+        self.gap = self._check(found)
         self._is_behind = False
         self.loads += 1
         self.seconds = time.monotonic() - started
@@ -102,9 +113,9 @@ class ServedWeights:
     def _load(self, target: Path) -> None:
         try:
             write_weights(self._policy, target)
-        except OSError as error:
-            why = f"cannot write weights to {self._directory}: {error.strerror or error}"
-            raise ServerFailed("unreachable", why) from None
+        except Exception as error:  # of safetensors, too  # noqa: BLE001
+            why = f"cannot write weights to {self._directory}: {reason(error)}"
+            raise ServerFailed("disk", why) from None
         self._server.load(target, f"{self._run}.{self._number}")
 
     def _in_thread(self, work: Callable[[], None]) -> None:
@@ -175,7 +186,7 @@ def write_weights(policy: Policy, target: Path) -> None:
 
 def _clear(directory: Path, keep: Sequence[str]) -> None:
     for path in directory.glob(f"*{PREFIX}*"):
-        if path.name not in keep:
+        if WRITTEN.fullmatch(path.name) and path.name not in keep:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -193,14 +204,15 @@ class WeightCheck:
     """
 
     def __init__(self, policy: Policy) -> None:
-        # a server's prompt log-probabilities are over all rows of the head, not only known tokens
+        # a server's log-probabilities are over all rows of the head, not only known tokens
         policy = replace(policy, vocab_size=head_rows(policy), unused_ids=frozenset())
         self._policy = policy
         prompt, text = (policy.encode_prompt(each) for each in CHECK)
         most = CHECK_TOKENS
         if policy.context is not None:
             most = max(1, min(most, policy.context - len(prompt) - 1))
-        self._row = (list(prompt), list(text[:most]))
+        self.row = (list(prompt), list(text[:most]))
+        """What is scored: (prompt ids, ids)."""
         self._former: list[list[float]] = []
         """Log-probabilities of weights that the server must have left: the base under an adapter,
         and the load before."""
@@ -211,12 +223,12 @@ class WeightCheck:
         """Standard deviation of the server's rounding, at the last load that passed."""
 
     def _scores(self, policy: Policy) -> list[float]:
-        return score(policy, [self._row], 1.0)[0]
+        return score(policy, [self.row], 1.0)[0]
 
-    def __call__(self, server: Server) -> float:
-        """Return the mean difference in nats. Raises ServerFailed where the server's weights are
-        not the policy's."""
-        expected, found = self._scores(self._policy), server.score(*self._row)
+    def __call__(self, found: Sequence[float]) -> float:
+        """Return the mean difference of a server's log-probabilities of `row`, in nats. Raises
+        ServerFailed where its weights are not the policy's."""
+        expected = self._scores(self._policy)
         gap = mean_gap(found, expected)
         if not gap <= rounding_bound(self._policy):
             raise ServerFailed(

@@ -11,6 +11,7 @@ import torch
 from structlog.testing import capture_logs
 
 from swarmnode.config import LoraSettings, PolicyConfig, ServerSettings
+from swarmnode.doctor import probes
 from swarmnode.policy.engine import served as served_module
 from swarmnode.policy.engine import servers
 from swarmnode.policy.engine.client import JsonClient, ServerFailed
@@ -225,6 +226,23 @@ def test_a_server_with_another_base_under_the_adapter_is_not_used(place, loaded,
     connected(settings, other, tmp_path / "other")
     with pytest.raises(ServerFailed, match="other weights"):
         connected(settings, loaded[4].clone(), tmp_path)
+
+
+def test_the_doctor_reads_what_a_server_says_of_itself(place):
+    settings, _ = place
+    facts = probes.server(settings, True)
+    assert (facts.error, facts.dtype) == ("", "float32")
+    assert facts.version in ("0.32.0", "0.5.23")
+    assert facts.context == 256
+    assert facts.lora_rank >= 8
+    assert facts.logprobs == ("" if settings.kind == "sglang" else "processed_logprobs")
+
+
+def test_the_doctor_says_that_no_server_answers():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert "refused" in probes.server(ServerSettings(url=url), False).error
 
 
 # ---- what a server must not do -------------------------------------------------------------------
