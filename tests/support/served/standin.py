@@ -9,10 +9,13 @@ documented wire, computes with a small policy, and misbehaves on demand.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import socket
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -427,17 +430,28 @@ def spoil(answer: Any, fault: str, kind: str) -> None:
 
 
 @contextmanager
-def silent_address():  # type: ignore[no-untyped-def]
-    """The URL of a port that takes connections and never answers."""
-    import socket
-
+def raw_server(chunks: Iterable[bytes] = ()) -> Iterator[str]:
+    """The URL of a port that sends `chunks` to its first caller, and nothing more."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                caller, _ = listener.accept()
+                with caller:
+                    caller.recv(2**16)
+                    for chunk in chunks:
+                        caller.sendall(chunk)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        if chunks:
+            thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def wait_until(condition, seconds: float = 30.0) -> None:  # type: ignore[no-untyped-def]
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    """Return when `condition()` is true; what it waits for is in other threads."""
     late = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > late:

@@ -4,6 +4,7 @@
 import json
 import math
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -378,7 +379,7 @@ def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
 
 def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "ABOUT_SECONDS", 0.1)
-    with standin.silent_address() as url:
+    with standin.raw_server() as url:
         stand_in = StandIn(loaded[0].clone())
         stand_in.url = url
         engine, _, clock, _ = server_first(stand_in, loaded[0].clone(), tmp_path)
@@ -440,6 +441,31 @@ def test_a_name_is_judged_by_the_addresses_that_it_has(monkeypatch, address, is_
     with pytest.raises(ServerFailed, match="refused" if is_allowed else "public address"):
         JsonClient("http://gpu.example:80").order("/health", None, 1)
     assert dialled == ([address] if is_allowed else [])
+
+
+def drops():
+    """A byte now and then, without an end."""
+    yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    while True:
+        threading.Event().wait(0.02)
+        yield b" "
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reason", "words"),
+    [
+        (drops(), "timeout", "no whole answer"),
+        ([b"HTTP/1.1 200 OK\r\nX: ", b"a" * 2**20], "unreachable", "too long"),
+        ([b"nonsense\r\n\r\n"], "unreachable", "illegal"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "another form"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "another form"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "more than"),
+    ],
+)
+def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):
+    with standin.raw_server(chunks) as url, pytest.raises(ServerFailed, match=words) as raised:
+        JsonClient(url).call("/v1/models", answer=list[int], seconds=0.5)
+    assert raised.value.reason == reason
 
 
 @pytest.mark.parametrize(
