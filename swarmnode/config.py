@@ -10,6 +10,7 @@ import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import platformdirs
 from pydantic import (
@@ -39,8 +40,9 @@ NAME_BYTES = 64
 TOKENS = 16 * 1024
 """Tokens of a completion that can be shared. `wire.limits` has the same number."""
 TEMPERATURE = 100.0
+SERVER_TEMPERATURE = 2.0
 GROUPS_PER_SECOND = 1000.0
-"""Highest values that a manifest may have, as in `wire.limits`."""
+"""Highest values that a manifest may have, as in `wire.limits`, and an inference server."""
 
 
 def _check_name(text: str) -> str:
@@ -83,6 +85,23 @@ def _check_host(text: str) -> str:
                 " or ::1, without brackets and port"
             ) from None
     return text
+
+
+PRIVATE_NETWORKS = tuple(
+    ipaddress.ip_network(text)
+    for text in (
+        *("127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16"),
+        *("::1/128", "fc00::/7", "fe80::/10"),
+    )
+)
+"""Loopback, RFC 1918, unique local (RFC 4193) and link-local addresses."""
+
+
+def is_private_address(text: str) -> bool:
+    """Return True if an IP address is of this machine or of a local network."""
+    ip = ipaddress.ip_address(text)
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return any(ip.version == each.version and ip in each for each in PRIVATE_NETWORKS)
 
 
 Name = Annotated[str, AfterValidator(_check_name)]
@@ -181,6 +200,50 @@ class LoraSettings(Section):
     """Scale of the adapter."""
 
 
+class ServerSettings(Section):
+    url: str = Field(default="", max_length=1024)
+    """A vLLM or SGLang server that samples in place of this node's own engine, such as
+    `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. Empty: none."""
+    kind: Literal["vllm", "sglang"] = "vllm"
+    """What runs there."""
+    directory: str = ""
+    """Where the trainer writes the weights that the server loads, this node's alone: the server
+    must see it by the same path. Empty is `served` in the data directory."""
+    allow_public: bool = False
+    """Use a server at a public address. It has no authentication: whoever reaches it can change
+    what it samples from."""
+
+    @model_validator(mode="after")
+    def _is_usable(self) -> ServerSettings:
+        if not self.url:
+            return self
+        try:
+            parts = urlsplit(self.url)
+            host, _ = parts.hostname, parts.port
+        except ValueError:
+            host = None
+        if (
+            host is None
+            or self.url.rstrip("/").lower() != f"{parts.scheme}://{parts.netloc}".lower()
+        ):
+            host = None
+        if not host or parts.scheme not in ("http", "https") or "@" in parts.netloc:
+            raise ValueError(
+                f"policy.server.url: {self.url[:120]!r} is not of the form http://127.0.0.1:8000"
+            )
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            return self  # the addresses of a name are judged when the trainer connects
+        if not self.allow_public and not is_private_address(host):
+            raise ValueError(
+                f"policy.server.url: {host} is a public address, and such a server has no"
+                " authentication: use one on this machine or network, or set"
+                " policy.server.allow_public = true"
+            )
+        return self
+
+
 class PolicyConfig(Section):
     model: str = Field(default=EMBEDDED, min_length=1)
     """`embedded`, a directory, or a Hugging Face Hub name."""
@@ -203,6 +266,7 @@ class PolicyConfig(Section):
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
     """What a chat model is told around every question: `system`, the system prompt, and arguments
     of its template, such as `enable_thinking`. A swarm agrees on it."""
+    server: ServerSettings = ServerSettings()
 
     @model_validator(mode="after")
     def _frozen_base(self) -> PolicyConfig:
@@ -496,6 +560,20 @@ class Config(Section):
             raise ValueError(
                 f"training.max_completion_length: an answer that is shared has at most {TOKENS}"
                 " tokens: set that or less, or sharing.enabled = false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _server_samples_the_whole_policy(self) -> Config:
+        if self.policy.server.url and self.training.top_p < 1:
+            raise ValueError(
+                "training.top_p: a server's log-probabilities are of what top_p leaves, not of the"
+                " policy: set 1, or no policy.server.url"
+            )
+        if self.policy.server.url and self.training.temperature > SERVER_TEMPERATURE:
+            raise ValueError(
+                f"training.temperature: a server takes at most {SERVER_TEMPERATURE:g}: set that or"
+                " less, or no policy.server.url"
             )
         return self
 

@@ -306,6 +306,17 @@ NODE: dict[str, list[Panel]] = {
             (gauge("swarmnode_generation_lag"), "lag, updates"),
         ),
         p(
+            "Inference server",
+            (gauge("swarmnode_served"), "it samples"),
+            (f"increase(swarmnode_served_failures_total{{{I}}}[1h])", "{{reason}} per hour"),
+            (gauge("swarmnode_served_load_seconds"), "load, seconds"),
+        ),
+        p(
+            "Sampled and trained log-probabilities, nats",
+            (gauge("swarmnode_own_gap"), "own completions"),
+            (gauge("swarmnode_served_check_gap"), "the server's check"),
+        ),
+        p(
             "Restarts and stalls per hour",
             (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
             (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled"),

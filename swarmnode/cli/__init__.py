@@ -28,6 +28,7 @@ from swarmnode.cli.node import (
 )
 from swarmnode.cli.observe import samples, status, top
 from swarmnode.cli.plan import plan
+from swarmnode.cli.serve import serve_command
 from swarmnode.cli.swarm import init, join, manifest_app
 from swarmnode.cli.task import task_app
 from swarmnode.errors import SwarmNodeError, Unavailable
@@ -50,6 +51,7 @@ app.command(resume)
 app.command(finish)
 app.command(doctor)
 app.command(plan)
+app.command(serve_command)
 app.command(status)
 app.command(top)
 app.command(samples)

@@ -11,11 +11,12 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.install import install_command, torch_remedy
-from swarmnode.model_defaults import defaults_for
+from swarmnode.model_defaults import EMBEDDED, defaults_for
 from swarmnode.settings import CUDA_TORCH, unsuited
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
@@ -570,6 +571,50 @@ def check_trial(f: DeviceFacts) -> Check:
         f"not tried: {f.model} is not on this machine yet",
         "the first start downloads it; run doctor again after that",
     )
+
+
+@dataclass(frozen=True)
+class ServerFacts:
+    """What the server of `policy.server.url` says of itself."""
+
+    url: str
+    kind: str
+    error: str = ""
+    """Why it is of no use; empty when it answers."""
+    version: str = ""
+    model: str = ""
+    dtype: str = ""
+    """Empty where it does not tell, as is `logprobs`."""
+    logprobs: str = ""
+    context: int | None = None
+    lora_rank: int | None = None
+    """Highest rank of an adapter; 0 where it takes none, None where it does not tell."""
+
+
+START_SERVER = "start it with the line that `swarmnode serve-command` prints"
+
+
+def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig) -> Check:
+    """Whether the inference server is there, and was started as this node needs it. The node runs
+    without: its own engine samples then."""
+    name = "server"
+    if f.error:
+        return warn(name, f"{f.error}; the own engine samples", START_SERVER)
+    wrong, served = [], Path(f.model).name
+    is_ours = served.startswith("swarmnode-weights-")  # SGLang names what it has loaded last
+    if served != Path(policy.model).name and policy.model != EMBEDDED and not is_ours:
+        wrong.append(f"it serves {f.model}, not {policy.model}")
+    if f.logprobs not in ("", "processed_logprobs"):
+        wrong.append(f"its log-probabilities are {f.logprobs}")
+    if policy.lora.r and f.lora_rank is not None and f.lora_rank < policy.lora.r:
+        takes = f"adapters up to rank {f.lora_rank}" if f.lora_rank else "no adapters"
+        wrong.append(f"it takes {takes}, policy.lora.r is {policy.lora.r}")
+    if f.context is not None and f.context <= training.max_completion_length:
+        wrong.append(f"its context of {f.context} tokens is shorter than an answer may be")
+    what = f"{f.kind} {f.version} at {f.url}"
+    if wrong:
+        return warn(name, f"{what}: {'; '.join(wrong)}", START_SERVER)
+    return ok(name, f"{what} serves {f.model}{f' in {f.dtype}' if f.dtype else ''}")
 
 
 def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:

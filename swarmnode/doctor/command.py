@@ -109,6 +109,9 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     dial_back = probes.dialled_back(status) if running else dial_back
     yield checks.check_dial_back(dial_back)
     yield checks.check_router(probes.router(reachability, dial_back.observed))
+    if config.policy.server.url:
+        facts = probes.server(config.policy.server, config.policy.lora.r > 0)
+        yield checks.check_server(facts, config.policy, config.training)
     device = probes.device(config, trial=not running)
     yield checks.check_device(device)
     yield checks.check_model(device)

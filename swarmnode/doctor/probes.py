@@ -28,7 +28,7 @@ from typing import Literal, TypeVar
 import msgspec
 import psutil
 
-from swarmnode.config import Config, HttpConfig, NetworkConfig
+from swarmnode.config import Config, HttpConfig, NetworkConfig, ServerSettings
 from swarmnode.doctor.checks import (
     NOT_OURS,
     TAKEN,
@@ -42,10 +42,13 @@ from swarmnode.doctor.checks import (
     PortFacts,
     ReachFacts,
     RouterFacts,
+    ServerFacts,
 )
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import ask, where
 from swarmnode.p2p.gateway import Gateway, kind_of
+from swarmnode.policy.engine.client import ServerFailed
+from swarmnode.policy.engine.servers import server_of
 
 EXAMINE_SECONDS = 180.0
 """torch may come from a cold disk, config.json from the Hub."""
@@ -397,6 +400,26 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
     except OSError:
         return ""
     return match[1] if match else "unknown"
+
+
+def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
+    """Ask the configured inference server about itself."""
+    asked = server_of(settings, adapter)
+    facts = ServerFacts(settings.url, asked.name)
+    try:
+        about, flags = asked.about(), asked.settings()
+    except ServerFailed as failed:
+        return replace(facts, error=str(failed))
+    rank = flags.get("lora_rank")
+    return replace(
+        facts,
+        version=about.version,
+        model=about.model,
+        context=about.context,
+        dtype=str(flags.get("dtype") or "").removeprefix("torch."),
+        logprobs=str(flags.get("logprobs_mode") or ""),
+        lora_rank=rank if isinstance(rank, int) else None,
+    )
 
 
 # ---- helpers -------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from swarmnode.drops import DropCounts
+from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.groups import Draw, Drawn, ExternalGroup, Judged, OwnGroup
 from swarmnode.stages import wire
 from swarmnode.weights import local
@@ -114,6 +115,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     effective_own: float | None = None
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
     effective_external: float | None = None
+    own_gap: float | None = None
+    """Mean |Δ log-probability| of the own tokens between what sampled them and the policy that is
+    trained, nats; None in a crew."""
     generation_lag: float | None = None
     """Updates between the first token of an own group and the step that learnt from it, mean over
     the step's groups."""
@@ -150,6 +154,10 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     oom_retries_total: int = 0
     engine_rebuilds: int = 0
     """Times that the engine that samples was built anew, since the process started."""
+    engine: str = ""
+    """Which engine samples: lockstep, continuous or served; empty before anything was sampled."""
+    server: ServerStatistics | None = None
+    """None where no server is configured."""
     micro_batch_tokens: int = 0
     generation_tokens: int = 0
     scorer_restarts_total: int = 0

@@ -228,6 +228,12 @@ def troubles(s: NodeSnapshot) -> list[str]:
             else s.scorer.last_reward_error
         )
         found.append(f"a reward failed {failed} times, each counted as 0; the last: {last}")
+    if report is not None and report.server is not None and report.server.reason:
+        server = report.server
+        found.append(
+            f"the {server.kind} server at {server.url} does not sample, the own engine does:"
+            f" {server.reason}"
+        )
     if report is not None and (report.top_answer_share or 0.0) > COLLAPSED_SHARE:
         found.append(
             f"{report.top_answer_share:.0%} of the majorities chose one and the same answer: stop,"

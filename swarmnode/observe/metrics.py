@@ -27,6 +27,8 @@ from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
 from swarmnode.p2p.peers import LET_GO
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
+from swarmnode.policy.engine.client import Reason
+from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.claims import LIES
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.rollouts.pull_gossip import LISTINGS, PULLED
@@ -60,6 +62,8 @@ PHASES = ("loading", "generating", "training", "evaluating", "paused", "draining
 REACH = ("public", "private", "unknown")
 PUNCHES = ("succeeded", "failed", "refused")
 JUDGED: tuple[str, ...] = get_args(Outcome)
+FAILURES: tuple[str, ...] = get_args(Reason)
+"""Why an inference server is not used."""
 PROCESSES = ("network", "trainer")
 REQUESTS = ("ok", "timeout", "failed", "malformed")
 SERVED = (*REQUESTS, "busy", "unwelcome", "error")
@@ -135,6 +139,11 @@ def reports(s: NodeSnapshot) -> bool:
     return report is not None and not (report.phase == "loading" and report.step == 0)
 
 
+def serves(s: NodeSnapshot) -> bool:
+    """A node without an inference server has no numbers of one."""
+    return reports(s) and s.trainer.report is not None and s.trainer.report.server is not None
+
+
 def has_crew(s: NodeSnapshot) -> bool:
     """A node that holds its policy alone has no numbers of a crew."""
     return s.stages.enabled
@@ -146,6 +155,7 @@ def has_stage(s: NodeSnapshot) -> bool:
 
 CONDITIONS: dict[str, Condition] = {
     "trainer.report.": reports,
+    "trainer.report.server.": serves,
     "weights.": averages,
     "stages.": has_crew,
 }
@@ -160,6 +170,12 @@ def _one_of(
 ) -> Callable[[NodeSnapshot], Counts]:
     """1 for the state that holds, 0 for the others."""
     return lambda s: {value: float(value == read(s)) for value in values}
+
+
+def _server(s: NodeSnapshot) -> ServerStatistics:
+    """Only asked of a node that `serves`."""
+    report = s.trainer.report
+    return (report.server if report is not None else None) or ServerStatistics("", "")
 
 
 def _staleness(s: NodeSnapshot) -> Histogram:
@@ -566,6 +582,36 @@ LEARNING = (
         " log-probabilities were not the trainer's. The log says which.",
     ),
     Metric(
+        "swarmnode_served",
+        "gauge",
+        lambda s: float(_server(s).state == "sampling"),
+        "1 while the configured inference server samples, 0 while the own engine does; only with"
+        " policy.server.url.",
+        when=serves,
+    ),
+    Metric(
+        "swarmnode_served_failures_total",
+        "counter",
+        "trainer.report.server.failures",
+        "Times that the own engine took over from the server, by reason. The log has each with its"
+        " details.",
+        ("reason",),
+        FAILURES,
+    ),
+    Metric(
+        "swarmnode_served_load_seconds",
+        "gauge",
+        "trainer.report.server.load_seconds",
+        "Seconds from writing the last weights for the server until their check had passed.",
+    ),
+    Metric(
+        "swarmnode_served_check_gap",
+        "gauge",
+        "trainer.report.server.gap",
+        "Mean difference of log-probabilities between server and trainer on a fixed text after the"
+        " last load, nats.",
+    ),
+    Metric(
         "swarmnode_unsaved_steps",
         "gauge",
         lambda s: (
@@ -601,6 +647,15 @@ UTILITY = (
         " of their number: 1 where all weigh the same. Low for own groups: what samples them is not"
         " the policy that is trained. Low for peers': they are far from it.",
         ("source",),
+        when=reports,
+    ),
+    Metric(
+        "swarmnode_own_gap",
+        "gauge",
+        "trainer.report.own_gap",
+        "Mean difference of log-probabilities between what sampled the own tokens of the last batch"
+        " and the policy that is trained, nats. Rounding is 0.00001 in float32 and 0.01 in 16 bits;"
+        " updates since the tokens were sampled come on top.",
         when=reports,
     ),
     Metric(

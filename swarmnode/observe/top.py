@@ -142,6 +142,7 @@ def render(status: Status) -> RenderableType:
         f"swarm {node['swarm_name']}",
         node["model"],
         report.get("device"),
+        _engine(report),
         f"up {duration(max(0.0, s['at'] - node['started_at']))}",
     ]
     head = Text.assemble(
@@ -167,6 +168,16 @@ def render(status: Status) -> RenderableType:
         border_style="dim",
         padding=(0, 1),
     )
+
+
+def _engine(report: Mapping[str, Any]) -> str:
+    """Return which engine samples."""
+    server = report.get("server")
+    if not server:
+        return ""
+    samples = server.get("state") == "sampling"
+    words = f"{server.get('kind')} {server.get('version')}"
+    return f"sampled by {words}" if samples else f"own engine, {words.strip()} is away"
 
 
 def _learning(s: Status, report: Status, history: Status) -> Table:

@@ -200,6 +200,8 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
         return Trainer(config, progress)
     with config_directory(config.policy) as directory:
         whole = fits_whole(config, directory, probe(config.policy))
+    if not whole and config.policy.server.url:
+        log.warning("policy.server is not used: a crew samples through its stages")
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 

@@ -19,13 +19,22 @@ import torch
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.probe import LossProbe
-from swarmnode.config import Config, LoraSettings, PolicyConfig, WeightsConfig
+from swarmnode.config import (
+    Config,
+    LoraSettings,
+    PolicyConfig,
+    ServerSettings,
+    WeightsConfig,
+)
 from swarmnode.errors import DeviceError
 from swarmnode.link.messages import WeightsReport
 from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
+from swarmnode.policy.engine.served import Served, ServerFirst
+from swarmnode.policy.engine.served_weights import ServedWeights
+from swarmnode.policy.engine.servers import ServerStatistics, server_of
 from swarmnode.policy.footprint import (
     OPTIMIZER_BYTES,
     Method,
@@ -71,6 +80,10 @@ class EngineStatistics:
     oom_retries: int
     engine_rebuilds: int = 0
     """Times that what samples had stopped, failed or fallen behind, and was built anew."""
+    engine: str = ""
+    """Which one samples: lockstep, continuous or served."""
+    server: ServerStatistics | None = None
+    """None where none is configured."""
 
 
 class Engine(Protocol):
@@ -209,7 +222,11 @@ def make_whole_policy(
             tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter
         )
     owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
-    return WholePolicy(policy, updater, memory, replica, probe, owner, training.options)
+    directory = Path(config.policy.server.directory or config.node.data_dir / "served")
+    server = config.policy.server if config.policy.server.url else None
+    return WholePolicy(
+        policy, updater, memory, replica, probe, owner, training.options, server, directory
+    )
 
 
 def check_host_memory(
@@ -296,7 +313,8 @@ class Memory:
 
 class WholePolicy:
     """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see
-    `state.owner`. options: training's."""
+    `state.owner`. options: training's. server: which samples instead of the own engine, with the
+    weights that are written below `served`."""
 
     def __init__(
         self,
@@ -307,7 +325,10 @@ class WholePolicy:
         probe: LossProbe | None,
         owner: str,
         options: Collection[str] = (),
+        server: ServerSettings | None = None,
+        served: Path = Path("served"),
     ) -> None:
+        self._server, self._served = server, served
         self._policy = policy
         self._updater = updater
         self._memory = memory
@@ -315,7 +336,7 @@ class WholePolicy:
         self._probe = probe
         self._owner = owner
         self._options = options
-        self._generation: Keeper | None = None
+        self._generation: Keeper | ServerFirst | None = None
 
     @property
     def text(self) -> PolicyText:
@@ -327,7 +348,10 @@ class WholePolicy:
         retries = (
             training.oom_retries + generation.oom_retries + memory.external.statistics().oom_retries
         )
-        rebuilds = self._generation.rebuilds if self._generation is not None else 0
+        first = self._generation if isinstance(self._generation, ServerFirst) else None
+        own = self._own()
+        rebuilds = own.rebuilds if own is not None else 0
+        kind = own.choice.kind if own is not None else ""
         return EngineStatistics(
             policy.device,
             policy.dtype,
@@ -336,7 +360,15 @@ class WholePolicy:
             generation.tokens,
             retries,
             rebuilds,
+            first.kind() if first is not None else kind,
+            first.server() if first is not None else None,
         )
+
+    def _own(self) -> Keeper | None:
+        """The own engine; None before it was needed."""
+        if isinstance(self._generation, ServerFirst):
+            return self._generation.own
+        return self._generation
 
     def random_generator(self, seed: int) -> torch.Generator:
         return self._policy.random_generator(seed)
@@ -344,14 +376,32 @@ class WholePolicy:
     def generate(
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
-        batcher = self._memory.generation
-        if self._generation is not None and self._generation.choice.kind == "continuous":
+        batcher, own = self._memory.generation, self._own()
+        if isinstance(self._generation, ServerFirst):
+            groups = self._generation.answered(prompts, sampling, rng)
+            if groups is not None:
+                return groups
+        if own is not None and own.choice.kind == "continuous":
             return answered(Continuous(self._policy, batcher, sampling, rng), prompts)
         return batcher.generate(self._policy, prompts, sampling, rng)
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        self._generation = keeper(
-            self._policy, self._memory.generation, self._options, sampling, rng
+        policy, batcher, alive = (
+            self._policy,
+            self._memory.generation,
+            self._memory.generation.alive,
+        )
+        own = lambda: keeper(policy, batcher, self._options, sampling, rng)
+        if self._server is None:
+            self._generation = own()
+            return self._generation
+        server = server_of(self._server, adapter=policy.lora_rank > 0)
+        self._generation = ServerFirst(
+            server,
+            lambda: ServedWeights(server, policy, self._served, alive),
+            lambda weights, how, draws: Served(server, weights, policy, how, alive, draws),
+            sampling,
+            own,
         )
         return self._generation
 

@@ -412,6 +412,7 @@ class Loop:
             correction_mean=_mean([w for g in external for w in g.weights]),
             effective_own=result.effective_own,
             effective_external=result.effective_external,
+            own_gap=result.own_gap,
             own_groups=len(own),
             external_groups=len(external),
             gradient_agreement=result.agreement,

@@ -66,6 +66,8 @@ class Reporter:
             micro_batch_tokens=statistics.micro_batch_tokens,
             generation_tokens=statistics.generation_tokens,
             engine_rebuilds=statistics.engine_rebuilds,
+            engine=statistics.engine,
+            server=statistics.server,
             scorer_restarts_total=max(0, scorer.starts - 1),
             reward_errors=scorer.reward_errors,
             last_reward_error=scorer.last_reward_error,

@@ -40,6 +40,8 @@ class UpdateStatistics:
     effective_own: float | None = None
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]."""
     effective_external: float | None = None
+    own_gap: float | None = None
+    """Mean |Δ log-probability| of the own tokens between their sampler and this policy, nats."""
     rate_factor: float = 1.0
     """What the learning rate was multiplied by, for how little the weights leave of the samples."""
     skipped: str = ""
@@ -193,9 +195,10 @@ class Updater:
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
             mask = batch.completion_mask.to(logprobs.device)
             sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
+            recorded = _padded([rows.recorded(i) for i in indices], logprobs)
             old, weights = against_sampler(
                 logprobs,
-                _padded([rows.recorded(i) for i in indices], logprobs),
+                recorded,
                 sampled,
                 rows.weights[indices].to(logprobs.device),
                 mask,
@@ -216,6 +219,7 @@ class Updater:
             self._policy.accelerator.backward(out.loss)
             tokens = out.tokens.detach()
             weighed = (weights.sum(), weights.square().sum())
+            gap = ((logprobs.detach() - recorded).abs() * mask * sampled.unsqueeze(1)).sum()
             sums = torch.stack(
                 [
                     out.loss.detach(),
@@ -224,6 +228,7 @@ class Updater:
                     (entropy * mask).sum(),
                     tokens,
                     *weighed,
+                    gap,
                 ]
             )
             return sums.cpu().double()  # MPS has no float64
@@ -243,6 +248,7 @@ class Updater:
         totals = accumulate(self._batcher, [i for i in passes.own if i not in passes.recomputed])
         totals = totals + accumulate(self._recomputing, spared, recompute=True)
         agreement, effective_own, effective_external = None, _effective(totals), None
+        own_tokens, own_gap = float(totals[4]), float(totals[7])
         if external:
             self._probe.mark()
             is_finite = lambda sums: (
@@ -273,7 +279,7 @@ class Updater:
             group["lr"] *= factor
         stepped = self._apply(finite)
         scaled = self._policy.accelerator.scaler is not None
-        loss, clipped, kl, entropy, tokens, _, _ = totals.tolist()
+        loss, clipped, kl, entropy, tokens, *_ = totals.tolist()
         return UpdateStatistics(
             stepped=stepped,
             # a finite loss whose gradient is not: the scale was too large
@@ -290,6 +296,7 @@ class Updater:
             agreement=agreement,
             effective_own=effective_own,
             effective_external=effective_external,
+            own_gap=_finite(own_gap / own_tokens) if own_tokens else None,
             rate_factor=factor,
         )
 
@@ -364,9 +371,9 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
 
 MOST_LOSS_SCALE = 2.0**60
 """Largest factor that is saved: torch does not bound it, and a counter is below 2^63."""
-SUMS = 7
+SUMS = 8
 """What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and
-squares of weights of its tokens."""
+squares of weights of its tokens, |Δ log-probability| to their sampler."""
 
 
 def _finite(value: float) -> float | None:
@@ -374,7 +381,7 @@ def _finite(value: float) -> float | None:
 
 
 def _effective(totals: torch.Tensor) -> float | None:
-    tokens, weights, squares = totals[4:].tolist()
+    tokens, weights, squares = totals[4:7].tolist()
     share = effective_share(weights, squares, tokens)
     return None if share is None else _finite(share)
 

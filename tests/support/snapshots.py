@@ -34,6 +34,7 @@ from swarmnode.p2p.reputation import ReputationStatistics
 from swarmnode.p2p.requests import RequestStatistics
 from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
+from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
 from swarmnode.rollouts.claims import BeliefStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
@@ -108,6 +109,19 @@ def example_at(t: float) -> NodeSnapshot:
         generation_lag=0.9,
         generation_rows=41.0,
         engine_rebuilds=0,
+        engine="served",
+        own_gap=0.004,
+        server=ServerStatistics(
+            "http://127.0.0.1:8000",
+            "vLLM",
+            "sampling",
+            "0.32.0",
+            "Qwen/Qwen3-4B",
+            failures={"unreachable": 1},
+            loads=steps,
+            load_seconds=0.8,
+            gap=0.003,
+        ),
         own_groups_total=steps * 4,
         external_groups_total=used,
         tokens_total=steps * 256,

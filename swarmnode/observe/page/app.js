@@ -512,6 +512,14 @@ function crew(s) {
 const byProtocol = ({ received, sent }) => [...new Set([...Object.keys(received), ...Object.keys(sent)])]
   .map((protocol) => [protocol, received[protocol] || 0, sent[protocol] || 0]);
 
+// which engine samples, and the state of the inference server where one is configured
+function sampledBy({ engine, server }) {
+  if (!server) return engine ? `the own engine, ${engine}` : "";
+  const name = [server.kind, server.version, server.model].filter(Boolean).join(" ");
+  if (server.state === "sampling") return `${name} at ${server.url}, ${count(server.loads)} loads of weights, the last in ${duration(server.load_seconds)}`;
+  return `the own engine${engine ? `, ${engine}` : ""}: ${server.reason || `${name} at ${server.url} was not asked yet`}`;
+}
+
 function resources(s) {
   const { budget: b, disk, processes } = s;
   const used = (b.month_bytes.in || 0) + (b.month_bytes.out || 0);
@@ -521,6 +529,7 @@ function resources(s) {
   facts("resources", [
     ...Object.entries(processes).map(([name, use]) => [name, `${bytes(use.memory_bytes)}, ${duration(use.cpu_seconds)} of CPU`]),
     ["device", known(device) ? `${bytes(device)} at most` : ""],
+    ["sampled by", sampledBy(s.trainer.report || {})],
     ["disk", known(disk.free_bytes) ? `${bytes(disk.free_bytes)} free of ${bytes(disk.total_bytes)}` : ""],
     ["this month", used || b.month_limit_bytes ? `${bytes(used)}${b.month_limit_bytes ? ` of ${bytes(b.month_limit_bytes)}` : ""}` : ""],
     ["may go now", Object.entries(b.level_bytes).map(([way, level]) => `${way} ${bytes(level)}`).join(", ")],

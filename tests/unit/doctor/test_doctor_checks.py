@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.doctor import checks
 from swarmnode.doctor.checks import (
     Check,
@@ -281,3 +282,35 @@ def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says)
     check = checks.check_dial_back(facts)
     assert check.level == level
     assert says in check.what
+
+
+def server_check(rank=16, **facts):
+    told = {"model": "Qwen/Qwen3-4B", "version": "0.32.0", "lora_rank": 16, "context": 4096}
+    policy = PolicyConfig(model="Qwen/Qwen3-4B", lora={"r": rank})
+    found = checks.ServerFacts("http://127.0.0.1:8000", "vLLM", **{**told, **facts})
+    return checks.check_server(found, policy, TrainingConfig(max_completion_length=1024))
+
+
+def test_a_server_as_the_node_needs_it_is_said_with_its_model():
+    found = server_check(dtype="bfloat16", logprobs="processed_logprobs")
+    assert (found.level, found.todo) == ("ok", "")
+    assert "vLLM 0.32.0" in found.what
+    assert "Qwen/Qwen3-4B in bfloat16" in found.what
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"error": "http://127.0.0.1:8000: Connection refused"}, "the own engine samples"),
+        ({"model": "meta/Llama"}, "serves meta/Llama, not Qwen"),
+        ({"lora_rank": 0}, "takes no adapters"),
+        ({"lora_rank": 8}, "adapters up to rank 8"),
+        ({"logprobs": "raw_logprobs"}, "raw_logprobs"),
+        ({"context": 1024}, "context of 1024"),
+    ],
+)
+def test_a_server_that_was_started_otherwise_is_a_warning_with_the_command(facts, words):
+    found = server_check(**facts)
+    assert (found.level, found.exit_code) == ("warn", 0)
+    assert words in found.what
+    assert "serve-command" in found.todo

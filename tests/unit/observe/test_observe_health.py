@@ -281,3 +281,16 @@ def test_why_the_trainer_is_not_there_is_said() -> None:
         "policy not loaded yet",
         "the trainer ended: KeyError: 'x' (exit code 1)",
     ]
+
+
+def test_a_server_that_does_not_sample_is_a_trouble_with_its_reason() -> None:
+    well = example()
+    report = well.trainer.report
+    assert report is not None
+    assert report.server is not None
+    server = replace(report.server, state="away", reason="/health answers 500: EngineCore died")
+    away = replace(well, trainer=replace(well.trainer, report=replace(report, server=server)))
+    assert troubles(away) == [
+        "the vLLM server at http://127.0.0.1:8000 does not sample, the own engine does:"
+        " /health answers 500: EngineCore died"
+    ]

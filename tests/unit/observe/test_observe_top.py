@@ -185,3 +185,18 @@ def test_the_title_is_the_swarms_name_where_the_node_has_none(name: str, title: 
     node = msgspec.structs.replace(snapshot.node, name=name, swarm_name="evening")
     shown = drawn(msgspec.structs.replace(snapshot, node=node), styles=False)
     assert title in shown.splitlines()[0]
+
+
+def test_it_says_which_engine_samples() -> None:
+    snapshot = example()
+    report = snapshot.trainer.report
+    assert report is not None
+    assert report.server is not None
+    assert "sampled by vLLM 0.32.0" in drawn(snapshot, width=200)
+    server = msgspec.structs.replace(report.server, state="away")
+    trainer = msgspec.structs.replace(
+        snapshot.trainer, report=msgspec.structs.replace(report, server=server)
+    )
+    assert "own engine, vLLM 0.32.0 is away" in drawn(
+        msgspec.structs.replace(snapshot, trainer=trainer), width=200
+    )

@@ -1,0 +1,204 @@
+"""HTTP calls to an inference server, which is not trusted: `JsonClient.call`.
+
+One deadline covers a call from connecting to the last byte, an answer's size is bounded before it
+is decoded, only JSON of the expected form is taken, and redirects and proxies are not followed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Iterator
+from typing import Literal, TypeVar
+from urllib.parse import urlsplit
+
+import h11
+import msgspec
+
+from swarmnode.config import is_private_address
+
+T = TypeVar("T")
+Reason = Literal["unreachable", "timeout", "status", "answer", "version", "canary", "model", "disk"]
+"""Why a server is not used; a label of a metric."""
+CONNECT_SECONDS = 5.0
+ANSWER_BYTES = 2**20
+"""Largest accepted body of an answer without completions."""
+ERROR_CHARACTERS = 200
+"""Of a server's error message that the log shows."""
+READ_BYTES = 2**16
+
+
+class ServerFailed(Exception):
+    """Raised where a server does not do what was asked of it.
+
+    Attributes:
+        reason: One of a closed set.
+        permanent: True if asking again cannot help before somebody changes a setting.
+    """
+
+    def __init__(self, reason: Reason, detail: str, permanent: bool = False) -> None:
+        super().__init__(detail)
+        self.reason: Reason = reason
+        self.permanent = permanent
+
+
+class JsonClient:
+    """Calls from any thread, each on a connection of its own.
+
+    Args:
+        url: Scheme, host and port, as `policy.server.url` has been checked.
+        allow_public: Connect to addresses that are not private.
+    """
+
+    def __init__(self, url: str, allow_public: bool = False) -> None:
+        parts = urlsplit(url)
+        self.url = url.rstrip("/")
+        self._host = parts.hostname or ""
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls is not None else 80)
+        self._allow_public = allow_public
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+
+    def call(
+        self,
+        target: str,
+        body: object = None,
+        *,
+        answer: type[T],
+        seconds: float,
+        limit: int = ANSWER_BYTES,
+    ) -> T:
+        """Return the decoded answer; GET where there is no body, else POST.
+
+        Raises:
+            ServerFailed: no complete answer in time, another status than 200, more than `limit`
+                bytes, or not `answer` in JSON.
+        """
+        data = self._exchange(target, body, seconds, limit)
+        try:
+            return msgspec.json.decode(data, type=answer)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise ServerFailed("answer", f"{target} answers in another form: {error}") from None
+
+    def order(self, target: str, body: object, seconds: float) -> None:
+        """POST something whose answer says nothing but that it was done. Raises ServerFailed."""
+        self._exchange(target, body, seconds, ANSWER_BYTES)
+
+    def interrupt(self) -> None:
+        """End all calls under way; they raise ServerFailed."""
+        with self._lock:
+            for each in self._open:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+
+    def _exchange(self, target: str, body: object, seconds: float, limit: int) -> bytes:
+        late = time.monotonic() + seconds
+        try:
+            with self._connected(late) as connected:
+                return _round_trip(connected, self._head(), target, body, late, limit)
+        except TimeoutError:
+            raise ServerFailed(
+                "timeout", f"no whole answer to {target} in {seconds:.0f} s"
+            ) from None
+        except h11.ProtocolError as error:
+            raise ServerFailed("unreachable", f"{target}: {error}") from None
+        except (OSError, UnicodeError) as error:  # also of a name that is none
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise ServerFailed("unreachable", f"{self.url}: {why}") from None
+
+    def _head(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"{host}:{self._port}"
+
+    @contextlib.contextmanager
+    def _connected(self, late: float) -> Iterator[socket.socket]:
+        """A connection to an address that was judged; the name is not looked up again."""
+        found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        public = [each for each in addresses if not is_private_address(each)]
+        if public and not self._allow_public:
+            raise ServerFailed(
+                "unreachable",
+                f"{self._host} is at the public address {public[0]}, and policy.server.allow_public"
+                " is not set",
+                permanent=True,
+            )
+        plain = _connect(addresses, self._port, late)
+        with contextlib.ExitStack() as stack:
+            stack.callback(plain.close)
+            used = plain
+            if self._tls is not None:
+                used = self._tls.wrap_socket(plain, server_hostname=self._host)
+                stack.callback(used.close)
+            with self._lock:
+                self._open.add(used)
+            try:
+                yield used
+            finally:
+                with self._lock:
+                    self._open.discard(used)
+
+
+def _connect(addresses: list[str], port: int, late: float) -> socket.socket:
+    failure = OSError("no address")
+    for address in addresses:
+        try:
+            seconds = min(CONNECT_SECONDS, _left(late))
+            return socket.create_connection((address, port), timeout=seconds)
+        except OSError as error:
+            failure = error
+    raise failure
+
+
+def _round_trip(
+    connected: socket.socket, host: str, target: str, body: object, late: float, limit: int
+) -> bytes:
+    """Return the body of the answer to one request. Raises ServerFailed, OSError, ProtocolError."""
+    data = b"" if body is None else msgspec.json.encode(body)
+    headers = [("Host", host), ("Accept", "application/json"), ("Connection", "close")]
+    if body is not None:
+        headers += [("Content-Type", "application/json"), ("Content-Length", str(len(data)))]
+    http = h11.Connection(h11.CLIENT)
+    method = "GET" if body is None else "POST"
+    sent = http.send(h11.Request(method=method, target=target, headers=headers)) or b""
+    if data:
+        sent += http.send(h11.Data(data=data)) or b""
+    sent += http.send(h11.EndOfMessage()) or b""
+    connected.settimeout(_left(late))
+    connected.sendall(sent)
+    status, received = 0, bytearray()
+    while True:
+        event = http.next_event()
+        if event is h11.NEED_DATA:
+            connected.settimeout(_left(late))
+            http.receive_data(connected.recv(READ_BYTES))
+        elif isinstance(event, h11.Response):
+            status = event.status_code
+        elif isinstance(event, h11.Data):
+            received += event.data
+            if len(received) > limit:
+                raise ServerFailed("answer", f"{target} answers with more than {limit} bytes")
+        elif isinstance(event, h11.EndOfMessage):
+            break
+        elif isinstance(event, h11.ConnectionClosed):
+            raise ServerFailed("unreachable", f"{target}: the connection was closed")
+    if status != 200:
+        raise ServerFailed("status", f"{target} answers {status}: {inert(bytes(received))}")
+    return bytes(received)
+
+
+def _left(late: float) -> float:
+    left = late - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def inert(data: bytes) -> str:
+    """A server's words for a log line: printable characters, and not many."""
+    words = " ".join(data[: 4 * ERROR_CHARACTERS].decode(errors="replace").split())
+    return "".join(each for each in words if each.isprintable())[:ERROR_CHARACTERS]

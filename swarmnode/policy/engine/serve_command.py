@@ -1,0 +1,134 @@
+"""The line that starts an inference server for a configuration: `swarmnode serve-command`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from swarmnode.config import Config
+from swarmnode.errors import ConfigError
+from swarmnode.model_defaults import EMBEDDED
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+QUESTION_TOKENS = 2048
+"""Of the server's context, beside the longest answer."""
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values that vLLM takes for --max-lora-rank."""
+SHARED_CARD = 0.4
+"""Share of a card's memory for the server, where the trainer has the rest."""
+CPU_CACHE_GIB = 4
+NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")
+
+
+@dataclass
+class ServeCommand:
+    """What to type, and what to know about it."""
+
+    environment: dict[str, str] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def line(self) -> str:
+        words = [f"{key}={shlex.quote(value)}" for key, value in self.environment.items()]
+        return " ".join([*words, *map(shlex.quote, self.arguments)])
+
+
+def serve_command(config: Config, cards: Path = NVIDIA_CARDS) -> ServeCommand:
+    """Return how to start the server that `config` names.
+
+    Args:
+        cards: Has an entry for each NVIDIA card of this machine.
+
+    Raises:
+        ConfigError: no such server can serve this policy.
+    """
+    policy, made = config.policy, ServeCommand()
+    server = policy.server
+    url = urlsplit(server.url or DEFAULT_URL)
+    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+    here = len(list(cards.iterdir())) if cards.is_dir() and policy.device != "cpu" else 0
+    dtype = policy.dtype if policy.dtype != "auto" else "bfloat16" if here else "float32"
+    context = _context(config)
+    if server.kind == "vllm":
+        _vllm(config, made, dtype, context)
+        memory = "--gpu-memory-utilization"
+    else:
+        _sglang(config, made, dtype, context)
+        memory = "--mem-fraction-static"
+    made.arguments += ["--host", host, "--port", str(port)]
+    on_this_machine = host in ("localhost", "::1") or host.startswith("127.")
+    if on_this_machine and here == 1:
+        made.arguments += [memory, str(SHARED_CARD)]
+        made.notes.append("the server and the trainer share this machine's one card")
+    elif on_this_machine and here > 1:
+        made.environment["CUDA_VISIBLE_DEVICES"] = str(here - 1)
+        made.notes.append(f"the server has card {here - 1}: leave it out of the trainer's")
+    elif on_this_machine and server.kind == "vllm":
+        made.environment["VLLM_CPU_KVCACHE_SPACE"] = str(CPU_CACHE_GIB)
+    if policy.model == EMBEDDED:
+        made.notes.append("vLLM on a CPU has no kernel for the heads of the embedded policy")
+    if policy.quantization != "none":
+        made.notes.append(
+            "the server computes with the whole base, the trainer with a quantised one: the check"
+            " may find them too far apart"
+        )
+    if not server.url:
+        made.notes.append(f"the node uses it with policy.server.url = {DEFAULT_URL}")
+    return made
+
+
+def _vllm(config: Config, made: ServeCommand, dtype: str, context: int) -> None:
+    policy = config.policy
+    made.environment["VLLM_SERVER_DEV_MODE"] = "1"
+    made.arguments += ["python", "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    made.arguments += [_model(config), *_revision(config), "--dtype", dtype]
+    made.arguments += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    made.arguments += ["--max-logprobs", "-1", "--max-model-len", str(context)]
+    if policy.lora.r:
+        rank = next((each for each in VLLM_RANKS if each >= policy.lora.r), None)
+        if rank is None:
+            raise ConfigError(
+                f"policy.lora.r: vLLM serves adapters of rank {VLLM_RANKS[-1]} or less"
+            )
+        made.environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        made.arguments += ["--enable-lora", "--max-lora-rank", str(rank)]
+
+
+def _sglang(config: Config, made: ServeCommand, dtype: str, context: int) -> None:
+    policy = config.policy
+    made.arguments += ["python", "-m", "sglang.launch_server", "--model-path"]
+    made.arguments += [_model(config), *_revision(config), "--dtype", dtype]
+    made.arguments += ["--context-length", str(context)]
+    if policy.lora.r:
+        made.arguments += ["--enable-lora", "--max-lora-rank", str(policy.lora.r)]
+        made.arguments += ["--lora-target-modules", "all"]
+
+
+def _model(config: Config) -> str:
+    model = config.policy.model
+    if model == EMBEDDED:
+        return str(resources.files("swarmnode.policy") / "embedded")
+    directory = Path(model).expanduser()
+    return str(directory.absolute()) if directory.is_dir() else model
+
+
+def _revision(config: Config) -> list[str]:
+    return ["--revision", config.policy.revision] if config.policy.revision else []
+
+
+def _context(config: Config) -> int:
+    """Tokens of a row: a question and the longest answer, or what the model has if that is less."""
+    wanted = QUESTION_TOKENS + config.training.max_completion_length
+    path = Path(_model(config)) / "config.json"
+    if not path.is_file():
+        return wanted
+    try:
+        told = json.loads(path.read_bytes())
+        found = told.get("text_config", told).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return wanted
+    return min(wanted, found) if isinstance(found, int) and found > 0 else wanted

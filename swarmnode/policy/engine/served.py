@@ -1,0 +1,446 @@
+"""An engine that is a vLLM or SGLang server: requests go there as token ids, completions come back
+with log-probabilities, and every update's weights follow by disk.
+
+    ServerFirst     samples with the server while that is possible, else with the own engine
+    Served          the engine: one HTTP request for a group of completions
+    ServedWeights   what the server samples from: writes, loads, checks
+    served_weights.py
+
+An answer that cannot be right, or is of weights that are not this node's, is not trained on: it
+ends the use of the server, the own engine answers instead, and the server is tried again later.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+
+import msgspec
+import structlog
+import torch
+
+from swarmnode.policy.engine.client import ServerFailed
+from swarmnode.policy.engine.keeper import Keeper
+from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
+from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
+from swarmnode.policy.engine.servers import Completion, Question, Server, ServerStatistics
+from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.load import Policy
+from swarmnode.policy.text import PromptTooLong
+
+log = structlog.get_logger("swarmnode.trainer")
+
+WORKERS = 64
+"""Requests to the server at once."""
+POLL_SECONDS = 0.2
+"""Longest wait for an answer before the trainer shows that it is alive."""
+HEALTH_SECONDS = 10.0
+"""Without an answer for so long, the server is asked whether it is there."""
+REQUEST_SECONDS = 3600.0
+"""Deadline of a request, which waits for others at the server and for loads of weights."""
+SILENCE_SECONDS, SILENCE_PER_TOKEN = 60.0, 0.1
+"""Longest wait for the next answer: a minute, and ten tokens a second for the longest answer."""
+RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
+"""Before a server that failed is tried again; doubled with each failure in a row."""
+AHEAD = 1
+"""As `continuous.AHEAD`: the server samples the next step's groups while this one is trained."""
+REASON_CHARACTERS = 300
+"""Of a failure, on the status page."""
+LOWEST, ROUNDING = -1000.0, 1e-3
+"""A log-probability lies between; vLLM sends −9999 for one that is not a number."""
+
+
+# ---- the server, or the own engine ---------------------------------------------------------------
+
+
+class ServerFirst:
+    """Samples with the server while that is possible, and with the own engine otherwise.
+
+    Args:
+        connect: Connects, and loads the present weights; raises ServerFailed.
+        engine: Makes an engine of a connection and a sampling; the generator seeds its requests.
+        own: Builds the own engine, which nobody needs while the server samples.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        connect: Callable[[], ServedWeights],
+        engine: Callable[[ServedWeights, Sampling, torch.Generator | None], Served],
+        sampling: Sampling,
+        own: Callable[[], Keeper],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._server, self._connect, self._make = server, connect, engine
+        self._sampling, self._build_own, self._clock = sampling, own, clock
+        self._weights: ServedWeights | None = None
+        self._served: Served | None = None
+        self.own: Keeper | None = None
+        """The own engine, once it was needed."""
+        self._requests: dict[int, Request] = {}
+        """Submitted and not finished."""
+        self._retry_at, self._failures = -math.inf, 0
+        self._seen = ServerStatistics(server.client.url, server.name)
+
+    # ---- as any engine ---------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        self._try_server()
+        if self._served is not None:
+            try:
+                self._served.submit(request)
+            except ServerFailed as error:
+                self._give_up(error)
+        if self._served is None:
+            self._own_engine().submit(request)
+        self._requests[request.number] = request
+
+    def cancel(self, number: int) -> None:
+        self._requests.pop(number, None)
+        for engine in (self._served, self.own):
+            if engine is not None:
+                engine.cancel(number)
+
+    def finished(self, version: int) -> list[Finished]:
+        if self._served is None:
+            done = self._own_engine().finished(version)
+        else:
+            try:
+                done = self._served.finished(version)
+            except ServerFailed as error:
+                self._give_up(error)
+                return []
+            self._failures = 0 if done else self._failures
+        for one in done:
+            self._requests.pop(one.number, None)
+        return done
+
+    def pause(self) -> AbstractContextManager[None]:
+        present = self._present()
+        return present.pause() if present is not None else nullcontext()
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
+        present = self._present()
+        return present.score(prompt_ids, ids) if present is not None else None
+
+    def ahead(self, count: int) -> int:
+        present = self._present()
+        return present.ahead(count) if present is not None else 0
+
+    def statistics(self) -> GenerationStatistics:
+        """Steps and tokens are the own engine's."""
+        own = self.own.statistics() if self.own is not None else GenerationStatistics(0, 0, 0)
+        if self._served is None:
+            return own
+        served = self._served.statistics()
+        return GenerationStatistics(own.steps, own.tokens, served.unfinished, served.oldest)
+
+    # ---- beyond that -----------------------------------------------------------------------------
+
+    def answered(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample] | None:
+        """Return a group of completions of each prompt, beside what is under way; None where the
+        server does not sample."""
+        self._try_server()
+        if self._weights is None:
+            return None
+        engine = self._make(self._weights, sampling, rng)
+        try:
+            for number, prompt in enumerate(prompts):
+                engine.submit(Request(number, prompt))
+            found: dict[int, GroupSample] = {}
+            while len(found) < len(prompts):
+                found |= {one.number: one.sample for one in engine.finished(None)}
+        except ServerFailed as error:
+            self._give_up(error)
+            return None
+        finally:
+            engine.close()
+        return [found[number] for number in range(len(prompts))]
+
+    def kind(self) -> str:
+        """Return which engine samples."""
+        if self._served is not None:
+            return "served"
+        return self.own.choice.kind if self.own is not None else ""
+
+    def server(self) -> ServerStatistics:
+        weights = self._weights
+        if weights is None:
+            return self._seen
+        return msgspec.structs.replace(
+            self._seen, loads=weights.loads, load_seconds=weights.seconds, gap=weights.gap
+        )
+
+    def _present(self) -> Generation | None:
+        return self._served if self._served is not None else self.own
+
+    def _own_engine(self) -> Keeper:
+        if self.own is None:
+            self.own = self._build_own()
+        return self.own
+
+    def _try_server(self) -> None:
+        """Connect, unless the server samples already or has failed a moment ago; what the own
+        engine has not answered is asked there."""
+        if self._served is not None or self._clock() < self._retry_at:
+            return
+        try:
+            weights = self._connect()
+            served = self._make(weights, self._sampling, None)
+            for request in self._requests.values():
+                served.submit(request)
+        except ServerFailed as error:
+            self._give_up(error)
+            return
+        except PromptTooLong as error:
+            self._give_up(ServerFailed("model", str(error)))
+            return
+        if self.own is not None:
+            for number in self._requests:
+                self.own.cancel(number)
+        self._served, self._weights, about = served, weights, weights.about
+        self._seen = msgspec.structs.replace(
+            self._seen, state="sampling", version=about.version, model=about.model, reason=""
+        )
+        log.info(
+            "engine",
+            engine="served",
+            server=self._server.name,
+            version=about.version,
+            url=self._server.client.url,
+            gap=float(f"{weights.gap:.2g}"),
+        )
+
+    def _give_up(self, error: ServerFailed) -> None:
+        """The own engine takes over, and is asked what the server has not answered."""
+        wait = min(RETRY_SECONDS * 2**self._failures, RETRY_MOST)
+        self._failures += 1
+        self._retry_at = self._clock() + wait
+        failures = dict(self._seen.failures)
+        failures[error.reason] = failures.get(error.reason, 0) + 1
+        self._seen = msgspec.structs.replace(
+            self.server(), state="away", reason=str(error)[:REASON_CHARACTERS], failures=failures
+        )
+        log.warning(
+            "the server does not sample, the own engine does",
+            reason=error.reason,
+            detail=str(error),
+            asked_again=len(self._requests),
+            retry_seconds=round(wait),
+        )
+        served, self._served, self._weights = self._served, None, None
+        if served is not None:
+            served.close()
+            self._server.client.interrupt()
+            for request in self._requests.values():
+                self._own_engine().submit(request)
+
+
+# ---- the engine ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Asked:
+    prompt_ids: list[int]
+    max_tokens: int
+    since: int | None = None
+    """Policy version under which it was sent."""
+
+
+class Served:
+    """Requests at a server. Raises ServerFailed from every call that needs it."""
+
+    def __init__(
+        self,
+        server: Server,
+        weights: ServedWeights,
+        policy: Policy,
+        sampling: Sampling,
+        alive: Callable[[], None],
+        rng: torch.Generator | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            rng: Draws a seed for each request; without it a server draws as it likes, which is
+                faster there.
+        """
+        self._server, self._weights, self._policy = server, weights, policy
+        self._sampling, self._alive, self._rng, self._clock = sampling, alive, rng, clock
+        self._unused = unused_ids(policy)
+        self._asked: dict[int, _Asked] = {}
+        self._waiting: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[tuple[int, list[Completion] | Exception]] = (
+            queue.SimpleQueue()
+        )
+        self._workers: list[threading.Thread] = []
+        self._silent = self._unseen = 0.0
+        """Seconds of waiting since the last answer, and since it was known to be there."""
+
+    def submit(self, request: Request) -> None:
+        prompt_ids = self._policy.encode_prompt(request.prompt)
+        most = self._policy.room(prompt_ids, self._sampling.max_tokens)
+        context = self._weights.about.context
+        if context is not None:
+            most = min(most, context - len(prompt_ids))
+        if most < 1:
+            raise PromptTooLong(
+                f"a prompt of {len(prompt_ids):,} tokens leaves no room for an answer in the"
+                f" server's context of {context:,} tokens"
+            )
+        self._weights.follow()
+        self._asked[request.number] = _Asked(prompt_ids, most)
+        self._waiting.put((request.number, self._question(prompt_ids, most)))
+        if len(self._workers) < min(WORKERS, len(self._asked)):
+            worker = threading.Thread(target=self._work, name="served", daemon=True)
+            self._workers.append(worker)
+            worker.start()
+
+    def _question(self, prompt_ids: list[int], most: int) -> Question:
+        seed = None
+        if self._rng is not None:
+            draw = torch.randint(2**31, (1,), generator=self._rng, device=self._rng.device)
+            seed = int(draw)
+        sampling = self._sampling
+        return Question(
+            prompt_ids,
+            sampling.num_generations,
+            most,
+            sampling.temperature,
+            sorted(self._policy.eos_ids),
+            self._unused,
+            seed,
+        )
+
+    def _work(self) -> None:
+        """One of the threads that wait for answers."""
+        while (item := self._waiting.get()) is not None:
+            number, question = item
+            try:
+                self._answers.put((number, self._server.generate(question, REQUEST_SECONDS)))
+            except Exception as error:  # noqa: BLE001 - raised where answers are taken
+                self._answers.put((number, error))
+
+    def cancel(self, number: int) -> None:
+        self._asked.pop(number, None)
+
+    def finished(self, version: int | None) -> list[Finished]:
+        """As the protocol's; without a version nothing is trained on what is finished."""
+        self._weights.follow()
+        if version is not None:
+            self._weights.name(version)
+        for asked in self._asked.values():
+            asked.since = version if asked.since is None else asked.since
+        done, started = list[Finished](), self._clock()
+        for number, answer in self._arrived():
+            if number not in self._asked:  # it was cancelled
+                continue
+            asked = self._asked.pop(number)
+            if isinstance(answer, ServerFailed):
+                raise answer
+            if isinstance(answer, Exception):
+                raise ServerFailed("answer", f"{type(answer).__name__}: {answer}")
+            done.append(Finished(number, self._sample(asked, answer)))
+        self._alive()
+        self._watch(bool(done), self._clock() - started)
+        return done
+
+    def _arrived(self) -> Iterator[tuple[int, list[Completion] | Exception]]:
+        """Wait a moment for an answer, and return all that have arrived."""
+        wait = POLL_SECONDS if self._asked else 0.0
+        try:
+            while True:
+                yield self._answers.get(wait > 0, wait or None)
+                wait = 0.0
+        except queue.Empty:
+            return
+
+    def _patience(self) -> float:
+        return SILENCE_SECONDS + SILENCE_PER_TOKEN * self._sampling.max_tokens
+
+    def _watch(self, has_answered: bool, waited: float) -> None:
+        """Raise ServerFailed for a server that is silent too long, or does not answer at all. Only
+        seconds of waiting count, not those of a step in between."""
+        if has_answered or not self._asked:
+            self._silent = self._unseen = 0.0
+            return
+        self._silent += waited
+        self._unseen += waited
+        if self._silent > self._patience():
+            raise ServerFailed("timeout", f"no completion in {self._patience():.0f} seconds")
+        if self._unseen > HEALTH_SECONDS:
+            self._server.client.order("/health", None, HEALTH_SECONDS)
+            self._unseen = 0.0
+
+    def _sample(self, asked: _Asked, answer: Sequence[Completion]) -> GroupSample:
+        """The group that an answer holds. Raises ServerFailed for one that nothing may be trained
+        on."""
+        if len(answer) != self._sampling.num_generations:
+            raise ServerFailed(
+                "answer", f"{len(answer)} completions, not {self._sampling.num_generations}"
+            )
+        return GroupSample(
+            asked.prompt_ids, [self._completion(each, asked.max_tokens) for each in answer]
+        )
+
+    def _completion(self, found: Completion, most: int) -> Sampled:
+        policy, ids = self._policy, found.ids
+        if not ids or len(ids) > most or len(found.logprobs) != len(ids):
+            raise ServerFailed("answer", f"a completion of {len(ids)} tokens, at most {most}")
+        if min(ids) < 0 or max(ids) >= policy.vocab_size or not policy.unused_ids.isdisjoint(ids):
+            raise ServerFailed("answer", "token ids outside the vocabulary")
+        if not all(math.isfinite(x) and LOWEST < x <= ROUNDING for x in found.logprobs):
+            raise ServerFailed("answer", "log-probabilities that are none")
+        has_ended = ids[-1] in policy.eos_ids
+        if found.was_cut == has_ended or (found.was_cut and len(ids) != most):
+            raise ServerFailed("answer", "a completion that neither ended nor was cut at its limit")
+        if not policy.eos_ids.isdisjoint(ids[:-1]):
+            raise ServerFailed("answer", "a completion that goes on after its end")
+        return Sampled(
+            list(ids),
+            [min(x, 0.0) for x in found.logprobs],
+            policy.decode(list(ids)),
+            "length" if found.was_cut else "eos",
+            self._weights.versions(found),
+        )
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """The server goes on meanwhile, with the weights that it has."""
+        try:
+            yield
+        finally:
+            self._weights.changed()
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        self._weights.follow()
+        return self._server.score(prompt_ids, ids)
+
+    def ahead(self, count: int) -> int:
+        return AHEAD * count
+
+    def statistics(self) -> GenerationStatistics:
+        since = [each.since for each in self._asked.values() if each.since is not None]
+        return GenerationStatistics(0, 0, len(self._asked), min(since, default=None))
+
+    def close(self) -> None:
+        """Ask nothing more. What is under way is not waited for."""
+        self._asked.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._waiting.get_nowait()
+        for _ in self._workers:
+            self._waiting.put(None)
+
+
+def unused_ids(policy: Policy) -> list[int]:
+    """Return the rows of the model's head that stand for no token: the trainer gives them no
+    probability, and a server has to be told."""
+    return sorted(policy.unused_ids) + list(range(policy.vocab_size, head_rows(policy)))

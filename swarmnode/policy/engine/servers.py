@@ -1,0 +1,485 @@
+"""What is asked of an inference server, in vLLM's words and in SGLang's. Tokens in, tokens out.
+
+    about            which program and model it is, and how long a row may be
+    settings         flags that decide whether it is of use, for the doctor
+    generate         completions of a prompt, with log-probabilities and weight versions
+    score            log-probabilities of given ids: what the weights are checked with
+    load             other weights, from a directory that the server sees; requests continue
+
+Nothing here needs torch. An answer is checked for its form only; `served.py` checks what it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from swarmnode.config import ServerSettings
+from swarmnode.policy.engine.client import ANSWER_BYTES, JsonClient, ServerFailed
+
+ADAPTER = "swarmnode-adapter"
+"""Name under which a server knows the trained adapter."""
+ABOUT_SECONDS = 10.0
+SCORE_THREADS = 8
+SCORE_SECONDS = 120.0
+"""The first call compiles."""
+LOAD_SECONDS = 600.0
+"""Of a 70 B model from a disk that reads 250 MB/s."""
+TOKEN_BYTES = 512
+"""Of an answer, for each token; vLLM sends about 150."""
+COMPLETION_BYTES = 2**28
+KEPT_ADAPTERS = 6
+"""Versions of an adapter that SGLang has at once: requests under way are of the latest few."""
+UNUSED_BIAS = -100.0
+"""What both servers take as the lowest bias of a logit."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt that is answered `count` times."""
+
+    prompt_ids: Sequence[int]
+    count: int
+    max_tokens: int
+    temperature: float
+    end_ids: Sequence[int]
+    """Tokens that end a completion."""
+    unused_ids: Sequence[int] = ()
+    """Rows of the model's head that stand for no token: they are not sampled."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [start, end) of a completion were sampled by weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """As a server has sent it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    was_cut: bool
+    """True if it ended at its length limit."""
+    spans: list[Span]
+
+
+@dataclass(frozen=True)
+class About:
+    """What a server says of itself."""
+
+    version: str
+    model: str
+    """Directory or name that it was started with."""
+    context: int | None = None
+    """Most tokens of a row."""
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """A server as the trainer sees it. Totals are since the trainer started."""
+
+    url: str
+    kind: str
+    """vLLM or SGLang."""
+    state: str = "away"
+    """`sampling`, or `away` while the own engine samples."""
+    version: str = ""
+    """Of its program; empty until it has answered, as is `model`."""
+    model: str = ""
+    reason: str = ""
+    """Why it is away, one line."""
+    failures: dict[str, int] = {}
+    """By `client.Reason`."""
+    loads: int = 0
+    """Of weights."""
+    load_seconds: float = 0.0
+    """That the last load took, until its check had passed."""
+    gap: float | None = None
+    """Mean |Δ log-probability| between server and trainer on the check's text, nats."""
+
+
+class Server(Protocol):
+    """Every call has a deadline, and raises ServerFailed. `generate` may be called from any
+    thread."""
+
+    name: str
+    client: JsonClient
+
+    def about(self) -> About: ...
+    def settings(self) -> dict[str, object]: ...
+    def generate(self, question: Question, seconds: float) -> list[Completion]: ...
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]: ...
+    def load(self, directory: Path, version: str) -> None: ...
+
+
+def server_of(settings: ServerSettings, adapter: bool) -> Server:
+    """The server that is configured. adapter: what is loaded is a LoRA adapter, not all weights."""
+    client = JsonClient(settings.url, settings.allow_public)
+    return Sglang(client, adapter) if settings.kind == "sglang" else Vllm(client, adapter)
+
+
+def answer_bytes(question: Question) -> int:
+    return min(ANSWER_BYTES + TOKEN_BYTES * question.count * question.max_tokens, COMPLETION_BYTES)
+
+
+# ---- vLLM ----------------------------------------------------------------------------------------
+
+
+class VllmToken(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
+class VllmTokens(msgspec.Struct):
+    content: list[VllmToken]
+
+
+class VllmSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class VllmChoice(msgspec.Struct):
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: VllmTokens
+    weight_versions: list[VllmSpan]
+
+
+class VllmChoices(msgspec.Struct):
+    choices: list[VllmChoice]
+
+
+class VllmCandidates(msgspec.Struct):
+    top_logprobs: list[VllmToken]
+
+
+class VllmScored(msgspec.Struct):
+    content: list[VllmCandidates]
+
+
+class VllmScore(msgspec.Struct):
+    logprobs: VllmScored
+
+
+class VllmScores(msgspec.Struct):
+    choices: list[VllmScore]
+
+
+class VllmModel(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class VllmModels(msgspec.Struct):
+    data: list[VllmModel]
+
+
+class VllmVersion(msgspec.Struct):
+    version: str
+
+
+class VllmInfo(msgspec.Struct):
+    vllm_config: dict[str, object]
+
+
+class Vllm:
+    """vLLM 0.32, started with --enable-scale-out in development mode."""
+
+    name = "vLLM"
+
+    def __init__(self, client: JsonClient, adapter: bool) -> None:
+        self.client = client
+        self._adapter = adapter
+        self._model = ""
+        """What requests name: the model, or the adapter once it is loaded."""
+        self._version = "none"
+
+    def about(self) -> About:
+        models = self.client.call("/v1/models", answer=VllmModels, seconds=ABOUT_SECONDS).data
+        bases = [each for each in models if each.parent is None]
+        if not bases:
+            raise ServerFailed("model", f"{self.client.url} serves no model")
+        version = self.client.call("/version", answer=VllmVersion, seconds=ABOUT_SECONDS).version
+        self._model, self._version = bases[0].id, "none"
+        context = bases[0].max_model_len
+        return About(version, bases[0].root or bases[0].id, context)
+
+    def settings(self) -> dict[str, object]:
+        info = self.client.call(
+            "/server_info?config_format=json", answer=VllmInfo, seconds=6 * ABOUT_SECONDS
+        ).vllm_config
+        model, lora = info.get("model_config"), info.get("lora_config")
+        found = {
+            key: model.get(key)
+            for key in ("dtype", "logprobs_mode", "max_logprobs")
+            if isinstance(model, dict)
+        }
+        return {**found, "lora_rank": lora.get("max_lora_rank", 0) if isinstance(lora, dict) else 0}
+
+    def generate(self, question: Question, seconds: float) -> list[Completion]:
+        params: dict[str, object] = {
+            "n": question.count,
+            "max_tokens": question.max_tokens,
+            "temperature": question.temperature,
+            # a model's generation_config.json may have others
+            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            "logprobs": 0,  # of the sampled token alone
+            "stop_token_ids": list(question.end_ids),
+            **{"skip_special_tokens": False, "detokenize": False},
+        }
+        if question.unused_ids:
+            params["logit_bias"] = {str(each): UNUSED_BIAS for each in question.unused_ids}
+        if question.seed is not None:
+            params["seed"] = question.seed
+        answer = self.client.call(
+            "/inference/v1/generate",
+            {
+                "model": self._model,
+                "token_ids": list(question.prompt_ids),
+                "cache_salt": self._version,  # no keys and values of former weights
+                "sampling_params": params,
+            },
+            answer=VllmChoices,
+            seconds=seconds,
+            limit=answer_bytes(question),
+        )
+        return [_vllm_completion(choice) for choice in answer.choices]
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        """One request for each token, as its prefix's next one. `prompt_logprobs` would take one
+        request for all, and with --enable-lora it kills vLLM 0.32 if others are under way."""
+        prefixes = [[*prompt_ids, *ids[:place]] for place in range(len(ids))]
+        with ThreadPoolExecutor(SCORE_THREADS) as threads:
+            return list(threads.map(self._next_logprob, prefixes, ids))
+
+    def _next_logprob(self, prefix: list[int], token: int) -> float:
+        choices = self.client.call(
+            "/inference/v1/generate",
+            {
+                "model": self._model,
+                "token_ids": prefix,
+                "cache_salt": self._version,
+                "sampling_params": {
+                    **{"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
+                    # the answer has the sampled token and all but the last of these
+                    **{"logprobs": 2, "logprob_token_ids": [token, token - 1 if token else 1]},
+                    "detokenize": False,
+                },
+            },
+            answer=VllmScores,
+            seconds=SCORE_SECONDS,
+        ).choices
+        for told in (
+            each for choice in choices for at in choice.logprobs.content for each in at.top_logprobs
+        ):
+            if told.token_id == token:
+                return told.logprob
+        raise ServerFailed("answer", "the log-probability of a token is missing")
+
+    def load(self, directory: Path, version: str) -> None:
+        with self._paused():
+            if self._adapter:
+                body = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
+                self.client.order("/v1/load_lora_adapter", body, LOAD_SECONDS)
+                self._model = ADAPTER
+            else:
+                kwargs = {"weights_path": str(directory)}
+                body = {"method": "reload_weights", "kwargs": kwargs}
+                self.client.order("/collective_rpc", body, LOAD_SECONDS)
+            body = {"new_version": version}
+            self.client.order("/update_weight_version", body, ABOUT_SECONDS)
+            self._version = version
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.client.order("/pause?mode=keep", {}, LOAD_SECONDS)
+        try:
+            yield
+        finally:
+            self.client.order("/resume", {}, ABOUT_SECONDS)
+
+
+def _vllm_completion(choice: VllmChoice) -> Completion:
+    tokens = choice.logprobs.content
+    if choice.finish_reason not in ("stop", "length"):
+        raise ServerFailed("answer", f"a completion ended by {choice.finish_reason[:40]!r}")
+    if [each.token_id for each in tokens] != choice.token_ids:
+        raise ServerFailed("answer", "log-probabilities are of other tokens")
+    spans = [Span(each.version, each.start, each.end) for each in choice.weight_versions]
+    return Completion(
+        choice.token_ids,
+        [each.logprob for each in tokens],
+        choice.finish_reason == "length",
+        spans,
+    )
+
+
+# ---- SGLang --------------------------------------------------------------------------------------
+
+SglangToken = tuple[float | None, int, str | None]
+"""Log-probability (none at the first token of a prompt), id, text."""
+
+
+class SglangFinish(msgspec.Struct):
+    type: str
+
+
+class SglangMeta(msgspec.Struct):
+    finish_reason: SglangFinish
+    weight_version: str | None = None
+    weight_versions: list[VllmSpan] | None = None
+    output_token_logprobs: list[SglangToken] = []
+    input_token_logprobs: list[SglangToken] = []
+
+
+class SglangAnswer(msgspec.Struct):
+    output_ids: list[int]
+    meta_info: SglangMeta
+
+
+class SglangInfo(msgspec.Struct):
+    model_path: str
+    weight_version: str | None = None
+
+
+class SglangDone(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class SglangServerInfo(msgspec.Struct):
+    version: str = ""
+    context_length: int | None = None
+    dtype: str | None = None
+    enable_lora: bool | None = None
+    max_lora_rank: int | None = None
+
+
+class Sglang:
+    """SGLang 0.5.23. A version of an adapter has a name of its own, since SGLang does not replace
+    one in place: requests under way end with the version they began with."""
+
+    name = "SGLang"
+
+    def __init__(self, client: JsonClient, adapter: bool) -> None:
+        self.client = client
+        self._adapter = adapter
+        self._loaded: list[str] = []
+        """Versions of the adapter, oldest first."""
+
+    def about(self) -> About:
+        info = self.client.call("/model_info", answer=SglangInfo, seconds=ABOUT_SECONDS)
+        server = self._server_info()
+        self._loaded.clear()
+        return About(server.version, info.model_path, server.context_length)
+
+    def settings(self) -> dict[str, object]:
+        info = self._server_info()
+        rank = (info.max_lora_rank or 0) if info.enable_lora else 0
+        return {"dtype": info.dtype, "lora_rank": rank}
+
+    def _server_info(self) -> SglangServerInfo:
+        return self.client.call("/server_info", answer=SglangServerInfo, seconds=ABOUT_SECONDS)
+
+    def generate(self, question: Question, seconds: float) -> list[Completion]:
+        params: dict[str, object] = {
+            "n": question.count,
+            "max_new_tokens": question.max_tokens,
+            "temperature": question.temperature,
+            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+            "stop_token_ids": list(question.end_ids),
+            **{"skip_special_tokens": False, "no_stop_trim": True},
+        }
+        if question.unused_ids:
+            params["logit_bias"] = {str(each): UNUSED_BIAS for each in question.unused_ids}
+        if question.seed is not None:
+            params["sampling_seed"] = question.seed
+        version = self._loaded[-1] if self._loaded else None
+        body = {
+            "input_ids": list(question.prompt_ids),
+            "sampling_params": params,
+            "return_logprob": True,
+            **({"lora_path": version} if version is not None else {}),
+        }
+        limit = answer_bytes(question)
+        answers = self.client.call(
+            "/generate",
+            body,
+            answer=list[SglangAnswer] | SglangAnswer,  # type: ignore[arg-type]
+            seconds=seconds,
+            limit=limit,
+        )
+        found = answers if isinstance(answers, list) else [answers]
+        return [_sglang_completion(each, version) for each in found]
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
+        answer = self.client.call(
+            "/generate",
+            {
+                "input_ids": [*prompt_ids, *ids],
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                **{"return_logprob": True, "logprob_start_len": 0},
+                **({"lora_path": self._loaded[-1]} if self._loaded else {}),
+            },
+            answer=SglangAnswer,
+            seconds=SCORE_SECONDS,
+        )
+        told = answer.meta_info.input_token_logprobs[-len(ids) :]
+        scores = [score for score, token, _ in told if score is not None]
+        if [token for _, token, _ in told] != list(ids) or len(scores) != len(ids):
+            raise ServerFailed("answer", "prompt log-probabilities are missing")
+        return scores
+
+    def load(self, directory: Path, version: str) -> None:
+        if self._adapter:
+            body = {"lora_name": version, "lora_path": str(directory)}
+            self._done("/load_lora_adapter", body)
+            self._loaded.append(version)
+            while len(self._loaded) > KEPT_ADAPTERS:  # unloading waits for what samples with it
+                self._done("/unload_lora_adapter", {"lora_name": self._loaded.pop(0)})
+            return
+        # requests under way go back to the queue, and are prefilled anew with the new weights
+        self.client.order("/pause_generation", {"mode": "retract"}, LOAD_SECONDS)
+        try:
+            body = {"model_path": str(directory), "weight_version": version}
+            self._done("/update_weights_from_disk", body)
+        finally:
+            self.client.order("/continue_generation", {}, ABOUT_SECONDS)
+
+    def _done(self, target: str, body: object) -> None:
+        done = self.client.call(target, body, answer=SglangDone, seconds=LOAD_SECONDS)
+        if not done.success:
+            raise ServerFailed("status", f"{target}: {done.message[:200]}")
+
+
+def _sglang_completion(answer: SglangAnswer, adapter: str | None) -> Completion:
+    meta = answer.meta_info
+    if meta.finish_reason.type not in ("stop", "length"):
+        raise ServerFailed("answer", f"a completion ended by {meta.finish_reason.type[:40]!r}")
+    if [token for _, token, _ in meta.output_token_logprobs] != answer.output_ids:
+        raise ServerFailed("answer", "log-probabilities are of other tokens")
+    whole = [Span(adapter or meta.weight_version or "", 0, len(answer.output_ids))]
+    spans = [Span(each.version, each.start, each.end) for each in meta.weight_versions or []]
+    logprobs = [math.nan if score is None else score for score, *_ in meta.output_token_logprobs]
+    return Completion(
+        answer.output_ids,
+        logprobs,
+        meta.finish_reason.type == "length",
+        whole if adapter is not None or not spans else spans,
+    )

@@ -1,0 +1,72 @@
+"""A real vLLM server for tests, started by the line that `swarmnode serve-command` prints.
+
+SWARMNODE_VLLM names the Python of an environment that has it; tests/support/served/install.sh makes
+one. Or it is the URL of a server that runs already and serves the policy of `wide.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmnode.config import Config
+from swarmnode.policy.engine.serve_command import serve_command
+
+VARIABLE = "SWARMNODE_VLLM"
+START_SECONDS = 600.0
+
+
+def python() -> str:
+    """The Python that has vLLM; empty where there is none."""
+    return os.environ.get(VARIABLE, "")
+
+
+@contextlib.contextmanager
+def running(policy: Path, log: Path, rank: int = 8) -> Iterator[str]:
+    """The URL of a server that serves the policy in a directory, once it answers."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    server = {"url": url}
+    settings = {"model": str(policy), "device": "cpu", "lora": {"r": rank}, "server": server}
+    made = serve_command(Config.model_validate({"policy": settings}))
+    environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    environment |= {**made.environment, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            [python(), *made.arguments[1:]],
+            env=environment,
+            cwd=log.parent,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+    try:
+        wait_for(url, process, log)
+        yield url
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    late = time.monotonic() + START_SECONDS
+    while time.monotonic() < late and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise AssertionError(f"vLLM did not start:\n{log.read_text(errors='replace')[-2000:]}")

@@ -1,0 +1,544 @@
+"""The engine that is a server: against a stand-in in the normal suite, and against vLLM with
+`pytest -m engine`."""
+
+import json
+import math
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from swarmnode.config import LoraSettings, PolicyConfig, ServerSettings
+from swarmnode.doctor import probes
+from swarmnode.policy.engine import served as served_module
+from swarmnode.policy.engine import servers
+from swarmnode.policy.engine.client import JsonClient, ServerFailed
+from swarmnode.policy.engine.keeper import keeper
+from swarmnode.policy.engine.protocol import Request
+from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
+from swarmnode.policy.engine.served_weights import ServedWeights
+from swarmnode.policy.engine.servers import server_of
+from swarmnode.policy.generate import Sampling
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import score
+from swarmnode.policy.micro import MicroBatcher
+from tests.support.served import real, standin
+from tests.support.served.standin import ANSWER_FAULTS, StandIn, wait_until
+from tests.support.served.wide import widen
+
+torch.set_num_threads(1)
+pytestmark = pytest.mark.timeout(900)
+PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12"]
+BOUND = 1e-4
+"""Nats between what a server records and what training computes, float32."""
+ENGINE = pytest.param("vLLM", marks=pytest.mark.engine)
+PLACES = ["stand-in", "stand-in of SGLang", ENGINE]
+
+
+class Clock:
+    """Goes on by `step` seconds whenever it is asked."""
+
+    now, step = 0.0, 0.0
+
+    def __call__(self):
+        self.now += self.step
+        return self.now
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return widen(tmp_path_factory.mktemp("wide") / "policy")
+
+
+@pytest.fixture(scope="module")
+def loaded(directory):
+    """rank → the policy as it is on disk."""
+    return {
+        rank: load_policy(
+            PolicyConfig(model=str(directory), device="cpu", lora=LoraSettings(r=rank))
+        )
+        for rank in (0, 4)
+    }
+
+
+@pytest.fixture(scope="module")
+def vllm(directory, tmp_path_factory):
+    if not real.python():
+        pytest.skip(f"{real.VARIABLE} names no Python with vLLM: tests/support/served/install.sh")
+    if real.python().startswith("http"):  # one that runs already, with an adapter's flags
+        yield real.python()
+        return
+    with real.running(directory, tmp_path_factory.mktemp("vllm") / "log.txt") as url:
+        yield url
+
+
+@pytest.fixture(params=PLACES)
+def place(request, loaded, directory):
+    """(settings of a server that samples from the base, what it is)."""
+    if request.param == "vLLM":
+        settings = ServerSettings(url=request.getfixturevalue("vllm"))
+        base = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
+        JsonClient(settings.url).order("/collective_rpc", base, 60)
+        yield settings, None
+        return
+    kind = "sglang" if "SGLang" in request.param else "vllm"
+    with StandIn(loaded[4].clone(), kind) as server:
+        yield ServerSettings(url=server.url, kind=kind), server
+
+
+@pytest.fixture
+def stand_in(loaded):
+    with StandIn(loaded[4].clone()) as server:
+        yield server
+
+
+def connected(settings, policy, directory):
+    server = server_of(settings, policy.lora_rank > 0)
+    return server, ServedWeights(server, policy, directory, lambda: None)
+
+
+def engine_of(settings, policy, directory, sampling, rng=None, clock=None):
+    server, weights = connected(settings, policy, directory)
+    return Served(server, weights, policy, sampling, lambda: None, rng, clock or Clock())
+
+
+def submitted(engine, prompts=PROMPTS):
+    for number, prompt in enumerate(prompts):
+        engine.submit(Request(number, prompt))
+    return engine
+
+
+def drained(engine, version=0):
+    found = {}
+    wait_until(
+        lambda: (
+            found.update({one.number: one.sample for one in engine.finished(version)})
+            or not engine.statistics().unfinished
+        ),
+        120,
+    )
+    return [found[number] for number in sorted(found)]
+
+
+def move(policy, by=0.02):
+    """An update, to weights that the server does not have."""
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.add_(by * torch.randn_like(parameter))
+
+
+def furthest(policy, samples, temperature):
+    """Largest difference between recorded log-probabilities and the policy's."""
+    rows = [(sample.prompt_ids, c.ids) for sample in samples for c in sample.completions]
+    recorded = [x for sample in samples for c in sample.completions for x in c.logprobs]
+    expected = [x for row in score(policy, rows, temperature) for x in row]
+    return max(abs(a - b) for a, b in zip(recorded, expected, strict=True))
+
+
+# ---- what both do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_recorded_log_probabilities_are_those_that_training_computes(
+    place, loaded, tmp_path, temperature
+):
+    policy = loaded[0].clone()
+    engine = engine_of(place[0], policy, tmp_path, Sampling(4, 24, temperature))
+    samples = drained(submitted(engine), version=7)
+    assert [sample.prompt_ids for sample in samples] == [policy.encode_prompt(p) for p in PROMPTS]
+    assert furthest(policy, samples, temperature) < BOUND
+    for completion in (c for sample in samples for c in sample.completions):
+        assert completion.versions == [7] * len(completion.ids)
+        assert (completion.ids[-1] in policy.eos_ids) == (completion.finish == "eos")
+        assert completion.finish == "eos" or len(completion.ids) == 24
+        assert completion.text == policy.decode(completion.ids)
+    engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
+    policy = loaded[rank].clone()
+    engine = engine_of(place[0], policy, tmp_path, Sampling(4, 24))
+    for version in range(3):
+        samples = drained(submitted(engine), version)
+        assert furthest(policy, samples, 1.0) < BOUND
+        assert {v for s in samples for c in s.completions for v in c.versions} == {version}
+        with engine.pause():
+            move(policy)
+    written = sorted(path.name for path in tmp_path.iterdir())
+    assert len(written) == 2, "older weights are removed"
+    engine.close()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_request_under_way_continues_and_each_token_has_its_version(
+    place, loaded, tmp_path, rank
+):
+    settings, server = place
+    policy = loaded[rank].clone()
+    move(policy, 0.3)  # so that it does not know how to end
+    engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
+    if server is not None:
+        server.hold_at = 3
+    submitted(engine, PROMPTS[:1])
+    assert engine.finished(1) == []
+    with engine.pause():
+        move(policy)
+    (sample,) = drained(engine, version=2)
+    versions = [c.versions for c in sample.completions]
+    assert all(each == sorted(each) for each in versions)
+    if settings.kind == "sglang" and rank:
+        assert {v for each in versions for v in each} == {1}, "an adapter is not replaced in place"
+    else:
+        assert any(set(each) == {1, 2} for each in versions)
+    assert engine.statistics().oldest is None
+    engine.close()
+
+
+def test_an_id_without_a_token_is_never_sampled(place, loaded, tmp_path):
+    from dataclasses import replace
+
+    policy = replace(loaded[0].clone(), unused_ids=frozenset(range(20, 100)))
+    engine = engine_of(place[0], policy, tmp_path, Sampling(8, 24, 2.0))
+    samples = drained(submitted(engine))
+    assert furthest(policy, samples, 2.0) < BOUND
+    engine.close()
+
+
+def test_a_seed_makes_an_evaluation_repeatable(place, loaded, tmp_path):
+    policy = loaded[0].clone()
+    server, weights = connected(place[0], policy, tmp_path)
+    found = []
+    for _ in range(2):
+        rng = policy.random_generator(5)
+        engine = Served(server, weights, policy, Sampling(2, 24), lambda: None, rng, Clock())
+        found.append([[c.ids for c in s.completions] for s in drained(submitted(engine), None)])
+        engine.close()
+    assert found[0] == found[1]
+
+
+def test_a_server_with_another_base_under_the_adapter_is_not_used(place, loaded, tmp_path):
+    settings, _ = place
+    other = loaded[0].clone()
+    move(other, 0.05)
+    connected(settings, other, tmp_path / "other")
+    with pytest.raises(ServerFailed, match="other weights"):
+        connected(settings, loaded[4].clone(), tmp_path)
+
+
+def test_the_doctor_reads_what_a_server_says_of_itself(place):
+    settings, _ = place
+    facts = probes.server(settings, True)
+    assert (facts.error, facts.dtype) == ("", "float32")
+    assert facts.version in ("0.32.0", "0.5.23")
+    assert facts.context == 256
+    assert facts.lora_rank >= 8
+    assert facts.logprobs == ("" if settings.kind == "sglang" else "processed_logprobs")
+
+
+def test_the_doctor_says_that_no_server_answers():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+    assert "refused" in probes.server(ServerSettings(url=url), False).error
+
+
+# ---- what a server must not do -------------------------------------------------------------------
+
+
+@pytest.fixture
+def first(stand_in, loaded, tmp_path):
+    """(engine with the own one behind it, its policy, clock, the stand-in)."""
+    return server_first(stand_in, loaded[4].clone(), tmp_path)
+
+
+def server_first(stand_in, policy, directory):
+    sampling = Sampling(2, 8)
+    clock, settings = Clock(), ServerSettings(url=stand_in.url, kind=stand_in.kind)
+    server = server_of(settings, policy.lora_rank > 0)
+    engine = ServerFirst(
+        server,
+        lambda: ServedWeights(server, policy, directory, lambda: None),
+        lambda weights, how, rng: Served(server, weights, policy, how, lambda: None, rng, clock),
+        sampling,
+        lambda: keeper(
+            policy, MicroBatcher(4096), ["lockstep"], sampling, policy.random_generator(0)
+        ),
+        clock,
+    )
+    return engine, policy, clock, stand_in
+
+
+def took_over(said):
+    """The lines that say so."""
+    return [each for each in said if each["event"].startswith("the server does not sample")]
+
+
+@pytest.mark.parametrize("fault", ANSWER_FAULTS)
+def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
+    engine, policy, clock, stand_in = first
+    stand_in.fault = fault
+    with capture_logs() as said:
+        samples = drained(submitted(engine))
+    (line,) = took_over(said)
+    assert ANSWER_FAULTS[fault] in line["detail"]
+    assert "\n" not in line["detail"]
+    assert (line["asked_again"], line["retry_seconds"]) == (3, RETRY_SECONDS)
+    assert furthest(policy, samples, 1.0) < BOUND, "the own engine has answered"
+    assert engine.kind() == "lockstep"
+    assert engine.server().state == "away"
+    assert engine.server().failures == {line["reason"]: 1}
+
+    stand_in.fault = ""
+    drained(submitted(engine))
+    assert engine.kind() == "lockstep", "it is not tried at once"
+    clock.now += RETRY_SECONDS
+    drained(submitted(engine))
+    assert engine.kind() == "served"
+    assert (engine.server().state, engine.server().version) == ("sampling", "0.32.0")
+
+
+@pytest.mark.parametrize("fault", ["ignores_weights", "ignores_adapter", "other_model"])
+@pytest.mark.parametrize("by", [0.02, 0.0005])
+def test_a_server_that_samples_other_weights_is_found_at_the_next_load(first, fault, by):
+    engine, policy, _, stand_in = first
+    with torch.no_grad():  # as after some training: B is not 0
+        for parameter in policy.trainable_parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    drained(submitted(engine))
+    assert engine.kind() == "served"
+    stand_in.fault = fault
+    with engine.pause():
+        move(policy, by)
+    with capture_logs() as said:
+        samples = drained(submitted(engine))
+    (line,) = took_over(said)
+    assert line["reason"] == "canary"
+    assert furthest(policy, samples, 1.0) < BOUND
+
+
+def test_the_base_without_the_adapter_is_found_before_rounding_would_tell(first):
+    """From the very first updates, which move the policy by less than the bound on the mean
+    difference."""
+    engine, policy, _, stand_in = first
+    drained(submitted(engine))
+    stand_in.fault = "ignores_adapter"
+    with engine.pause():
+        move(policy, 0.00005)
+    with capture_logs() as said:
+        drained(submitted(engine))
+    assert [line["reason"] for line in took_over(said)] == ["canary"]
+    assert "former weights" in took_over(said)[0]["detail"]
+
+
+def test_a_server_that_was_restarted_is_not_believed_and_used_again_later(first):
+    engine, policy, clock, stand_in = first
+    drained(submitted(engine))
+    stand_in.restart()
+    with capture_logs() as said:
+        drained(submitted(engine))
+    assert [line["reason"] for line in took_over(said)] == ["version"]
+    assert "'default'" in took_over(said)[0]["detail"]
+    clock.now += RETRY_SECONDS
+    assert furthest(policy, drained(submitted(engine)), 1.0) < BOUND
+    assert engine.kind() == "served"
+
+
+def test_a_server_that_dies_in_the_middle_of_a_step_costs_no_group(first):
+    engine, _, _, stand_in = first
+    drained(submitted(engine))
+    stand_in.hold_at = 1
+    submitted(engine)
+    wait_until(lambda: len(stand_in.bodies) == 6)
+    stand_in.stop()
+    samples = drained(engine)
+    assert len(samples) == 3
+    assert engine.kind() == "lockstep"
+    assert set(engine.server().failures) == {"unreachable"}
+
+
+def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
+    engine, _, clock, stand_in = first
+    drained(submitted(engine))
+    stand_in.fault = "slow"
+    submitted(engine)
+    clock.now += 10 * served_module.SILENCE_SECONDS
+    assert engine.finished(0) == []
+    assert "/health" not in stand_in.asked, "a long step is no silence of the server's"
+    clock.step = served_module.HEALTH_SECONDS + 1
+    assert engine.finished(0) == []
+    assert stand_in.asked.count("/health") == 1, "it is asked whether it is there"
+    with capture_logs() as said:
+        assert len(drained(engine)) == 3
+    assert [line["reason"] for line in took_over(said)] == ["timeout"]
+    assert "no completion in 61 seconds" in took_over(said)[0]["detail"]
+
+
+def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp_path, monkeypatch):
+    monkeypatch.setattr(servers, "ABOUT_SECONDS", 0.1)
+    with standin.raw_server() as url:
+        stand_in = StandIn(loaded[0].clone())
+        stand_in.url = url
+        engine, _, clock, _ = server_first(stand_in, loaded[0].clone(), tmp_path)
+        waits = []
+        for _ in range(7):
+            with capture_logs() as said:
+                drained(submitted(engine))
+            (line,) = took_over(said)
+            waits.append(line["retry_seconds"])
+            clock.now += waits[-1]
+    assert waits == [30, 60, 120, 240, 480, 600, 600]
+    assert "in 0 s" in line["detail"]
+
+
+def test_what_the_own_engine_has_not_answered_is_asked_of_the_server(first):
+    engine, _, clock, stand_in = first
+    stand_in.fault = "error_500"
+    submitted(engine)
+    wait_until(lambda: engine.finished(0) == [] and engine.kind() == "lockstep")
+    stand_in.fault = ""
+    clock.now += RETRY_SECONDS
+    engine.submit(Request(9, "Calculate 1 + 1."))
+    assert engine.kind() == "served"
+    assert len(drained(engine)) == 4
+
+
+def test_a_question_that_was_cancelled_is_not_answered(first):
+    engine, *_ = first
+    submitted(engine)
+    engine.cancel(1)
+    assert len(drained(engine)) == 2
+
+
+def test_an_answer_of_another_trainers_version_is_refused(first, loaded, tmp_path):
+    engine, _, _, stand_in = first
+    drained(submitted(engine))
+    connected(ServerSettings(url=stand_in.url), loaded[4].clone(), tmp_path / "rival")
+    with capture_logs() as said:
+        drained(submitted(engine))
+    assert [line["reason"] for line in took_over(said)] == ["version"]
+
+
+# ---- the client ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("address", "is_allowed"), [("93.184.216.34", False), ("10.1.2.3", True), ("fd00::1", True)]
+)
+def test_a_name_is_judged_by_the_addresses_that_it_has(monkeypatch, address, is_allowed):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    dialled = []
+
+    def connect(to, timeout):
+        dialled.append(to[0])
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with pytest.raises(ServerFailed, match="refused" if is_allowed else "public address"):
+        JsonClient("http://gpu.example:80").order("/health", None, 1)
+    assert dialled == ([address] if is_allowed else [])
+
+
+def drops():
+    """A byte now and then, without an end."""
+    yield b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    while True:
+        threading.Event().wait(0.02)
+        yield b" "
+
+
+@pytest.mark.parametrize(
+    ("chunks", "reason", "words"),
+    [
+        (drops(), "timeout", "no whole answer"),
+        ([b"HTTP/1.1 200 OK\r\nX: ", b"a" * 2**20], "unreachable", "too long"),
+        ([b"nonsense\r\n\r\n"], "unreachable", "illegal"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "another form"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "another form"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "more than"),
+    ],
+)
+def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):
+    with standin.raw_server(chunks) as url, pytest.raises(ServerFailed, match=words) as raised:
+        JsonClient(url).call("/v1/models", answer=list[int], seconds=0.5)
+    assert raised.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("url", "wrong"),
+    [
+        ("http://8.8.8.8:8000", "public address"),
+        ("http://[2001:4860::1]:8000", "public address"),
+        ("http://[::ffff:8.8.8.8]:8000", "public address"),
+        ("http://127.0.0.1:8000/v1", "not of the form"),
+        ("http://me:secret@127.0.0.1:8000", "not of the form"),
+        ("ftp://127.0.0.1", "not of the form"),
+        ("127.0.0.1:8000", "not of the form"),
+        ("http://127.0.0.1:99999", "not of the form"),
+    ],
+)
+def test_a_url_that_is_public_or_none_is_refused(url, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        ServerSettings(url=url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:8000",
+        "http://localhost:8000/",
+        "http://192.168.1.7:8000",
+        "http://[fe80::1]:8000",
+        "https://gpu-box:8000",
+    ],
+)
+def test_a_url_of_this_machine_or_network_is_taken(url):
+    assert ServerSettings(url=url).url == url
+    assert ServerSettings(url="http://8.8.8.8:80", allow_public=True).url
+
+
+# ---- the stand-in itself -------------------------------------------------------------------------
+
+
+def shape(value):
+    """What a JSON value is made of."""
+    if isinstance(value, dict):
+        return {key: shape(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [shape(value[-1])] if value else []
+    return type(value).__name__ if not isinstance(value, float) else "number"
+
+
+def test_the_stand_in_answers_in_the_form_that_was_recorded(stand_in):
+    """Every key that it sends is one of vLLM's, and of the same kind."""
+    recorded = json.loads((Path(standin.__file__).parent / "recorded.json").read_text())
+    compared = 0
+    for exchange in recorded:
+        if exchange["status"] != 200 or exchange["target"] == "/collective_rpc":
+            continue
+        body = exchange["request"]
+        if body and "sampling_params" in body:
+            body["sampling_params"].setdefault("stop_token_ids", [1])
+        made = stand_in._told(exchange["target"], body)
+        theirs = shape(exchange["answer"])
+        for key, mine in shape(made).items() if isinstance(made, dict) else ():
+            if mine in ([], "NoneType"):
+                continue
+            compared += 1
+            assert within(mine, theirs[key]), (exchange["target"], key, mine, theirs[key])
+    assert compared > 10
+    assert math.isfinite(compared)
+
+
+def within(mine, theirs):
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        if all(key.isdecimal() for key in mine):  # tokens
+            return within(next(iter(mine.values())), next(iter(theirs.values())))
+        return all(key in theirs and within(each, theirs[key]) for key, each in mine.items())
+    if isinstance(mine, list) and isinstance(theirs, list):
+        return not mine or not theirs or within(mine[0], theirs[0])
+    return mine == theirs or "NoneType" in (mine, theirs)
