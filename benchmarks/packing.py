@@ -111,7 +111,7 @@ def main() -> None:
         model = model_of(
             Case("packing", 0, 0, False, hidden=args.hidden, long_prompts=True), folder
         )
-        policy = load_policy(PolicyConfig(model=model, device="cpu", threads=1))
+        policy = load_policy(PolicyConfig(model=model, devices="cpu", threads=1))
         arms = {"padded": math.inf, "packed": 0.0}
         for case in args.cases:
             for seed in range(args.seeds):

@@ -320,7 +320,7 @@ def trunk(seed: int, corpus: Corpus, steps: int) -> Any:
 def grpo(seed: int, scorer: Scorer) -> list[Crew]:
     with tempfile.TemporaryDirectory() as directory:
         path = write_deep_model(Path(directory) / "model", LAYERS, tied=False)
-        start = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
+        start = load_policy(PolicyConfig(model=str(path), devices="cpu", threads=1))
     adapt(
         start,
         list(questions(TASKS, QUESTIONS_PER_TASK, SFT_BLOCK)),

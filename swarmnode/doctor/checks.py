@@ -450,7 +450,7 @@ class DeviceFacts:
     it did not."""
 
     configured: str = "auto"
-    """policy.device."""
+    """policy.devices."""
     model: str = "embedded"
     hardware: Sequence[str] = ()
     """"nvidia", "amd": display or compute devices on the PCI bus."""
@@ -477,7 +477,7 @@ class DeviceFacts:
 
 
 def check_device(f: DeviceFacts) -> Check:
-    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.device =
+    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.devices =
     "cpu"`, nothing has to match."""
     name = "device"
     if not f.torch:
@@ -485,7 +485,7 @@ def check_device(f: DeviceFacts) -> Check:
         remedy = install_command("train") if missing else torch_remedy()
         todo = f"{remedy}; a bootstrap node does without torch"
         return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
-    instead = 'or set policy.device = "cpu"'
+    instead = 'or set policy.devices = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:
             return fail(
@@ -525,7 +525,7 @@ def check_device(f: DeviceFacts) -> Check:
                 f"install torch's ROCm build if the card has it, {instead}",
             )
     if f.error and not f.placement:
-        return fail(name, f.error, "set policy.device to one that is there", f.error_code)
+        return fail(name, f.error, "set policy.devices to what is there", f.error_code)
     return ok(name, f"torch {f.torch}, {f.placement}")
 
 

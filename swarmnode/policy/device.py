@@ -53,12 +53,12 @@ def probe(cfg: PolicyConfig) -> Placement:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Unavailable(f"policy.device {name!r} is not a device torch knows") from None
+        raise Unavailable(f"policy.devices {name!r} is not a device torch knows") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise Unavailable(
-                f"policy.device {name!r}: torch {torch.__version__} sees {count} CUDA devices here"
+                f"policy.devices {name!r}: torch {torch.__version__} sees {count} CUDA devices here"
             )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
@@ -71,13 +71,13 @@ def probe(cfg: PolicyConfig) -> Placement:
         )
     elif device.type == "mps":
         if not torch.backends.mps.is_available():
-            raise Unavailable("policy.device 'mps' is not available here")
+            raise Unavailable("policy.devices 'mps' is not available here")
         best, why = torch.float32, "Apple GPU"
     elif device.type == "cpu":
         best, why = torch.float32, "no accelerator found" if cfg.device == "auto" else "configured"
     else:
         if device.type == "xpu" and not torch.xpu.is_available():
-            raise Unavailable("policy.device 'xpu' is not available here")
+            raise Unavailable("policy.devices 'xpu' is not available here")
         best, why = torch.float32, "configured"
     if cfg.dtype != "auto":
         why += ", dtype configured"

@@ -203,17 +203,17 @@ def test_a_child_that_dies_or_says_nonsense_is_one_line():
 
 
 def test_the_policy_is_examined_without_its_weights():
-    found = examine(PolicyConfig(device="cpu"))
+    found = examine(PolicyConfig(devices="cpu"))
     assert DeviceFacts(**found).parameters > 100_000
     assert "error" not in found
-    missing = examine(PolicyConfig(model="/no/such/model", device="cpu"))
+    missing = examine(PolicyConfig(model="/no/such/model", devices="cpu"))
     assert (missing["error_code"], missing["on_cpu"]) == (69, True)
     assert "no such directory" in missing["error"]
-    assert examine(PolicyConfig(device="cuda:7"))["error_code"] == 69
+    assert examine(PolicyConfig(devices="cuda:7"))["error_code"] == 69
 
 
 def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
-    told = examine(PolicyConfig(device="cpu"), trial=True)
+    told = examine(PolicyConfig(devices="cpu"), trial=True)
     assert "tokens sampled" in told["trial"]
     assert checks.check_trial(DeviceFacts(**told)).level == "ok"
 
@@ -221,13 +221,13 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
     template = (broken / "chat_template.jinja").read_text()
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
-    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
     assert (told["error_code"], told.get("trial")) == (69, None)
     assert (
         "the chat template of policy.model fails with this policy.chat: no system prompt"
         in told["error"]
     )
-    assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), (
+    assert "trial" not in examine(PolicyConfig(devices="cpu", model=str(broken))), (
         "nobody asked for one"
     )
     assert describe_fails(broken).endswith(
@@ -238,13 +238,13 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     (broken / "chat_template.jinja").write_text(template)
     spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
     save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
-    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
     assert told["error_code"] == 69
 
 
 def describe_fails(model):
     with pytest.raises(Unavailable) as failed:
-        describe(PolicyConfig(device="cpu", model=str(model)))
+        describe(PolicyConfig(devices="cpu", model=str(model)))
     return str(failed.value)
 
 

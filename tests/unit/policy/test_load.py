@@ -25,7 +25,7 @@ def llama(tmp_path, model_dir):
 
 
 def cpu(directory, **more):
-    return PolicyConfig(model=str(directory), device="cpu", **more)
+    return PolicyConfig(model=str(directory), devices="cpu", **more)
 
 
 def edit_config(directory, **values):
@@ -88,7 +88,7 @@ def test_adapter_in_float32_over_a_base_in_bfloat16(llama):
         }
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     finally:
-        load_policy(PolicyConfig(device="cpu"))
+        load_policy(PolicyConfig(devices="cpu"))
 
 
 def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
@@ -97,7 +97,7 @@ def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
         assert policy.dtype == torch.bfloat16
     finally:
-        load_policy(PolicyConfig(device="cpu"))
+        load_policy(PolicyConfig(devices="cpu"))
 
 
 def test_the_reference_of_full_weights_stays_where_it_was(embedded):
@@ -267,9 +267,9 @@ def test_weights_of_another_shape(llama):
 def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="sees 0 CUDA devices"):
-        load_policy(PolicyConfig(device="cuda"))
+        load_policy(PolicyConfig(devices="cuda"))
     with pytest.raises(Unavailable, match="'xpu' is not available here"):
-        load_policy(PolicyConfig(device="xpu"))
+        load_policy(PolicyConfig(devices="xpu"))
 
 
 # --- does it fit: known from config.json alone
@@ -355,6 +355,6 @@ def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, emb
     for free, spread in ((need + 1, False), (need // 2 + 1, True)):
         pretend(monkeypatch, (9, 0), count=2, free=free)
         assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread
-    one = PolicyConfig(device="cuda:1")  # a person who names a device means it
+    one = PolicyConfig(devices="cuda:1")  # a person who names a device means it
     with pytest.raises(DeviceError):
         device.fit(one, config, device.probe(one))

@@ -211,7 +211,7 @@ def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
 @pytest.mark.parametrize("lora", [0, 4])
 def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypatch):
     policy = load_policy(
-        PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=lora))
+        PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", lora=LoraSettings(r=lora))
     )
     vocabulary = policy.base.config.vocab_size
     monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 4 * vocabulary * 40)
@@ -244,7 +244,7 @@ def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monke
     config.eos_token_id = embedded.eos_id
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     embedded.tokenizer.save_pretrained(tmp_path)
-    capped = load_policy(PolicyConfig(model=str(tmp_path), device="cpu"))
+    capped = load_policy(PolicyConfig(model=str(tmp_path), devices="cpu"))
     with torch.no_grad():
         capped.base.get_output_embeddings().weight.mul_(50)
     assert not logprobs.splits_head(capped)

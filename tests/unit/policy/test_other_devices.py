@@ -46,7 +46,7 @@ class Mps(TorchFunctionMode):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_an_update_makes_no_float64_on_the_device(beta):
-    policy = load_policy(PolicyConfig(device="cpu"))
+    policy = load_policy(PolicyConfig(devices="cpu"))
     first, second = generate(
         policy, ["What is 3 + 4?", "What is 9 + 1?"], Sampling(4, 8), policy.random_generator(1)
     )

@@ -62,7 +62,7 @@ def config(directory, model, codec="float32", **sections):
             "task": {"held_out_per_task": 2},
             "weights": {"rule": "off"},
             **sections,
-            "policy": {"model": str(model), "device": "cpu", **sections.get("policy", {})},
+            "policy": {"model": str(model), "devices": "cpu", **sections.get("policy", {})},
             "training": {"eval_every": 1000, **sections["training"]},
             "stages": {
                 "mode": "always",
@@ -99,7 +99,7 @@ def make(tmp_path, model, count=2, **sections):
 
 
 def whole(model):
-    return load_policy(PolicyConfig(model=str(model), device="cpu"))
+    return load_policy(PolicyConfig(model=str(model), devices="cpu"))
 
 
 def engine_of(trainer):

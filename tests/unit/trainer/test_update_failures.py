@@ -21,7 +21,7 @@ PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?
 @pytest.fixture(scope="module")
 def base():
     torch.set_num_threads(1)
-    return load_policy(PolicyConfig(device="cpu"))
+    return load_policy(PolicyConfig(devices="cpu"))
 
 
 @pytest.fixture(scope="module")
