@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import weakref
 from dataclasses import dataclass
 
@@ -83,6 +84,74 @@ def probe(cfg: PolicyConfig) -> Placement:
         why += ", dtype configured"
     dtype = best if cfg.dtype == "auto" else DTYPES[cfg.dtype]
     return Placement(device, dtype, f"{device}, {str(dtype).removeprefix('torch.')}: {why}")
+
+
+def devices(cfg: PolicyConfig) -> list[torch.device]:
+    """The devices that `policy.devices` means on this machine, whether or not the model fits there.
+    Raises Unavailable."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    every = [torch.device("cuda", index) for index in range(gpus)]
+    if cfg.devices.isdecimal():
+        count = int(cfg.devices)
+        if not gpus:
+            return [torch.device("cpu")] * count
+        if count > gpus:
+            raise Unavailable(f"policy.devices {count}: {gpus} GPUs are here")
+        return every[:count]
+    if "," in cfg.devices:
+        names = cfg.devices.split(",")
+        return [probe(cfg.model_copy(update={"devices": name})).device for name in names]
+    first = probe(cfg).device
+    return every if cfg.devices in ("auto", "cuda") and gpus else [first]
+
+
+def training_devices(
+    cfg: PolicyConfig, config: PretrainedConfig
+) -> tuple[list[torch.device], list[str]]:
+    """(a device per rank, a line for each GPU that is left out) for a model with `config`.
+
+    `auto` leaves out GPUs with too little free memory, and those with a tenth of the largest one's.
+    Where a model fits on none, there is one rank, and `fit` decides. Raises Unavailable, and
+    DeviceError where such a GPU was named.
+    """
+    found = devices(cfg)
+    if len(found) < 2 or found[0].type != "cuda":
+        return found, []
+    need = update_bytes(cfg, config, probe(cfg))
+    memory = {device: torch.cuda.mem_get_info(device) for device in found}
+    largest = max(total for _, total in memory.values())
+    good: list[torch.device] = []
+    problems: list[str] = []
+    for device, (free, total) in memory.items():
+        if total * UNLIKE <= largest:
+            problems.append(
+                f"{device} has {total / 2**30:.0f} GiB of memory, another GPU"
+                f" {largest / 2**30:.0f}: the smallest bounds them all"
+            )
+        elif free < need:
+            problems.append(
+                f"{device} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, training needs"
+                f" about {need / 2**30:.1f}{used_by(device)}"
+            )
+        else:
+            good.append(device)
+    if problems and cfg.devices not in ("auto", "cuda"):
+        raise DeviceError(f"policy.devices {cfg.devices}: {problems[0]}; name other devices")
+    return good or found[:1], problems if good else []
+
+
+UNLIKE = 10
+"""A GPU with so many times less memory than another is no use beside it."""
+
+
+def used_by(device: torch.device) -> str:
+    """Which processes hold memory of a GPU, where the driver says it; else empty."""
+    try:
+        told = torch.cuda.list_gpu_processes(device)
+    except Exception:  # noqa: BLE001 without pynvml, or in a container
+        return ""
+    numbers = re.findall(r"process\s+(\d+) uses", told)
+    return f"; in use by process {', '.join(numbers)}" if numbers else ""
 
 
 def set_up(device: torch.device) -> None:

@@ -2,6 +2,7 @@
 averaged and kept.
 
 WholePolicy             all of it on this machine: policy, optimizer and replica         here
+DataParallelPolicy      the same on several devices of it                                ranks.py
 CrewPolicy              in stages on several, of which this node holds the first
 stages/trainer.py
 """
@@ -170,32 +171,26 @@ def make_whole_policy(
     counters: Counters,
     send: Callable[[local.FromTrainer], None],
     alive: Callable[[], None] = lambda: None,
+    ranks: int = 1,
+    make: Callable[..., WholePolicy] | None = None,
 ) -> WholePolicy:
     """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called
     all the while that it computes.
 
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the
-    network process, from any thread. Raises DeviceError where the machine's memory is too small for
-    averaging and saving.
+    network process, from any thread. ranks: processes of this node that train, each with a copy of
+    the policy; `make` then makes one that uses them all. Raises DeviceError where the machine's
+    memory is too small for averaging and saving.
     """
     check_host_memory(
         config.policy,
         config.weights,
         sum(p.numel() for p in policy.trainable_parameters()),
         policy.device,
+        ranks,
     )
+    memory, updater = make_updater(config, policy, alive, ranks)
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
-    optim = config.policy.optim
-    tokens = affordable(policy, training.per_device_train_tokens, optim)
-    memory = Memory.of(
-        tokens,
-        max(tokens, under_way(policy, training.max_completion_length, optim)),
-        policy.device.type,
-        alive,
-    )
-    reference = policy.reference() if training.beta > 0 else None
-    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
-    report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
     # before a state is restored: payloads are differences to the base weights
     if cfg.rule != "off":
@@ -209,18 +204,41 @@ def make_whole_policy(
             tensors, cfg, counters, config.node.data_dir, send=send, probe=probe, adapter=adapter
         )
     owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
-    return WholePolicy(policy, updater, memory, replica, probe, owner, training.options)
+    return (make or WholePolicy)(policy, updater, memory, replica, probe, owner, training.options)
+
+
+def make_updater(
+    config: Config, policy: Policy, alive: Callable[[], None], ranks: int = 1
+) -> tuple[Memory, Updater]:
+    """What a process needs to compute an update's gradients with `policy`."""
+    training, optim = config.training, config.policy.optim
+    tokens = affordable(policy, training.per_device_train_tokens, optim, ranks)
+    memory = Memory.of(
+        tokens,
+        max(tokens, under_way(policy, training.max_completion_length, optim)),
+        policy.device.type,
+        alive,
+    )
+    reference = policy.reference() if training.beta > 0 else None
+    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
+    report_layers(policy.base, alive)
+    return memory, updater
 
 
 def check_host_memory(
-    cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device
+    cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device, ranks: int = 1
 ) -> None:
     """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free
     of the machine's memory, on a CPU beside gradients and moments. The kernel would end the process
-    in the midst of it, again and again."""
+    in the midst of it, again and again.
+
+    Of several `ranks` only the first has moments; the others have weights and gradients.
+    """
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
     always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
-    here = (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
+    each, moments = 4 * trained, OPTIMIZER_BYTES[optim] * trained
+    # gradients of every rank, and weights of those that are still to be started
+    here = ranks * each + moments + (ranks - 1) * each if device.type == "cpu" else 0
     need = here + always + more
     if free is None or need <= free:
         return
@@ -239,9 +257,9 @@ def check_host_memory(
     )
 
 
-def affordable(policy: Policy, configured: int, optim: Optim) -> int:
+def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
     """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and
-    moments, by the plan.
+    moments, by the plan. On a CPU all `ranks` share the memory.
 
     A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills
     the process.
@@ -252,7 +270,7 @@ def affordable(policy: Policy, configured: int, optim: Optim) -> int:
     method = method_of(policy, optim)
     here = footprint(shape, method, 1)
     # weights and torch are there already
-    fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)
+    fits = micro_batch(shape, method, SPARE_SHARE * spare / ranks + here.weights + here.runtime)
     return min(configured, max(64, fits))
 
 
