@@ -474,6 +474,8 @@ class DeviceFacts:
     """Settings that an operator should change, one line each."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
+    cards: Sequence[str] = ()
+    """Each GPU: name, memory, and the processes that use it."""
 
 
 def check_device(f: DeviceFacts) -> Check:
@@ -526,7 +528,7 @@ def check_device(f: DeviceFacts) -> Check:
             )
     if f.error and not f.placement:
         return fail(name, f.error, "set policy.devices to what is there", f.error_code)
-    return ok(name, f"torch {f.torch}, {f.placement}")
+    return ok(name, "; ".join([f"torch {f.torch}, {f.placement}", *f.cards]))
 
 
 def check_model(f: DeviceFacts) -> Check:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -105,53 +106,78 @@ def devices(cfg: PolicyConfig) -> list[torch.device]:
     return every if cfg.devices in ("auto", "cuda") and gpus else [first]
 
 
-def training_devices(
-    cfg: PolicyConfig, config: PretrainedConfig
-) -> tuple[list[torch.device], list[str]]:
-    """(a device per rank, a line for each GPU that is left out) for a model with `config`.
+@dataclass(frozen=True)
+class Card:
+    """A GPU of this machine."""
 
-    `auto` leaves out GPUs with too little free memory, and those with a tenth of the largest one's.
-    Where a model fits on none, there is one rank, and `fit` decides. Raises Unavailable, and
-    DeviceError where such a GPU was named.
-    """
-    found = devices(cfg)
-    if len(found) < 2 or found[0].type != "cuda":
-        return found, []
-    need = update_bytes(cfg, config, probe(cfg))
-    memory = {device: torch.cuda.mem_get_info(device) for device in found}
-    largest = max(total for _, total in memory.values())
-    good: list[torch.device] = []
-    problems: list[str] = []
-    for device, (free, total) in memory.items():
-        if total * UNLIKE <= largest:
-            problems.append(
-                f"{device} has {total / 2**30:.0f} GiB of memory, another GPU"
-                f" {largest / 2**30:.0f}: the smallest bounds them all"
-            )
-        elif free < need:
-            problems.append(
-                f"{device} has {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, training needs"
-                f" about {need / 2**30:.1f}{used_by(device)}"
-            )
-        else:
-            good.append(device)
-    if problems and cfg.devices not in ("auto", "cuda"):
-        raise DeviceError(f"policy.devices {cfg.devices}: {problems[0]}; name other devices")
-    return good or found[:1], problems if good else []
+    device: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    users: str = ""
+    """Ids of the processes that hold its memory, where the driver says it."""
+
+    def __str__(self) -> str:
+        used = f", in use by process {self.users}" if self.users else ""
+        return (
+            f"{self.device} {self.name}, {self.free_bytes / 2**30:.1f} of"
+            f" {self.total_bytes / 2**30:.1f} GiB free{used}"
+        )
+
+
+def cards() -> list[Card]:
+    """All GPUs that torch sees. Holds some memory of each until this process ends."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found.append(Card(f"cuda:{index}", name, total, free, memory_users(index)))
+    return found
+
+
+def memory_users(index: int) -> str:
+    """Ids of the processes that hold memory of a GPU; empty where the driver does not say."""
+    try:
+        told = torch.cuda.list_gpu_processes(index)
+    except Exception:  # noqa: BLE001 without pynvml, or in a container
+        return ""
+    return ", ".join(re.findall(r"process\s+(\d+) uses", told))
 
 
 UNLIKE = 10
 """A GPU with so many times less memory than another is no use beside it."""
 
 
-def used_by(device: torch.device) -> str:
-    """Which processes hold memory of a GPU, where the driver says it; else empty."""
-    try:
-        told = torch.cuda.list_gpu_processes(device)
-    except Exception:  # noqa: BLE001 without pynvml, or in a container
-        return ""
-    numbers = re.findall(r"process\s+(\d+) uses", told)
-    return f"; in use by process {', '.join(numbers)}" if numbers else ""
+def training_devices(
+    cfg: PolicyConfig, named: Sequence[torch.device], here: Sequence[Card], need: int
+) -> tuple[list[torch.device], list[str]]:
+    """(a GPU per rank, a line for each that is left out), of several that `policy.devices` means.
+
+    `auto` leaves out GPUs with too little free memory, and those with a tenth of the largest one's.
+    Where a model fits on none, there is one rank, and `fit` decides.
+
+    Args:
+        need: bytes to train, as `update_bytes` estimates them.
+
+    Raises:
+        DeviceError: a GPU that was named would be left out.
+    """
+    known = {card.device: card for card in here}
+    chosen = [known[str(device)] for device in named]
+    largest = max(card.total_bytes for card in chosen)
+    good: list[torch.device] = []
+    problems: list[str] = []
+    for device, card in zip(named, chosen, strict=True):
+        if card.total_bytes * UNLIKE <= largest:
+            problems.append(f"{card}; another GPU has {largest / 2**30:.0f} GiB")
+        elif card.free_bytes < need:
+            problems.append(f"{card}; training needs about {need / 2**30:.1f} GiB")
+        else:
+            good.append(device)
+    if problems and cfg.devices not in ("auto", "cuda"):
+        raise DeviceError(f"policy.devices {cfg.devices}: {problems[0]}: name other devices")
+    return good or list(named[:1]), problems if good else []
 
 
 def set_up(device: torch.device) -> None:

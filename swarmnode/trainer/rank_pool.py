@@ -97,7 +97,8 @@ class RankPool:
     Args:
         devices: of all ranks; the first is this process's.
         alive: called while rank 0 waits, as long as the ranks that it waits for do something.
-        startup_seconds: a rank may load for so long.
+        silence_seconds: after which a rank that has something to do hangs.
+        entry: what a rank's process runs.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class RankPool:
         devices: Sequence[torch.device],
         alive: Callable[[], None] = lambda: None,
         silence_seconds: float = SILENCE_SECONDS,
+        entry: Callable[[Setup, Connection, Shared], None] = run_rank,
     ) -> None:
         self.count = len(devices)
         self.others = range(1, self.count)
@@ -117,32 +119,33 @@ class RankPool:
         self._store = str(Path(self._folder.name) / "store")
         context = multiprocessing.get_context("spawn")
         self._shared = Shared.make(context, self.count)
-        self._ranks = {
-            rank: self._start(context, rank, config, device)
-            for rank, device in enumerate(devices)
-            if rank
-        }
+        self._ranks = {rank: self._start(context, rank, config, entry) for rank in self.others}
         self.advanced: Callable[[int, Advanced], None] = lambda rank, answer: None
         """Is given what ranks have sampled, whatever rank 0 waits for."""
-        self._joined = self._broken = False
+        self._joined = False
         self._stale = True
         """The other ranks' weights are not these."""
         self._rank_0: tuple[Policy, Updater] | None = None
         self._marked = False
 
     def _start(
-        self, context: SpawnContext, rank: int, config: Config, device: torch.device
+        self,
+        context: SpawnContext,
+        rank: int,
+        config: Config,
+        entry: Callable[[Setup, Connection, Shared], None],
     ) -> RankProcess:
         here, there = context.Pipe()
         text = on_device(config, self._devices, rank).model_dump_json()
-        setup = Setup(text, rank, self.count, str(device), self._store)
+        device = str(self._devices[rank])
+        setup = Setup(text, rank, self.count, device, self._store)
         process = context.Process(
-            target=run_rank, args=(setup, there, self._shared), name=f"rank {rank}", daemon=True
+            target=entry, args=(setup, there, self._shared), name=f"rank {rank}", daemon=True
         )
         self._shared.beat(rank)
         process.start()
         there.close()
-        return RankProcess(process, here, str(device))
+        return RankProcess(process, here, device)
 
     @property
     def _attached(self) -> tuple[Policy, Updater]:
@@ -186,9 +189,10 @@ class RankPool:
                 rank.process.kill()
                 rank.process.join()
             rank.connection.close()
-        if self._joined and not self._broken:
+        if self._joined:
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+            self._joined = False
         self._folder.cleanup()
 
     # ---- messages ----
@@ -342,14 +346,12 @@ class RankPool:
             if not each.process.is_alive():
                 raise self._lost(rank)
             if each.owed and now - self._shared.last_beat(rank) > most:
-                self._broken = True
                 raise RankLost(
                     f"rank {rank} ({each.device}) has done nothing for {most:.0f} seconds"
                 )
         self._alive()
 
     def _lost(self, rank: int) -> RankLost:
-        self._broken = True
         each = self._ranks[rank]
         each.process.join(GOODBYE_SECONDS)
         code = each.process.exitcode
@@ -371,7 +373,6 @@ class RankPool:
             for rank, each in self._ranks.items():
                 if not each.process.is_alive():
                     raise self._lost(rank) from error
-            self._broken = True
             raise RankLost(f"the ranks cannot reach each other: {reason(error)}") from error
 
     def _finish(self, work: dist.Work) -> None:

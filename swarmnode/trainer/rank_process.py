@@ -98,6 +98,8 @@ def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
     except SwarmNodeError as error:
         with contextlib.suppress(OSError):
             connection.send_bytes(encoded(Failed("device", str(error))))
+            connection.close()
+    os._exit(0)  # nothing is to be kept, and taking torch apart takes a second
 
 
 class OtherRank:

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import multiprocessing
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from transformers import AutoConfig
 
 from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config
-from swarmnode.policy.device import devices, training_devices
+from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
 from swarmnode.policy.engine.protocol import (
     Finished,
     Generation,
@@ -74,14 +76,24 @@ T = TypeVar("T")
 
 def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.device]:
     """A device per rank. `log` gets a line for each GPU that is left out. Raises LocalError."""
-    found = devices(config.policy)
-    if len(found) > 1:
-        with config_directory(config.policy) as directory:
-            read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
-            found, left_out = training_devices(config.policy, offline(config.policy, read))
-        for line in left_out:
-            log(f"not used: {line}")
+    cfg = config.policy
+    found = devices(cfg)
+    if len(found) < 2 or found[0].type != "cuda":
+        return found
+    with config_directory(cfg) as directory:
+        read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        need = update_bytes(cfg, offline(cfg, read), probe(cfg))
+    # in a process of its own, since whoever asks a card for its memory takes some of it
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+        here = child.submit(cards).result(QUERY_SECONDS)
+    found, left_out = training_devices(cfg, found, here, need)
+    for line in left_out:
+        log(f"not used: {line}")
     return found
+
+
+QUERY_SECONDS = 120.0
+"""Deadline of the process that asks all cards for their memory."""
 
 
 @contextmanager
@@ -212,6 +224,8 @@ class SharedGeneration:
         self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
         self._seconds = dict.fromkeys(range(pool.count), 0.0)
         """In which a rank has sampled."""
+        self._tokens = dict.fromkeys(range(pool.count), 0)
+        """In what a rank has finished."""
         pool.advanced = self._advanced
         with pool.working():
             for rank in pool.others:
@@ -231,13 +245,9 @@ class SharedGeneration:
         """Seconds until a rank has answered one more question; requests where nobody's speed is
         known."""
         load = 1 + sum(busy == rank for busy in self._asked.values())
-        tokens = [self._tokens(each) for each in range(self._pool.count)]
-        if min(tokens) == 0 or min(self._seconds.values()) == 0:
+        if min(self._tokens.values()) == 0:
             return load
-        return load * self._seconds[rank] / tokens[rank]
-
-    def _tokens(self, rank: int) -> int:
-        return (self._own.statistics() if rank == 0 else self._statistics[rank]).tokens
+        return load * self._seconds[rank] / self._tokens[rank]
 
     def cancel(self, number: int) -> None:
         rank = self._asked.pop(number, 0)
@@ -267,7 +277,8 @@ class SharedGeneration:
         done += self._done
         self._done = []
         for one in done:
-            self._asked.pop(one.number, None)
+            rank = self._asked.pop(one.number, 0)
+            self._tokens[rank] += sum(len(each.ids) for each in one.sample.completions)
         return done
 
     def _advanced(self, rank: int, answer: Advanced) -> None:

@@ -115,7 +115,7 @@ def test_agreement_is_measured_over_two_cards(names):
         probe = AgreementProbe(parameters)
         probe.mark()
         assert probe._flat().shape == (6,)
-        assert probe._own.device == probe._flat().device
+        assert probe.own.device == probe._flat().device
 
 
 @pytest.mark.parametrize("piece", [2, 100])
