@@ -306,7 +306,7 @@ def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Pl
     need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
     if free is None or need <= free:
         return placement
-    if placement.device.type == "cuda" and cfg.device == "auto":
+    if placement.device.type == "cuda" and cfg.devices in ("auto", "cuda"):
         everywhere = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
         if need <= everywhere:
             reason = (

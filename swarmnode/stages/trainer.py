@@ -68,6 +68,7 @@ from swarmnode.policy.device import (
     TRAINED_BYTES,
     Placement,
     count_parameters,
+    devices,
     free_bytes,
     needed_bytes,
     probe,
@@ -189,7 +190,10 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     if config.stages.mode == "off":
         return Trainer(config, progress)
     with config_directory(config.policy) as directory:
-        whole = fits_whole(config, directory, probe(config.policy))
+        placement = probe(config.policy)
+        whole = fits_whole(config, directory, placement)
+    if not whole and len(devices(config.policy)) > 1:
+        log.info("one device", detail=f"a member of a crew uses {placement.device} alone")
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 

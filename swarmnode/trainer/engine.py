@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config, LoraSettings, PolicyConfig, WeightsConfig
 from swarmnode.errors import DeviceError
-from swarmnode.link.messages import WeightsReport
+from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
@@ -72,6 +72,7 @@ class EngineStatistics:
     oom_retries: int
     engine_rebuilds: int = 0
     """Times that what samples had stopped, failed or fallen behind, and was built anew."""
+    cards: list[CardUse] = field(default_factory=list)
 
 
 class Engine(Protocol):
@@ -354,6 +355,7 @@ class WholePolicy:
             generation.tokens,
             retries,
             rebuilds,
+            cards_of(self._policy),
         )
 
     def random_generator(self, seed: int) -> torch.Generator:
@@ -453,6 +455,17 @@ class WholePolicy:
             outer,
             self._updater.lock,
         )
+
+
+def cards_of(policy: Policy) -> list[CardUse]:
+    """The GPUs on which this process computes; several where the layers are spread."""
+    placed = [policy.device, *map(torch.device, set(policy.device_map.values()))]
+    found = []
+    for index in sorted({device.index or 0 for device in placed if device.type == "cuda"}):
+        free, total = torch.cuda.mem_get_info(index)
+        name, held = torch.cuda.get_device_name(index), torch.cuda.memory_reserved(index)
+        found.append(CardUse(f"cuda:{index}", name, total, free, held))
+    return found
 
 
 def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from swarmnode.config import Config
-from swarmnode.errors import RankLost
+from swarmnode.errors import DeviceError, RankLost
+from swarmnode.link.messages import CardUse
 from swarmnode.policy.device import probe
 from swarmnode.policy.load import Policy
 from swarmnode.policy.ways import reason
@@ -97,7 +98,6 @@ class RankPool:
     Args:
         devices: of all ranks; the first is this process's.
         alive: called while rank 0 waits, as long as the ranks that it waits for do something.
-        silence_seconds: after which a rank that has something to do hangs.
         entry: what a rank's process runs.
     """
 
@@ -106,14 +106,14 @@ class RankPool:
         config: Config,
         devices: Sequence[torch.device],
         alive: Callable[[], None] = lambda: None,
-        silence_seconds: float = SILENCE_SECONDS,
         entry: Callable[[Setup, Connection, Shared], None] = run_rank,
     ) -> None:
         self.count = len(devices)
         self.others = range(1, self.count)
         self._devices = devices
         self._alive = alive
-        self._silence = silence_seconds
+        self.silence_seconds = SILENCE_SECONDS
+        """After which a rank that has something to do hangs."""
         self._startup = config.supervisor.startup_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="swarmnode-ranks-")
         self._store = str(Path(self._folder.name) / "store")
@@ -125,6 +125,8 @@ class RankPool:
         self._joined = False
         self._stale = True
         """The other ranks' weights are not these."""
+        self.cards: dict[int, list[CardUse]] = {}
+        """By rank, as it has reported last."""
         self._rank_0: tuple[Policy, Updater] | None = None
         self._marked = False
 
@@ -168,6 +170,11 @@ class RankPool:
         for rank, ready in self.answers(Ready).items():
             if ready.fingerprint != policy.fingerprint:
                 raise RankLost(f"rank {rank} ({ready.device}) has loaded other weights")
+            if ready.dtype != str(policy.dtype):
+                raise DeviceError(
+                    f"rank {rank} ({ready.device}) computes in {ready.dtype}, rank 0"
+                    f" ({policy.device}) in {policy.dtype}: set policy.dtype to float32"
+                )
         for rank in self.others:
             self.tell(rank, Join())
         with self._lost_if_failed():
@@ -221,6 +228,8 @@ class RankPool:
                 answer = ANSWERS.decode(connection.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(rank) from None
+            if isinstance(answer, Ready | Accumulated):
+                self.cards[rank] = answer.cards
             self._ranks[rank].owed -= not isinstance(answer, Advanced) or answer.last
             found[rank] = answer
             if isinstance(answer, Advanced):
@@ -341,7 +350,8 @@ class RankPool:
     def _watch(self) -> None:
         """Report progress while all ranks that were asked for something make some. Raises
         RankLost."""
-        now, most = time.monotonic(), self._silence if self._joined else self._startup
+        now = time.monotonic()
+        most = self.silence_seconds if self._joined else self._startup
         for rank, each in self._ranks.items():
             if not each.process.is_alive():
                 raise self._lost(rank)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from swarmnode.averaging.lora import shares_a
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError, RankLost, SwarmNodeError
+from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
 from swarmnode.policy.engine.keeper import Keeper, keeper
 from swarmnode.policy.engine.protocol import (
@@ -44,6 +45,7 @@ from swarmnode.swarm.manifest_store import stored
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     Memory,
+    cards_of,
     make_updater,
     open_policy,
 )
@@ -124,7 +126,9 @@ class OtherRank:
         self._seconds = 0.0
 
     def run(self) -> None:
-        self._send(Ready(self._policy.fingerprint, str(self._policy.device)))
+        policy = self._policy
+        device, dtype = str(policy.device), str(policy.dtype)
+        self._send(Ready(policy.fingerprint, device, dtype, cards_of(policy)))
         while True:
             command = COMMANDS.decode(self._connection.recv_bytes())
             self._alive()
@@ -226,7 +230,7 @@ class OtherRank:
         sums = self._updater.accumulate(command.rows.unpack(), passes, sharing)
         if command.marks and not passes.external:
             self._updater.probe.mark()
-        return Accumulated(sums.own.tolist(), sums.external.tolist())
+        return Accumulated(sums.own.tolist(), sums.external.tolist(), cards_of(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -359,6 +363,8 @@ class Ready(Answer, frozen=True):
 
     fingerprint: bytes
     device: str
+    dtype: str
+    cards: list[CardUse]
 
 
 class Done(Answer, frozen=True):
@@ -385,6 +391,7 @@ class Scores(Answer, frozen=True):
 class Accumulated(Answer, frozen=True):
     own: list[float]
     external: list[float]
+    cards: list[CardUse]
 
     def unpack(self) -> Sums:
         own, external = (torch.tensor(x, dtype=torch.float64) for x in (self.own, self.external))
@@ -562,7 +569,7 @@ def add_gradients(
     marked: bool,
     wait_for: Callable[[dist.Work], None] = finish,
 ) -> None:
-    """Sum all ranks' gradients on rank 0. A weight without a gradient on any rank has none."""
+    """Sum all ranks' gradients on every rank. A weight without a gradient on any rank has none."""
     parameters = policy.trainable_parameters()
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     has = has.to(policy.device)
@@ -573,7 +580,7 @@ def add_gradients(
     for parameter in summed:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    total = lambda flat: dist.reduce(flat, 0, async_op=True)
+    total = lambda flat: dist.all_reduce(flat, async_op=True)
     in_buckets([p.grad for p in summed if p.grad is not None], total, wait_for)
     if marked and updater.probe.own is not None and len(updater.probe.own):
         own = updater.probe.own.to(policy.device)

@@ -133,7 +133,9 @@ class DataParallelPolicy(WholePolicy):
         updater.ranks = pool
 
     def statistics(self) -> EngineStatistics:
-        return replace(super().statistics(), device=self._pool.devices_text)
+        own = super().statistics()
+        cards = [*own.cards, *(card for some in self._pool.cards.values() for card in some)]
+        return replace(own, device=self._pool.devices_text, cards=cards)
 
     def generate(
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator

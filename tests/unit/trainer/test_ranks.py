@@ -183,12 +183,14 @@ def test_averaged_and_restored_weights_reach_every_rank(fixture, groups, tmp_pat
         for _ in range(STEPS):
             engine.update(assemble(groups, "grpo"))
             assert engine.average(True, 1.0, True)
-        state.write(tmp_path / str(ranks), snapshot_of(engine))
+        directory = tmp_path / str(ranks)
+        directory.mkdir()
+        state.write(directory, snapshot_of(engine))
         middle = fixture.weights(ranks)
         engine.update(assemble(groups, "grpo"))
         after = fixture.weights(ranks)
         restored = fixture.engine(ranks)
-        assert restored.restore(tmp_path / str(ranks), restored.random_generator(0)) is not None
+        assert restored.restore(directory, restored.random_generator(0)) is not None
         assert torch.equal(fixture.weights(ranks), middle)
         restored.update(assemble(groups, "grpo"))
         assert float((fixture.weights(ranks) - after).abs().max()) < 1e-6

@@ -46,7 +46,7 @@ def groups():
 def fixture():
     config = configured(2)
     devices = [torch.device("cpu")] * 2
-    pool = RankPool(config, devices, silence_seconds=2.0, entry=small_rank)
+    pool = RankPool(config, devices, entry=small_rank)
     fixture = Fixture(config, pool)
     yield fixture
     pool.close()
@@ -75,6 +75,7 @@ def test_a_rank_may_be_idle_for_hours(fixture, groups):
 
 def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
     engine = fixture.engine()
+    fixture.pool.silence_seconds = 2.0
     os.kill(fixture.pool._ranks[1].process.pid, signal.SIGSTOP)
     with pytest.raises(RankLost, match=r"^rank 1 \(cpu\) has done nothing for 2 seconds$"):
         engine.update(assemble(groups, "grpo"))
