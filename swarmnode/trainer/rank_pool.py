@@ -228,6 +228,7 @@ class RankPool:
                 answer = ANSWERS.decode(connection.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(rank) from None
+            self._shared.beat(rank)  # it may have waited until this was read
             if isinstance(answer, Ready | Accumulated):
                 self.cards[rank] = answer.cards
             self._ranks[rank].owed -= not isinstance(answer, Advanced) or answer.last

@@ -339,3 +339,37 @@ def test_neither_torch_nor_libp2p_is_loaded_for_it():
         ).stdout.strip()
         == "[]"
     )
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*)
+    echo "0, GPU-a, NVIDIA H100, 79000, 81559"
+    echo "1, GPU-b, NVIDIA H100, 500, 81559" ;;
+*) echo "GPU-b, 4711, 80000" ;;
+esac
+"""
+
+
+def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probes.driver_cards() == [], "no driver"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    assert probes.driver_cards() == [
+        "card 0 NVIDIA H100, 79000 of 81559 MiB free",
+        "card 1 NVIDIA H100, 500 of 81559 MiB free, process 4711 holds 80000 MiB",
+    ]
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert probes.driver_cards() == []
+
+
+def test_doctor_names_ranks_and_cards():
+    found = examine(PolicyConfig(devices=2))
+    assert found["cards"] == ["2 ranks: cpu, cpu"]
+    assert examine(PolicyConfig(devices="cpu"))["cards"] == []
+    told = checks.check_device(
+        DeviceFacts(torch="2", placement="cuda:0, bfloat16: configured", cards=["cuda:0 Big"])
+    )
+    assert told.what.endswith("configured; cuda:0 Big")

@@ -715,7 +715,12 @@ def test_who_needs_a_crew(tmp_path, model):
     assert isinstance(make_trainer(fits, Progress()), Trainer)
     few = {"groups_per_step": 2}
     small = config(tmp_path, model, training=few, stages={"mode": "auto", "capacity": 3 * 2**20})
-    assert isinstance(make_trainer(small, Progress()), CrewTrainer)
+    with capture_logs() as lines:
+        assert isinstance(make_trainer(small, Progress()), CrewTrainer)
+        assert not lines
+        several = {"policy": small.policy.model_copy(update={"devices": "2"})}
+        make_trainer(small.model_copy(update=several), Progress())
+    assert [line["detail"] for line in lines] == ["a member of a crew uses cpu alone"]
     assert isinstance(
         make_trainer(
             config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()

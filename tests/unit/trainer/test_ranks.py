@@ -17,6 +17,7 @@ from swarmnode.trainer.rank_pool import RankPool, on_device
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
 
+pytestmark = pytest.mark.slow
 PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
 STEPS = 4
 

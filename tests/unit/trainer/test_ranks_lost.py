@@ -21,6 +21,7 @@ from swarmnode.trainer.rank_process import run_rank
 from tests.support.network_side import NetworkSide
 from tests.unit.trainer.test_ranks import Fixture, configured, sampled_groups
 
+pytestmark = pytest.mark.slow
 TOKENS = 160
 
 
