@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.report import heading, spread, table, write_json
-from benchmarks.trainer import Case, model_of
-from swarmnode.config import Config
+from swarmnode.config import Config, PolicyConfig
 from swarmnode.policy.device import devices
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
@@ -31,6 +31,23 @@ from swarmnode.trainer.state import Counters
 
 G = 8
 """Completions of a question."""
+
+
+def random_model(hidden: int, directory: Path) -> str:
+    """A Llama of 4 layers with random weights and the embedded policy's tokenizer; its name."""
+    tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
 
 
 def configured(model: str, count: int) -> Config:
@@ -81,7 +98,7 @@ def main() -> None:
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = model_of(Case("cards", 0, 0, False, hidden=args.hidden), folder)
+        model = random_model(args.hidden, Path(folder))
         for seed in range(args.seeds):
             for count in args.ranks:
                 config = configured(model, count)
