@@ -235,12 +235,12 @@ class RankPool:
             found[rank] = answer
             if isinstance(answer, Advanced):
                 self.advanced(rank, answer)
-        self._watch()
         failures = [(rank, each) for rank, each in found.items() if isinstance(each, Failed)]
         for _, failed in failures:
             self._take_bounds(failed)
         for rank, failed in failures:
             raise failed.raised(rank)
+        self._watch()
         return found
 
     def answers(self, kind: type[A]) -> dict[int, A]:

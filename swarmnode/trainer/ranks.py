@@ -27,12 +27,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import structlog
 import torch
 from transformers import AutoConfig
 
 from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config
+from swarmnode.errors import DeviceError
 from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
 from swarmnode.policy.engine.protocol import (
     Finished,
@@ -43,6 +43,7 @@ from swarmnode.policy.engine.protocol import (
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy, config_directory, offline
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.ways import reason
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     EngineStatistics,
@@ -69,8 +70,6 @@ from swarmnode.trainer.update import (
 )
 from swarmnode.trainer.weights import Replica
 
-log = structlog.get_logger("swarmnode.trainer")
-
 T = TypeVar("T")
 
 
@@ -84,8 +83,13 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
         read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
         need = update_bytes(cfg, offline(cfg, read), probe(cfg))
     # in a process of its own, since whoever asks a card for its memory takes some of it
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as child:
+    child = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    try:
         here = child.submit(cards).result(QUERY_SECONDS)
+    except Exception as error:
+        raise DeviceError(f"the GPUs do not say what memory they have: {reason(error)}") from error
+    finally:
+        child.shutdown(wait=False, cancel_futures=True)
     found, left_out = training_devices(cfg, found, here, need)
     for line in left_out:
         log(f"not used: {line}")
@@ -225,9 +229,9 @@ class SharedGeneration:
         self._cancelled: dict[int, list[int]] = {rank: [] for rank in pool.others}
         self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
         self._seconds = dict.fromkeys(range(pool.count), 0.0)
-        """In which a rank has sampled."""
+        """By rank: spent on sampling."""
         self._tokens = dict.fromkeys(range(pool.count), 0)
-        """In what a rank has finished."""
+        """By rank: of finished answers."""
         pool.advanced = self._advanced
         with pool.working():
             for rank in pool.others:
@@ -244,8 +248,8 @@ class SharedGeneration:
         self._asked[request.number] = rank
 
     def _free_at(self, rank: int) -> float:
-        """Seconds until a rank has answered one more question; requests where nobody's speed is
-        known."""
+        """Seconds, in relation to the other ranks, until a rank has answered one more question;
+        until every rank's speed is known, the number of questions that it has."""
         load = 1 + sum(busy == rank for busy in self._asked.values())
         if min(self._tokens.values()) == 0:
             return load

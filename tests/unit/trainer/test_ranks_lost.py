@@ -10,14 +10,14 @@ import torch
 import trio
 
 from swarmnode.config import Config
-from swarmnode.errors import RankLost
+from swarmnode.errors import DeviceError, RankLost
 from swarmnode.link.server import LinkServer
 from swarmnode.process import Progress
 from swarmnode.trainer import update
 from swarmnode.trainer.batch import assemble
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.rank_pool import RankPool
-from swarmnode.trainer.rank_process import run_rank
+from swarmnode.trainer.rank_process import Ready, run_rank
 from tests.support.network_side import NetworkSide
 from tests.unit.trainer.test_ranks import Fixture, configured, sampled_groups
 
@@ -82,6 +82,14 @@ def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
         engine.update(assemble(groups, "grpo"))
     fixture.pool.close()
     assert not ranks(), "it is ended all the same"
+
+
+def test_a_rank_that_cannot_load_says_why_in_one_line(fixture):
+    config = configured(2, policy={"model": "/no/such/model"})
+    pool = RankPool(config, [torch.device("cpu")] * 2)
+    with pytest.raises(DeviceError, match="^rank 1: policy.model '/no/such/model': no such dir"):
+        pool.answers(Ready)
+    pool.close()
 
 
 async def train(data_dir, on_report=None, **training):
