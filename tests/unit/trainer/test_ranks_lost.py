@@ -87,7 +87,7 @@ def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
 def test_a_rank_that_cannot_load_says_why_in_one_line(fixture):
     config = configured(2, policy={"model": "/no/such/model"})
     pool = RankPool(config, [torch.device("cpu")] * 2)
-    with pytest.raises(DeviceError, match="^rank 1: policy.model '/no/such/model': no such dir"):
+    with pytest.raises(DeviceError, match=r"^rank 1: policy\.model '/no/such/model': no such dir"):
         pool.answers(Ready)
     pool.close()
 
