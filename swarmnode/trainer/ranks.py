@@ -20,7 +20,7 @@ import contextlib
 import functools
 import multiprocessing
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,7 +30,6 @@ from typing import TypeVar
 import torch
 from transformers import AutoConfig
 
-from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import Config
 from swarmnode.errors import DeviceError
 from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
@@ -47,7 +46,6 @@ from swarmnode.policy.ways import reason
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     EngineStatistics,
-    Memory,
     WholePolicy,
 )
 from swarmnode.trainer.judge import Scored
@@ -65,10 +63,8 @@ from swarmnode.trainer.rank_process import (
 )
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import (
-    Updater,
     UpdateStatistics,
 )
-from swarmnode.trainer.weights import Replica
 
 T = TypeVar("T")
 
@@ -119,22 +115,13 @@ def other_ranks(
 class DataParallelPolicy(WholePolicy):
     """A whole policy on several devices. Rank 0 is this process; `pool` has the others."""
 
-    def __init__(
-        self,
-        pool: RankPool,
-        policy: Policy,
-        updater: Updater,
-        memory: Memory,
-        replica: Replica | None,
-        probe: LossProbe | None,
-        owner: str,
-        options: Collection[str] = (),
-    ) -> None:
-        super().__init__(policy, updater, memory, replica, probe, owner, options)
+    def __init__(self, pool: RankPool, *whole: object) -> None:
+        """whole: what `WholePolicy` takes."""
+        super().__init__(*whole)  # type: ignore[arg-type]
         self._pool = pool
         self._questions: SharedGeneration | None = None
-        pool.attach(policy, updater)
-        updater.ranks = pool
+        pool.attach(self._policy, self._updater)
+        self._updater.ranks = pool
 
     def statistics(self) -> EngineStatistics:
         own = super().statistics()
