@@ -351,7 +351,7 @@ esac
 """
 
 
-def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch):
+def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert probes.driver_cards() == [], "no driver"
     program = tmp_path / "nvidia-smi"
@@ -361,6 +361,10 @@ def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch):
         "card 0 NVIDIA H100, 79000 of 81559 MiB free",
         "card 1 NVIDIA H100, 500 of 81559 MiB free, process 4711 holds 80000 MiB",
     ]
+    assert cli.run(["plan", "embedded"]) == 0
+    told = capsys.readouterr().out
+    assert "This machine has:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
+    assert "Each card holds a copy" in told
     program.write_text("#!/bin/sh\nexit 9\n")
     assert probes.driver_cards() == []
 
