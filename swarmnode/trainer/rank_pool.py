@@ -44,7 +44,6 @@ from swarmnode.trainer.rank_process import (
     MicroBatchQueue,
     Quit,
     Ready,
-    RowsMessage,
     Setup,
     Shared,
     TakeWeights,
@@ -316,7 +315,7 @@ class RankPool:
         policy, updater = self._attached
         scaler = policy.accelerator.scaler
         command = Accumulate(
-            RowsMessage.of(rows),
+            rows,
             passes.own,
             [] if passes.apart else passes.external,
             sorted(passes.recomputed),

@@ -227,51 +227,13 @@ class OtherRank:
             command.own, command.external, set(command.recomputed), refused=command.refused
         )
         sharing = MicroBatchQueue(self._shared, self._setup.count)
-        sums = self._updater.accumulate(command.rows.unpack(), passes, sharing)
+        sums = self._updater.accumulate(command.rows, passes, sharing)
         if command.marks and not passes.external:
             self._updater.probe.mark()
         return Accumulated(sums.own.tolist(), sums.external.tolist(), cards_of(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------
-
-
-class RowsMessage(msgspec.Struct, frozen=True):
-    """`Rows` with lists in place of tensors."""
-
-    rows: list[Row]
-    old_logprobs: list[list[float]]
-    advantages: list[float]
-    weights: list[float]
-    groups: list[int]
-    external: list[bool]
-    sampler_logprobs: list[list[float]]
-    masked: list[int]
-
-    @classmethod
-    def of(cls, rows: Rows) -> RowsMessage:
-        return cls(
-            rows.rows,
-            rows.old_logprobs,
-            rows.advantages.tolist(),
-            rows.weights.tolist(),
-            rows.groups,
-            rows.external,
-            rows.sampler_logprobs,
-            sorted(rows.masked),
-        )
-
-    def unpack(self) -> Rows:
-        return Rows(
-            self.rows,
-            self.old_logprobs,
-            torch.tensor(self.advantages),
-            torch.tensor(self.weights),
-            self.groups,
-            self.external,
-            self.sampler_logprobs,
-            frozenset(self.masked),
-        )
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
@@ -317,7 +279,7 @@ class Score(Command, frozen=True):
 class Accumulate(Command, frozen=True):
     """Accumulate gradients of the micro-batches that no other rank has taken."""
 
-    rows: RowsMessage
+    rows: Rows
     own: list[int]
     external: list[int]
     recomputed: list[int]
@@ -424,10 +386,12 @@ AnyAnswer = Ready | Done | Samples | Advanced | Scores | Accumulated | Failed
 
 
 def encoded(message: Command | Answer) -> bytes:
-    return msgspec.msgpack.encode(message)
+    return ENCODER.encode(message)
 
 
-COMMANDS = msgspec.msgpack.Decoder(AnyCommand)
+# tensors travel as lists
+ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: tensor.tolist())
+COMMANDS = msgspec.msgpack.Decoder(AnyCommand, dec_hook=lambda kind, values: torch.tensor(values))
 ANSWERS = msgspec.msgpack.Decoder(AnyAnswer)
 
 
