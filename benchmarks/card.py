@@ -48,7 +48,7 @@ from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
 
 RANK, PROMPT, TOKENS = 16, 64, 96
-ADAPTER = PolicyConfig(device="cuda", dtype="bfloat16", lora=LoraSettings(r=RANK))
+ADAPTER = PolicyConfig(devices="cuda", dtype="bfloat16", lora=LoraSettings(r=RANK))
 WAYS: dict[str, tuple[PolicyConfig, tuple[tuple[int, bool], ...]]] = {
     "LoRA 16": (ADAPTER, ((2560, False), (2560, True), (4608, True), (8704, True))),
     "LoRA 16, base in 4 bits": (
@@ -60,10 +60,10 @@ WAYS: dict[str, tuple[PolicyConfig, tuple[tuple[int, bool], ...]]] = {
         ((2560, True),),
     ),
     "all weights, moments in 8 bits": (
-        PolicyConfig(device="cuda", dtype="bfloat16", optim="adamw_8bit"),
+        PolicyConfig(devices="cuda", dtype="bfloat16", optim="adamw_8bit"),
         ((2560, True),),
     ),
-    "all weights": (PolicyConfig(device="cuda", dtype="bfloat16"), ((2560, True),)),
+    "all weights": (PolicyConfig(devices="cuda", dtype="bfloat16"), ((2560, True),)),
 }
 """name → what is trained, and (tokens of the row, whether layers are run again)."""
 ROWS_UNDER_WAY = (8, 64)
@@ -351,7 +351,7 @@ def main() -> int:
         model = str(asked.model or directory / "model")
         if not (Path(model) / "config.json").exists():
             build(
-                asked.shape, load_policy(PolicyConfig(device="cpu")).tokenizer, Path(model), "cuda"
+                asked.shape, load_policy(PolicyConfig(devices="cpu")).tokenizer, Path(model), "cuda"
             )
             free_memory()
         (directory / "rows.jsonl").write_text(ROWS)

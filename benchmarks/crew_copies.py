@@ -147,7 +147,7 @@ class Start:
 def start() -> Start:
     with tempfile.TemporaryDirectory() as directory:
         path = write_deep_model(Path(directory) / "model", LAYERS, middle=True)
-        policy = load_policy(PolicyConfig(model=str(path), device="cpu", threads=1))
+        policy = load_policy(PolicyConfig(model=str(path), devices="cpu", threads=1))
     config = policy.base.config
     limits = FrameLimits(hidden=int(config.hidden_size), vocab=int(config.vocab_size), tokens=16384)
     return Start(policy, TrainingConfig(), limits, WorkerSettings(policy.fingerprint, CODEC))

@@ -256,7 +256,7 @@ def measure(
     model = write_model(directory / "model")
     config = Config.model_validate(
         {
-            "policy": {"model": str(model), "threads": 1, "device": "cpu"},
+            "policy": {"model": str(model), "threads": 1, "devices": "cpu"},
             "weights": {"rule": "off"},
             "stages": {"mode": "off"},
             "task": {"held_out_per_task": REWARD_QUESTIONS},

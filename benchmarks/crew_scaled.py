@@ -52,13 +52,13 @@ PATIENCE = 3600.0
 
 
 def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Settings]:
-    model = build(SHAPE, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model")
+    model = build(SHAPE, load_policy(PolicyConfig(devices="cpu")).tokenizer, directory / "model")
     (directory / "rows.jsonl").write_text(ROWS)
     (directory / "slow_reward.py").write_text(REWARD)
     return lambda number: {
         "swarm": {"name": "scaled"},
         "network": {"mdns": False},
-        "policy": {"model": model, "device": "cpu", "threads": 1},
+        "policy": {"model": model, "devices": "cpu", "threads": 1},
         "policy.lora": {"r": rank},
         "task": {"names": ["data/long"], "held_out_per_task": 1},
         'task.datasets."data/long"': {

@@ -42,7 +42,7 @@ def rounded(policy: Policy) -> torch.Tensor:
 def densities(seed: int, rate: float) -> tuple[dict[int, float], int]:
     """(updates → share of the weights that are others since the start, updates that had a
     signal)."""
-    policy = load_policy(PolicyConfig(device="cpu"))
+    policy = load_policy(PolicyConfig(devices="cpu"))
     training = TrainingConfig(
         learning_rate=rate, num_generations=COMPLETIONS, max_completion_length=TOKENS
     )

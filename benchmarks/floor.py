@@ -85,7 +85,7 @@ def main() -> None:
     torch.set_num_threads(1)
     lines, results = [], []
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer = load_policy(PolicyConfig(device="cpu")).tokenizer
+        tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
         model = build(SHAPE, tokenizer, Path(folder) / "model")
         policy = load_policy(PolicyConfig(model=model, device="cpu", threads=1))
         # as if the tokenizer had a token for each, and none of them ended an answer

@@ -40,7 +40,7 @@ def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -
     an unknown regime.
     """
     share = REGIMES[regime]
-    origin = load_policy(PolicyConfig(model=base, device="cpu", threads=1))
+    origin = load_policy(PolicyConfig(model=base, devices="cpu", threads=1))
     pool = list(questions(SETTINGS, QUESTIONS_PER_TASK, SFT_BLOCK))
     stream = f"{regime}/{seed}"
     if share is not None:

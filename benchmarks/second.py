@@ -422,7 +422,7 @@ def load(member: Member, directory: Path) -> Policy:
     """Load the start policy as a node does."""
     rank = LORA_RANK if member.lora else 0
     return load_policy(
-        PolicyConfig(model=str(directory), device="cpu", threads=1, lora=LoraSettings(r=rank))
+        PolicyConfig(model=str(directory), devices="cpu", threads=1, lora=LoraSettings(r=rank))
     )
 
 

@@ -49,7 +49,7 @@ def length(prompts, completions, **columns):
 
 def nodes_of(directory: Path, asked: argparse.Namespace) -> list[DemoNode]:
     model = build(
-        asked.shape, load_policy(PolicyConfig(device="cpu")).tokenizer, directory / "model"
+        asked.shape, load_policy(PolicyConfig(devices="cpu")).tokenizer, directory / "model"
     )
     (directory / "rows.jsonl").write_text(ROWS)
     (directory / "slow_reward.py").write_text(REWARD)
@@ -68,7 +68,7 @@ def _node(directory: Path, name: str, model: str, asked: argparse.Namespace) -> 
         {
             "swarm": {"name": "slow"},
             "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-            "policy": {"model": model, "device": "cpu", "threads": 1},
+            "policy": {"model": model, "devices": "cpu", "threads": 1},
             "policy.lora": {"r": asked.rank},
             "task": {"names": ["data/long"]},
             'task.datasets."data/long"': {

@@ -85,7 +85,7 @@ def measure(directory: Path, arm: str, length: int, rank: int) -> tuple[float, f
 def planned_bytes(directory: str, length: int, rank: int) -> float:
     """What a crew's plan counts for it: all that the stage needs, but the weights and what is
     trained of them, and the caches."""
-    config, placement = AutoConfig.from_pretrained(directory), probe(PolicyConfig(device="cpu"))
+    config, placement = AutoConfig.from_pretrained(directory), probe(PolicyConfig(devices="cpu"))
     settings = Config(
         policy=PolicyConfig(lora=LoraSettings(r=rank)),
         training=TrainingConfig(max_completion_length=length),
@@ -116,7 +116,7 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         model = build(
-            SHAPE, load_policy(PolicyConfig(device="cpu")).tokenizer, Path(directory) / "model"
+            SHAPE, load_policy(PolicyConfig(devices="cpu")).tokenizer, Path(directory) / "model"
         )
         for arm in ARMS:
             sizes = ["--length", str(asked.length), "--rank", str(asked.rank)]

@@ -211,7 +211,7 @@ def measure(seed: int, regime: str, size: Size, scorer: Scorer) -> list[dict[str
     easy = regime == "two easy tasks"
     names = list(EASY) if easy else TaskConfig().names
     start = (
-        load_policy(PolicyConfig(device="cpu", threads=1))
+        load_policy(PolicyConfig(devices="cpu", threads=1))
         if easy
         else start_policies(regime, seed, 1)[0]
     )

@@ -332,7 +332,7 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
     steps of TRL."""
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(
-            PolicyConfig(model=model_of(case, folder), device=case.device, dtype=case.dtype)
+            PolicyConfig(model=model_of(case, folder), devices=case.device, dtype=case.dtype)
         )
         size = policy.statistics().parameters
         theirs = Result(case.name, size, case.real_rewards, case.groups)
@@ -425,7 +425,7 @@ def model_of(case: Case, folder: str) -> str:
     tokenizer = (
         build_tokenizer(set())
         if case.long_prompts
-        else load_policy(PolicyConfig(device="cpu")).tokenizer
+        else load_policy(PolicyConfig(devices="cpu")).tokenizer
     )
     return (
         build(case.shape, tokenizer, Path(folder) / "model", case.device)
@@ -606,7 +606,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
+    place: dict[str, Any] = {"devices": args.device, "dtype": args.dtype}
     steps = 15 if args.quick else 80
     cases = [
         Case("embedded policy, real rewards", steps, 8, True, **place),

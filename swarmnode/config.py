@@ -16,6 +16,7 @@ import platformdirs
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -28,7 +29,9 @@ from swarmnode.model_defaults import EMBEDDED, EMBEDDED_POLICY, defaults_for
 QUIET_HOURS = re.compile(r"([01]\d|2[0-3]):[0-5]\d-([01]\d|2[0-3]):[0-5]\d")
 
 
-DEVICE = re.compile(r"auto|(cpu|cuda|mps|xpu)(:\d{1,3})?")
+DEVICES = re.compile(
+    r"auto|[1-9]\d{0,2}|(cpu|mps|cuda|xpu)(:\d{1,3})?|cuda:\d{1,3}(,\s*cuda:\d{1,3})+"
+)
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 LARGEST = 2**63 - 1
@@ -65,13 +68,21 @@ def _check_revision(text: str | None) -> str | None:
     return text
 
 
-def _check_device(text: str) -> str:
-    if not DEVICE.fullmatch(text):
+def _count_as_text(value: object) -> object:
+    """Take a count of devices as a number, too: `devices = 2`."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_devices(text: str) -> str:
+    if not DEVICES.fullmatch(text):
         raise ValueError(
-            f"{text[:40]!r} is not a device: set auto, cpu, cuda, cuda:1, mps or xpu (an NVIDIA or"
-            " AMD GPU is cuda)"
+            f"{text[:40]!r} names no devices: set auto, cpu, cuda, cuda:1, cuda:0,cuda:2, mps, xpu"
+            " or a count such as 2 (an NVIDIA or AMD GPU is cuda)"
         )
-    return text
+    names = [name.strip() for name in text.split(",")]
+    if len(set(names)) < len(names):
+        raise ValueError(f"{text[:40]!r} names a device twice")
+    return ",".join(names)
 
 
 def _check_host(text: str) -> str:
@@ -249,8 +260,12 @@ class PolicyConfig(Section):
     """`embedded`, a directory, or a Hugging Face Hub name."""
     revision: Annotated[str | None, AfterValidator(_check_revision)] = None
     """Revision of a Hub model."""
-    device: Annotated[str, AfterValidator(_check_device)] = "auto"
-    """`auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; an AMD GPU is `cuda`, too."""
+    devices: Annotated[str, BeforeValidator(_count_as_text), AfterValidator(_check_devices)] = (
+        "auto"
+    )
+    """Devices that train, one process each: `auto` (all GPUs that hold the model, else the CPU),
+    `cpu`, `cuda` (all GPUs), `cuda:0,cuda:2`, `mps`, `xpu`, or a count, e.g. `2`: the first two
+    GPUs, without a GPU two processes on the CPU. An AMD GPU is `cuda`, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in, trained weights being float32; `auto` is bfloat16 where a
     GPU has it, float16 on an NVIDIA GPU of compute capability 7 (V100, T4), else float32."""
@@ -267,6 +282,11 @@ class PolicyConfig(Section):
     """What a chat model is told around every question: `system`, the system prompt, and arguments
     of its template, such as `enable_thinking`. A swarm agrees on it."""
     server: ServerSettings = ServerSettings()
+
+    @property
+    def device(self) -> str:
+        """The first of `devices`; `auto` where they are only counted."""
+        return "auto" if self.devices.isdecimal() else self.devices.partition(",")[0]
 
     @model_validator(mode="after")
     def _frozen_base(self) -> PolicyConfig:

@@ -8,6 +8,7 @@
     │   ├── Refused            this node must not go on: key permissions, incompatible swarm (exit
     77)
     │   ├── DeviceError        the accelerator failed or is too small (exit 75)
+    │   │   └── RankLost       a process on another device of this machine ended
     │   └── StateError         the files in the data directory are unusable (exit 69)
     └── PeerError              a peer, or the world between us; never ends the process
         ├── BadMessage         bytes that are not a valid message
@@ -64,6 +65,11 @@ class StateError(LocalError):
 class EngineGone(Exception):
     """Raised by an engine that this node does not train any more, as when another has become the
     head of its crew. Not an error."""
+
+
+class RankLost(EngineGone, DeviceError):
+    """Raised when a process that computes on another device of this machine has ended or hangs. The
+    trainer saves what it has and starts again."""
 
 
 class PeerError(SwarmNodeError):

@@ -58,16 +58,16 @@ class Progress:
             self(self._status)
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to send SIGTERM when the parent ends, however it ends (Linux; elsewhere
+def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel to send a signal when the parent ends, however it ends (Linux; elsewhere
     nothing)."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number)
     if os.getppid() != parent:  # it ended before we asked
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager

@@ -156,10 +156,11 @@ def _model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
                 " Qwen/Qwen2.5-0.5B-Instruct",
             )
     if policy.device.partition(":")[0] not in ("auto", "cuda"):
+        elsewhere = f"needs a CUDA device, and policy.devices = {policy.devices}"
         if policy.quantization != "none":
-            yield "policy.quantization", f"needs a CUDA device, and policy.device = {policy.device}"
+            yield "policy.quantization", elsewhere
         if policy.optim != "adamw":
-            yield "policy.optim", f"needs a CUDA device, and policy.device = {policy.device}"
+            yield "policy.optim", elsewhere
 
 
 def _address_problems(config: Config) -> Iterator[tuple[str, str]]:

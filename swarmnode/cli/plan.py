@@ -58,6 +58,7 @@ def plan(
         length = whole.max_completion_length + PROMPT_TOKENS
     if not 1 <= length <= LONGEST or not 1 <= rank <= 1024:
         raise ConfigError(f"command line: --length is 1 to {LONGEST} tokens, --rank 1 to 1024")
+    from swarmnode.doctor.probes import driver_cards
     from swarmnode.policy.footprint import averaging_bytes, saving_bytes, trained_parameters
     from swarmnode.policy.plan import best, choices, settings
     from swarmnode.policy.published import published_shape
@@ -66,7 +67,9 @@ def plan(
     computed = dtype if dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
     room = size_bytes(memory) if memory is not None else None
     found = choices(shape, device, computed, rank, length, room)
+    here = driver_cards()
     told = {
+        "cards": here,
         "model": model,
         "parameters": shape.parameters,
         "length": length,
@@ -134,6 +137,10 @@ def plan(
         f"Defaults for this model: training.learning_rate = {rates};"
         f" training.max_completion_length = {whole.max_completion_length}."
     )
+    if here:
+        lines += ["This machine has:", *(f"  {line}" for line in here)]
+    if len(here) > 1:
+        lines.append("Each card holds a copy and trains a part of every step (policy.devices).")
     if room is not None:
         chosen = best(found)
         lines.append(

@@ -451,7 +451,7 @@ class DeviceFacts:
     it did not."""
 
     configured: str = "auto"
-    """policy.device."""
+    """policy.devices."""
     model: str = "embedded"
     hardware: Sequence[str] = ()
     """"nvidia", "amd": display or compute devices on the PCI bus."""
@@ -475,10 +475,12 @@ class DeviceFacts:
     """Settings that an operator should change, one line each."""
     gpu_error: str = ""
     """What torch says of a GPU that it cannot use."""
+    cards: Sequence[str] = ()
+    """Each GPU: name, memory, and the processes that use it."""
 
 
 def check_device(f: DeviceFacts) -> Check:
-    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.device =
+    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.devices =
     "cpu"`, nothing has to match."""
     name = "device"
     if not f.torch:
@@ -486,7 +488,7 @@ def check_device(f: DeviceFacts) -> Check:
         remedy = install_command("train") if missing else torch_remedy()
         todo = f"{remedy}; a bootstrap node does without torch"
         return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
-    instead = 'or set policy.device = "cpu"'
+    instead = 'or set policy.devices = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:
             return fail(
@@ -526,8 +528,8 @@ def check_device(f: DeviceFacts) -> Check:
                 f"install torch's ROCm build if the card has it, {instead}",
             )
     if f.error and not f.placement:
-        return fail(name, f.error, "set policy.device to one that is there", f.error_code)
-    return ok(name, f"torch {f.torch}, {f.placement}")
+        return fail(name, f.error, "set policy.devices to what is there", f.error_code)
+    return ok(name, "; ".join([f"torch {f.torch}, {f.placement}", *f.cards]))
 
 
 def check_model(f: DeviceFacts) -> Check:

@@ -50,6 +50,7 @@ from swarmnode.p2p.gateway import Gateway, kind_of
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import server_of
 
+DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
 """torch may come from a cold disk, config.json from the Hub."""
 TRIAL_SECONDS = 900.0
@@ -420,6 +421,33 @@ def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
         logprobs=str(flags.get("logprobs_mode") or ""),
         lora_rank=rank if isinstance(rank, int) else None,
     )
+
+
+def driver_cards() -> list[str]:
+    """A line for each NVIDIA card, as the driver describes it, and for each process that computes
+    there; empty without a driver. Needs no torch."""
+
+    def asked(what: str) -> list[list[str]]:
+        try:
+            done = subprocess.run(
+                ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"],
+                capture_output=True,
+                text=True,
+                timeout=DRIVER_SECONDS,
+                check=True,
+            )
+        except (OSError, subprocess.SubprocessError):
+            return []
+        rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+        return [row for row in rows if len(row) == len(what.split(","))]
+
+    users: dict[str, list[str]] = {}
+    for card, pid, mebibytes in asked("compute-apps=gpu_uuid,pid,used_memory"):
+        users.setdefault(card, []).append(f"process {pid} holds {mebibytes} MiB")
+    return [
+        ", ".join([f"card {index} {name}", f"{free} of {total} MiB free", *users.get(card, [])])
+        for index, card, name, free, total in asked("gpu=index,uuid,name,memory.free,memory.total")
+    ]
 
 
 # ---- helpers -------------------------------------------------------------------------------------

@@ -82,6 +82,17 @@ class WeightsReport(msgspec.Struct, frozen=True):
     kept the optimizer from the weights."""
 
 
+class CardUse(msgspec.Struct, frozen=True):
+    """A GPU on which this node trains."""
+
+    device: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    held_bytes: int
+    """By this node, as its allocator counts; what is neither free nor held is others'."""
+
+
 class Report(msgspec.Struct, frozen=True, tag="report"):
     """Trainer → network after every step, evaluation and change of phase. Counters are totals since
     the trainer's first start.
@@ -150,6 +161,7 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     device: str = ""
     dtype: str = ""
     device_memory_bytes: int | None = None
+    cards: list[CardUse] = []
     memory_bytes: int = 0
     oom_retries_total: int = 0
     engine_rebuilds: int = 0

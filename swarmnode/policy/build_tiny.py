@@ -257,7 +257,7 @@ def measure(
     from swarmnode.policy.generate import Sampling, generate
     from swarmnode.policy.load import load_policy
 
-    policy = load_policy(PolicyConfig(model=str(directory), device="cpu"), log=lambda line: None)
+    policy = load_policy(PolicyConfig(model=str(directory), devices="cpu"), log=lambda line: None)
     drawn = list(questions(SETTINGS, per_task, PROFILE_BLOCK))
     groups = generate(
         policy,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import psutil
@@ -53,12 +55,12 @@ def probe(cfg: PolicyConfig) -> Placement:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Unavailable(f"policy.device {name!r} is not a device torch knows") from None
+        raise Unavailable(f"policy.devices {name!r} is not a device torch knows") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise Unavailable(
-                f"policy.device {name!r}: torch {torch.__version__} sees {count} CUDA devices here"
+                f"policy.devices {name!r}: torch {torch.__version__} sees {count} CUDA devices here"
             )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
@@ -71,13 +73,13 @@ def probe(cfg: PolicyConfig) -> Placement:
         )
     elif device.type == "mps":
         if not torch.backends.mps.is_available():
-            raise Unavailable("policy.device 'mps' is not available here")
+            raise Unavailable("policy.devices 'mps' is not available here")
         best, why = torch.float32, "Apple GPU"
     elif device.type == "cpu":
         best, why = torch.float32, "no accelerator found" if cfg.device == "auto" else "configured"
     else:
         if device.type == "xpu" and not torch.xpu.is_available():
-            raise Unavailable("policy.device 'xpu' is not available here")
+            raise Unavailable("policy.devices 'xpu' is not available here")
         best, why = torch.float32, "configured"
     if cfg.dtype != "auto":
         why += ", dtype configured"
@@ -91,6 +93,99 @@ def without_float16(placement: Placement) -> Placement:
         return placement
     reason = f"{placement.device}, float32: stages have no loss scale for float16"
     return replace(placement, dtype=torch.float32, reason=reason)
+
+
+def devices(cfg: PolicyConfig) -> list[torch.device]:
+    """The devices that `policy.devices` means on this machine, whether or not the model fits there.
+    Raises Unavailable."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    every = [torch.device("cuda", index) for index in range(gpus)]
+    if cfg.devices.isdecimal():
+        count = int(cfg.devices)
+        if not gpus:
+            return [torch.device("cpu")] * count
+        if count > gpus:
+            raise Unavailable(f"policy.devices {count}: {gpus} GPUs are here")
+        return every[:count]
+    if "," in cfg.devices:
+        names = cfg.devices.split(",")
+        return [probe(cfg.model_copy(update={"devices": name})).device for name in names]
+    first = probe(cfg).device
+    return every if cfg.devices in ("auto", "cuda") and gpus else [first]
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU of this machine."""
+
+    device: str
+    name: str
+    total_bytes: int
+    free_bytes: int
+    users: str = ""
+    """Ids of the processes that hold its memory, where the driver says it."""
+
+    def __str__(self) -> str:
+        used = f", in use by process {self.users}" if self.users else ""
+        return (
+            f"{self.device} {self.name}, {self.free_bytes / 2**30:.1f} of"
+            f" {self.total_bytes / 2**30:.1f} GiB free{used}"
+        )
+
+
+def cards() -> list[Card]:
+    """All GPUs that torch sees. Holds some memory of each until this process ends."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = []
+    for index in range(count):
+        free, total = torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found.append(Card(f"cuda:{index}", name, total, free, memory_users(index)))
+    return found
+
+
+def memory_users(index: int) -> str:
+    """Ids of the processes that hold memory of a GPU; empty where the driver does not say."""
+    try:
+        told = torch.cuda.list_gpu_processes(index)
+    except Exception:  # noqa: BLE001 without pynvml, or in a container
+        return ""
+    return ", ".join(re.findall(r"process\s+(\d+) uses", told))
+
+
+UNLIKE = 10
+"""A GPU with so many times less memory than another is no use beside it."""
+
+
+def training_devices(
+    cfg: PolicyConfig, named: Sequence[torch.device], here: Sequence[Card], need: int
+) -> tuple[list[torch.device], list[str]]:
+    """(a GPU per rank, a line for each that is left out), of several that `policy.devices` means.
+
+    `auto` leaves out GPUs with too little free memory, and those with a tenth of the largest one's.
+    Where a model fits on none, there is one rank, and `fit` decides.
+
+    Args:
+        need: bytes to train, as `update_bytes` estimates them.
+
+    Raises:
+        DeviceError: a GPU that was named would be left out.
+    """
+    known = {card.device: card for card in here}
+    chosen = [known[str(device)] for device in named]
+    largest = max(card.total_bytes for card in chosen)
+    good: list[torch.device] = []
+    problems: list[str] = []
+    for device, card in zip(named, chosen, strict=True):
+        if card.total_bytes * UNLIKE <= largest:
+            problems.append(f"{card}; another GPU has {largest / 2**30:.0f} GiB")
+        elif card.free_bytes < need:
+            problems.append(f"{card}; training needs about {need / 2**30:.1f} GiB")
+        else:
+            good.append(device)
+    if problems and cfg.devices not in ("auto", "cuda"):
+        raise DeviceError(f"policy.devices {cfg.devices}: {problems[0]}: name other devices")
+    return good or list(named[:1]), problems if good else []
 
 
 def set_up(device: torch.device) -> None:
@@ -219,7 +314,7 @@ def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Pl
     need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
     if free is None or need <= free:
         return placement
-    if placement.device.type == "cuda" and cfg.device == "auto":
+    if placement.device.type == "cuda" and cfg.devices in ("auto", "cuda"):
         everywhere = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
         if need <= everywhere:
             reason = (

@@ -20,10 +20,13 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import LocalError, Unavailable
 from swarmnode.policy.device import (
     Placement,
+    cards,
     count_parameters,
+    devices,
     fit,
     free_bytes,
     probe,
+    training_devices,
     update_bytes,
 )
 from swarmnode.policy.fingerprint import weight_files
@@ -62,6 +65,7 @@ def examine(
     try:
         placement = probe(cfg)
         found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
+        found.update(cards=card_lines(cfg, placement))
         check_optim(cfg, placement)
         found.update(fitted(cfg, placement))
         if trial:
@@ -73,6 +77,20 @@ def examine(
         why = f"policy.model {cfg.model!r}: {reason(error)}"
         found.update(error=why, error_code=Unavailable.exit_code)
     return found
+
+
+def card_lines(cfg: PolicyConfig, placement: Placement) -> list[str]:
+    """A line for each GPU, and for the ranks if there are several. Raises LocalError."""
+    here, chosen, left_out = cards(), devices(cfg), list[str]()
+    if len(chosen) > 1 and placement.device.type == "cuda":
+        need = update_bytes(cfg, architecture(cfg), placement)
+        chosen, left_out = training_devices(cfg, chosen, here, need)
+    ranks = ", ".join(map(str, chosen))
+    return [
+        *map(str, here),
+        *(f"not used: {line}" for line in left_out),
+        *([f"{len(chosen)} ranks: {ranks}"] if len(chosen) > 1 else []),
+    ]
 
 
 def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:

@@ -4,7 +4,7 @@ ones again much later."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -97,6 +97,7 @@ class RowTooLarge(DeviceError):
             " a recipe for a smaller card; `swarmnode plan` says what fits"
         )
         self.row = row
+        self.tokens = tokens
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,44 @@ class MicroBatcher:
             ]
             largest = 0
         self.passed(largest)
+        return done
+
+    def run_shared(
+        self,
+        lengths: Sequence[int],
+        work: Callable[[list[int]], T],
+        groups: Sequence[int] | None,
+        tokens: int,
+        take: Callable[[list[list[int]]], Iterable[list[int]]],
+    ) -> list[T]:
+        """work(row indices) for the micro-batches that `take` yields of all; other ranks run the
+        others.
+
+        They have at most `tokens` padded tokens, if the bound is not lower. Raises MemoryError when
+        memory ran out, once the bound is halved, and RowTooLarge.
+        """
+        for row, length in enumerate(lengths):
+            if self._longest is not None and length > self._longest:
+                raise RowTooLarge(row, length)
+        batches = micro_batches(lengths, min(self.tokens, tokens), groups)
+        done: list[T] = []
+        failed = 0
+        for rows in take(batches):
+            try:
+                done.append(work(rows))
+                self.alive()
+                continue
+            except Exception as error:
+                if not is_oom(error):
+                    raise
+                if len(rows) == 1:
+                    self._longest = lengths[rows[0]] - 1
+                    raise RowTooLarge(rows[0], lengths[rows[0]]) from error
+                failed = _padded(rows, lengths)
+            # Outside the handler: the exception's frames hold the tensors that have to go.
+            self.ran_out(failed)
+            raise MemoryError(f"out of memory with {failed} tokens")
+        self.passed(max((_padded(rows, lengths) for rows in batches), default=0))
         return done
 
     def generate(

@@ -73,7 +73,12 @@ class Policy(PolicyText):
     @property
     def is_spread(self) -> bool:
         """Whether its layers lie on several devices."""
-        return len(set((getattr(self.base, "hf_device_map", None) or {}).values())) > 1
+        return len(set(self.device_map.values())) > 1
+
+    @property
+    def device_map(self) -> dict[str, str | int | torch.device]:
+        """Part of the model → where accelerate has put it; empty where it has put nothing."""
+        return getattr(self.base, "hf_device_map", None) or {}
 
     @property
     def lora_rank(self) -> int:

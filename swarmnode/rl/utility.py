@@ -44,7 +44,8 @@ class AgreementProbe:
                 chosen.append(parameter)
                 room -= parameter.numel()
         self._parameters = chosen
-        self._own: torch.Tensor | None = None
+        self.own: torch.Tensor | None = None
+        """The own gradient, flat, since `mark`; other ranks' are added to it."""
 
     def _flat(self) -> torch.Tensor:
         parts = [
@@ -55,15 +56,15 @@ class AgreementProbe:
 
     def mark(self) -> None:
         """Call after the own groups' backward passes, before the first external one."""
-        self._own = self._flat().clone()
+        self.own = self._flat().clone()
 
     def read(self) -> float | None:
         """Cosine in [−1, 1], or None when either side has no gradient (or `mark` was not
         called)."""
-        if self._own is None:
+        if self.own is None:
             return None
-        own, external = self._own, self._flat() - self._own
-        self._own = None
+        own, external = self.own, self._flat() - self.own
+        self.own = None
         norms = float(own.norm()) * float(external.norm())
         if not math.isfinite(norms) or norms <= 1e-20:
             return None

@@ -69,6 +69,7 @@ from swarmnode.policy.device import (
     TRAINED_BYTES,
     Placement,
     count_parameters,
+    devices,
     free_bytes,
     probe,
     set_up,
@@ -199,9 +200,12 @@ def make_trainer(config: Config, progress: Progress) -> Trainer | CrewTrainer:
     if config.stages.mode == "off":
         return Trainer(config, progress)
     with config_directory(config.policy) as directory:
-        whole = fits_whole(config, directory, probe(config.policy))
+        placement = probe(config.policy)
+        whole = fits_whole(config, directory, placement)
     if not whole and config.policy.server.url:
         log.warning("policy.server is not used: a crew samples through its stages")
+    if not whole and len(devices(config.policy)) > 1:
+        log.info("one device", detail=f"a member of a crew uses {placement.device} alone")
     return Trainer(config, progress) if whole else CrewTrainer(config, progress)
 
 

@@ -29,5 +29,5 @@ def tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -
     """The same, loaded on the CPU as a node loads it: `policy.generate.generate` samples from it,
     and the trainer can train it."""
     return load_policy(
-        PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), device="cpu")
+        PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), devices="cpu")
     )

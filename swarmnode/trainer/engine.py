@@ -2,6 +2,7 @@
 averaged and kept.
 
 WholePolicy             all of it on this machine: policy, optimizer and replica         here
+DataParallelPolicy      the same on several devices of it                                ranks.py
 CrewPolicy              in stages on several, of which this node holds the first
 stages/trainer.py
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -27,7 +28,7 @@ from swarmnode.config import (
     WeightsConfig,
 )
 from swarmnode.errors import DeviceError
-from swarmnode.link.messages import WeightsReport
+from swarmnode.link.messages import CardUse, WeightsReport
 from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
@@ -84,6 +85,7 @@ class EngineStatistics:
     """Which one samples: lockstep, continuous or served."""
     server: ServerStatistics | None = None
     """None where none is configured."""
+    cards: list[CardUse] = field(default_factory=list)
 
 
 class Engine(Protocol):
@@ -183,32 +185,26 @@ def make_whole_policy(
     counters: Counters,
     send: Callable[[local.FromTrainer], None],
     alive: Callable[[], None] = lambda: None,
+    ranks: int = 1,
+    make: Callable[..., WholePolicy] | None = None,
 ) -> WholePolicy:
     """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called
     all the while that it computes.
 
     counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the
-    network process, from any thread. Raises DeviceError where the machine's memory is too small for
-    averaging and saving.
+    network process, from any thread. ranks: processes of this node that train, each with a copy of
+    the policy; `make` then makes one that uses them all. Raises DeviceError where the machine's
+    memory is too small for averaging and saving.
     """
     check_host_memory(
         config.policy,
         config.weights,
         sum(p.numel() for p in policy.trainable_parameters()),
         policy.device,
+        ranks,
     )
+    memory, updater = make_updater(config, policy, alive, ranks)
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
-    optim = config.policy.optim
-    tokens = affordable(policy, training.per_device_train_tokens, optim)
-    memory = Memory.of(
-        tokens,
-        max(tokens, under_way(policy, training.max_completion_length, optim)),
-        policy.device.type,
-        alive,
-    )
-    reference = policy.reference() if training.beta > 0 else None
-    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
-    report_layers(policy.base, alive)
     replica, probe, cfg = None, None, config.weights
     # before a state is restored: payloads are differences to the base weights
     if cfg.rule != "off":
@@ -224,20 +220,43 @@ def make_whole_policy(
     owner = state.owner(policy.fingerprint, config.policy.lora.r, shared_a)
     directory = Path(config.policy.server.directory or config.node.data_dir / "served")
     server = config.policy.server if config.policy.server.url else None
-    return WholePolicy(
+    return (make or WholePolicy)(
         policy, updater, memory, replica, probe, owner, training.options, server, directory
     )
 
 
+def make_updater(
+    config: Config, policy: Policy, alive: Callable[[], None], ranks: int = 1
+) -> tuple[Memory, Updater]:
+    """What a process needs to compute an update's gradients with `policy`."""
+    training, optim = config.training, config.policy.optim
+    tokens = affordable(policy, training.per_device_train_tokens, optim, ranks)
+    memory = Memory.of(
+        tokens,
+        max(tokens, under_way(policy, training.max_completion_length, optim)),
+        policy.device.type,
+        alive,
+    )
+    reference = policy.reference() if training.beta > 0 else None
+    updater = Updater(policy, training, memory.training, reference, memory.external, optim)
+    report_layers(policy.base, alive)
+    return memory, updater
+
+
 def check_host_memory(
-    cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device
+    cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device, ranks: int = 1
 ) -> None:
     """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free
     of the machine's memory, on a CPU beside gradients and moments. The kernel would end the process
-    in the midst of it, again and again."""
+    in the midst of it, again and again.
+
+    Of several `ranks` only the first has moments; the others have weights and gradients.
+    """
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
     always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
-    here = (4 + OPTIMIZER_BYTES[optim]) * trained if device.type == "cpu" else 0
+    each, moments = 4 * trained, OPTIMIZER_BYTES[optim] * trained
+    # gradients of every rank, and weights of those that are still to be started
+    here = ranks * each + moments + (ranks - 1) * each if device.type == "cpu" else 0
     need = here + always + more
     if free is None or need <= free:
         return
@@ -256,9 +275,9 @@ def check_host_memory(
     )
 
 
-def affordable(policy: Policy, configured: int, optim: Optim) -> int:
+def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
     """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and
-    moments, by the plan.
+    moments, by the plan. On a CPU all `ranks` share the memory.
 
     A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills
     the process.
@@ -269,7 +288,7 @@ def affordable(policy: Policy, configured: int, optim: Optim) -> int:
     method = method_of(policy, optim)
     here = footprint(shape, method, 1)
     # weights and torch are there already
-    fits = micro_batch(shape, method, SPARE_SHARE * spare + here.weights + here.runtime)
+    fits = micro_batch(shape, method, SPARE_SHARE * spare / ranks + here.weights + here.runtime)
     return min(configured, max(64, fits))
 
 
@@ -362,6 +381,7 @@ class WholePolicy:
             rebuilds,
             first.kind() if first is not None else kind,
             first.server() if first is not None else None,
+            cards_of(self._policy),
         )
 
     def _own(self) -> Keeper | None:
@@ -487,6 +507,17 @@ class WholePolicy:
             outer,
             self._updater.lock,
         )
+
+
+def cards_of(policy: Policy) -> list[CardUse]:
+    """The GPUs on which this process computes; several where the layers are spread."""
+    placed = [policy.device, *map(torch.device, set(policy.device_map.values()))]
+    found = []
+    for index in sorted({device.index or 0 for device in placed if device.type == "cuda"}):
+        free, total = torch.cuda.mem_get_info(index)
+        name, held = torch.cuda.get_device_name(index), torch.cuda.memory_reserved(index)
+        found.append(CardUse(f"cuda:{index}", name, total, free, held))
+    return found
 
 
 def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:

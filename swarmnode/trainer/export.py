@@ -72,7 +72,7 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
     """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see
     `averaging.lora.shares_a`."""
     disable_progress_bar()
-    cfg = cfg.model_copy(update={"device": "cpu", "dtype": "float32", "quantization": "none"})
+    cfg = cfg.model_copy(update={"devices": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
     with local_directory(cfg, fits=False) as directory:
         base = Base(

@@ -49,6 +49,8 @@ from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.questions import Questions
+from swarmnode.trainer.rank_pool import on_device
+from swarmnode.trainer.ranks import choose_devices, other_ranks
 from swarmnode.trainer.records import Records, own_sample, peers_samples
 from swarmnode.trainer.reporting import Reporter
 from swarmnode.trainer.sampler import Experience, Sampler
@@ -89,17 +91,27 @@ class Trainer:
         config = self._config
         opened = stored(config.node.data_dir)
         shared_a = shares_a(config.policy.lora, config.weights)
+        devices = choose_devices(config, self._loading)
         policy = open_policy(
-            config.policy, opened.manifest if opened is not None else None, shared_a, self._loading
+            on_device(config, devices, 0).policy,
+            opened.manifest if opened is not None else None,
+            shared_a,
+            self._loading,
         )
-        self._try(policy)
-        counters = Counters()
-        engine = make_whole_policy(
-            config, policy, counters, lambda message: link.send(message), self._progress.alive
-        )
-        link = Link(config.node.data_dir, lambda: loop.hello(), engine.receive)
-        directory = config.node.data_dir / "trainer"
-        with Scorer(alive=self._progress.alive) as scorer:
+        directory, alive = config.node.data_dir / "trainer", self._progress.alive
+        with other_ranks(config, devices, alive) as make, Scorer(alive=alive) as scorer:
+            self._try(policy)
+            counters = Counters()
+            engine = make_whole_policy(
+                config,
+                policy,
+                counters,
+                lambda message: link.send(message),
+                alive,
+                len(devices),
+                make,
+            )
+            link = Link(config.node.data_dir, lambda: loop.hello(), engine.receive)
             loop = Loop(
                 config, engine, link, scorer, counters, directory, self._progress, self._stop
             )

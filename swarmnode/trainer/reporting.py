@@ -61,6 +61,7 @@ class Reporter:
             device=statistics.device,
             dtype=statistics.dtype,
             device_memory_bytes=statistics.device_memory_bytes,
+            cards=statistics.cards,
             memory_bytes=psutil.Process().memory_info().rss,
             oom_retries_total=counters.oom_retries_total,
             micro_batch_tokens=statistics.micro_batch_tokens,

@@ -7,15 +7,17 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
-from swarmnode.policy.logprobs import collate, completion_logprobs
+from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
 from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
@@ -100,6 +102,43 @@ class Passes:
         return [(n, [i for i in self.external if rows.groups[i] == n]) for n in numbers]
 
 
+class Ranks(Protocol):
+    """This machine's other devices, which run some of an update's micro-batches (ranks.py)."""
+
+    def accumulating(self, rows: Rows, passes: Passes) -> AbstractContextManager[Sharing]:
+        """Inside, the other ranks accumulate gradients, too. When left by an exception they have
+        stopped."""
+        ...
+
+    def add_gradients(self) -> None:
+        """Add the other ranks' gradients, and what their probes have marked, to those here."""
+        ...
+
+
+class Sharing(Protocol):
+    """The micro-batches of one attempt, which every rank cuts alike."""
+
+    def tokens(self, lengths: Sequence[int]) -> int:
+        """Padded tokens of a micro-batch, so that there are some for every rank."""
+        ...
+
+    def take(self, micro_batches: list[list[int]]) -> Iterator[list[int]]:
+        """The next one that no other rank has taken, until there are none."""
+        ...
+
+    def others(self) -> list[Sums]:
+        """What the other ranks have added up. Raises what a rank's part has raised."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sums:
+    """(SUMS,) of own rows, and of external ones."""
+
+    own: torch.Tensor
+    external: torch.Tensor
+
+
 class StartOver(Exception):
     """Raised where memory ran out in the midst of a step: its gradients are incomplete, and the
     micro-batches are smaller now."""
@@ -138,7 +177,8 @@ class Updater:
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._recomputing = MicroBatcher(batcher.tokens, batcher.alive)
         """For own rows whose layers are run again."""
-        self._probe = AgreementProbe(policy.trainable_parameters())
+        self.ranks: Ranks | None = None
+        self.probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
         """Held while the weights move, so that another thread can copy them at any other time."""
 
@@ -181,95 +221,21 @@ class Updater:
     def _step(self, rows: Rows, passes: Passes) -> UpdateStatistics:
         """One attempt. Raises StartOver, PeersFailed, RowTooLarge and _GroupFailed before anything
         but gradients has changed."""
-        without = frozenset(passes.refused)
-        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
-        reference = self._reference_logprobs(rows, passes)
-        external = passes.external
-
-        def backward(indices: list[int], recompute: bool) -> torch.Tensor:
-            batch = collate(
-                [rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device
-            )
-            batch = replace(batch, recompute=recompute)
-            # (n, T)
-            logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
-            mask = batch.completion_mask.to(logprobs.device)
-            sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
-            recorded = _padded([rows.recorded(i) for i in indices], logprobs)
-            old, weights = against_sampler(
-                logprobs,
-                recorded,
-                sampled,
-                rows.weights[indices].to(logprobs.device),
-                mask,
-                *own_correction(self._cfg.options),
-            )
-            out = policy_loss(
-                logprobs,
-                old,
-                rows.advantages[indices].to(logprobs.device),
-                mask,
-                objective,
-                divisor,
-                weights=weights,
-                ref_logprobs=_padded([reference[i] for i in indices], logprobs)
-                if reference
-                else None,
-            )
-            self._policy.accelerator.backward(out.loss)
-            tokens = out.tokens.detach()
-            weighed = (weights.sum(), weights.square().sum())
-            gap = ((logprobs.detach() - recorded).abs() * mask * sampled.unsqueeze(1)).sum()
-            sums = torch.stack(
-                [
-                    out.loss.detach(),
-                    out.clip_fraction * tokens,
-                    out.kl * tokens,
-                    (entropy * mask).sum(),
-                    tokens,
-                    *weighed,
-                    gap,
-                ]
-            )
-            return sums.cpu().double()  # MPS has no float64
-
-        def accumulate(
-            batcher: MicroBatcher, indices: list[int], recompute: bool = False
-        ) -> torch.Tensor:
-            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
-            groups = [rows.groups[i] for i in indices]
-            work = lambda chosen: backward([indices[k] for k in chosen], recompute)
-            with _rows_named(indices):
-                parts = batcher.run(lengths, work, groups, _start_over)
-            return sum((part for _, part in parts), torch.zeros(SUMS, dtype=torch.float64))
-
-        self._accelerated.zero_grad()
-        spared = sorted(passes.recomputed.intersection(passes.own))
-        totals = accumulate(self._batcher, [i for i in passes.own if i not in passes.recomputed])
-        totals = totals + accumulate(self._recomputing, spared, recompute=True)
+        if self.ranks is None:
+            sums = self.accumulate(rows, passes)
+            totals, others = sums.own, sums.external
+        else:
+            with self.ranks.accumulating(rows, passes) as sharing:
+                parts = [self.accumulate(rows, passes, sharing), *sharing.others()]
+            self.ranks.add_gradients()
+            totals = sum((part.own for part in parts), _no_sums())
+            others = sum((part.external for part in parts), _no_sums())
         agreement, effective_own, effective_external = None, _effective(totals), None
         own_tokens, own_gap = float(totals[4]), float(totals[7])
-        if external:
-            self._probe.mark()
-            is_finite = lambda sums: (
-                bool(torch.isfinite(sums).all()) and self._has_finite_gradient()
-            )
-            if passes.apart:
-                others = torch.zeros(SUMS, dtype=torch.float64)
-                blames = is_finite(totals)  # else nothing that follows is finite either
-                for number, indices in passes.groups(rows):
-                    with _blamed(number):
-                        others = others + accumulate(self._external, indices)
-                        if blames and not is_finite(others):
-                            raise GroupRefused("no_gradient", "the gradient is not finite")
-            else:
-                with _blamed(None):
-                    others = accumulate(self._external, external)
-                    if not is_finite(others):
-                        raise PeersFailed
-            effective_own, effective_external = _effective(totals), _effective(others)
+        if passes.external:
+            effective_external = _effective(others)
             totals = totals + others
-            agreement = self._probe.read() if passes.own else None
+            agreement = self.probe.read() if passes.own else None
         norm = self._policy.accelerator.clip_grad_norm_(
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
@@ -299,6 +265,107 @@ class Updater:
             own_gap=_finite(own_gap / own_tokens) if own_tokens else None,
             rate_factor=factor,
         )
+
+    def accumulate(self, rows: Rows, passes: Passes, sharing: Sharing | None = None) -> Sums:
+        """Accumulate the gradients of the rows of `passes`; of those that `sharing` hands out, if
+        other ranks work on them as well. Raises as `_step`."""
+        without = frozenset(passes.refused)
+        objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
+        external = passes.external
+
+        def backward(indices: list[int], recompute: bool) -> torch.Tensor:
+            batch = collate(
+                [rows.rows[i] for i in indices], self._policy.pad_id, self._policy.device
+            )
+            batch = replace(batch, recompute=recompute)
+            # (n, T)
+            logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
+            mask = batch.completion_mask.to(logprobs.device)
+            sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
+            recorded = _padded([rows.recorded(i) for i in indices], logprobs)
+            old, weights = against_sampler(
+                logprobs,
+                recorded,
+                sampled,
+                rows.weights[indices].to(logprobs.device),
+                mask,
+                *own_correction(self._cfg.options),
+            )
+            out = policy_loss(
+                logprobs,
+                old,
+                rows.advantages[indices].to(logprobs.device),
+                mask,
+                objective,
+                divisor,
+                weights=weights,
+                ref_logprobs=self._reference_logprobs([rows.rows[i] for i in indices], logprobs),
+            )
+            self._policy.accelerator.backward(out.loss)
+            tokens = out.tokens.detach()
+            weighed = (weights.sum(), weights.square().sum())
+            gap = ((logprobs.detach() - recorded).abs() * mask * sampled.unsqueeze(1)).sum()
+            sums = torch.stack(
+                [
+                    out.loss.detach(),
+                    out.clip_fraction * tokens,
+                    out.kl * tokens,
+                    (entropy * mask).sum(),
+                    tokens,
+                    *weighed,
+                    gap,
+                ]
+            )
+            return sums.cpu().double()  # MPS has no float64
+
+        def accumulate(
+            batcher: MicroBatcher, indices: list[int], recompute: bool = False, alone: bool = False
+        ) -> torch.Tensor:
+            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
+            groups = [rows.groups[i] for i in indices]
+            work = lambda chosen: backward([indices[k] for k in chosen], recompute)
+            with _rows_named(indices):
+                if sharing is None or alone:
+                    parts = [part for _, part in batcher.run(lengths, work, groups, _start_over)]
+                else:
+                    most = sharing.tokens(lengths)
+                    try:
+                        parts = batcher.run_shared(lengths, work, groups, most, sharing.take)
+                    except MemoryError:
+                        raise StartOver from None
+            return sum(parts, _no_sums())
+
+        self._accelerated.zero_grad()
+        spared = sorted(passes.recomputed.intersection(passes.own))
+        totals = accumulate(self._batcher, [i for i in passes.own if i not in passes.recomputed])
+        totals = totals + accumulate(self._recomputing, spared, recompute=True)
+        others = _no_sums()
+        if external:
+            self.probe.mark()
+            is_finite = lambda sums: (
+                bool(torch.isfinite(sums).all()) and self._has_finite_gradient()
+            )
+            if passes.apart:
+                blames = is_finite(totals)  # else nothing that follows is finite either
+                for number, indices in passes.groups(rows):
+                    with _blamed(number):
+                        others = others + accumulate(self._external, indices, alone=True)
+                        if blames and not is_finite(others):
+                            raise GroupRefused("no_gradient", "the gradient is not finite")
+            else:
+                with _blamed(None):
+                    others = accumulate(self._external, external)
+                    if not is_finite(others):
+                        raise PeersFailed
+        return Sums(totals, others)
+
+    def zero_grad(self) -> None:
+        self._accelerated.zero_grad()
+
+    @property
+    def batchers(self) -> tuple[MicroBatcher, MicroBatcher, MicroBatcher]:
+        """Of own rows, of own rows whose layers are run again, and of external ones."""
+        return self._batcher, self._recomputing, self._external
 
     @property
     def loss_scale(self) -> float:
@@ -330,25 +397,11 @@ class Updater:
         self._accelerated.zero_grad()
         return finite and not (scaled and self._accelerated.step_was_skipped)
 
-    def _reference_logprobs(self, rows: Rows, passes: Passes) -> dict[int, list[float]]:
-        """By row; empty without a penalty."""
+    def _reference_logprobs(self, rows: list[Row], like: torch.Tensor) -> torch.Tensor | None:
+        """(n, T), without gradient; None without a penalty."""
         if self._reference is None or self._cfg.beta == 0:
-            return {}
-        reference = self._reference
-
-        def scored(batcher: MicroBatcher, indices: list[int]) -> dict[int, list[float]]:
-            some = [rows.rows[i] for i in indices]
-            with _rows_named(indices):
-                scores = batcher.score(reference, some, self._cfg.temperature)
-            return dict(zip(indices, scores, strict=True))
-
-        found = scored(self._batcher, [i for i in passes.own if i not in passes.recomputed])
-        found |= scored(self._recomputing, sorted(passes.recomputed.intersection(passes.own)))
-        parts = passes.groups(rows) if passes.apart else [(None, passes.external)]
-        for group, indices in parts:
-            with _blamed(group):
-                found |= scored(self._external, indices)
-        return found
+            return None
+        return _padded(score(self._reference, rows, self._cfg.temperature), like)
 
 
 def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.optim.Optimizer:
@@ -374,6 +427,10 @@ MOST_LOSS_SCALE = 2.0**60
 SUMS = 8
 """What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and
 squares of weights of its tokens, |Δ log-probability| to their sampler."""
+
+
+def _no_sums() -> torch.Tensor:
+    return torch.zeros(SUMS, dtype=torch.float64)
 
 
 def _finite(value: float) -> float | None:

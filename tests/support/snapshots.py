@@ -11,7 +11,7 @@ import bisect
 import math
 
 from swarmnode.drops import DropCounts
-from swarmnode.link.messages import Report, WeightsReport
+from swarmnode.link.messages import CardUse, Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
@@ -133,6 +133,7 @@ def example_at(t: float) -> NodeSnapshot:
         device="cpu",
         dtype="float32",
         device_memory_bytes=312 * 2**20,
+        cards=[CardUse("cuda:0", "Example GPU", 24 * 2**30, 20 * 2**30, 3 * 2**30)],
         memory_bytes=640 * 2**20,
         oom_retries_total=0,
         micro_batch_tokens=16384,

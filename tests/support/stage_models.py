@@ -66,4 +66,4 @@ def models():
 
 @pytest.fixture(scope="session")
 def embedded():
-    return load_policy(PolicyConfig(device="cpu"))
+    return load_policy(PolicyConfig(devices="cpu"))

@@ -51,7 +51,7 @@ def whole_settings(
     settings: dict[str, dict[str, Any]] = {
         "swarm": {"name": "crew"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "policy": {"model": str(model), "threads": 1, "device": "cpu"},
+        "policy": {"model": str(model), "threads": 1, "devices": "cpu"},
         "training": {"eval_every": 10_000, "seed": number, "step_interval": 0.2},
         "task": {"held_out_per_task": 1},
         "stages": {"mode": "always", "stages": members, "checkpoint_every": 5, "trust": "anyone"},

@@ -109,7 +109,7 @@ async def stages(tmp_path, seats):
     weights = {"rule": "gossip", "fragments": 1, "sync_every": 4}
 
     def config(directory):
-        policy = {"model": str(path), "device": "cpu"}
+        policy = {"model": str(path), "devices": "cpu"}
         return Config.model_validate(
             {
                 "node": {"data_dir": directory},

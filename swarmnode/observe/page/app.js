@@ -524,12 +524,13 @@ function resources(s) {
   const { budget: b, disk, processes } = s;
   const used = (b.month_bytes.in || 0) + (b.month_bytes.out || 0);
   const paused = Object.keys(b.paused).filter((why) => b.paused[why]).map((why) => why.replaceAll("_", " "));
-  const device = (s.trainer.report || {}).device_memory_bytes;
+  const { device_memory_bytes: device, cards = [] } = s.trainer.report || {};
   const offset = s.swarm.clock_offset_seconds;
   facts("resources", [
     ...Object.entries(processes).map(([name, use]) => [name, `${bytes(use.memory_bytes)}, ${duration(use.cpu_seconds)} of CPU`]),
     ["device", known(device) ? `${bytes(device)} at most` : ""],
     ["sampled by", sampledBy(s.trainer.report || {})],
+    ...cards.map((card) => [card.device, `${card.name}, ${bytes(card.free_bytes)} of ${bytes(card.total_bytes)} free, ${bytes(card.held_bytes)} held by this node`]),
     ["disk", known(disk.free_bytes) ? `${bytes(disk.free_bytes)} free of ${bytes(disk.total_bytes)}` : ""],
     ["this month", used || b.month_limit_bytes ? `${bytes(used)}${b.month_limit_bytes ? ` of ${bytes(b.month_limit_bytes)}` : ""}` : ""],
     ["may go now", Object.entries(b.level_bytes).map(([way, level]) => `${way} ${bytes(level)}`).join(", ")],

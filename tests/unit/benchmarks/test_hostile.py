@@ -37,7 +37,7 @@ SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
 def swarm():
     """Three policies, of which the last is the hostile node's, and a scorer."""
     single_thread()
-    policy = load_policy(PolicyConfig(device="cpu", threads=1))
+    policy = load_policy(PolicyConfig(devices="cpu", threads=1))
     with Scorer() as scorer:
         yield [policy.clone() for _ in range(3)], scorer
 

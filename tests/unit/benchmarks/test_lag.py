@@ -9,7 +9,7 @@ from swarmnode.policy.load import load_policy
 
 
 def test_a_lagging_policy_is_that_of_so_many_updates_ago():
-    now = load_policy(PolicyConfig(device="cpu", threads=1))
+    now = load_policy(PolicyConfig(devices="cpu", threads=1))
     weight = now.trainable_parameters()[0]
     past, seen = Past(now, 2), []
     with torch.no_grad():

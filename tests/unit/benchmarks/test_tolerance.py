@@ -17,7 +17,7 @@ def node():
     torch.set_num_threads(1)
     return Node(
         0,
-        load_policy(PolicyConfig(device="cpu", threads=1)),
+        load_policy(PolicyConfig(devices="cpu", threads=1)),
         Arm("alone"),
         TrainingConfig(),
         b"s" * 32,

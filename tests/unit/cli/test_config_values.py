@@ -10,11 +10,16 @@ from swarmnode.testing.policy import write_tiny_policy
 from swarmnode.wire import limits
 
 BAD = [
-    "policy.device=gpu",
-    "policy.device=cuda:x",
-    "policy.device=CUDA",
-    "policy.device=",
-    "policy.device=auto:1",
+    "policy.devices=gpu",
+    "policy.devices=cuda:x",
+    "policy.devices=CUDA",
+    "policy.devices=",
+    "policy.devices=auto:1",
+    "policy.devices=0",
+    "policy.devices=-1",
+    "policy.devices=true",
+    "policy.devices=cuda:0,cpu",
+    "policy.devices=cuda:1,cuda:1",
     "policy.dtype=fp8",
     "policy.dtype=half",
     "policy.model=",
@@ -98,8 +103,10 @@ BAD = [
     "task.held_out_per_task=0",
 ]
 GOOD = [
-    "policy.device=cuda:1",
-    "policy.device=mps",
+    "policy.devices=cuda:1",
+    "policy.devices=mps",
+    "policy.devices=2",
+    "policy.devices=cuda:0,cuda:2",
     "policy.model=gpt2",
     "policy.model=Qwen/Qwen2.5-0.5B-Instruct",
     "policy.model={tmp}/model",
@@ -158,8 +165,8 @@ def test_a_value_that_works_is_kept(tmp_path, places, setting):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("policy.device=cpu", "policy.optim=adamw_8bit"),
-        ("policy.optim=adamw_8bit", "policy.device=mps"),
+        ("policy.devices=cpu", "policy.optim=adamw_8bit"),
+        ("policy.optim=adamw_8bit", "policy.devices=mps"),
         ("training.advantage=mc_grpo", "training.num_generations=64"),
     ],
 )
@@ -179,9 +186,9 @@ def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsy
 
 
 def test_the_environment_is_checked_alike(monkeypatch, capsys):
-    monkeypatch.setenv("SWARMNODE_POLICY_DEVICE", "gpu")
+    monkeypatch.setenv("SWARMNODE_POLICY_DEVICES", "gpu")
     assert cli.run(["config", "show"]) == 78
-    assert "environment SWARMNODE_POLICY_DEVICE: policy.device:" in capsys.readouterr().err
+    assert "environment SWARMNODE_POLICY_DEVICES: policy.devices:" in capsys.readouterr().err
 
 
 def test_a_relative_model_is_kept_with_its_whole_path(tmp_path, places, monkeypatch):

@@ -203,17 +203,17 @@ def test_a_child_that_dies_or_says_nonsense_is_one_line():
 
 
 def test_the_policy_is_examined_without_its_weights():
-    found = examine(PolicyConfig(device="cpu"))
+    found = examine(PolicyConfig(devices="cpu"))
     assert DeviceFacts(**found).parameters > 100_000
     assert "error" not in found
-    missing = examine(PolicyConfig(model="/no/such/model", device="cpu"))
+    missing = examine(PolicyConfig(model="/no/such/model", devices="cpu"))
     assert (missing["error_code"], missing["on_cpu"]) == (69, True)
     assert "no such directory" in missing["error"]
-    assert examine(PolicyConfig(device="cuda:7"))["error_code"] == 69
+    assert examine(PolicyConfig(devices="cuda:7"))["error_code"] == 69
 
 
 def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
-    told = examine(PolicyConfig(device="cpu"), trial=True)
+    told = examine(PolicyConfig(devices="cpu"), trial=True)
     assert "tokens sampled" in told["trial"]
     assert checks.check_trial(DeviceFacts(**told)).level == "ok"
 
@@ -221,13 +221,13 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     shutil.copytree(Path(swarmnode.policy.__file__).parent / "embedded", broken)
     template = (broken / "chat_template.jinja").read_text()
     (broken / "chat_template.jinja").write_text("{{ raise_exception('no system prompt') }}")
-    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
     assert (told["error_code"], told.get("trial")) == (69, None)
     assert (
         "the chat template of policy.model fails with this policy.chat: no system prompt"
         in told["error"]
     )
-    assert "trial" not in examine(PolicyConfig(device="cpu", model=str(broken))), (
+    assert "trial" not in examine(PolicyConfig(devices="cpu", model=str(broken))), (
         "nobody asked for one"
     )
     assert describe_fails(broken).endswith(
@@ -238,13 +238,13 @@ def test_a_trial_answer_shows_what_a_model_directory_lacks(tmp_path):
     (broken / "chat_template.jinja").write_text(template)
     spoilt = {name: torch.full_like(tensor, float("nan")) for name, tensor in weights.items()}
     save_file(spoilt, broken / "model.safetensors", {"format": "pt"})
-    told = examine(PolicyConfig(device="cpu", model=str(broken)), trial=True)
+    told = examine(PolicyConfig(devices="cpu", model=str(broken)), trial=True)
     assert told["error_code"] == 69
 
 
 def describe_fails(model):
     with pytest.raises(Unavailable) as failed:
-        describe(PolicyConfig(device="cpu", model=str(model)))
+        describe(PolicyConfig(devices="cpu", model=str(model)))
     return str(failed.value)
 
 
@@ -339,3 +339,41 @@ def test_neither_torch_nor_libp2p_is_loaded_for_it():
         ).stdout.strip()
         == "[]"
     )
+
+
+NVIDIA_SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*)
+    echo "0, GPU-a, NVIDIA H100, 79000, 81559"
+    echo "1, GPU-b, NVIDIA H100, 500, 81559" ;;
+*) echo "GPU-b, 4711, 80000" ;;
+esac
+"""
+
+
+def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probes.driver_cards() == [], "no driver"
+    program = tmp_path / "nvidia-smi"
+    program.write_text(NVIDIA_SMI)
+    program.chmod(0o755)
+    assert probes.driver_cards() == [
+        "card 0 NVIDIA H100, 79000 of 81559 MiB free",
+        "card 1 NVIDIA H100, 500 of 81559 MiB free, process 4711 holds 80000 MiB",
+    ]
+    assert cli.run(["plan", "embedded"]) == 0
+    told = capsys.readouterr().out
+    assert "This machine has:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
+    assert "Each card holds a copy" in told
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert probes.driver_cards() == []
+
+
+def test_doctor_names_ranks_and_cards():
+    found = examine(PolicyConfig(devices=2))
+    assert found["cards"] == ["2 ranks: cpu, cpu"]
+    assert examine(PolicyConfig(devices="cpu"))["cards"] == []
+    told = checks.check_device(
+        DeviceFacts(torch="2", placement="cuda:0, bfloat16: configured", cards=["cuda:0 Big"])
+    )
+    assert told.what.endswith("configured; cuda:0 Big")

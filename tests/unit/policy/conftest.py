@@ -44,7 +44,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="session")
 def embedded():
-    return load_policy(PolicyConfig(device="cpu"))
+    return load_policy(PolicyConfig(devices="cpu"))
 
 
 @pytest.fixture(scope="session")
@@ -77,7 +77,7 @@ def model_dir(tmp_path_factory, embedded):
 def policies(model_dir):
     """kind → loaded policy, float32 on CPU."""
     return {
-        kind: load_policy(PolicyConfig(model=str(model_dir(kind)), device="cpu"))
+        kind: load_policy(PolicyConfig(model=str(model_dir(kind)), devices="cpu"))
         for kind in CONFIGS
     }
 

@@ -12,7 +12,7 @@ from swarmnode.stages.model import add_adapter
 
 
 def test_an_adapter_is_made_and_run_without_a_warning(model_dir):
-    cfg = PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=2))
+    cfg = PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", lora=LoraSettings(r=2))
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         policy = load_policy(cfg)

@@ -151,7 +151,7 @@ def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedde
     ]
     asked = [
         {
-            "policy": {"model": str(tmp_path / name), "device": "cpu", "lora": {"r": rank}},
+            "policy": {"model": str(tmp_path / name), "devices": "cpu", "lora": {"r": rank}},
             "length": length,
             "checkpointing": again,
         }
@@ -371,7 +371,7 @@ def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
     monkeypatch.setattr(talkative, "level", logging.NOTSET)
     load.check_bitsandbytes(
         "here",
-        dataclasses.replace(device.probe(PolicyConfig(device="cpu")), device=torch.device("cuda")),
+        dataclasses.replace(device.probe(PolicyConfig(devices="cpu")), device=torch.device("cuda")),
     )
     assert not talkative.isEnabledFor(logging.WARNING)
     assert talkative.isEnabledFor(logging.ERROR)
@@ -380,7 +380,7 @@ def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
 def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(monkeypatch):
     from swarmnode.policy import load
 
-    wanted = PolicyConfig(device="cpu", optim="adamw_8bit")
+    wanted = PolicyConfig(devices="cpu", optim="adamw_8bit")
     monkeypatch.setattr(load.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
         Unavailable,

@@ -104,7 +104,7 @@ def test_a_prompt_does_not_depend_on_its_neighbours(policies):
 
 def test_recorded_logprobs_agree_in_bfloat16(model_dir):
     policy = load_policy(
-        PolicyConfig(model=str(model_dir("qwen2")), device="cpu", dtype="bfloat16")
+        PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", dtype="bfloat16")
     )
     try:
         groups = generate(policy, PROMPTS, Sampling(4, 6), policy.random_generator(1))
@@ -116,7 +116,7 @@ def test_recorded_logprobs_agree_in_bfloat16(model_dir):
         assert gaps.abs().median() < 0.05
     finally:
         # accelerate's precision is global: leave float32 behind
-        load_policy(PolicyConfig(device="cpu"))
+        load_policy(PolicyConfig(devices="cpu"))
 
 
 def test_eos_is_part_of_the_completion_and_not_of_its_text(embedded):

@@ -28,7 +28,7 @@ BIG = 0.5 * 2**30  # bytes this process may hold while memory is short
 def _after():
     yield
     # accelerate's precision and device are global: leave a CPU behind
-    load_policy(PolicyConfig(device="cpu"))
+    load_policy(PolicyConfig(devices="cpu"))
 
 
 def rows(groups):
@@ -38,7 +38,7 @@ def rows(groups):
 def load(directory, **settings):
     return load_policy(
         PolicyConfig.model_validate(
-            {"model": str(directory), "device": "cuda", "dtype": "float32"} | settings
+            {"model": str(directory), "devices": "cuda", "dtype": "float32"} | settings
         )
     )
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
 
 def test_cpu_and_gpu_agree(model_dir):
     directory = model_dir("qwen2")
-    here = load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    here = load_policy(PolicyConfig(model=str(directory), devices="cpu"))
     groups = generate(here, PROMPTS, Sampling(4, 8), here.random_generator(1))
     on_cpu = score(here, rows(groups), 1.0)
     on_gpu = score(load(directory), rows(groups), 1.0)

@@ -26,7 +26,7 @@ def llama(tmp_path, model_dir):
 
 
 def cpu(directory, **more):
-    return PolicyConfig(model=str(directory), device="cpu", **more)
+    return PolicyConfig(model=str(directory), devices="cpu", **more)
 
 
 def edit_config(directory, **values):
@@ -89,7 +89,7 @@ def test_adapter_in_float32_over_a_base_in_bfloat16(llama):
         }
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     finally:
-        load_policy(PolicyConfig(device="cpu"))
+        load_policy(PolicyConfig(devices="cpu"))
 
 
 def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
@@ -98,7 +98,7 @@ def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
         assert policy.dtype == torch.bfloat16
     finally:
-        load_policy(PolicyConfig(device="cpu"))
+        load_policy(PolicyConfig(devices="cpu"))
 
 
 def test_the_reference_of_full_weights_stays_where_it_was(embedded):
@@ -268,9 +268,9 @@ def test_weights_of_another_shape(llama):
 def test_a_device_that_is_not_there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unavailable, match="sees 0 CUDA devices"):
-        load_policy(PolicyConfig(device="cuda"))
+        load_policy(PolicyConfig(devices="cuda"))
     with pytest.raises(Unavailable, match="'xpu' is not available here"):
-        load_policy(PolicyConfig(device="xpu"))
+        load_policy(PolicyConfig(devices="xpu"))
 
 
 # --- does it fit: known from config.json alone
@@ -365,7 +365,7 @@ def test_a_model_beyond_float16_is_loaded_in_float32(
     policy = load_policy(PolicyConfig(model=str(tmp_path / "model"), device="cpu"), said.append)
     assert policy.dtype == dtype
     assert any("float16 cannot hold" in line for line in said) is (dtype == torch.float32)
-    load_policy(PolicyConfig(device="cpu", dtype="float32"))  # accelerate's precision is global
+    load_policy(PolicyConfig(devices="cpu", dtype="float32"))  # accelerate's precision is global
 
 
 def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
@@ -384,6 +384,6 @@ def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, emb
     for free, spread in ((need + 1, False), (need // 2 + 1, True)):
         pretend(monkeypatch, (9, 0), count=2, free=free)
         assert device.fit(PolicyConfig(), config, device.probe(PolicyConfig())).spread is spread
-    one = PolicyConfig(device="cuda:1")  # a person who names a device means it
+    one = PolicyConfig(devices="cuda:1")  # a person who names a device means it
     with pytest.raises(DeviceError):
         device.fit(one, config, device.probe(one))

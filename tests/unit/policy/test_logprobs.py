@@ -231,7 +231,7 @@ def test_packed_rows_run_in_one_batch_but_for_one_that_is_too_long(monkeypatch):
 @pytest.mark.parametrize("lora", [0, 4])
 def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypatch):
     policy = load_policy(
-        PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora=LoraSettings(r=lora))
+        PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", lora=LoraSettings(r=lora))
     )
     vocabulary = policy.base.config.vocab_size
     monkeypatch.setattr(footprint, "LOGITS_BYTES_ELSEWHERE", 4 * vocabulary * 40)
@@ -264,7 +264,7 @@ def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monke
     config.eos_token_id = embedded.eos_id
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     embedded.tokenizer.save_pretrained(tmp_path)
-    capped = load_policy(PolicyConfig(model=str(tmp_path), device="cpu"))
+    capped = load_policy(PolicyConfig(model=str(tmp_path), devices="cpu"))
     with torch.no_grad():
         capped.base.get_output_embeddings().weight.mul_(50)
     assert not logprobs.splits_head(capped)

@@ -18,8 +18,9 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
 from swarmnode.rl.utility import AgreementProbe
-from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Updater
+from swarmnode.trainer import update
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, own_group
+from swarmnode.trainer.update import Passes, Updater
 
 
 class Mps(TorchFunctionMode):
@@ -48,7 +49,7 @@ class Mps(TorchFunctionMode):
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 def test_an_update_makes_no_float64_on_the_device(beta):
-    policy = load_policy(PolicyConfig(device="cpu"))
+    policy = load_policy(PolicyConfig(devices="cpu"))
     first, second = generate(
         policy, ["What is 3 + 4?", "What is 9 + 1?"], Sampling(4, 8), policy.random_generator(1)
     )
@@ -69,7 +70,7 @@ def test_an_update_makes_no_float64_on_the_device(beta):
 
 
 def test_sampling_and_scoring_make_no_float64_on_the_device():
-    policy = load_policy(PolicyConfig(device="cpu"))
+    policy = load_policy(PolicyConfig(devices="cpu"))
     prompts, asked = ["What is 3 + 4?", "What is 9 + 1?"], Sampling(2, 8, top_p=0.9)
     with Mps():
         rng = policy.random_generator(1)
@@ -130,7 +131,7 @@ def test_agreement_is_measured_over_two_cards(names):
         probe = AgreementProbe(parameters)
         probe.mark()
         assert probe._flat().shape == (6,)
-        assert probe._own.device == probe._flat().device
+        assert probe.own.device == probe._flat().device
 
 
 @pytest.mark.parametrize("piece", [2, 100])
@@ -178,3 +179,41 @@ def test_logits_lie_where_ids_do(cards):
     )
     ids = torch.zeros(2, 3, dtype=torch.long, device=here)
     assert Policy.logits(policy, ids, None, ids).device == here
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_an_update_follows_log_probabilities_to_another_card(cards, beta, monkeypatch):
+    """Ids are on one card, the head on another: so are mask, weights, advantages and reference."""
+    here, there = cards
+    weight = torch.nn.Parameter(torch.zeros(3, device=there))
+    policy = SimpleNamespace(
+        device=here,
+        pad_id=0,
+        trainable_parameters=lambda: [weight],
+        accelerator=SimpleNamespace(
+            prepare_optimizer=lambda optimizer: optimizer, backward=lambda loss: loss.backward()
+        ),
+    )
+
+    def logprobs_there(policy, batch, temperature):
+        assert batch.prompt_ids.device == here
+        made = weight.sum() + torch.zeros(batch.completion_ids.shape, device=there)
+        return made, made.detach()
+
+    monkeypatch.setattr(update, "completion_logprobs", logprobs_there)
+    monkeypatch.setattr(
+        update, "score", lambda policy, rows, temperature: [[0.0] * len(c) for _, c in rows]
+    )
+    rows = Rows(
+        [([1, 2], [3, 4]), ([1, 2], [5])],
+        [[-1.0, -1.0], [-1.0]],
+        torch.ones(2, device="cpu"),
+        torch.ones(2, device="cpu"),
+        [0, 0],
+        [False, False],
+    )
+    reference = policy if beta else None
+    updater = Updater(policy, TrainingConfig(beta=beta), MicroBatcher(4096), reference)
+    sums = updater.accumulate(rows, Passes([0, 1], []))
+    assert weight.grad.device == there
+    assert sums.own.device == CPU

@@ -41,7 +41,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
 
 def test_a_cpu_is_refused_before_anything_is_read(installed):
     with pytest.raises(Unavailable, match="needs a CUDA device, not cpu"):
-        load.load_policy(policy("8bit").model_copy(update={"device": "cpu"}))
+        load.load_policy(policy("8bit").model_copy(update={"devices": "cpu"}))
 
 
 def test_what_bitsandbytes_is_asked_for(installed):

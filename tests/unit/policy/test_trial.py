@@ -45,7 +45,7 @@ def opened(tmp_path_factory, embedded):
     def open_kind(kind):
         if kind not in made:
             directory = build(kind, tmp_path_factory.mktemp(kind), embedded.tokenizer)
-            cfg = PolicyConfig(model=str(directory), device="cpu")
+            cfg = PolicyConfig(model=str(directory), devices="cpu")
             made[kind] = cfg, load_policy(cfg)
         return made[kind]
 
@@ -190,7 +190,7 @@ def test_masks_of_ours_are_not_for_every_model(opened, kind, monkeypatch):
 
 
 def test_no_flag_of_a_model_class_decides(tmp_path, embedded, monkeypatch):
-    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), device="cpu")
+    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), devices="cpu")
     kind = type(load_policy(cfg).base)
     monkeypatch.setattr(kind, "_can_compile_fullgraph", False)
     monkeypatch.setattr(kind, "_is_stateful", True)
@@ -212,7 +212,7 @@ def ignores_mask(policy, monkeypatch, four=False):
 
 
 def test_a_model_that_drops_a_mask_is_run_without_padding(tmp_path, embedded, monkeypatch):
-    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), device="cpu")
+    cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), devices="cpu")
     ignores_mask(load_policy(cfg), monkeypatch)
     policy = load_policy(cfg)
     assert not pads(policy)
@@ -300,7 +300,7 @@ def test_a_model_that_cannot_train_is_refused(embedded, monkeypatch, harm):
 
 def test_doctor_says_why_a_model_cannot_train(tmp_path, embedded):
     model = build("mamba", tmp_path / "mamba", embedded.tokenizer)
-    config = Config(policy=PolicyConfig(model=str(model), device="cpu"), training=TRAINING)
+    config = Config(policy=PolicyConfig(model=str(model), devices="cpu"), training=TRAINING)
     facts = probes.device(config, trial=True)
     assert checks.check_device(facts).level == "ok"
     found = checks.check_model(facts)
@@ -313,7 +313,7 @@ def test_doctor_survives_whatever_a_model_raises(monkeypatch):
         raise AttributeError("conv_states")
 
     monkeypatch.setattr("swarmnode.policy.examine.try_policy", spoilt)
-    told = examine(PolicyConfig(device="cpu"), trial=True)
+    told = examine(PolicyConfig(devices="cpu"), trial=True)
     assert told["error_code"] == 69
     assert "conv_states" in told["error"]
     assert json.dumps(told)
@@ -324,7 +324,7 @@ def test_a_trainer_ends_before_it_begins(tmp_path, embedded):
     config = Config.model_validate(
         {
             "node": {"data_dir": tmp_path / "data"},
-            "policy": {"model": str(model), "device": "cpu"},
+            "policy": {"model": str(model), "devices": "cpu"},
         }
     )
     with pytest.raises(Unavailable, match="cannot be trained"):

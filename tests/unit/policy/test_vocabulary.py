@@ -68,7 +68,7 @@ def policy(request, tmp_path_factory):
                 parameter.mul_(6)
     model.save_pretrained(directory)
     its.save_pretrained(directory)
-    return load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    return load_policy(PolicyConfig(model=str(directory), devices="cpu"))
 
 
 def sampled(policy, kind):

@@ -60,7 +60,7 @@ def fleet(models, base, tmp_path):
 
 
 def policy_of(base, lora):
-    return PolicyConfig.model_validate({"model": str(base), "lora": {"r": lora}, "device": "cpu"})
+    return PolicyConfig.model_validate({"model": str(base), "lora": {"r": lora}, "devices": "cpu"})
 
 
 async def train(fleet, steps):

@@ -25,7 +25,7 @@ IDS = torch.tensor([[5, 9, 17, 3, 8]])
 def trained(tmp_path, lora: int = 0) -> Policy:
     """A policy whose weights have moved, saved as the trainer saves it."""
     torch.set_num_threads(1)
-    policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "device": "cpu"}))
+    policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "devices": "cpu"}))
     config = Config.model_validate({"policy": {"lora": {"r": lora}}})
     if shares_a(config.policy.lora, config.weights):
         freeze_a(dict(policy.model.named_parameters()), A_SEED)

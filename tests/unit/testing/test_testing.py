@@ -58,7 +58,7 @@ async def test_what_it_cannot_score_is_an_error_in_its_place():
 
 def test_equal_arguments_make_equal_policies_and_another_seed_another(tmp_path):
     one, other = (
-        load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), device="cpu"))
+        load_policy(PolicyConfig(model=str(write_tiny_policy(tmp_path / name)), devices="cpu"))
         for name in "ab"
     )
     third = tiny_policy(tmp_path / "c", seed=1)

@@ -47,7 +47,7 @@ async def crew(tmp_path, model):
                 "node": {"data_dir": d},
                 "weights": WEIGHTS,
                 "stages": STAGES,
-                "policy": {"model": str(model), "device": "cpu"},
+                "policy": {"model": str(model), "devices": "cpu"},
                 # however many steps a busy machine takes meanwhile, they are small
                 "training": {"learning_rate": 1e-6},
             }
@@ -69,7 +69,7 @@ async def crew(tmp_path, model):
                 threading.Event(),
                 60.0,
             )
-            policy = load_policy(PolicyConfig(model=str(model), device="cpu"))
+            policy = load_policy(PolicyConfig(model=str(model), devices="cpu"))
             prompts = [policy.encode_prompt(p) for p in ("What is 3 + 4?", "Calculate 10 + 8.")]
 
             async def update(step):

@@ -36,7 +36,11 @@ def model(tmp_path_factory):
     torch.set_num_threads(1)
     directory = tmp_path_factory.mktemp("node")
     c = Config.model_validate(
-        {"node": {"data_dir": directory}, "policy": {"device": "cpu"}, "stages": {"mode": "always"}}
+        {
+            "node": {"data_dir": directory},
+            "policy": {"devices": "cpu"},
+            "stages": {"mode": "always"},
+        }
     )
     with open_model(c) as opened:
         yield opened

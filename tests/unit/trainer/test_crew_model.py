@@ -47,7 +47,7 @@ def config_of(tmp_path, **stages) -> Config:
     return Config.model_validate(
         {
             "node": {"data_dir": str(tmp_path / "data")},
-            "policy": {"device": "cpu"},
+            "policy": {"devices": "cpu"},
             "stages": {"mode": "always", **stages},
         }
     )
@@ -80,7 +80,7 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, s
         logits_scaling=8.0,
     )
     shape.save_pretrained(tmp_path)
-    config = Config.model_validate({"policy": {"device": "cpu"}, "stages": stages})
+    config = Config.model_validate({"policy": {"devices": "cpu"}, "stages": stages})
     with pytest.raises(error, match=line) as refused:
         fits_whole(config, tmp_path, probe(config.policy))
     assert "set stages.mode to off" in str(refused.value)
@@ -99,7 +99,7 @@ def test_a_policy_is_planned_whole_exactly_if_loading_accepts_it(
         num_key_value_heads=2,
     )
     shape.save_pretrained(tmp_path)
-    policy = {"device": "cpu", "quantization": quantization, "lora": {"r": 4}}
+    policy = {"devices": "cpu", "quantization": quantization, "lora": {"r": 4}}
     config = Config.model_validate({"policy": policy})
     placement = probe(config.policy)
     need = device.update_bytes(config.policy, shape, placement)
@@ -231,7 +231,7 @@ def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew
     tmp_path, rank
 ):
     path = write_deep_model(tmp_path / "model", layers=4)
-    policy = {"model": str(path), "device": "cpu", "lora": {"r": rank}}
+    policy = {"model": str(path), "devices": "cpu", "lora": {"r": rank}}
     config = Config.model_validate(
         {"node": {"data_dir": str(tmp_path)}, "policy": policy, "stages": {"mode": "always"}}
     )
@@ -283,7 +283,7 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     monkeypatch.setattr("swarmnode.stages.model.needs_checkpointing", lambda *given: True)
     monkeypatch.setattr("swarmnode.policy.footprint.LOGITS_BYTES_ELSEWHERE", 2**20)
     config = Config(
-        policy=PolicyConfig(device="cpu", lora=LoraSettings(r=rank)),
+        policy=PolicyConfig(devices="cpu", lora=LoraSettings(r=rank)),
         training=TrainingConfig(max_completion_length=700),
     )
     placement, cut = probe(config.policy), (2, 2)

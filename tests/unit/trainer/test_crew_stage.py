@@ -41,7 +41,7 @@ def model(tmp_path_factory):
     path = write_deep_model(tmp_path_factory.mktemp("model"), layers=2, tied=False)
     config = Config.model_validate(
         {
-            "policy": {"model": str(path), "device": "cpu"},
+            "policy": {"model": str(path), "devices": "cpu"},
             "stages": {"mode": "always"},
             "training": {"learning_rate": 0.01},
         }

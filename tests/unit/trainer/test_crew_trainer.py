@@ -62,7 +62,7 @@ def config(directory, model, codec="float32", **sections):
             "task": {"held_out_per_task": 2},
             "weights": {"rule": "off"},
             **sections,
-            "policy": {"model": str(model), "device": "cpu", **sections.get("policy", {})},
+            "policy": {"model": str(model), "devices": "cpu", **sections.get("policy", {})},
             "training": {"eval_every": 1000, **sections["training"]},
             "stages": {
                 "mode": "always",
@@ -99,7 +99,7 @@ def make(tmp_path, model, count=2, **sections):
 
 
 def whole(model):
-    return load_policy(PolicyConfig(model=str(model), device="cpu"))
+    return load_policy(PolicyConfig(model=str(model), devices="cpu"))
 
 
 def engine_of(trainer):
@@ -718,7 +718,12 @@ def test_who_needs_a_crew(tmp_path, model):
     assert isinstance(make_trainer(fits, Progress()), Trainer)
     few = {"groups_per_step": 2}
     small = config(tmp_path, model, training=few, stages={"mode": "auto", "capacity": 3 * 2**20})
-    assert isinstance(make_trainer(small, Progress()), CrewTrainer)
+    with capture_logs() as lines:
+        assert isinstance(make_trainer(small, Progress()), CrewTrainer)
+        assert not lines
+        several = {"policy": small.policy.model_copy(update={"devices": "2"})}
+        make_trainer(small.model_copy(update=several), Progress())
+    assert [line["detail"] for line in lines] == ["a member of a crew uses cpu alone"]
     assert isinstance(
         make_trainer(
             config(tmp_path, model, stages={"mode": "off", "capacity": 3 * 2**20}), Progress()

@@ -25,7 +25,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.trainer.update import Updater
 from tests.support.network_side import NetworkSide
 
-HALF = PolicyConfig(device="cpu", dtype="float16")
+HALF = PolicyConfig(devices="cpu", dtype="float16")
 TOO_LARGE = 2.0**40
 """A scale at which every gradient overflows."""
 
@@ -34,7 +34,7 @@ TOO_LARGE = 2.0**40
 def _after():
     torch.set_num_threads(1)
     yield
-    load_policy(PolicyConfig(device="cpu"))  # accelerate's precision is global
+    load_policy(PolicyConfig(devices="cpu"))  # accelerate's precision is global
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch)
 def test_the_scaled_update_is_that_of_float32(rows, policy):
     """Weights after one step: Adam's first step is the sign of the gradient, so compare where it is
     not close to zero."""
-    plain = load_policy(PolicyConfig(device="cpu"))
+    plain = load_policy(PolicyConfig(devices="cpu"))
     cfg = TrainingConfig(learning_rate=1e-3)
     start = flat(plain)
     expected = Updater(plain, cfg, MicroBatcher(4096)).update(rows)

@@ -53,7 +53,7 @@ async def train(data_dir, *, policy, **training):
 async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
     first = await train(
         tmp_path,
-        policy={"device": "cuda"},
+        policy={"devices": "cuda"},
         max_steps=60,
         eval_every=60,
         eval_budget=1.0,
@@ -61,18 +61,18 @@ async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
     )
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "bfloat16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
-    second = await train(tmp_path, policy={"device": "cuda"}, max_steps=62)
+    second = await train(tmp_path, policy={"devices": "cuda"}, max_steps=62)
     assert second[-1].step == 62
     assert second[-1].reward_held_out == first[-1].reward_held_out
     # and again on a CPU: another kind of random generator, the same optimizer
-    third = await train(tmp_path, policy={"device": "cpu"}, max_steps=64)
+    third = await train(tmp_path, policy={"devices": "cpu"}, max_steps=64)
     assert (third[-1].step, third[-1].device) == (64, "cpu")
-    fourth = await train(tmp_path, policy={"device": "cuda"}, max_steps=65)
+    fourth = await train(tmp_path, policy={"devices": "cuda"}, max_steps=65)
     assert (fourth[-1].step, fourth[-1].device) == (65, "cuda:0")
 
 
 async def test_it_learns_in_float16_and_its_loss_scale_is_kept(tmp_path):
-    place = {"device": "cuda", "dtype": "float16"}
+    place = {"devices": "cuda", "dtype": "float16"}
     first = await train(
         tmp_path, policy=place, max_steps=60, eval_every=60, eval_budget=1.0, learning_rate=1e-3
     )
@@ -87,7 +87,7 @@ async def test_it_learns_in_float16_and_its_loss_scale_is_kept(tmp_path):
 
 
 def test_an_overflow_on_the_card_skips_the_step_and_lowers_the_scale():
-    policy = load_policy(PolicyConfig(device="cuda", dtype="float16"))
+    policy = load_policy(PolicyConfig(devices="cuda", dtype="float16"))
     (group,) = generate(policy, ["What is 3 + 4?"], Sampling(4, 8), policy.random_generator(1))
     rows = assemble([own_group(group, [1.0, 0.0, 0.0, 1.0])], "grpo")
     updater = Updater(policy, TrainingConfig(), MicroBatcher(4096))
@@ -117,12 +117,12 @@ def allow():
 
 async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, allow):
     allow(256 * 2**20)  # cuBLAS alone takes 32 MiB for each stream of each thread
-    first = await train(tmp_path, policy={"device": "cuda"}, max_steps=2, **LARGE)
+    first = await train(tmp_path, policy={"devices": "cuda"}, max_steps=2, **LARGE)
     assert first[-1].step == 2
     assert first[-1].oom_retries_total > 0
     limit = first[-1].micro_batch_tokens
     assert 0 < limit < LARGE["per_device_train_tokens"]
-    second = await train(tmp_path, policy={"device": "cuda"}, max_steps=3, **LARGE)
+    second = await train(tmp_path, policy={"devices": "cuda"}, max_steps=3, **LARGE)
     assert second[-1].step == 3
     assert second[-1].micro_batch_tokens <= limit
     # a longer batch may teach it a little more
@@ -134,5 +134,5 @@ async def test_a_card_too_small_for_the_policy_ends_in_one_line(tmp_path, allow)
     # not in what the allocator has left of other tests
     many = {**LARGE, "max_completion_length": 256}
     with pytest.raises(ExceptionGroup) as raised:
-        await train(tmp_path, policy={"device": "cuda"}, max_steps=1, **many)
+        await train(tmp_path, policy={"devices": "cuda"}, max_steps=1, **many)
     assert isinstance(raised.value.exceptions[0], DeviceError)

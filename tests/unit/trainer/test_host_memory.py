@@ -52,3 +52,15 @@ def test_an_adapter_fits_where_all_weights_do_not(free):
     free(2)
     config = Config.model_validate({"policy": {"lora": {"r": 16}}})
     engine.check_host_memory(config.policy, config.weights, 8_798_208, CPU)
+
+
+def test_a_further_rank_needs_weights_and_gradients_but_no_moments(free):
+    config = Config.model_validate({"weights": {"rule": "off"}})
+    free(12)
+    engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CPU)
+    with pytest.raises(DeviceError, match=r"9\.9 GB to train"):
+        engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CPU, ranks=2)
+    free(16)
+    engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CPU, ranks=2)
+    free(12)
+    engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CUDA, ranks=2)

@@ -15,7 +15,7 @@ from swarmnode.tasks.measured import Request
 from swarmnode.trainer.measure import measure, open_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
-CPU = PolicyConfig(device="cpu", threads=1)
+CPU = PolicyConfig(devices="cpu", threads=1)
 
 
 class Scorer:
@@ -58,7 +58,7 @@ def test_greedy_and_pass_at_k_are_means_over_the_questions() -> None:
 def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
     base = load_policy(CPU)
     adapted = load_policy(
-        PolicyConfig.model_validate({"device": "cpu", "threads": 1, "lora": {"r": 2}})
+        PolicyConfig.model_validate({"devices": "cpu", "threads": 1, "lora": {"r": 2}})
     )
     for parameter in adapted.trainable_parameters():
         parameter.add_(0.1)

@@ -35,7 +35,7 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def embedded():
     torch.set_num_threads(1)
-    return load_policy(PolicyConfig(device="cpu"))
+    return load_policy(PolicyConfig(devices="cpu"))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def directory(tmp_path, embedded):
 
 
 def opened(directory, lora=0):
-    return PolicyConfig(model=str(directory), device="cpu", lora=LoraSettings(r=lora))
+    return PolicyConfig(model=str(directory), devices="cpu", lora=LoraSettings(r=lora))
 
 
 def steps(cfg, policy, option, external=()):
@@ -141,7 +141,7 @@ async def test_a_whole_trainer_runs_with_it(tmp_path, directory, kind, lora):
     config = Config.model_validate(
         {
             "node": {"data_dir": tmp_path},
-            "policy": {"model": str(directory(kind)), "device": "cpu", "lora": {"r": lora}},
+            "policy": {"model": str(directory(kind)), "devices": "cpu", "lora": {"r": lora}},
             "task": {"held_out_per_task": 1},
             "training": {
                 "max_steps": 2,

@@ -41,7 +41,7 @@ def trained():
         learning_rate=1e-4,
     )
     counters = Counters(peer="12D3KooWme", swarm="00" * 32)
-    policy = load_policy(PolicyConfig(device="cpu"))
+    policy = load_policy(PolicyConfig(devices="cpu"))
     engine = make_whole_policy(
         Config(training=training, weights=WeightsConfig(rule="off")),
         policy,

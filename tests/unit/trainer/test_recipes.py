@@ -96,7 +96,7 @@ def test_a_recipe_can_be_looked_at(capsys):
     assert run(["recipes", "show", "cpu-0.5b-lora"]) == 0
     assert capsys.readouterr().out.strip() == text_of("cpu-0.5b-lora").strip()
     assert run(["recipes", "show", "cpu-0.5b-lora", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["set"]["policy.device"] == "cpu"
+    assert json.loads(capsys.readouterr().out)["set"]["policy.devices"] == "cpu"
     assert run(["recipes", "show", "12gb"]) == 78
     assert "no recipe '12gb'; there are 24gb-1.5b, " in capsys.readouterr().err
 
@@ -141,7 +141,7 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
     tokens at most."""
     said = [
         f"policy.model={json.dumps(str(shrunk))}",
-        "policy.device=cpu",
+        "policy.devices=cpu",
         "policy.dtype=float32",
         "policy.optim=adamw",
         "training.max_completion_length=160",
@@ -246,7 +246,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
         (tmp_path / "version").touch()
     monkeypatch.setattr(settings.metadata, "version", lambda package: build)
     lines = settings.unused_gpu(
-        settings.load(overrides=[f"policy.device={device}"]).config.policy, tmp_path / "version"
+        settings.load(overrides=[f"policy.devices={device}"]).config.policy, tmp_path / "version"
     )
     assert [
         f"torch {build} is built for the CPU: pip uninstall -y torch" in line for line in lines
@@ -260,7 +260,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
 def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(
     name, free, also, monkeypatch
 ):
-    policy = settings.load(recipe=name, overrides=["policy.device=cuda"]).config.policy
+    policy = settings.load(recipe=name, overrides=["policy.devices=cuda"]).config.policy
     hidden, intermediate, layers, heads, keys, tied = SHAPES[
         re.search(r"-([\d.]+B)-", policy.model)[1]
     ]

@@ -38,8 +38,8 @@ def node(request, tmp_path):
     """(engine, sampler, a step, the server)."""
     torch.set_num_threads(1)
     lora = LoraSettings(r=request.param)
-    policy = load_policy(PolicyConfig(device="cpu", lora=lora))
-    with StandIn(load_policy(PolicyConfig(device="cpu", lora=lora))) as server:
+    policy = load_policy(PolicyConfig(devices="cpu", lora=lora))
+    with StandIn(load_policy(PolicyConfig(devices="cpu", lora=lora))) as server:
         training = TrainingConfig(
             num_generations=4, groups_per_step=2, learning_rate=2e-4, options=["lockstep"]
         )

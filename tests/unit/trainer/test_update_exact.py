@@ -70,7 +70,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def policy(folder):
-    return load_policy(PolicyConfig(model=str(folder), device="cpu"))
+    return load_policy(PolicyConfig(model=str(folder), devices="cpu"))
 
 
 def by_hand(model, prompt, completion, temperature):

@@ -21,7 +21,7 @@ PROMPTS = ["What is 3 + 4?", "What is 5 + 6?", "What is 7 + 8?", "What is 9 + 1?
 @pytest.fixture(scope="module")
 def base():
     torch.set_num_threads(1)
-    return load_policy(PolicyConfig(device="cpu"))
+    return load_policy(PolicyConfig(devices="cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +154,15 @@ def test_an_exception_of_our_own_rows_is_raised(base, groups, monkeypatch):
 
 def test_a_group_that_fails_in_the_reference_is_refused(base, groups, monkeypatch):
     expected = updated(base, groups[:2], beta=0.1)
-    real = MicroBatcher.score
+    real = module.score
     wrong = groups[2].rows[0][0]
 
-    def fragile(self, policy, rows, temperature):
+    def fragile(policy, rows, temperature):
         if any(prompt == wrong for prompt, _ in rows):
             raise IndexError("index out of range")
-        return real(self, policy, rows, temperature)
+        return real(policy, rows, temperature)
 
-    monkeypatch.setattr(MicroBatcher, "score", fragile)
+    monkeypatch.setattr(module, "score", fragile)
     found = updated(base, groups[:3], beta=0.1)
     assert found[2].refused == {2: "failed"}
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6

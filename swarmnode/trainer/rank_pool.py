@@ -1,0 +1,391 @@
+"""The other ranks, as rank 0 sees them: what they are told, what they answer, and how one that is
+lost is noticed. See ranks.py."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnContext, SpawnProcess
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+import torch
+import torch.distributed as dist
+
+from swarmnode.config import Config
+from swarmnode.errors import DeviceError, RankLost
+from swarmnode.link.messages import CardUse
+from swarmnode.policy.device import probe
+from swarmnode.policy.load import Policy
+from swarmnode.policy.ways import reason
+from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.rank_process import (
+    ANSWERS,
+    POLL_SECONDS,
+    Accumulate,
+    Accumulated,
+    AddGradients,
+    Advanced,
+    Answer,
+    AnyAnswer,
+    Command,
+    Done,
+    Failed,
+    Halt,
+    Join,
+    MicroBatchQueue,
+    Quit,
+    Ready,
+    Setup,
+    Shared,
+    TakeWeights,
+    add_gradients,
+    encoded,
+    finish,
+    in_buckets,
+    join,
+    run_rank,
+)
+from swarmnode.trainer.update import (
+    Passes,
+    Updater,
+)
+
+log = structlog.get_logger("swarmnode.trainer")
+
+
+A = TypeVar("A", bound=Answer)
+
+SILENCE_SECONDS = 60.0
+"""A rank that computes reports after every layer and decoding step; one that has not for so long
+hangs."""
+GOODBYE_SECONDS = 5.0
+"""A rank that was told to end is killed after so long."""
+
+
+def on_device(config: Config, devices: Sequence[torch.device], rank: int) -> Config:
+    """The configuration of one rank: its device, and on a CPU its share of the threads."""
+    if len(devices) == 1 and devices[0] == probe(config.policy).device:
+        return config  # whose model may lie on several devices
+    policy = config.policy.model_copy(update={"devices": str(devices[rank])})
+    if devices[rank].type == "cpu" and not policy.threads:
+        threads = max(1, torch.get_num_threads() // len(devices))
+        policy = policy.model_copy(update={"threads": threads})
+    return config.model_copy(update={"policy": policy})
+
+
+@dataclass
+class RankProcess:
+    process: SpawnProcess
+    connection: Connection
+    device: str
+    owed: int = 1
+    """Last answers that are still to come; the first is Ready."""
+
+
+class RankPool:
+    """The other ranks, as rank 0 sees them.
+
+    Args:
+        devices: of all ranks; the first is this process's.
+        alive: called while rank 0 waits, as long as the ranks that it waits for do something.
+        entry: what a rank's process runs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        devices: Sequence[torch.device],
+        alive: Callable[[], None] = lambda: None,
+        entry: Callable[[Setup, Connection, Shared], None] = run_rank,
+    ) -> None:
+        self.count = len(devices)
+        self.others = range(1, self.count)
+        self._devices = devices
+        self._alive = alive
+        self.silence_seconds = SILENCE_SECONDS
+        """After which a rank that has something to do hangs."""
+        self._startup = config.supervisor.startup_seconds
+        self._folder = tempfile.TemporaryDirectory(prefix="swarmnode-ranks-")
+        self._store = str(Path(self._folder.name) / "store")
+        context = multiprocessing.get_context("spawn")
+        self._shared = Shared.make(context, self.count)
+        self._ranks = {rank: self._start(context, rank, config, entry) for rank in self.others}
+        self.advanced: Callable[[int, Advanced], None] = lambda rank, answer: None
+        """Is given what ranks have sampled, whatever rank 0 waits for."""
+        self._joined = False
+        self._stale = True
+        """The other ranks' weights are not these."""
+        self.cards: dict[int, list[CardUse]] = {}
+        """By rank, as it has reported last."""
+        self._rank_0: tuple[Policy, Updater] | None = None
+        self._marked = False
+
+    def _start(
+        self,
+        context: SpawnContext,
+        rank: int,
+        config: Config,
+        entry: Callable[[Setup, Connection, Shared], None],
+    ) -> RankProcess:
+        here, there = context.Pipe()
+        text = on_device(config, self._devices, rank).model_dump_json()
+        device = str(self._devices[rank])
+        setup = Setup(text, rank, self.count, device, self._store)
+        process = context.Process(
+            target=entry, args=(setup, there, self._shared), name=f"rank {rank}", daemon=True
+        )
+        self._shared.beat(rank)
+        process.start()
+        there.close()
+        return RankProcess(process, here, device)
+
+    @property
+    def _attached(self) -> tuple[Policy, Updater]:
+        assert self._rank_0 is not None
+        return self._rank_0
+
+    @property
+    def devices_text(self) -> str:
+        """For reports: "cuda:0, cuda:1", or "2 × cpu"."""
+        names = [str(device) for device in self._devices]
+        return f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
+
+    def attach(self, policy: Policy, updater: Updater) -> None:
+        """Wait until every rank has loaded, and enter the group of processes with them. policy,
+        updater: rank 0's, from now on."""
+        self._rank_0 = policy, updater
+        self._stale = True
+        if self._joined:
+            return
+        for rank, ready in self.answers(Ready).items():
+            if ready.fingerprint != policy.fingerprint:
+                raise RankLost(f"rank {rank} ({ready.device}) has loaded other weights")
+            if ready.dtype != str(policy.dtype):
+                raise DeviceError(
+                    f"rank {rank} ({ready.device}) computes in {ready.dtype}, rank 0"
+                    f" ({policy.device}) in {policy.dtype}: set policy.dtype to float32"
+                )
+        for rank in self.others:
+            self.tell(rank, Join())
+        with self._lost_if_failed():
+            join(policy.device, self._store, 0, self.count)
+        self._joined = True
+        self.answers(Done)
+        self.broadcast_weights()
+        log.info("ranks", count=self.count, devices=self.devices_text)
+
+    def close(self) -> None:
+        """End all ranks."""
+        for rank in self._ranks.values():
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(encoded(Quit()))
+        late = time.monotonic() + GOODBYE_SECONDS
+        for rank in self._ranks.values():
+            rank.process.join(max(0.0, late - time.monotonic()))
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+            rank.connection.close()
+        if self._joined:
+            with contextlib.suppress(RuntimeError):
+                dist.destroy_process_group()
+            self._joined = False
+        self._folder.cleanup()
+
+    # ---- messages ----
+
+    def tell(self, rank: int, command: Command) -> None:
+        """Raises RankLost."""
+        try:
+            self._ranks[rank].connection.send_bytes(encoded(command))
+        except OSError:
+            raise self._lost(rank) from None
+        self._ranks[rank].owed += 1
+        self._shared.beat(rank)
+
+    def is_busy(self, rank: int) -> bool:
+        return self._ranks[rank].owed > 0
+
+    def poll(self, seconds: float) -> dict[int, AnyAnswer]:
+        """Answers that are there, or come within `seconds`. Raises RankLost, or what a command
+        has."""
+        busy = {each.connection: rank for rank, each in self._ranks.items() if each.owed}
+        found: dict[int, AnyAnswer] = {}
+        for connection in wait(list(busy), seconds):
+            assert isinstance(connection, Connection)
+            rank = busy[connection]
+            try:
+                answer = ANSWERS.decode(connection.recv_bytes())
+            except (EOFError, OSError):
+                raise self._lost(rank) from None
+            self._shared.beat(rank)  # it may have waited until this was read
+            if isinstance(answer, Ready | Accumulated):
+                self.cards[rank] = answer.cards
+            self._ranks[rank].owed -= not isinstance(answer, Advanced) or answer.last
+            found[rank] = answer
+            if isinstance(answer, Advanced):
+                self.advanced(rank, answer)
+        failures = [(rank, each) for rank, each in found.items() if isinstance(each, Failed)]
+        for _, failed in failures:
+            self._take_bounds(failed)
+        for rank, failed in failures:
+            raise failed.raised(rank)
+        self._watch()
+        return found
+
+    def answers(self, kind: type[A]) -> dict[int, A]:
+        """Every rank's last answer, in whatever time they take. Raises RankLost, or the first that
+        a command has raised, once all have ended."""
+        found: dict[int, A] = {}
+        failure: Exception | None = None
+        while any(each.owed for each in self._ranks.values()):
+            try:
+                for rank, answer in self.poll(POLL_SECONDS).items():
+                    if isinstance(answer, kind):
+                        found[rank] = answer
+            except RankLost:
+                raise
+            except Exception as error:  # noqa: BLE001
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        return found
+
+    def halt(self) -> None:
+        """Have every rank end what it samples, and wait until it has."""
+        for rank in self.others:
+            if self.is_busy(rank):
+                self.tell(rank, Halt())
+        self.answers(Done)
+
+    @contextmanager
+    def working(self) -> Iterator[RankPool]:
+        """Inside, ranks are given work, with rank 0's weights. When left by an exception, what they
+        do is waited for and dropped."""
+        self.broadcast_weights()
+        self.halt()
+        try:
+            yield self
+        except RankLost:
+            raise
+        except BaseException:
+            self._shared.stop_taking()
+            with contextlib.suppress(Exception):
+                self.answers(Done)
+            raise
+
+    def split(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Indices by rank, so that each has about as much; neighbours stay together."""
+        shares: list[list[int]] = [[] for _ in range(self.count)]
+        total, before = sum(lengths), 0
+        for index, length in enumerate(lengths):
+            shares[min(self.count - 1, self.count * before // max(total, 1))].append(index)
+            before += length
+        return shares
+
+    # ---- weights and gradients ----
+
+    def weights_moved(self) -> None:
+        self._stale = True
+
+    def broadcast_weights(self) -> None:
+        """Give all ranks these weights, if they may have others."""
+        if not self._stale:
+            return
+        policy, _ = self._attached
+        self.halt()
+        for rank in self.others:
+            self.tell(rank, TakeWeights())
+        parameters = [p.detach() for p in policy.trainable_parameters()]
+        in_buckets(parameters, lambda flat: dist.broadcast(flat, 0, async_op=True), self._finish)
+        self.answers(Done)
+        self._stale = False
+
+    @contextmanager
+    def accumulating(self, rows: Rows, passes: Passes) -> Iterator[MicroBatchQueue]:
+        policy, updater = self._attached
+        scaler = policy.accelerator.scaler
+        command = Accumulate(
+            rows,
+            passes.own,
+            [] if passes.apart else passes.external,
+            sorted(passes.recomputed),
+            dict(passes.refused),
+            [batcher.tokens for batcher in updater.batchers],
+            bool(passes.external),
+            None if scaler is None else scaler.state_dict(),
+        )
+        self._marked = bool(passes.external)
+        with self.working():
+            self._shared.start_taking()
+            for rank in self.others:
+                self.tell(rank, command)
+            others = lambda: [each.unpack() for each in self.answers(Accumulated).values()]
+            yield MicroBatchQueue(self._shared, self.count, others)
+
+    def add_gradients(self) -> None:
+        for rank in self.others:
+            self.tell(rank, AddGradients(self._marked))
+        add_gradients(*self._attached, self._marked, self._finish)
+        self.answers(Done)
+
+    def _take_bounds(self, failed: Failed) -> None:
+        """The smallest card bounds all ranks' micro-batches."""
+        if failed.kind == "start over":
+            for batcher, tokens in zip(self._attached[1].batchers, failed.tokens, strict=True):
+                if tokens < batcher.tokens:
+                    batcher.ran_out(2 * tokens)
+
+    # ---- failures ----
+
+    def _watch(self) -> None:
+        """Report progress while all ranks that were asked for something make some. Raises
+        RankLost."""
+        now = time.monotonic()
+        most = self.silence_seconds if self._joined else self._startup
+        for rank, each in self._ranks.items():
+            if not each.process.is_alive():
+                raise self._lost(rank)
+            if each.owed and now - self._shared.last_beat(rank) > most:
+                raise RankLost(
+                    f"rank {rank} ({each.device}) has done nothing for {most:.0f} seconds"
+                )
+        self._alive()
+
+    def _lost(self, rank: int) -> RankLost:
+        each = self._ranks[rank]
+        each.process.join(GOODBYE_SECONDS)
+        code = each.process.exitcode
+        how = (
+            "has closed its pipe"
+            if code is None
+            else f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        return RankLost(f"rank {rank} ({each.device}) {how}")
+
+    @contextmanager
+    def _lost_if_failed(self) -> Iterator[None]:
+        """Inside, torch's errors are those of a rank that is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            for rank, each in self._ranks.items():
+                if not each.process.is_alive():
+                    raise self._lost(rank) from error
+            raise RankLost(f"the ranks cannot reach each other: {reason(error)}") from error
+
+    def _finish(self, work: dist.Work) -> None:
+        """Wait for a collective. Raises RankLost."""
+        with self._lost_if_failed():
+            finish(work, self._watch)

@@ -1,0 +1,303 @@
+"""Data parallel on one machine: a process per device, each with a copy of the policy.
+
+    rank 0          the trainer: runs the loop, and alone has optimizer, averaging and saved state
+    ranks 1, 2, …   its children: sample, score and accumulate gradients when rank 0 asks for it
+
+    questions       to the rank that will be free first, by its tokens per second so far
+    micro-batches   to the next free rank: all ranks cut a step alike, and count up one number
+    gradients       summed on rank 0, which clips them and takes the step
+    weights         broadcast by rank 0 when a step, an average or a restored state has changed them
+
+Commands and answers are messages in a pipe, so that a rank may wait for hours, as in quiet hours.
+Only tensors go through torch.distributed: NCCL between GPUs, gloo on CPUs, both on the loopback
+interface. A rank that ends or is silent is noticed by rank 0 in whatever it waits for, and raises
+RankLost: the trainer saves its state and ends, and the supervisor starts it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from transformers import AutoConfig
+
+from swarmnode.config import Config
+from swarmnode.errors import DeviceError
+from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
+from swarmnode.policy.engine.protocol import (
+    Finished,
+    Generation,
+    GenerationStatistics,
+    Request,
+)
+from swarmnode.policy.generate import GroupSample, Sampling
+from swarmnode.policy.load import Policy, config_directory, offline
+from swarmnode.policy.logprobs import Row
+from swarmnode.policy.ways import reason
+from swarmnode.trainer.batch import Rows
+from swarmnode.trainer.engine import (
+    EngineStatistics,
+    WholePolicy,
+)
+from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.rank_pool import RankPool
+from swarmnode.trainer.rank_process import (
+    POLL_SECONDS,
+    Advance,
+    Advanced,
+    Done,
+    Generate,
+    Samples,
+    Score,
+    Scores,
+    StartGeneration,
+)
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.update import (
+    UpdateStatistics,
+)
+
+T = TypeVar("T")
+
+
+def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.device]:
+    """A device per rank. `log` gets a line for each GPU that is left out. Raises LocalError."""
+    cfg = config.policy
+    found = devices(cfg)
+    if len(found) < 2 or found[0].type != "cuda":
+        return found
+    with config_directory(cfg) as directory:
+        read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        need = update_bytes(cfg, offline(cfg, read), probe(cfg))
+    # in a process of its own, since whoever asks a card for its memory takes some of it
+    child = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    try:
+        here = child.submit(cards).result(QUERY_SECONDS)
+    except Exception as error:
+        raise DeviceError(f"the GPUs do not say what memory they have: {reason(error)}") from error
+    finally:
+        child.shutdown(wait=False, cancel_futures=True)
+    found, left_out = training_devices(cfg, found, here, need)
+    for line in left_out:
+        log(f"not used: {line}")
+    return found
+
+
+QUERY_SECONDS = 120.0
+"""Deadline of the process that asks all cards for their memory."""
+
+
+@contextmanager
+def other_ranks(
+    config: Config, devices: Sequence[torch.device], alive: Callable[[], None]
+) -> Iterator[Callable[..., WholePolicy] | None]:
+    """Inside, there is a process on each device but the first. Yields what makes a policy that uses
+    them; None for one device."""
+    if len(devices) == 1:
+        yield None
+        return
+    pool = RankPool(config, devices, alive)
+    try:
+        yield functools.partial(DataParallelPolicy, pool)
+    finally:
+        pool.close()
+
+
+class DataParallelPolicy(WholePolicy):
+    """A whole policy on several devices. Rank 0 is this process; `pool` has the others."""
+
+    def __init__(self, pool: RankPool, *whole: object) -> None:
+        """whole: what `WholePolicy` takes."""
+        super().__init__(*whole)  # type: ignore[arg-type]
+        self._pool = pool
+        self._questions: SharedGeneration | None = None
+        pool.attach(self._policy, self._updater)
+        self._updater.ranks = pool
+
+    def statistics(self) -> EngineStatistics:
+        own = super().statistics()
+        cards = [*own.cards, *(card for some in self._pool.cards.values() for card in some)]
+        return replace(own, device=self._pool.devices_text, cards=cards)
+
+    def generate(
+        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+    ) -> list[GroupSample]:
+        shares = self._pool.split([len(prompt) for prompt in prompts])
+        with self._pool.working() as pool:
+            for rank, some in enumerate(shares[1:], 1):
+                if some:
+                    chosen = [prompts[i] for i in some]
+                    pool.tell(rank, Generate(chosen, sampling, drawn_seed(rng)))
+            own = super().generate([prompts[i] for i in shares[0]], sampling, rng)
+            answers = pool.answers(Samples)
+        return merged(shares, {0: own, **{rank: each.groups for rank, each in answers.items()}})
+
+    def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
+        own = super().generation(sampling, rng)
+        self._questions = SharedGeneration(own, self._pool, self._policy, sampling, rng)
+        return self._questions
+
+    def _weights_move(self) -> contextlib.AbstractContextManager[None]:
+        questions = self._questions
+        return questions.pause() if questions is not None else contextlib.nullcontext()
+
+    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+        shares = self._pool.split([len(p) + len(c) for p, c in rows])
+        with self._pool.working() as pool:
+            for rank, some in enumerate(shares[1:], 1):
+                if some:
+                    pool.tell(rank, Score([rows[i] for i in some], temperature))
+            own = super().score([rows[i] for i in shares[0]], temperature)
+            answers = pool.answers(Scores)
+        return merged(shares, {0: own, **{rank: each.values for rank, each in answers.items()}})
+
+    def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
+        try:
+            return super().update(rows, rate)
+        finally:
+            self._pool.weights_moved()
+
+    def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
+        try:
+            return super().average(connected, step_seconds, stepped)
+        finally:
+            self._pool.weights_moved()
+
+    def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
+        try:
+            return super().restore(directory, rng)
+        finally:
+            self._pool.weights_moved()
+
+
+def merged(shares: Sequence[Sequence[int]], parts: Mapping[int, Sequence[T]]) -> list[T]:
+    """The parts of all ranks in the order of what was split."""
+    found = {
+        index: one
+        for rank, some in enumerate(shares)
+        for index, one in zip(some, parts.get(rank, []), strict=True)
+    }
+    return [found[index] for index in sorted(found)]
+
+
+def drawn_seed(rng: torch.Generator) -> int:
+    """A seed for another rank's generator, which follows from the saved state of ours."""
+    return int(torch.randint(2**62, (1,), generator=rng, device=rng.device))
+
+
+class SharedGeneration:
+    """Every rank answers questions with an engine of its own. own: rank 0's."""
+
+    def __init__(
+        self,
+        own: Generation,
+        pool: RankPool,
+        policy: Policy,
+        sampling: Sampling,
+        rng: torch.Generator,
+    ) -> None:
+        self._own = own
+        self._pool = pool
+        self._policy = policy
+        self._done: list[Finished] = []
+        """Of other ranks, not handed out yet."""
+        self._asked: dict[int, int] = {}
+        """Request under way → the rank that answers it."""
+        self._new: dict[int, list[Request]] = {rank: [] for rank in pool.others}
+        self._cancelled: dict[int, list[int]] = {rank: [] for rank in pool.others}
+        self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
+        self._seconds = dict.fromkeys(range(pool.count), 0.0)
+        """By rank: spent on sampling."""
+        self._tokens = dict.fromkeys(range(pool.count), 0)
+        """By rank: of finished answers."""
+        pool.advanced = self._advanced
+        with pool.working():
+            for rank in pool.others:
+                pool.tell(rank, StartGeneration(sampling, drawn_seed(rng)))
+            pool.answers(Done)
+
+    def submit(self, request: Request) -> None:
+        rank = min(range(self._pool.count), key=self._free_at)
+        if rank == 0:
+            self._own.submit(request)
+        else:
+            self._policy.room(self._policy.encode_prompt(request.prompt), 1)
+            self._new[rank].append(request)
+        self._asked[request.number] = rank
+
+    def _free_at(self, rank: int) -> float:
+        """Seconds, in relation to the other ranks, until a rank has answered one more question;
+        until every rank's speed is known, the number of questions that it has."""
+        load = 1 + sum(busy == rank for busy in self._asked.values())
+        if min(self._tokens.values()) == 0:
+            return load
+        return load * self._seconds[rank] / self._tokens[rank]
+
+    def cancel(self, number: int) -> None:
+        rank = self._asked.pop(number, 0)
+        self._done = [one for one in self._done if one.number != number]
+        if rank == 0:
+            self._own.cancel(number)
+            return
+        self._new[rank] = [one for one in self._new[rank] if one.number != number]
+        self._cancelled[rank].append(number)
+
+    def finished(self, version: int) -> list[Finished]:
+        self._pool.broadcast_weights()
+        busy = set(self._asked.values())
+        for rank in self._pool.others:
+            # a rank that is busy ends what it does, and goes on with what is new
+            idle = not self._pool.is_busy(rank)
+            if self._new[rank] or self._cancelled[rank] or (idle and rank in busy):
+                command = Advance(version, self._new[rank], self._cancelled[rank])
+                self._pool.tell(rank, command)
+                self._new[rank], self._cancelled[rank] = [], []
+        done = []
+        if 0 in busy:
+            started = time.monotonic()
+            done = self._own.finished(version)
+            self._seconds[0] += time.monotonic() - started
+        self._pool.poll(0.0 if done or 0 in busy or self._done else POLL_SECONDS)
+        done += self._done
+        self._done = []
+        for one in done:
+            rank = self._asked.pop(one.number, 0)
+            self._tokens[rank] += sum(len(each.ids) for each in one.sample.completions)
+        return done
+
+    def _advanced(self, rank: int, answer: Advanced) -> None:
+        known = self._asked
+        self._done += [one for one in answer.done if known.get(one.number) == rank]
+        self._statistics[rank] = answer.statistics
+        self._seconds[rank] = answer.seconds
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self._pool.halt()
+        with self._own.pause():
+            yield
+
+    def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
+        return self._own.score(prompt_ids, ids)
+
+    def ahead(self, count: int) -> int:
+        return self._own.ahead(count)
+
+    def statistics(self) -> GenerationStatistics:
+        all_ = [self._own.statistics(), *self._statistics.values()]
+        begun = [each.oldest for each in all_ if each.oldest is not None]
+        return GenerationStatistics(
+            max(each.steps for each in all_),
+            sum(each.tokens for each in all_),
+            len(self._asked),
+            min(begun, default=None),
+        )

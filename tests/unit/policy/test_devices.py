@@ -1,0 +1,115 @@
+"""What `policy.devices` means on machines with none, one and several GPUs, and which of them are
+left out or refused."""
+
+import pytest
+import torch
+
+from swarmnode.config import PolicyConfig
+from swarmnode.errors import DeviceError, Unavailable
+from swarmnode.policy import device
+from swarmnode.policy.device import Card, devices, training_devices
+
+GIB = 2**30
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Count → None: the machine has so many GPUs."""
+
+    def has(count):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    return has
+
+
+def names(text):
+    return [str(each) for each in devices(PolicyConfig(devices=text))]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text", "expected"),
+    [
+        (0, "auto", ["cpu"]),
+        (0, 3, ["cpu"] * 3),
+        (0, "cpu", ["cpu"]),
+        (1, "auto", ["cuda:0"]),
+        (4, "auto", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (4, "cuda", ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]),
+        (4, "2", ["cuda:0", "cuda:1"]),
+        (4, "cuda:2", ["cuda:2"]),
+        (4, "cuda:0,cuda:2", ["cuda:0", "cuda:2"]),
+        (4, "cpu", ["cpu"]),
+    ],
+)
+def test_devices_are_those_of_the_machine(machine, gpus, text, expected):
+    machine(gpus)
+    assert names(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "text", "told"),
+    [
+        (0, "cuda", "sees 0 CUDA devices"),
+        (1, "2", "policy.devices 2: 1 GPUs are here"),
+        (2, "cuda:0,cuda:2", "'cuda:2': torch .* sees 2 CUDA devices"),
+    ],
+)
+def test_devices_that_are_not_there_are_refused_in_one_line(machine, gpus, text, told):
+    machine(gpus)
+    with pytest.raises(Unavailable, match=told) as error:
+        names(text)
+    assert "\n" not in str(error.value)
+
+
+CARDS = [
+    Card("cuda:0", "Big", 80 * GIB, 78 * GIB),
+    Card("cuda:1", "Big", 80 * GIB, 3 * GIB, users="4711"),
+    Card("cuda:2", "Small", 8 * GIB, 7 * GIB),
+    Card("cuda:3", "Big", 80 * GIB, 70 * GIB),
+]
+ALL = [torch.device(card.device) for card in CARDS]
+
+
+def test_auto_leaves_out_what_is_busy_or_much_smaller():
+    chosen, left_out = training_devices(PolicyConfig(), ALL, CARDS, 5 * GIB)
+    assert [str(each) for each in chosen] == ["cuda:0", "cuda:3"]
+    assert left_out == [
+        "cuda:1 Big, 3.0 of 80.0 GiB free, in use by process 4711; training needs about 5.0 GiB",
+        "cuda:2 Small, 7.0 of 8.0 GiB free; another GPU has 80 GiB",
+    ]
+
+
+def test_a_model_that_no_card_holds_is_left_to_the_fit():
+    chosen, left_out = training_devices(PolicyConfig(), ALL, CARDS, 100 * GIB)
+    assert [str(each) for each in chosen] == ["cuda:0"]
+    assert left_out == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("cuda:0,cuda:1", "in use by process 4711; training needs about 5.0 GiB: name other"),
+        ("cuda:0,cuda:2", "cuda:2 Small, .* another GPU has 80 GiB: name other devices"),
+        ("2", "cuda:1 Big"),
+    ],
+)
+def test_named_cards_that_cannot_work_together_are_refused_in_one_line(machine, text, told):
+    machine(4)
+    cfg = PolicyConfig(devices=text)
+    with pytest.raises(DeviceError, match=told) as error:
+        training_devices(cfg, devices(cfg), CARDS, 5 * GIB)
+    assert "\n" not in str(error.value)
+
+
+def test_processes_on_a_card_are_named_where_the_driver_says_them(monkeypatch):
+    told = "GPU:0\nprocess       4711 uses     1024.000 MB GPU memory\nprocess         12 uses 1"
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda index: told)
+    assert device.memory_users(0) == "4711, 12"
+
+    def missing(index):
+        raise ModuleNotFoundError("pynvml")
+
+    monkeypatch.setattr(torch.cuda, "list_gpu_processes", missing)
+    assert device.memory_users(0) == ""
