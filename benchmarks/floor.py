@@ -87,7 +87,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
         model = build(SHAPE, tokenizer, Path(folder) / "model")
-        policy = load_policy(PolicyConfig(model=model, device="cpu", threads=1))
+        policy = load_policy(PolicyConfig(model=model, devices="cpu", threads=1))
         # as if the tokenizer had a token for each, and none of them ended an answer
         vocabulary = SHAPES[SHAPE].vocab_size
         policy = replace(

@@ -161,7 +161,7 @@ def test_cpu_and_gpu_agree(model_dir):
 def test_packed_rows_are_run_as_one_batch(model_dir, kind):
     """Equal to the same rows on a CPU one at a time; and the trial finds no difference."""
     directory = model_dir(kind)
-    policy, here = load(directory), load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    policy, here = load(directory), load_policy(PolicyConfig(model=str(directory), devices="cpu"))
     rows = [
         (prompt, [8 + i % 9 for i in range(length)])
         for prompt, lengths in [([5, 6, 7], [3, 40, 1, 9]), ([9] * 20, [17, 2, 30, 5])]

@@ -362,7 +362,7 @@ def test_a_model_beyond_float16_is_loaded_in_float32(
     card = device.Placement(torch.device("cpu"), torch.float16, "a card without bfloat16")
     real, said = device.probe, []
     monkeypatch.setattr(load, "probe", lambda cfg: card if cfg.dtype == "auto" else real(cfg))
-    policy = load_policy(PolicyConfig(model=str(tmp_path / "model"), device="cpu"), said.append)
+    policy = load_policy(PolicyConfig(model=str(tmp_path / "model"), devices="cpu"), said.append)
     assert policy.dtype == dtype
     assert any("float16 cannot hold" in line for line in said) is (dtype == torch.float32)
     load_policy(PolicyConfig(devices="cpu", dtype="float32"))  # accelerate's precision is global

@@ -58,7 +58,7 @@ def loaded(directory):
     """rank → the policy as it is on disk."""
     return {
         rank: load_policy(
-            PolicyConfig(model=str(directory), device="cpu", lora=LoraSettings(r=rank))
+            PolicyConfig(model=str(directory), devices="cpu", lora=LoraSettings(r=rank))
         )
         for rank in (0, 4)
     }

@@ -74,7 +74,7 @@ def loaded(tmp_path, embedded):
                     parameter.mul_(6)
         model.save_pretrained(tmp_path)
         embedded.tokenizer.save_pretrained(tmp_path)
-        return load_policy(PolicyConfig(model=str(tmp_path), device="cpu"))
+        return load_policy(PolicyConfig(model=str(tmp_path), devices="cpu"))
 
     return load
 
@@ -120,7 +120,7 @@ def test_a_model_that_computes_something_else_fails_the_trial(policies, monkeypa
 
 
 def test_an_adapter_is_part_of_the_step(model_dir):
-    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), device="cpu", lora={"r": 4}))
+    policy = load_policy(PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", lora={"r": 4}))
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
