@@ -1,13 +1,14 @@
 """What a model of a published size does on a real card: `python -m benchmarks.card [update]
-[sampling] [node] [crew]`. CUDA.
+[sampling] [engines] [node] [crew]`. CUDA.
 
 Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Answers
 rarely end before they are as long as they may be.
 
     update      one row of a length in an update, layers kept or run again: bytes at the peak
     against `swarmnode plan`, seconds
-    sampling    tokens a second by how many completions are under way, of the policy and of the
-    whole int8 copy that a crew samples from
+    sampling    tokens a second by how many completions are under way, of the policy by either
+    engine and of the whole int8 copy that a crew samples from
+    engines     answers of unlike lengths, of which only some have room at once, by either engine
     node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory
     free as the recipe names: what else
                 there is of it is held by this process. Phases, steps, the most memory that it had,
@@ -22,7 +23,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,8 +37,10 @@ from swarmnode.demo.nodes import START, DemoNode
 from swarmnode.errors import DeviceError, Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.device import BASE_BITS
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.footprint import Method, Shape, footprint
-from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.micro import MicroBatcher, free_memory
 from swarmnode.policy.quantised import build_quantised
@@ -92,6 +95,7 @@ UPDATE = [
     "s",
 ]
 SAMPLING = ["what", "completions at once", "ms a step", "tokens/s", "GB beside the weights"]
+ENGINES = ["engine", "mean length", "longest", "s", "tokens/s"]
 QUESTIONS = [f"Tell me about the number {i}." for i in range(32)]
 
 
@@ -167,20 +171,59 @@ def updates(model: str, names: Sequence[str]) -> list[list[object]]:
     return rows
 
 
-def sampling(name: str, policy: Policy, rows: int) -> list[object]:
+def continuous(
+    policy: Policy, prompts: Sequence[str], asked: Sampling, rng: torch.Generator
+) -> list[GroupSample]:
+    """As `generate`, by the continuous engine."""
+    return answered(Continuous(policy, MicroBatcher(2**20), asked, rng), prompts)
+
+
+def sampling(
+    name: str,
+    policy: Policy,
+    rows: int,
+    sample: Callable[..., list[GroupSample]] = generate,
+) -> list[object]:
     """A row: tokens a second with so many completions under way, the second time."""
     count = min(8, rows)
     asked = Sampling(count, TOKENS)
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
         before, began = torch.cuda.memory_allocated(), time.perf_counter()
-        groups = generate(policy, QUESTIONS[: rows // count], asked, policy.random_generator(0))
+        groups = sample(policy, QUESTIONS[: rows // count], asked, policy.random_generator(0))
         torch.cuda.synchronize()
         took = time.perf_counter() - began
     steps = max(len(c.ids) for g in groups for c in g.completions)
     peak = (torch.cuda.max_memory_allocated() - before) / 1e9
     print(name, rows, f"{took:.1f} s", flush=True)
     return [name, rows, f"{1000 * took / steps:.1f}", f"{rows * steps / took:.0f}", f"{peak:.2f}"]
+
+
+def engines(policy: Policy) -> list[list[object]]:
+    """A row for each engine: 128 answers of unlike lengths, with room for 32 at once.
+
+    Four tokens of some 500 end an answer, so that lengths are geometric."""
+    ends = replace(policy, eos_ids=frozenset(range(10, 14)))
+    asked, prompts = Sampling(8, 512), QUESTIONS[:16]
+    room = 32 * (max(len(policy.encode_prompt(p)) for p in prompts) + asked.max_tokens)
+    by: dict[str, Callable[[], list[GroupSample]]] = {
+        "lockstep": lambda: MicroBatcher(room).generate(
+            ends, prompts, asked, ends.random_generator(0)
+        ),
+        "continuous": lambda: answered(
+            Continuous(ends, MicroBatcher(room), asked, ends.random_generator(0)), prompts
+        ),
+    }
+    rows: list[list[object]] = []
+    for name, sample in by.items():
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        lengths = [len(c.ids) for group in sample() for c in group.completions]
+        took = time.perf_counter() - began
+        mean, most = sum(lengths) / len(lengths), max(lengths)
+        rows.append([name, f"{mean:.0f}", most, f"{took:.1f}", f"{sum(lengths) / took:.0f}"])
+        print(*rows[-1], flush=True)
+    return rows
 
 
 def copy_of(policy: Policy) -> Policy:
@@ -284,7 +327,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("parts", nargs="*", default=["update", "sampling", "node", "crew"])
+    parser.add_argument(
+        "parts", nargs="*", default=["update", "sampling", "engines", "node", "crew"]
+    )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
     parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
     parser.add_argument("--minutes", type=float, default=4.0, help="of whole nodes")
@@ -316,12 +361,21 @@ def main() -> int:
             policy = load_policy(ADAPTER.model_copy(update={"model": model}))
             print(f"loaded and hashed in {time.perf_counter() - began:.0f} s", flush=True)
             rows = [sampling("the policy, bfloat16", policy, rows) for rows in ROWS_UNDER_WAY]
+            rows += [
+                sampling("the policy, continuous engine", policy, rows, continuous)
+                for rows in ROWS_UNDER_WAY
+            ]
             copy = copy_of(policy)
             del policy
             free_memory()
             rows += [sampling("a whole int8 copy", copy, rows) for rows in ROWS_UNDER_WAY]
             print(heading("card: sampling") + "\n" + table(SAMPLING, rows), flush=True)
             del copy
+            free_memory()
+        if "engines" in asked.parts:
+            policy = load_policy(ADAPTER.model_copy(update={"model": model}))
+            print(heading("card: engines") + "\n" + table(ENGINES, engines(policy)), flush=True)
+            del policy
             free_memory()
         if "update" in asked.parts:
             print(

@@ -1,13 +1,14 @@
-"""What rows of unlike lengths gain by lying one behind the other: `python -m benchmarks.packing`;
-CPU seconds of one thread.
+"""What rows of unlike lengths gain by lying one behind the other: `python -m benchmarks.packing`.
+
+CPU seconds of one thread, or with `--device cuda --shape NAME` seconds of a GPU.
 
     padded    micro-batches of like lengths, prompts once, answers padded: `completion_logprobs`
     without `_packed`
     packed    a row for each question, its prompt and all of its answers behind it: `_packed`
     wherever it is possible
 
-Forward and backward pass over the same rows, a random Llama of 4 layers; lengths of answers are
-geometric, or all the same.
+Forward and backward pass over the same rows; lengths of answers are geometric, or all the same. The
+model is a random Llama of 4 layers, or one of `benchmarks.shapes` with random weights.
 """
 
 from __future__ import annotations
@@ -19,24 +20,30 @@ import tempfile
 import time
 import unittest.mock
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import heading, spread, table, write_json
-from benchmarks.trainer import Case, G, model_of
+from benchmarks.shapes import SHAPES, build
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import logprobs
+from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
 
+G = 8
+"""Answers to a question."""
 CASES = {
     "short": (16, 64, (8, 60)),
     "middle": (60, 255, (17, 185)),
     "unlike": (30, 255, (8, 60)),
     "alike": (60, 60, (60, 60)),
+    "long": (128, 512, (60, 255)),
+    "longest": (300, 1024, (60, 255)),
 }
 """By name: mean and cap of answers (where they are the same, each answer is so long), least and
 greatest prompt, tokens."""
@@ -66,7 +73,7 @@ def one_step(policy: Policy, rows: Sequence[Row]) -> list[torch.Tensor]:
     groups = [row // G for row in range(len(rows))]
     for batch in micro_batches([len(p) + len(c) for p, c in rows], MICRO_TOKENS, groups):
         logprobs, _ = completion_logprobs(
-            policy, collate([rows[i] for i in batch], policy.pad_id), 1.0
+            policy, collate([rows[i] for i in batch], policy.pad_id, policy.device), 1.0
         )
         logprobs.sum().backward()
         for row, values in zip(batch, logprobs, strict=True):
@@ -85,13 +92,52 @@ def padded_tokens(rows: Sequence[Row]) -> tuple[int, int]:
     return run, real
 
 
-def timed(gain: float, policy: Policy, rows: Sequence[Row]) -> tuple[float, list[torch.Tensor]]:
-    """gain: from which rows are packed."""
-    policy.base.zero_grad()
-    with unittest.mock.patch.object(logprobs, "PACKED_GAIN", gain):
-        began = time.process_time()
+@dataclass(frozen=True)
+class Measured:
+    """One step by one arm."""
+
+    seconds: float
+    logprobs: list[torch.Tensor]
+    gradient: torch.Tensor
+    held_bytes: int
+    """Most memory of the GPU beside weights and gradients; 0 on a CPU."""
+
+
+def measure(gain: float, policy: Policy, rows: Sequence[Row]) -> Measured:
+    """Time a step. gain: from which rows are packed."""
+    policy.base.zero_grad(set_to_none=False)
+    on_gpu = policy.device.type == "cuda"
+    before = 0
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    clock = time.perf_counter if on_gpu else time.process_time
+    with (
+        unittest.mock.patch.object(logprobs, "PACKED_GAIN", {}),
+        unittest.mock.patch.object(logprobs, "PACKED_GAIN_ELSEWHERE", gain),
+    ):
+        began = clock()
         found = one_step(policy, rows)
-        return time.process_time() - began, found
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = clock() - began
+    held = torch.cuda.max_memory_allocated() - before if on_gpu else 0
+    gradient = torch.cat([p.grad.flatten() for p in policy.base.parameters() if p.grad is not None])
+    return Measured(seconds, found, gradient, held)
+
+
+def model_in(folder: str, asked: argparse.Namespace) -> Policy:
+    """The model that is measured, with random weights."""
+    if asked.shape:
+        model = build(asked.shape, build_tokenizer(set()), Path(folder) / "model", asked.device)
+    else:
+        from benchmarks.trainer import Case, model_of  # with it TRL
+
+        model = model_of(
+            Case("packing", 0, 0, False, hidden=asked.hidden, long_prompts=True), folder
+        )
+    return load_policy(PolicyConfig(model=model, device=asked.device, dtype=asked.dtype, threads=1))
 
 
 def main() -> None:
@@ -101,34 +147,30 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="of 8 answers in a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead of the random Llama")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--columns", type=int, default=logprobs.PACKED_COLUMNS)
     parser.add_argument("--json", type=Path, help="write the same as JSON")
     args = parser.parse_args()
     if args.quick:
         args.cases, args.groups, args.seeds = args.cases[:1], 1, 1
     torch.set_num_threads(1)
+    logprobs.PACKED_COLUMNS = args.columns
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = model_of(
-            Case("packing", 0, 0, False, hidden=args.hidden, long_prompts=True), folder
-        )
-        policy = load_policy(PolicyConfig(model=model, device="cpu", threads=1))
+        policy = model_in(folder, args)
         arms = {"padded": math.inf, "packed": 0.0}
         for case in args.cases:
             for seed in range(args.seeds):
-                rows = rows_of(case, args.groups, policy.base.config.vocab_size, seed)
-                if not results:  # what is only slow once
+                rows = rows_of(case, args.groups, policy.vocab_size, seed)
+                if not seed:  # what is only slow once
                     for gain in arms.values():
-                        timed(gain, policy, rows[:G])
-                taken, found, gradients = {}, {}, {}
+                        measure(gain, policy, rows if args.device != "cpu" else rows[:G])
+                done: dict[str, Measured] = {}
                 for name in (list(arms), list(reversed(arms)))[seed % 2]:
-                    taken[name], found[name] = timed(arms[name], policy, rows)
-                    gradients[name] = torch.cat(
-                        [p.grad.flatten() for p in policy.base.parameters() if p.grad is not None]
-                    )
-                apart = max(
-                    float((a - b).abs().max()) for a, b in zip(*found.values(), strict=True)
-                )
-                one, other = gradients.values()
+                    done[name] = measure(arms[name], policy, rows)
+                one, other = done["padded"], done["packed"]
                 run, real = padded_tokens(rows)
                 results.append(
                     {
@@ -136,24 +178,33 @@ def main() -> None:
                         "seed": seed,
                         "run": run,
                         "real": real,
-                        "seconds": taken,
-                        "apart": apart,
-                        "gradient_apart": float((one - other).norm() / one.norm()),
+                        "seconds": {name: each.seconds for name, each in done.items()},
+                        "held_bytes": {name: each.held_bytes for name, each in done.items()},
+                        "apart": max(
+                            float((a - b).abs().max())
+                            for a, b in zip(one.logprobs, other.logprobs, strict=True)
+                        ),
+                        "gradient_apart": float(
+                            (one.gradient - other.gradient).norm() / one.gradient.norm()
+                        ),
                     }
                 )
     print(heading("packing: short rows one behind the other"))
+    unit = "s" if args.device != "cpu" else "CPU s"
     lines = []
     for case in args.cases:
         of = [result for result in results if result["case"] == case]
         mean, cap, (least, most) = CASES[case]
         ratios = [result["seconds"]["padded"] / result["seconds"]["packed"] for result in of]
+        held = [max(r["held_bytes"][arm] for r in of) / 1e9 for arm in arms]
         lines.append(
             (
                 f"{case}: answers of {mean} on the mean, at most {cap}; prompts {least} to {most}",
                 spread([r["run"] / r["real"] for r in of]),
-                spread([r["seconds"]["padded"] for r in of]),
-                spread([r["seconds"]["packed"] for r in of]),
+                spread([r["seconds"]["padded"] for r in of], 3),
+                spread([r["seconds"]["packed"] for r in of], 3),
                 spread(ratios),
+                " / ".join(f"{each:.1f}" for each in held) if any(held) else "–",
                 f"{max(r['apart'] for r in of):.0e}",
                 f"{max(r['gradient_apart'] for r in of):.0e}",
             )
@@ -163,9 +214,10 @@ def main() -> None:
             (
                 "case",
                 "tokens run ÷ real",
-                "padded, CPU s",
-                "packed, CPU s",
+                f"padded, {unit}",
+                f"packed, {unit}",
                 "faster by",
+                "GB held, padded / packed",
                 "nats apart",
                 "gradient apart",
             ),

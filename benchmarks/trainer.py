@@ -371,6 +371,9 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
     gradient. The weights of both are equal."""
     prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
     prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
+    # TRL gives a chance to rows of the head that are no tokens; ours does not
+    rows_of_head = policy.base.get_output_embeddings().weight.shape[0]
+    policy = replace(policy, vocab_size=rows_of_head, unused_ids=frozenset())
     groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
     rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
     batch = collate(rows, policy.pad_id, policy.device)

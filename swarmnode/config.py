@@ -189,8 +189,8 @@ class PolicyConfig(Section):
     device: Annotated[str, AfterValidator(_check_device)] = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:1`, `mps` or `xpu`; an AMD GPU is `cuda`, too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in, trained weights being float32; `auto` is bfloat16 where the
-    device has it, else float32."""
+    """What the model computes in, trained weights being float32; `auto` is bfloat16 where a
+    GPU has it, float16 on an NVIDIA GPU of compute capability 7 (V100, T4), else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
     """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r >

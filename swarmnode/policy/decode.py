@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -78,14 +78,14 @@ def decoder(
         mask.repeat_interleave(generations, 0),
         position.repeat_interleave(generations, 0),
     )
-    if room >= RECORD_FROM and recordable(policy, cache):
+    if room >= RECORD_FROM and recordable(policy):
         return Recorded(policy, cache, mask, position, generations, room)
     if not policy.is_spread and has_fixed_form(policy):
         return Fixed(policy, cache, mask, position, generations, room)
     return Growing(policy, cache, mask, position, generations, room)
 
 
-def recordable(policy: Policy, cache: DynamicCache) -> bool:
+def recordable(policy: Policy) -> bool:
     """Whether a step of this policy can be a CUDA graph: one device, attention that sees
     everything, no kernels that look at values."""
     model = policy.base
@@ -343,7 +343,7 @@ class Recorded(Fixed):
         elif self._launched:
             self._step()
         else:
-            with _side_stream(self._policy.device):
+            with side_stream(self._policy.device):
                 self._step()
             self._warm = True
         return self._logits
@@ -364,38 +364,43 @@ class Recorded(Fixed):
         super()._grow()
 
     def _record(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with _side_stream(self._policy.device):
-                # other threads copy weights to the host meanwhile, which only a recording of their
-                # own thread forbids
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    self._step()
-                except BaseException:
-                    # it says again that the recording failed
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except RuntimeError as error:
-            self._launched = True
-            # a recording cannot reuse what the allocator keeps for others
-            if isinstance(error, torch.OutOfMemoryError):
-                log.info("no memory left to record a decoding step")
-                torch.cuda.empty_cache()
-            else:
-                log.warning(
-                    "a decoding step cannot be recorded, each is launched by itself: %s",
-                    str(error).split("\n")[0],
-                )
-                _unrecordable.add(self._policy.base)
+        self._graph = record(self._policy, self._step)
+        self._launched = self._graph is None
+
+
+def record(policy: Policy, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    """Record what `step` launches; None, and a line in the log, if that is not possible."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with side_stream(policy.device):
+            # other threads copy weights to the host meanwhile, which only a recording of their
+            # own thread forbids
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                step()
+            except BaseException:
+                # it says again that the recording failed
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+    except RuntimeError as error:
+        # a recording cannot reuse what the allocator keeps for others
+        if isinstance(error, torch.OutOfMemoryError):
+            log.info("no memory left to record a decoding step")
+            torch.cuda.empty_cache()
         else:
-            self._graph = graph
+            log.warning(
+                "a decoding step cannot be recorded, each is launched by itself: %s",
+                str(error).split("\n")[0],
+            )
+            _unrecordable.add(policy.base)
+        return None
+    return graph
 
 
 @contextlib.contextmanager
-def _side_stream(device: torch.device) -> Iterator[None]:
+def side_stream(device: torch.device) -> Iterator[None]:
     """Recording is not allowed on the default stream; the same one for the warm-up, whose
     workspaces it then finds."""
     if device not in _streams:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
@@ -62,8 +62,8 @@ def probe(cfg: PolicyConfig) -> Placement:
             )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
-        # older ones emulate bfloat16; float16 needs loss scaling
-        best = torch.bfloat16 if major >= 8 else torch.float32
+        # a T4 (7.5) and a V100 (7.0) emulate bfloat16, and cards before them are slow in float16
+        best = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         why = (
             f"compute capability {major}.{minor}"
             if torch.version.hip is None
@@ -83,6 +83,14 @@ def probe(cfg: PolicyConfig) -> Placement:
         why += ", dtype configured"
     dtype = best if cfg.dtype == "auto" else DTYPES[cfg.dtype]
     return Placement(device, dtype, f"{device}, {str(dtype).removeprefix('torch.')}: {why}")
+
+
+def without_float16(placement: Placement) -> Placement:
+    """Compute in float32 where that would be float16: a stage does not scale its loss."""
+    if placement.dtype != torch.float16:
+        return placement
+    reason = f"{placement.device}, float32: stages have no loss scale for float16"
+    return replace(placement, dtype=torch.float32, reason=reason)
 
 
 def set_up(device: torch.device) -> None:

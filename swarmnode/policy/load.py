@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from accelerate.utils import GradScalerKwargs
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -38,6 +40,7 @@ from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_fil
 from swarmnode.policy.logprobs import WAYS, splits_head, takes_way
 from swarmnode.policy.model import Policy
 from swarmnode.policy.text import Chat, vocabulary
+from swarmnode.policy.ways import rounding
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -49,6 +52,9 @@ T = TypeVar("T")
 LORA_MODULES = "all-linear"
 """What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's
 choice alone."""
+LOSS_SCALE_GROWTH_STEPS = 100
+"""Steps without an overflow after which float16's loss scale is doubled. torch's 2,000 suit
+training with millions of steps: a run of reinforcement learning has hundreds."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -106,6 +112,14 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         f"{cfg.model}: {s.parameters:,} parameters, {s.trainable_parameters:,} trained;"
         f" {placement.reason}"
     )
+    if (
+        cfg.dtype == "auto"
+        and policy.dtype == torch.float16
+        and not math.isfinite(rounding(policy))
+    ):
+        log("float16 cannot hold what this model computes; it computes in float32")
+        del policy, model, embeddings  # its memory
+        return load_policy(cfg.model_copy(update={"dtype": "float32"}), log)
     find_ways(cfg, policy)
     return policy
 
@@ -320,7 +334,16 @@ def make_accelerator(placement: Placement) -> Accelerator:
         elsewhere = state.device.type != placement.device.type
         if elsewhere or state.mixed_precision != wanted:
             AcceleratorState._reset_state(reset_partial_state=elsewhere)
-    return Accelerator(mixed_precision=wanted, cpu=placement.device.type == "cpu")
+    accelerator = Accelerator(
+        mixed_precision=wanted,
+        cpu=placement.device.type == "cpu",
+        kwargs_handlers=[GradScalerKwargs(growth_interval=LOSS_SCALE_GROWTH_STEPS)],
+    )
+    if placement.dtype == torch.float16 and placement.device.type == "cpu":
+        # accelerate scales the loss on other devices only; here it lets tests run the same code
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=LOSS_SCALE_GROWTH_STEPS)
+    return accelerator
 
 
 def end_tokens(

@@ -72,6 +72,7 @@ from swarmnode.policy.device import (
     needed_bytes,
     probe,
     set_up,
+    without_float16,
 )
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
@@ -1833,7 +1834,7 @@ def open_model(
     check_trainable(cfg, config.training)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    placement = probe(cfg)
+    placement = without_float16(probe(cfg))
     set_up(placement.device)
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))

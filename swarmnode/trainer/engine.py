@@ -420,12 +420,14 @@ class WholePolicy:
         ):
             if learnt:  # from running out of memory
                 batcher.tokens = min(batcher.tokens, learnt)
+        self._updater.restore_loss_scale(counters.loss_scale)
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
         outer: Mapping[str, torch.Tensor] | None = (
             self._replica.tensors() if self._replica is not None else None
         )
+        counters.loss_scale = self._updater.loss_scale
         return state.take(
             self._policy.model,
             self._updater.optimizer,

@@ -276,7 +276,12 @@ class Updater:
         loss, clipped, kl, entropy, tokens, _, _ = totals.tolist()
         return UpdateStatistics(
             stepped=stepped,
-            skipped="" if stepped else "overflow" if scaled else "not_finite",
+            # a finite loss whose gradient is not: the scale was too large
+            skipped=""
+            if stepped
+            else "overflow"
+            if scaled and math.isfinite(loss)
+            else "not_finite",
             loss=_finite(loss),
             clip_fraction=_finite(clipped / max(tokens, 1.0)),
             kl=_finite(kl / max(tokens, 1.0)) if self._cfg.beta > 0 else None,
@@ -287,6 +292,18 @@ class Updater:
             effective_external=effective_external,
             rate_factor=factor,
         )
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the loss in float16; 0 in a dtype that needs none."""
+        scaler = self._policy.accelerator.scaler
+        return min(float(scaler.get_scale()), MOST_LOSS_SCALE) if scaler is not None else 0.0
+
+    def restore_loss_scale(self, scale: float) -> None:
+        """Continue with the factor of an earlier process; 0 is none."""
+        scaler = self._policy.accelerator.scaler
+        if scaler is not None and scale:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
 
     def _has_finite_gradient(self) -> bool:
         grads = [p.grad for p in self._policy.trainable_parameters() if p.grad is not None]
@@ -345,6 +362,8 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
     )
 
 
+MOST_LOSS_SCALE = 2.0**60
+"""Largest factor that is saved: torch does not bound it, and a counter is below 2^63."""
 SUMS = 7
 """What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and
 squares of weights of its tokens."""

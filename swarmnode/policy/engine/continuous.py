@@ -30,6 +30,9 @@ from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 BURST = 16
 """Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
 once in a call."""
+WHOLE_BURST = {"cuda": 64}
+"""Decoding steps of one call, whatever ends in it: recording them anew costs as much as launching
+two, which takes as long as replaying ten."""
 AHEAD = 1
 """For each request that is wanted next, so many more are begun, so that rows are in use which would
 wait for a group's longest completion. What is learnt from is older by as many updates."""
@@ -99,16 +102,23 @@ class Continuous:
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
-        """Until a request is finished, BURST steps at most. Raises DeviceError when a single row
-        does not fit into memory."""
+        """Decode until a request is finished, for a burst of steps at most; on CUDA for all of it.
+
+        Raises:
+            DeviceError: a single row does not fit into memory.
+        """
         done: list[Finished] = []
-        with self._policy.accelerator.autocast():
-            for _ in range(BURST):
-                if done or not (self._active or self._waiting):
-                    break
-                self._admit()
-                done = self._step(version) if self._active else []
-                self._batcher.alive()
+        whole = WHOLE_BURST.get(self._policy.device.type)
+        try:
+            with self._policy.accelerator.autocast():
+                for _ in range(whole or BURST):
+                    if (done and not whole) or not (self._active or self._waiting):
+                        break
+                    self._admit()
+                    done += self._step(version) if self._active else []
+                    self._batcher.alive()
+        finally:
+            self._slots.forget_recordings()
         if not self._groups:
             # training has use for the memory
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from swarmnode.policy.decode import ALIGNED, left_padded
+from swarmnode.policy.engine.recorded import RecordedSteps
 from swarmnode.policy.model import Policy
 from swarmnode.policy.step import Window, next_logits, writes_out
 from swarmnode.policy.ways import (
@@ -180,6 +181,7 @@ class Slots:
         self._policy = policy
         self._window = View()
         self._layers: list[SlotLayer] = []
+        self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
         """Tokens of each row that the model has seen."""
 
@@ -206,8 +208,9 @@ class Slots:
     def sort(self) -> list[int] | None:
         """Put rows in the order of their lengths, if attention over windows of rows would otherwise
         look at many columns for nothing. Return the former slots in the new order, or None."""
-        looked_at = sum((rows.stop - rows.start) * width for rows, width in self._windows())
-        if looked_at <= SORT_FROM * sum(self.lengths):
+        windows = self._windows()
+        looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
+        if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
             return None
         order = sorted(range(len(self.lengths)), key=lambda slot: -self.lengths[slot])
         if order == list(range(len(order))):
@@ -234,26 +237,55 @@ class Slots:
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
         """(n,) the newest token of every row → (n, V) logits of the next ones."""
-        window, count, device = self._window, len(self.lengths), self._policy.device
-        longest = max(self.lengths) + 1
-        for layer in self._layers:
-            if longest > layer.keys.shape[2]:
-                layer.resize(count, _rounded(longest + longest // 2))
-        window.width = min(_rounded(longest), self._layers[0].keys.shape[2])
-        window.places = torch.tensor(self.lengths, device=device)
-        window.rows = torch.arange(count, device=device)
-        beyond = torch.arange(window.width, device=device) > window.places[:, None]  # (n, W)
-        mask = beyond.to(self._policy.dtype)[:, None, None] * torch.finfo(self._policy.dtype).min
-        logits = next_logits(
-            self._policy,
-            tokens[:, None],
-            mask,
-            window.places[:, None],
-            Cache(layers=list(self._layers)),
-            self._windows(),
-        )
+        count, longest = len(self.lengths), max(self.lengths) + 1
+        if longest > self._layers[0].keys.shape[2]:
+            self._resize(count, _rounded(longest + longest // 2))
+        places = torch.tensor(self.lengths, device=self._policy.device)
+        shape = self._recorded.shape(count, longest)
+        if shape is None:
+            width = min(_rounded(longest), self._layers[0].keys.shape[2])
+            logits = self._step(tokens, places, width, self._windows())
+        else:
+            self._resize(*shape)
+            logits = self._recorded.step(self._step, tokens, places, shape)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
+
+    def forget_recordings(self) -> None:
+        """Drop the recorded steps. Call it before weights change and where autocast ends: they read
+        the weights that it has cast."""
+        self._recorded.clear()
+
+    def _step(
+        self,
+        tokens: torch.Tensor,
+        places: torch.Tensor,
+        width: int,
+        windows: Sequence[Window] = (),
+    ) -> torch.Tensor:
+        """Work on tensors only, so that it can be recorded.
+
+        Args:
+            tokens: (n,), of slots 0 to n − 1.
+            places: (n,), the column that each row writes.
+            width: Columns that are read.
+            windows: Parts of the rows that attend apart; empty for all at once.
+        """
+        window, device, dtype = self._window, self._policy.device, self._policy.dtype
+        window.width, window.places = width, places
+        window.rows = torch.arange(len(tokens), device=device)
+        beyond = torch.arange(width, device=device) > places[:, None]  # (n, W)
+        mask = beyond.to(dtype)[:, None, None] * torch.finfo(dtype).min
+        cache = Cache(layers=list(self._layers))
+        return next_logits(self._policy, tokens[:, None], mask, places[:, None], cache, windows)
+
+    def _resize(self, rows: int, columns: int) -> None:
+        """Make the memory at least so large. What was recorded reads the old one."""
+        have = self._layers[0].keys.shape
+        if rows > have[0] or columns > have[2]:
+            self._recorded.clear()
+            for layer in self._layers:
+                layer.resize(rows, columns)
 
     def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
         if not self._layers:
@@ -262,10 +294,8 @@ class Slots:
                 SlotLayer(keys, values, rows, first, dtype, self._window)
                 for keys, values in zip(row.keys, row.values, strict=True)
             ]
-        have = self._layers[0].keys.shape
-        if rows > have[0] or columns > have[2]:
-            for layer in self._layers:
-                layer.resize(rows if rows <= have[0] else max(rows, 2 * have[0]), _rounded(columns))
+        have = self._layers[0].keys.shape[0]
+        self._resize(rows if rows <= have else max(rows, 2 * have), _rounded(columns))
 
 
 def _rounded(columns: int) -> int:

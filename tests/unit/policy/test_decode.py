@@ -91,7 +91,7 @@ def test_a_sliding_window_has_no_fixed_form(policies):
 def test_a_cpu_records_nothing(policies):
     policy = policies["llama"]
     cache, mask, position = prefilled(policy)
-    assert not decode.recordable(policy, cache)
+    assert not decode.recordable(policy)
     assert isinstance(
         decode.decoder(
             policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100

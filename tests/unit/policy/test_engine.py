@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from swarmnode.errors import DeviceError
-from swarmnode.policy.engine import slots
+from swarmnode.policy.engine import continuous, slots
 from swarmnode.policy.engine.continuous import BURST, Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Request
@@ -249,6 +249,16 @@ def test_a_call_ends_though_nothing_does(policies):
     engine = submitted(engine_of(policies["llama"], Sampling(1, 100)), PROMPTS[:1])
     engine.finished(0)
     assert engine.statistics().steps <= BURST
+
+
+def test_a_whole_burst_returns_all_that_ended_in_it(policies, monkeypatch):
+    policy = policies["llama"]
+    expected = drained(submitted(engine_of(policy, Sampling(2, 12, 0.0))))
+    monkeypatch.setattr(continuous, "WHOLE_BURST", {"cpu": 64})
+    engine = submitted(engine_of(policy, Sampling(2, 12, 0.0)))
+    found = {finished.number: finished.sample for finished in engine.finished(0)}
+    assert not engine.statistics().unfinished
+    assert found == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)

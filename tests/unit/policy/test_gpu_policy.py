@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy import decode
+from swarmnode.policy import decode, logprobs
+from swarmnode.policy.engine import recorded
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs, score
@@ -86,6 +89,39 @@ def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, mo
     assert all(graph is not None for graph in used)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recorded_steps_of_rows_that_come_and_go(model_dir, kind, temperature, monkeypatch):
+    """With room for few rows; equal to single launches, across calls between which weights move."""
+    policy = load(model_dir(kind))
+    made = []
+    real = recorded.record
+    monkeypatch.setattr(
+        recorded, "record", lambda policy, step: (made.append(real(policy, step)), made[-1])[1]
+    )
+
+    def sampled(tokens):
+        engine = Continuous(
+            policy,
+            MicroBatcher(tokens),
+            Sampling(3, 40, temperature),
+            policy.random_generator(1),
+        )
+        return rows(answered(engine, PROMPTS))
+
+    for tokens in (400, 16384):
+        found = sampled(tokens)
+        with monkeypatch.context() as patch:
+            patch.setattr(recorded, "recordable", lambda policy: False)
+            expected = sampled(tokens)
+        assert [ids for _, ids in found] == [ids for _, ids in expected]
+        with torch.no_grad():
+            for parameter in policy.trainable_parameters():
+                parameter.mul_(1.01)
+    assert len(made) >= 2
+    assert all(graph is not None for graph in made)
+
+
 def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):
     policy = load(model_dir("qwen2"))
     monkeypatch.setattr(decode, "ROOM", 4)
@@ -119,6 +155,25 @@ def test_cpu_and_gpu_agree(model_dir):
     on_gpu = score(load(directory), rows(groups), 1.0)
     flat = lambda values: torch.tensor([x for row in values for x in row])
     torch.testing.assert_close(flat(on_gpu), flat(on_cpu), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gpt2"])
+def test_packed_rows_are_run_as_one_batch(model_dir, kind):
+    """Equal to the same rows on a CPU one at a time; and the trial finds no difference."""
+    directory = model_dir(kind)
+    policy, here = load(directory), load_policy(PolicyConfig(model=str(directory), device="cpu"))
+    rows = [
+        (prompt, [8 + i % 9 for i in range(length)])
+        for prompt, lengths in [([5, 6, 7], [3, 40, 1, 9]), ([9] * 20, [17, 2, 30, 5])]
+        for length in lengths
+    ]
+    assert not policy.obstacles["packed"]
+    batch = collate(rows, policy.pad_id, policy.device)
+    chosen, _ = logprobs.logprobs_by("packed", policy, batch, 1.0)
+    expected, _ = logprobs.logprobs_by(
+        "row by row", here, collate(rows, here.pad_id, here.device), 1.0
+    )
+    torch.testing.assert_close(chosen.cpu(), expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("quantization", ["none", "8bit", "4bit"])

@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from swarmnode.config import LoraSettings, PolicyConfig
 from swarmnode.errors import DeviceError, Incompatible, StateError, Unavailable
-from swarmnode.policy import device
+from swarmnode.policy import device, load
 from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy, overwrite, trainable
@@ -336,7 +337,35 @@ def test_bfloat16_where_the_device_has_it(monkeypatch):
     pretend(monkeypatch, (9, 0))
     assert device.probe(PolicyConfig()).reason == "cuda:0, bfloat16: compute capability 9.0"
     pretend(monkeypatch, (7, 5))
-    assert device.probe(PolicyConfig()).reason == "cuda:0, float32: compute capability 7.5"
+    assert device.probe(PolicyConfig()).reason == "cuda:0, float16: compute capability 7.5"
+    pretend(monkeypatch, (6, 1))
+    assert device.probe(PolicyConfig()).reason == "cuda:0, float32: compute capability 6.1"
+
+
+def test_a_stage_never_computes_in_float16(monkeypatch):
+    pretend(monkeypatch, (7, 5))
+    stage = device.without_float16(device.probe(PolicyConfig()))
+    assert (stage.dtype, stage.device.type) == (torch.float32, "cuda")
+    pretend(monkeypatch, (9, 0))
+    whole = device.probe(PolicyConfig())
+    assert device.without_float16(whole) is whole
+
+
+@pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float16), (1e6, torch.float32)])
+def test_a_model_beyond_float16_is_loaded_in_float32(
+    model_dir, tmp_path, monkeypatch, factor, dtype
+):
+    made = LlamaForCausalLM.from_pretrained(model_dir("llama"))
+    made.lm_head.weight.data.mul_(factor)
+    shutil.copytree(model_dir("llama"), tmp_path / "model")
+    made.save_pretrained(tmp_path / "model")
+    card = device.Placement(torch.device("cpu"), torch.float16, "a card without bfloat16")
+    real, said = device.probe, []
+    monkeypatch.setattr(load, "probe", lambda cfg: card if cfg.dtype == "auto" else real(cfg))
+    policy = load_policy(PolicyConfig(model=str(tmp_path / "model"), device="cpu"), said.append)
+    assert policy.dtype == dtype
+    assert any("float16 cannot hold" in line for line in said) is (dtype == torch.float32)
+    load_policy(PolicyConfig(device="cpu", dtype="float32"))  # accelerate's precision is global
 
 
 def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):

@@ -39,7 +39,15 @@ def naive(policy, row, temperature):
 
 
 @pytest.fixture(
-    params=["one pass", "packed", "two passes", "row by row", "checkpointed", "in pieces"]
+    params=[
+        "one pass",
+        "packed",
+        "packed in one batch",
+        "two passes",
+        "row by row",
+        "checkpointed",
+        "in pieces",
+    ]
 )
 def passes(request, monkeypatch):
     """Each way, wherever the model allows it; in pieces: two tokens' logits at a time, of two
@@ -54,7 +62,10 @@ def passes(request, monkeypatch):
         lambda vocabulary, device: 2 if request.param == "in pieces" else 10**6,
     )
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)  # whatever it costs
-    monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0 if request.param == "packed" else 10**6)
+    packed = request.param.startswith("packed")
+    monkeypatch.setattr(logprobs, "PACKED_GAIN_ELSEWHERE", 0.0 if packed else 10**6)
+    if request.param == "packed in one batch":
+        monkeypatch.setattr(logprobs, "PACKED_TOGETHER", {"cpu"})
     # so that one prompt's answers are in two rows
     monkeypatch.setattr(logprobs, "PACKED_COLUMNS", 11)
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 1024 if request.param == "one pass" else 0)
@@ -206,6 +217,15 @@ def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
         (2, [6]),
         (2, [7]),
     ]
+
+
+def test_packed_rows_run_in_one_batch_but_for_one_that_is_too_long(monkeypatch):
+    rows = [([5] * 20, [30] * 400), ([6] * 20, [30] * 2000), ([7] * 9, [30] * 3)]
+    batch = collate(rows, 0)
+    packs = logprobs.packs(batch)
+    assert logprobs._passes_of(packs, batch) == [[(0, [0])], [(1, [1])], [(2, [2])]]
+    monkeypatch.setattr(logprobs, "PACKED_TOGETHER", {"cpu"})
+    assert logprobs._passes_of(packs, batch) == [[(0, [0]), (2, [2])], [(1, [1])]]
 
 
 @pytest.mark.parametrize("lora", [0, 4])

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy import logprobs
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.keeper import answered
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
@@ -64,6 +66,19 @@ def test_an_update_makes_no_float64_on_the_device(beta):
         done = updater.update(rows)
     assert done.stepped
     assert done.loss is not None
+
+
+def test_sampling_and_scoring_make_no_float64_on_the_device():
+    policy = load_policy(PolicyConfig(device="cpu"))
+    prompts, asked = ["What is 3 + 4?", "What is 9 + 1?"], Sampling(2, 8, top_p=0.9)
+    with Mps():
+        rng = policy.random_generator(1)
+        groups = generate(policy, prompts, asked, rng)
+        groups += answered(Continuous(policy, MicroBatcher(4096), asked, rng), prompts)
+        rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
+        batch = logprobs.collate(rows, policy.pad_id)
+        found = [logprobs.logprobs_by(way, policy, batch, 1.0)[0] for way in logprobs.WAYS]
+    assert all(torch.allclose(each, found[0], atol=1e-4) for each in found)
 
 
 def test_the_rule_is_kept():

@@ -181,7 +181,7 @@ def test_a_model_without_plain_attention_is_sampled_as_it_is_scored(opened, kind
 def test_masks_of_ours_are_not_for_every_model(opened, kind, monkeypatch):
     _, policy = opened(kind)
     monkeypatch.setattr(logprobs, "ONE_PASS_ELSEWHERE", 10**6)
-    monkeypatch.setattr(logprobs, "PACKED_GAIN", 0.0)
+    monkeypatch.setattr(logprobs, "PACKED_GAIN_ELSEWHERE", 0.0)
     monkeypatch.setattr(logprobs.Batch, "padded_tokens", 10**6)
     rows = [([5, 9, 20], [30, 31, 40, 41]), ([5, 9, 20], [30]), ([7], [40, 12])]
     expected = [score(policy, [row], 1.0)[0] for row in rows]

@@ -1,0 +1,161 @@
+"""float16, which a T4 and a V100 compute in: the loss is scaled, and an overflow costs one step.
+
+On a CPU, by the code that runs on a GPU: accelerate's optimizer, torch's scaler, autocast.
+"""
+
+import math
+
+import pytest
+import torch
+import trio
+from structlog.testing import capture_logs
+
+from swarmnode.config import Config, PolicyConfig, TrainingConfig
+from swarmnode.link.server import LinkServer
+from swarmnode.policy import load
+from swarmnode.policy.generate import Sampling, generate
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.process import Progress
+from swarmnode.trainer import state
+from swarmnode.trainer.batch import assemble, own_group
+from swarmnode.trainer.engine import make_whole_policy
+from swarmnode.trainer.loop import Trainer
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.update import Updater
+from tests.support.network_side import NetworkSide
+
+HALF = PolicyConfig(device="cpu", dtype="float16")
+TOO_LARGE = 2.0**40
+"""A scale at which every gradient overflows."""
+
+
+@pytest.fixture(autouse=True)
+def _after():
+    torch.set_num_threads(1)
+    yield
+    load_policy(PolicyConfig(device="cpu"))  # accelerate's precision is global
+
+
+@pytest.fixture
+def policy():
+    return load_policy(HALF)
+
+
+@pytest.fixture
+def rows(policy):
+    (group,) = generate(policy, ["What is 3 + 4?"], Sampling(4, 8), policy.random_generator(1))
+    return assemble([own_group(group, [1.0, 0.0, 0.0, 1.0])], "grpo")
+
+
+def flat(policy):
+    return torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
+
+
+def test_the_model_computes_in_float16_and_its_weights_are_float32(policy):
+    assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
+    seen = []
+    head = policy.base.get_output_embeddings()
+    watch = head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    generate(policy, ["What is 3 + 4?"], Sampling(1, 1), policy.random_generator(1))
+    watch.remove()
+    assert set(seen) == {torch.float16}
+    assert not any(policy.obstacles.values())
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale_until_steps_are_taken(policy, rows):
+    updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
+    updater.restore_loss_scale(TOO_LARGE)
+    done = updater.update(rows)
+    assert (done.stepped, done.skipped, done.grad_norm) == (False, "overflow", None)
+    assert updater.loss_scale == TOO_LARGE / 2
+    assert torch.equal(flat(policy), before)
+    results = [updater.update(rows).stepped for _ in range(130)]
+    assert results == sorted(results)
+    assert results[-1]
+    assert not torch.equal(flat(policy), before)
+
+
+def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch):
+    monkeypatch.setattr(load, "LOSS_SCALE_GROWTH_STEPS", 3)
+    updater = Updater(load_policy(HALF), TrainingConfig(), MicroBatcher(4096))
+    updater.restore_loss_scale(1024.0)
+    scales = []
+    for _ in range(6):
+        assert updater.update(rows).stepped
+        scales.append(updater.loss_scale)
+    assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 4096.0]
+
+
+def test_the_scaled_update_is_that_of_float32(rows, policy):
+    """Weights after one step: Adam's first step is the sign of the gradient, so compare where it is
+    not close to zero."""
+    plain = load_policy(PolicyConfig(device="cpu"))
+    cfg = TrainingConfig(learning_rate=1e-3)
+    start = flat(plain)
+    expected = Updater(plain, cfg, MicroBatcher(4096)).update(rows)
+    half = load_policy(HALF)
+    found = Updater(half, cfg, MicroBatcher(4096)).update(rows)
+    assert found.loss == pytest.approx(expected.loss, abs=1e-2)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=0.02)
+    moved, wanted = flat(half) - start, flat(plain) - start
+    assert torch.cosine_similarity(moved, wanted, dim=0) > 0.95
+
+
+def test_a_loss_that_is_not_finite_is_not_called_an_overflow(policy, rows):
+    rows.advantages.fill_(math.nan)
+    done = Updater(policy, TrainingConfig(), MicroBatcher(4096)).update(rows)
+    assert (done.stepped, done.skipped) == (False, "not_finite")
+
+
+def test_the_scale_is_saved_and_restored(tmp_path, rows):
+    def engine():
+        config = Config(policy=HALF, weights={"rule": "off"})
+        return make_whole_policy(config, load_policy(HALF), Counters(), send=lambda message: None)
+
+    first = engine()
+    first._updater.restore_loss_scale(TOO_LARGE)
+    first.update(rows)
+    rng = first.random_generator(1)
+    state.write(tmp_path, first.snapshot(rng, Counters(step=1)))
+    second = engine()
+    assert second._updater.loss_scale == 65536.0
+    assert second.restore(tmp_path, rng).step == 1
+    assert second._updater.loss_scale == TOO_LARGE / 2
+
+
+@pytest.fixture
+def network():
+    return NetworkSide()
+
+
+async def test_a_trainer_counts_overflows_and_logs_them_once(tmp_path, network, monkeypatch):
+    (tmp_path / "run").mkdir()
+    real = load.make_accelerator
+
+    def scaled(placement):
+        made = real(placement)
+        made.scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE, backoff_factor=2.0**-60)
+        return made
+
+    monkeypatch.setattr(load, "make_accelerator", scaled)
+    config = Config(
+        node={"data_dir": tmp_path},
+        policy=HALF,
+        training={"max_steps": 6, "eval_every": 100},
+        task={"held_out_per_task": 4},
+        weights={"rule": "off"},
+    )
+    with capture_logs() as logs:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(LinkServer(tmp_path, network).run)
+            await trio.to_thread.run_sync(Trainer(config, Progress()).run)
+            nursery.cancel_scope.cancel()
+    last = network.reports[-1]
+    assert (last.step, last.dtype) == (6, "float16")
+    overflows = last.drops["update"].dropped["overflow"]
+    assert 1 <= overflows < 6
+    assert last.drops["update"].kept == 6 - overflows
+    assert last.policy_version == 6 - overflows
+    (told,) = [each for each in logs if each["event"] == "no update"]
+    assert told["reason"] == "overflow"
