@@ -227,8 +227,7 @@ def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
 
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
     """Return True if one pass is possible, runs no more tokens than the padded rows have, and is
-    not so
-    long that attention costs more than it saves."""
+    not so long that attention costs more than it saves."""
     prompts, columns = len(batch.prompt_ids), batch.layout.columns
     if (
         columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE)
@@ -344,8 +343,8 @@ class _Recomputed:
 
 
 def splits_head(policy: Policy) -> bool:
-    """Return True if the head can be run by itself: its outputs are the logits, not scaled or capped
-    afterwards. Tried once."""
+    """Return True if the head can be run by itself: its outputs are the logits, neither scaled nor
+    capped afterwards. Tried once."""
     return not obstacle(policy, "head by itself", lambda: _head_gap(policy))
 
 
