@@ -86,7 +86,7 @@ def decoder(
 
 
 def recordable(policy: Policy) -> bool:
-    """Whether a step of this policy can be a CUDA graph: one device, attention that sees
+    """Return True if a step of this policy can be a CUDA graph: one device, attention that sees
     everything, no kernels that look at values."""
     model = policy.base
     return (
@@ -100,8 +100,8 @@ def recordable(policy: Policy) -> bool:
 
 
 def has_fixed_form(policy: Policy) -> bool:
-    """Whether `Fixed` computes what the model computes: no sliding windows, and a mask of ours is
-    taken as it is. Tried once."""
+    """Return True if `Fixed` computes what the model computes: no sliding windows, and a mask of
+    ours is taken as it is. Tried once."""
     return sees_everything(policy) and not obstacle(
         policy, "fixed memory", lambda: decoding_gap(policy, Fixed)
     )

@@ -231,8 +231,8 @@ def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
 
 
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
-    """Whether one pass is possible, no more tokens than two, and not so long that attention is what
-    costs."""
+    """Return True if one pass is possible, runs no more tokens than the padded rows have, and is
+    not so long that attention costs more than it saves."""
     prompts, columns = len(batch.prompt_ids), batch.layout.columns
     if (
         columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE)
@@ -243,7 +243,7 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
 
 
 def stands_alone(batch: Batch) -> bool:
-    """Whether its rows are so long that each is run by itself: little is lost by not sharing
+    """Return True if rows are so long that each is run by itself: little is lost by not sharing
     prompts, and no padding is run."""
     prompts, answers = batch.prompt_mask.sum(1), batch.completion_mask.sum(1)
     whole = int(prompts[batch.prompt_of].sum() + answers.sum())
@@ -284,7 +284,7 @@ def packs(batch: Batch) -> list[Pack]:
 def needs_checkpointing(
     model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch
 ) -> bool:
-    """Whether what the backward pass needs of all layers would not fit beside what is there
+    """Return True if what the backward pass needs of all layers would not fit beside what is there
     already."""
     spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
     if spare is None or shape is None:
@@ -349,8 +349,8 @@ class _Recomputed:
 
 
 def splits_head(policy: Policy) -> bool:
-    """Whether the head can be run by itself: its outputs are the logits, not scaled or capped
-    afterwards. Tried once."""
+    """Return True if the head can be run by itself: its outputs are the logits, neither scaled nor
+    capped afterwards. Tried once."""
     return not obstacle(policy, "head by itself", lambda: _head_gap(policy))
 
 

@@ -269,7 +269,7 @@ class Slots:
             tokens: (n,), of slots 0 to n − 1.
             places: (n,), the column that each row writes.
             width: Columns that are read.
-            windows: Rows and columns that attention looks at; empty for all.
+            windows: Parts of the rows that attend apart; empty for all at once.
         """
         window, device, dtype = self._window, self._policy.device, self._policy.dtype
         window.width, window.places = width, places
