@@ -131,6 +131,8 @@ class DataParallelPolicy(WholePolicy):
     def generate(
         self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
+        if self._server is not None:
+            return super().generate(prompts, sampling, rng)
         shares = self._pool.split([len(prompt) for prompt in prompts])
         with self._pool.working() as pool:
             for rank, some in enumerate(shares[1:], 1):
@@ -143,12 +145,14 @@ class DataParallelPolicy(WholePolicy):
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         own = super().generation(sampling, rng)
+        if self._server is not None:  # it samples for all ranks, and rank 0 where it is away
+            return own
         self._questions = SharedGeneration(own, self._pool, self._policy, sampling, rng)
         return self._questions
 
     def _weights_move(self) -> contextlib.AbstractContextManager[None]:
         questions = self._questions
-        return questions.pause() if questions is not None else contextlib.nullcontext()
+        return questions.pause() if questions is not None else super()._weights_move()
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
         shares = self._pool.split([len(p) + len(c) for p, c in rows])
