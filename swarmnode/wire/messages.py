@@ -33,18 +33,32 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int
 
 
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The length of one action of an episode: its part of the completion's text and tokens."""
+
+    text_bytes: int
+    """UTF-8 bytes of the action in `text`."""
+    tokens: int
+    """Sampled tokens of the action in `token_ids` and `logprobs`, the EOS token included."""
+
+
 class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One answer, or the actions of one episode one behind the other."""
+
     text: str
     """Decoded completion, without special tokens."""
     tokens: int
-    """Number of sampled tokens, the EOS token included."""
+    """Number of sampled tokens, the EOS tokens included."""
     logprob: float
     """Sum of the sampler's log-probabilities over `tokens`, nats, <= 0."""
     finish: Finish
+    """How the completion ended; of an episode, how its last action ended."""
     token_ids: bytes = b""
     """`tokens` little-endian u32, or empty: for peers with the same tokenizer."""
     logprobs: bytes = b""
     """`tokens` little-endian f32, or empty: the sampler's log-probability of each token."""
+    turns: list[Turn] = []
+    """The actions of an episode, in order; empty for the answer to a task of one turn."""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rollout"):
