@@ -202,8 +202,7 @@ def join_turns(texts: Sequence[str], token_counts: Sequence[int]) -> tuple[str, 
         token_counts: The number of sampled tokens of each action.
     """
     turns = [
-        Turn(len(text.encode()), tokens)
-        for text, tokens in zip(texts, token_counts, strict=True)
+        Turn(len(text.encode()), tokens) for text, tokens in zip(texts, token_counts, strict=True)
     ]
     return "".join(texts), turns
 

@@ -54,7 +54,6 @@ TEXTARENA = (
     "FrozenLake",
     "GuessTheNumber",
     "LightsOut",
-    "LogicPuzzle",
     "Mastermind",
     "Minesweeper",
     "PegJump",
@@ -65,7 +64,7 @@ TEXTARENA = (
     "Sudoku",
     "TowerOfHanoi",
 )
-"""Single-player games that need no data and no model, and repeat themselves from a seed."""
+"""Single-player games that need no file and no model, and repeat themselves from a seed."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
         "gym/FrozenLake-v1": _game(
@@ -281,7 +280,7 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             return "\n".join(
                 text
                 for _, text, kind in messages
-                if kind is not textarena.ObservationType.PLAYER_ACTION
+                if kind is not textarena.ObservationType.PLAYER_ACTION and isinstance(text, str)
             )
 
         def step(action: str) -> tuple[str, float, bool]:
