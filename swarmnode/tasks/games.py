@@ -60,7 +60,6 @@ TEXTARENA = (
     "RushHour",
     "Secretary",
     "Slitherlink",
-    "Sokoban",
     "Sudoku",
     "TowerOfHanoi",
 )
@@ -288,7 +287,9 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             if not done:
                 return news(), 0.0, False
             rewards, info = environment.close()
-            worth = min(1.0, max(0.0, float((rewards or {}).get(0, 0.0))))
+            reward = (rewards or {}).get(0)
+            # a text in some games, where a move was invalid
+            worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
             return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
 
         return news(), step
