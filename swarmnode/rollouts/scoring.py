@@ -14,7 +14,7 @@ from typing import Protocol
 
 import trio
 
-from swarmnode.rollouts.groups import Candidate, memory_bytes
+from swarmnode.rollouts.groups import Answers, Candidate, answers, memory_bytes
 from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
 
@@ -40,7 +40,7 @@ class Scorer(Protocol):
     """The part of `tasks.client.AsyncScorer` that the queue uses."""
 
     async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Answers]]
     ) -> list[Scored | ScoreError]: ...
 
 
@@ -99,10 +99,7 @@ class ScoringQueue:
             while not (batch := self._queue.take(SCORER_GROUPS)):
                 self._news = trio.Event() if self._news.is_set() else self._news
                 await self._news.wait()
-            questions = [
-                (c.group.task, [completion.text for completion in c.group.completions])
-                for c in batch
-            ]
+            questions = [(c.group.task, answers(c.group)) for c in batch]
             try:
                 results = await self._scorer.score_many(questions)
             except ScorerFailed as failed:  # the scorer process cannot be started
