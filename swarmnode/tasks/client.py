@@ -21,6 +21,7 @@ from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
+    Completion,
     Question,
     Scored,
     ScoreError,
@@ -93,21 +94,22 @@ class Scorer:
         """The question's text. Raises TaskUnknown, ScorerFailed."""
         return self.score(ref, []).prompt
 
-    def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises
-        TaskUnknown, ScorerFailed, ValueError."""
+    def score(self, ref: TaskRef, completions: Sequence[Completion]) -> Scored:
+        """The question's text and a reward in [0, 1] for each completion (at most 64); of an episode
+        task a completion is the list of its actions so far. Raises TaskUnknown, ScorerFailed,
+        ValueError."""
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
     def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]], *, reveal: bool = False
+        self, items: Sequence[tuple[TaskRef, Sequence[Completion]]], *, reveal: bool = False
     ) -> list[Scored | ScoreError]:
         """The same for many questions at once, in order; what went wrong with one is in its place
         and costs the others nothing. reveal: with the right answers.
 
-        Raises ValueError when a question has more than 64 completions.
+        Raises ValueError as `frames.prepare` does.
         """
         results: list[Scored | ScoreError | None] = [None] * len(items)
         asked: list[tuple[int, Question]] = []

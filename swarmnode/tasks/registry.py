@@ -57,6 +57,8 @@ class TaskSpec:
     """The same when `extract` is `auto` and nothing marks the answer."""
     environment: openenv.Source | None = None
     """The operator's own server."""
+    turns: int = 1
+    """Most actions of an episode, 1 to 32; above 1 the task is an episode task."""
 
     @property
     def levels(self) -> int:
