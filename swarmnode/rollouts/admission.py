@@ -9,8 +9,9 @@ Pure, bounded, cannot raise.
 
 An author chooses neither the question nor its answer nor the reward. The question follows from the
 swarm, the author's peer id, its counter, the task and the difficulty; answer, observations and
-reward are recomputed here. So a peer cannot sign stolen completions: they answer another question than its
-own. Pool, sampling and an importance weight of at most 1 bound the influence of each author.
+reward are recomputed here. So a peer cannot sign stolen completions: they answer another question
+than its own. Pool, sampling and an importance weight of at most 1 bound the influence of each
+author.
 """
 
 from __future__ import annotations
@@ -354,9 +355,8 @@ def _ends_alike(completion: Completion, replay: Episode) -> bool:
 
     An action that was cut off is not given to the environment, so the replay is not done then.
     """
-    return (
-        len(replay.observations) == len(played_actions(completion))
-        and replay.done == (completion.finish == "eos")
+    return len(replay.observations) == len(played_actions(completion)) and replay.done == (
+        completion.finish == "eos"
     )
 
 

@@ -6,7 +6,8 @@
                       └▶ scored ─▶ another spread of rewards than listed
 
 A false listing halves the belief in its holder, at most DEEPEST times; `absent`, `slow` and
-`trajectory` cost a fraction of a halving (COST). Eight groups that are as listed restore one halving.
+`trajectory` cost a fraction of a halving (COST). Eight groups that are as listed restore one
+halving.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ TURN_BYTES = 128
 """Memory of one turn's objects: two integers of a completion, or the header of a text."""
 
 Item = TypeVar("Item")
-Answers = Sequence[str] | Sequence[Sequence[str]]
-"""(G,) the texts of a group, or of an episode task the actions of each of its episodes."""
 Outcome = Literal[
     "used",
     "forged_ids",
@@ -200,11 +198,10 @@ def played_actions(completion: Completion) -> list[str]:
     return actions(completion)[: -1 if completion.finish == "length" else None]
 
 
-def answers(group: RolloutGroup) -> Answers:
-    """Return what the scorer judges: texts, or for an episode task the actions of each episode."""
-    if any(completion.turns for completion in group.completions):
-        return [played_actions(completion) for completion in group.completions]
-    return [completion.text for completion in group.completions]
+def answers(group: RolloutGroup) -> list[str | list[str]]:
+    """Return (G,) what the scorer judges: texts, or for an episode task the actions of each
+    episode."""
+    return [played_actions(c) if c.turns else c.text for c in group.completions]
 
 
 def turn_ids(completion: Completion) -> list[list[int]]:
@@ -227,8 +224,7 @@ def join_turns(texts: Sequence[str], token_counts: Sequence[int]) -> tuple[str, 
         token_counts: The number of sampled tokens of each action.
     """
     turns = [
-        Turn(len(text.encode()), tokens)
-        for text, tokens in zip(texts, token_counts, strict=True)
+        Turn(len(text.encode()), tokens) for text, tokens in zip(texts, token_counts, strict=True)
     ]
     return "".join(texts), turns
 

@@ -45,7 +45,7 @@ from swarmnode.stages.wire import (
     state_bytes,
 )
 from swarmnode.tasks.frames import prepare
-from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.discovery import edge_rank
@@ -348,6 +348,9 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
             (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
         }
         rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
+    for task, turns in given.get("turns", {}).items():
+        spec = dataclasses.replace(TASKS[task], turns=turns)
+        monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
     options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
