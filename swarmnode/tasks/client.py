@@ -21,7 +21,7 @@ from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
-    Completion,
+    CompletionText,
     Question,
     Scored,
     ScoreError,
@@ -51,7 +51,8 @@ class Scorer:
     take turns.
 
     deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
-    may use; startup_seconds: until a new child is ready; alive: called after every request.
+    may use; startup_seconds: until a new child is ready; alive: called after every request; child:
+    what starts one.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Scorer:
         cpu_seconds: int = 2,
         startup_seconds: float = 60.0,
         alive: Callable[[], None] = lambda: None,
+        child: Callable[[int], Child] = Child,
     ) -> None:
         self._alive = alive
+        self._make_child = child
         self._deadline = deadline
         self._cpu_seconds = cpu_seconds
         self._startup_seconds = startup_seconds
@@ -94,17 +97,17 @@ class Scorer:
         """The question's text. Raises TaskUnknown, ScorerFailed."""
         return self.score(ref, []).prompt
 
-    def score(self, ref: TaskRef, completions: Sequence[Completion]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64); of an episode
-        task a completion is the list of its actions so far. Raises TaskUnknown, ScorerFailed,
-        ValueError."""
+    def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Of an
+        episode task a completion is the list of its actions so far. Raises TaskUnknown,
+        ScorerFailed, ValueError."""
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
     def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[Completion]]], *, reveal: bool = False
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]], *, reveal: bool = False
     ) -> list[Scored | ScoreError]:
         """The same for many questions at once, in order; what went wrong with one is in its place
         and costs the others nothing. reveal: with the right answers.
@@ -135,6 +138,11 @@ class Scorer:
                 ):
                     results[place] = result
         return [result for result in results if result is not None]
+
+    def ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
+        """The same for one frame of questions that are prepared already."""
+        with self._lock:
+            return self._ask(questions)
 
     def statistics(self) -> ScorerStatistics:
         return self._tally.snapshot(self._child, waiting=0)
@@ -168,7 +176,7 @@ class Scorer:
             self._end()  # we are a fork: it is our parent's, we only close our copy of its pipes
         if self._child is None:
             try:
-                self._child = Child(self._cpu_seconds)
+                self._child = self._make_child(self._cpu_seconds)
                 self._hold(self._child.hello(), self._startup_seconds)
             except (OSError, Died) as error:  # TimeoutError is an OSError
                 raise self._tally.failure(error, self._end(), starting=True) from None

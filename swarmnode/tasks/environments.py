@@ -15,9 +15,9 @@ from swarmnode.tasks.openenv import (
     Source,
     StepRefused,
     content_of,
-    seed_of,
 )
 from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.seeds import seed_of
 
 
 def by_url(question: Question) -> bool:

@@ -52,7 +52,7 @@ class QuestionFailed(ScorerFailed):
     goes on."""
 
 
-Completion = str | Sequence[str]
+CompletionText = str | Sequence[str]
 """What is judged: an answer, or for an episode task the texts of its actions so far."""
 
 
@@ -110,7 +110,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 class Brought(msgspec.Struct, frozen=True, array_like=True):
     """Client → child, on its command line: a task that the node's owner brings; without code and
-    rows one of ours, and its settings."""
+    rows one of ours or a library's game, and its settings."""
 
     task: str
     code: own.Source | None
@@ -135,7 +135,9 @@ decode_brought = msgspec.json.Decoder(list[Brought]).decode
 decode_ready = msgspec.msgpack.Decoder(Ready).decode
 
 
-def prepare(ref: TaskRef, completions: Sequence[Completion], *, reveal: bool = False) -> Question:
+def prepare(
+    ref: TaskRef, completions: Sequence[CompletionText], *, reveal: bool = False
+) -> Question:
     """A question as the child takes it. Nothing is sent that this node could not regenerate or need
     not look at.
 

@@ -41,7 +41,6 @@ from wsproto.utilities import ProtocolError
 
 from swarmnode.errors import ConfigError, SwarmNodeError
 from swarmnode.files import write_atomically
-from swarmnode.tasks import seeds
 from swarmnode.tasks.dataset import PROMPT_CHARACTERS, check_asked
 
 if TYPE_CHECKING:
@@ -272,13 +271,6 @@ def _connected(url: SplitResult, seconds: float) -> socket.socket:
     except BaseException:
         plain.close()
         raise
-
-
-def seed_of(seed: int, index: int) -> int:
-    """The seed that a server is given for an address: 32 bits, since NumPy's generators take no
-    more, and odd for held-out questions."""
-    digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1 << 1 | seeds.is_evaluation(seed)
 
 
 def content_of(session: Session, url: str, field: str) -> str:

@@ -27,7 +27,7 @@ from swarmnode.tasks import openenv, registry
 from swarmnode.tasks.client import AsyncScorer, Scored, Scorer
 from swarmnode.tasks.environments import Environments
 from swarmnode.tasks.frames import Question
-from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.tasks.seeds import evaluation_seed, seed_of
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
 
@@ -168,8 +168,8 @@ async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, 
 
 
 def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
-    trained = {openenv.seed_of(SEED, index) for index in range(1000)}
-    held_out = {openenv.seed_of(evaluation_seed(NAME), index) for index in range(1000)}
+    trained = {seed_of(SEED, index) for index in range(1000)}
+    held_out = {seed_of(evaluation_seed(NAME), index) for index in range(1000)}
     assert max(trained | held_out) < 2**32
     assert len(trained) == len(held_out) == 1000
     assert not trained & held_out
