@@ -707,8 +707,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_listing_lies_total",
         "counter",
         "rollouts.pulling.claims.lies",
-        "False listings and unanswered requests, by kind. `absent` and `slow` occur with honest"
-        " peers.",
+        "False listings and unanswered requests, by kind. `absent`, `slow` and `trajectory` occur"
+        " with honest peers.",
         ("lie",),
         LIES,
     ),

@@ -24,7 +24,7 @@ from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, Ta
 from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
 TURN_BYTES = 128
-"""Memory of one turn of a decoded completion: the object and its two integers."""
+"""Memory of one turn's objects: two integers of a completion, or the header of a text."""
 
 Item = TypeVar("Item")
 Outcome = Literal[
@@ -147,22 +147,38 @@ class Candidate(msgspec.Struct, frozen=True):
     """The peer that gave it."""
 
 
-def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:
-    """About what a decoded group occupies: its variable parts, and 1 KiB for the group and 256 B
-    for each completion's objects.
+def memory_bytes(
+    group: RolloutGroup, prompt: str = "", observations: Sequence[Sequence[str]] = ()
+) -> int:
+    """About what a decoded group occupies: its variable parts, 1 KiB for the group, 256 B for each
+    completion's objects, and TURN_BYTES for each turn and each observation.
 
     Text is counted at four bytes a character where it is not ASCII, as CPython stores it at worst.
     """
     total = 1024 + len(prompt) + 256 * len(group.completions)
     for completion in group.completions:
-        text = len(completion.text)
         total += (
-            (text if completion.text.isascii() else 4 * text)
+            _text_bytes(completion.text)
             + len(completion.token_ids)
             + len(completion.logprobs)
             + TURN_BYTES * len(completion.turns)
         )
-    return total
+    return total + sum(_text_bytes(text) + TURN_BYTES for each in observations for text in each)
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def has_turns(completion: Completion, most: int) -> bool:
+    """Return True if a completion has turns exactly where its task has more than one, and at most
+    as many as the task.
+
+    Args:
+        completion: Of a group.
+        most: Most turns of an episode of the task; 1 for a task of one turn.
+    """
+    return 1 <= len(completion.turns) <= most if most > 1 else not completion.turns
 
 
 def actions(completion: Completion) -> list[str]:
@@ -180,6 +196,12 @@ def played_actions(completion: Completion) -> list[str]:
     """Return the actions that the environment received. An action that was cut off at the length
     limit is not given to the environment and ends the episode."""
     return actions(completion)[: -1 if completion.finish == "length" else None]
+
+
+def answers(group: RolloutGroup) -> list[str | list[str]]:
+    """Return (G,) what the scorer judges: texts, or for an episode task the actions of each
+    episode."""
+    return [played_actions(c) if c.turns else c.text for c in group.completions]
 
 
 def turn_ids(completion: Completion) -> list[list[int]]:

@@ -124,7 +124,7 @@ class Pool:
     def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
         """Take `group`, which arrives at `policy_version`. False where it is there already or too
         large for its peer's share."""
-        size = memory_bytes(group.group, group.prompt)
+        size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
             self._counts["refused"] += 1

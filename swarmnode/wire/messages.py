@@ -3,9 +3,11 @@ protocol/02-rollouts.md."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from swarmnode.wire.limits import TURNS
 
 Codec = Literal["raw", "zstd"]
 Finish = Literal["eos", "length"]
@@ -57,7 +59,7 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`tokens` little-endian u32, or empty: for peers with the same tokenizer."""
     logprobs: bytes = b""
     """`tokens` little-endian f32, or empty: the sampler's log-probability of each token."""
-    turns: list[Turn] = []
+    turns: Annotated[list[Turn], msgspec.Meta(max_length=TURNS)] = []
     """The actions of an episode, in order; empty for the answer to a task of one turn."""
 
 

@@ -195,7 +195,7 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
         "failed no effect 2",
         "96.0 MiB, 24 s of CPU",
         "212.0 GiB free of 476.0 GiB",
-        "/swarmnode/groups/1 4.5 MiB",
+        "/swarmnode/groups/2 4.5 MiB",
         "of 186.3 GiB",
         "0.4 s ahead of most peers'",
     ):

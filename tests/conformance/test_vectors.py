@@ -45,7 +45,7 @@ from swarmnode.stages.wire import (
     state_bytes,
 )
 from swarmnode.tasks.frames import prepare
-from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.discovery import edge_rank
@@ -348,6 +348,9 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
             (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
         }
         rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
+    for task, turns in given.get("turns", {}).items():
+        spec = dataclasses.replace(TASKS[task], turns=turns)
+        monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
     options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
@@ -537,8 +540,8 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
                 (0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256))
             )
         frame = frames.sealed(bytes(payload))
-        ours = judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
-        theirs = check.judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
+        ours = judge("group", frame, b"swarmnode/rollout/2", frames.SWARM)
+        theirs = check.judge("group", frame, b"swarmnode/rollout/2", frames.SWARM)
         assert (ours["verdict"], ours.get("value")) == (
             theirs["verdict"],
             theirs.get("value"),

@@ -143,7 +143,7 @@ export class Member {
       sampling: { temperature, top_p: topP, max_tokens: most },
       completions: texts.map((text) => {
         const tokens = BigInt(Buffer.byteLength(text))
-        return { text, tokens, logprob: -0.5 * Number(tokens), finish: 'eos', token_ids: nothing, logprobs: nothing }
+        return { text, tokens, logprob: -0.5 * Number(tokens), finish: 'eos', token_ids: nothing, logprobs: nothing, turns: [] }
       })
     }
   }
