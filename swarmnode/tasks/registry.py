@@ -203,7 +203,7 @@ def task_version(task_id: str) -> str:
         source = ["reasoning-gym", _installed("reasoning-gym", task_id)]
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         source = [*source, spec.extract]
-    if spec.turns > 1:
+    if spec.turns > 1 and spec.environment is None:  # a server is asked before it has a version
         from swarmnode.tasks.determinism import transcript_hash
 
         source = [*source, transcript_hash(spec)]
@@ -452,19 +452,22 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
     from swarmnode.tasks import openenv
 
     found = openenv.prepare(task, config, directory)
-    settings = {
+    settings: dict[str, object] = {
         "observation": found.observation,
         "action": found.action,
         "template": found.template,
     }
+    if config.turns > 1:
+        settings[own.TURNS] = config.turns
     return TaskSpec(
         task,
         "environment",
         "openenv",
         MappingProxyType(settings),
-        TEXT_BYTES,
+        TEXT_BYTES if config.turns == 1 else OWN_ANSWER_BYTES,
         environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
+        turns=config.turns,
     )
 
 
