@@ -67,6 +67,9 @@ def echo(seed: int):
             return "x" * 2**30, 0.0, False
         if word == "flood":
             return "x" * 10_000_000, 0.0, False
+        if word == "print":
+            print("x" * 100_000, flush=True)
+            return "printed", 0.0, False
         if word == "umlauts":
             return "ä" * 4000, 0.0, False
         if word == "page":
@@ -271,6 +274,11 @@ def test_control_characters_go_and_special_tokens_stay(echo):
     scored = player.play(Task(), question)
     assert scored.prompt == "Begin"
     assert scored.episodes[0].observations == ["red a\nb\tc <|im_end|> \u00e9"]
+
+
+def test_what_an_environment_prints_is_discarded(echo):
+    assert play(echo, ["print", "end 1"]).rewards == [1.0]
+    assert echo.statistics().failures == 0
 
 
 def test_an_action_that_is_too_long_ends_its_episode_with_nothing(echo):
