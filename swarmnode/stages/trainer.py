@@ -1008,7 +1008,7 @@ class CrewPolicy:
     # ---- a step ----------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         """Sample from this node's copy if it is recent enough, else through the stages."""
         copy, stage = self._copy, self._runner.stage
@@ -1021,14 +1021,16 @@ class CrewPolicy:
         return self._through_stages(prompts, sampling, rng)
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
+        return Lockstep(
+            lambda prompts, count: self.generate(prompts, sampling.with_generations(count), rng)
+        )
 
     def _through_stages(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         if not prompts:
             return []
-        encoded = [self.text.encode_prompt(prompt) for prompt in prompts]
+        encoded = [self.text.prompt_ids(prompt) for prompt in prompts]
         longest = max(map(len, encoded))
         room = self._model.limits().tokens
         room = min(room, self.text.context or room)
@@ -1074,13 +1076,14 @@ class CrewPolicy:
             )
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        lengths = [len(p) + len(c) for p, c in rows]
+        pairs = [(prompt, completion) for prompt, completion, *_ in rows]
+        lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
         scored: list[Scored] | None = None if rows else []
         while scored is None:
             head, memory = self._head(), self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
             largest = memory.cut(lengths, tokens=tokens)
-            work = lambda head, tokens=tokens: head.score(rows, temperature, tokens)
+            work = lambda head, tokens=tokens: head.score(pairs, temperature, tokens)
             try:
                 scored = self._call(head, work, largest)
             except CannotScore as error:
@@ -1115,7 +1118,7 @@ class CrewPolicy:
         cfg = self._training
         learn = [
             LearnRow(
-                *rows.rows[i],
+                *rows.rows[i][:2],
                 rows.recorded(i),
                 float(rows.advantages[i]),
                 float(rows.weights[i]),
@@ -1286,7 +1289,7 @@ class MemberPolicy(CrewPolicy):
         return stage.step
 
     def _through_stages(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         raise EngineGone("no copy is recent enough")
 

@@ -20,6 +20,7 @@ import torch
 
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import PolicyText
 from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, zero_advantage
 
 
@@ -58,9 +59,9 @@ class TrainingGroup:
     """G completions of one question, ready to learn from."""
 
     rows: list[Row]
-    """(G,) of (prompt ids, completion ids)."""
+    """(G,)."""
     old_logprobs: list[list[float]]
-    """(G, T_i) what the ratio is taken against."""
+    """(G, T_i) what the ratio is taken against; 0 at ids that were not sampled."""
     rewards: list[float]
     """(G,)."""
     weights: list[float]
@@ -114,7 +115,7 @@ def own_group(
     sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
 ) -> TrainingGroup:
     """A group sampled here, with the rewards of the scorer."""
-    rows = [(sample.prompt_ids, completion.ids) for completion in sample.completions]
+    rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
     return TrainingGroup(
@@ -126,6 +127,30 @@ def own_group(
         sampler_logprobs=logprobs,
         parts=parts,
     )
+
+
+def episode_row(
+    text: PolicyText,
+    prompt_ids: list[int],
+    turns: Sequence[Sequence[int]],
+    observations: Sequence[str],
+) -> Row:
+    """The row of an episode: the sampled ids of each turn, and between two turns what the chat
+    template makes of the observation.
+
+    Args:
+        turns: Sampled ids of each action, none empty.
+        observations: The text after each action; the one after the last action is not looked at.
+    """
+    ids, sampled = list[int](), list[bool]()
+    for number, turn in enumerate(turns):
+        if number:
+            between = text.observation_ids(observations[number - 1], turns[number - 1][-1])
+            ids += between
+            sampled += [False] * len(between)
+        ids += turn
+        sampled += [True] * len(turn)
+    return Row(prompt_ids, ids, sampled)
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
@@ -144,7 +169,7 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
     if not shape_to:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
-    lengths = [len(completion) for _, completion in group.rows]
+    lengths = [row.longest_turn for row in group.rows]
     values = [
         [*r, -overlong_penalty(n, c, shape_to)]
         for r, n, c in zip(earned.values, lengths, cut, strict=True)
@@ -157,7 +182,8 @@ def assemble(
 ) -> Rows:
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
-    shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions
+    shape_to: the longest completion, of an episode the longest turn, where being long costs reward;
+    0 is off. mask_cut: completions
     that were cut teach nothing. A reward's components and length are apart: `gdpo` normalises each
     by itself, the other estimators add them up by their weights.
     """

@@ -452,9 +452,9 @@ def skip_used_numbers(counters: Counters, trainer: Path) -> None:
 
 
 def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int | None]:
-    """Length of the completions of `groups` in tokens, by the names of a report's fields: the mean,
-    the 95th percentile, and the share that was cut."""
-    lengths = sorted(len(completion) for group in groups for _, completion in group.rows)
+    """Length of the completions of `groups` in sampled tokens, by the names of a report's fields:
+    the mean, the 95th percentile, and the share that was cut."""
+    lengths = sorted(row.tokens for group in groups for row in group.rows)
     if not lengths:
         return {
             "completion_tokens": None,

@@ -191,7 +191,7 @@ class Updater:
             batch = replace(batch, recompute=recompute)
             # (n, T)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
-            mask = batch.completion_mask.to(logprobs.device)
+            mask = batch.sampled_mask.to(logprobs.device)
             sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
             old, weights = against_sampler(
                 logprobs,
@@ -231,7 +231,7 @@ class Updater:
         def accumulate(
             batcher: MicroBatcher, indices: list[int], recompute: bool = False
         ) -> torch.Tensor:
-            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
+            lengths = [len(rows.rows[i].prompt) + len(rows.rows[i].completion) for i in indices]
             groups = [rows.groups[i] for i in indices]
             work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):
@@ -444,8 +444,8 @@ def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozen
     """What the loss of all rows is divided by, whichever of them are run; `without` these
     groups."""
     lengths = [
-        0 if i in rows.masked else len(completion)  # counted as a sequence, as in TRL
-        for i, ((_, completion), group) in enumerate(zip(rows.rows, rows.groups, strict=True))
+        0 if i in rows.masked else row.tokens  # counted as a sequence, as in TRL
+        for i, (row, group) in enumerate(zip(rows.rows, rows.groups, strict=True))
         if group not in without
     ]
     return Objective.of(cfg).normalizer(lengths)

@@ -29,7 +29,7 @@ from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher, is_oom
-from swarmnode.policy.ways import reason
+from swarmnode.policy.ways import Row, reason
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -115,7 +115,7 @@ class Canary:
     def of(cls, policy: Policy) -> Canary:
         prompt, answer = (policy.encode_prompt(text) for text in CANARY)
         reference: Callable[[Sequence[int], Sequence[int]], list[float]] = lambda p, c: score(
-            policy, [(list(p), list(c))], 1.0
+            policy, [Row(list(p), list(c))], 1.0
         )[0]
         return cls(
             prompt,
@@ -277,8 +277,10 @@ def keeper(
         if kind == "continuous":
             return Continuous(policy, batcher, sampling, rng)
         return Lockstep(
-            lambda prompts: batcher.generate(policy, prompts, sampling, rng),
-            lambda prompt: policy.room(policy.encode_prompt(prompt), 1),
+            lambda prompts, count: batcher.generate(
+                policy, prompts, sampling.with_generations(count), rng
+            ),
+            lambda prompt: policy.room(policy.prompt_ids(prompt), 1),
         )
 
     return Keeper(
@@ -286,7 +288,7 @@ def keeper(
     )
 
 
-def answered(engine: Generation, prompts: Sequence[str]) -> list[GroupSample]:
+def answered(engine: Generation, prompts: Sequence[str | Sequence[int]]) -> list[GroupSample]:
     """A group of completions of each prompt, in order, from an engine that has nothing else to
     do."""
     for number, prompt in enumerate(prompts):
