@@ -18,7 +18,7 @@ import re
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from swarmnode.errors import ConfigError
@@ -62,7 +62,7 @@ class Run:
 
     first: str
     step: Step | None
-    """None once the episode has ended."""
+    """None once the episode has ended, and of a result."""
     random_state: RandomState
     observations: list[str] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -100,7 +100,8 @@ class Player:
         return _scored([runs[history] for history in histories], task.weights, *prompts)
 
     def _run(self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]) -> Run:
-        """Return the episode after `history`. Raises what the environment raises at its start."""
+        """Return the episode after `history`, as it stays when another goes on from there. Raises
+        what the environment raises at its start."""
         address = (question.task, question.seed, question.index, question.difficulty)
         run = self._live.pop((address, history), None)
         if run is None and history:
@@ -115,7 +116,7 @@ class Player:
         self._live[address, history] = run
         while len(self._live) > self._limit:
             self._live.popitem(last=False)
-        return run
+        return replace(run, step=None, observations=[*run.observations], values=[*run.values])
 
 
 def prove(name: str, task: EpisodeTask) -> None:

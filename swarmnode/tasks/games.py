@@ -54,18 +54,16 @@ TEXTARENA = (
     "FrozenLake",
     "GuessTheNumber",
     "LightsOut",
-    "LogicPuzzle",
     "Mastermind",
     "Minesweeper",
     "PegJump",
     "RushHour",
     "Secretary",
     "Slitherlink",
-    "Sokoban",
     "Sudoku",
     "TowerOfHanoi",
 )
-"""Single-player games that need no data and no model, and repeat themselves from a seed."""
+"""Single-player games that need no file and no model, and repeat themselves from a seed."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
         "gym/FrozenLake-v1": _game(
@@ -281,7 +279,7 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             return "\n".join(
                 text
                 for _, text, kind in messages
-                if kind is not textarena.ObservationType.PLAYER_ACTION
+                if kind is not textarena.ObservationType.PLAYER_ACTION and isinstance(text, str)
             )
 
         def step(action: str) -> tuple[str, float, bool]:
@@ -289,7 +287,9 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             if not done:
                 return news(), 0.0, False
             rewards, info = environment.close()
-            worth = min(1.0, max(0.0, float((rewards or {}).get(0, 0.0))))
+            reward = (rewards or {}).get(0)
+            # a text in some games, where a move was invalid
+            worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
             return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
 
         return news(), step

@@ -154,7 +154,7 @@ def main() -> int:
     die_with_parent()
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     config = Config.model_validate_json(request.config)
-    registry.install(config.task.modules, config.task.settings)
+    registry.install(config.task.modules, config.task.settings, request.tasks)
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     policy = open_model(config.policy)
     try_sampling(f"policy.model {config.policy.model!r}", policy, config.training)
