@@ -208,12 +208,11 @@ class Episodes:
         ]
         asked = [(group, places) for group, places in asked if places]
         started = self._clock()
-        scored = self._scorer.score_many(
-            [
-                (group.ref, [[turn.text for turn in group.episodes[at].turns] for at, _ in places])
-                for group, places in asked
-            ]
-        )
+        items = [
+            (group.ref, [[turn.text for turn in group.episodes[at].turns] for at, _ in places])
+            for group, places in asked
+        ]
+        scored = self._scorer.score_many(items) if items else []
         self.totals.environment_seconds += self._clock() - started
         failed = list[tuple[int, ScoreError]]()
         for (group, places), result in zip(asked, scored, strict=True):

@@ -44,7 +44,7 @@ def experience(
     for prompt in prompts:
         for length in (3, 1, 5, 2):
             rows.append((prompt, torch.randint(2, 60, (length,), generator=generator).tolist()))
-    for _, completion in rows:
+    for _, completion, *_ in rows:
         old.append((torch.randn(len(completion), generator=generator) * noise).tolist())
     exact = score(policy, rows, 1.0)
     return rows, [

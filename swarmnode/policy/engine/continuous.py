@@ -279,12 +279,15 @@ class Continuous:
                 del self._kept[oldest]
 
     def _take_kept(self, request: int | None, ids: list[int]) -> Prefilled | None:
-        """Return what is known of the row of `request` that `ids` begin with."""
+        """Return what is known of the row of `request` that `ids` begin with, the longest one: one
+        completion may begin with another."""
         rows = self._kept.get(request, []) if request is not None else []
-        for place, kept in enumerate(rows):
-            if ids[: len(kept.ids)] == kept.ids:
-                return rows.pop(place).known
-        return None
+        fitting = [kept for kept in rows if ids[: len(kept.ids)] == kept.ids]
+        if not fitting:
+            return None
+        longest = max(fitting, key=lambda kept: len(kept.ids))
+        rows[:] = [kept for kept in rows if kept is not longest]
+        return longest.known
 
     def _remove(self, slots: list[int]) -> None:
         """What ended or was dropped; the last row takes the place of each."""

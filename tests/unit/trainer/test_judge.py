@@ -271,7 +271,7 @@ def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
     group = external(policy, replace(sample, completions=marked))
     judgement = judged(policy, group, loose)
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    assert [completion for _, completion in judgement.accepted[0].rows] == ids
+    assert [row.completion for row in judgement.accepted[0].rows] == ids
 
 
 def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
@@ -339,7 +339,7 @@ def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
     answer = policy.tokenize_completion(longer[0].text, longer[0].finish)
 
     def score_rows(rows, temperature):
-        if any(each == answer for _, each in rows):
+        if any(row.completion == answer for row in rows):
             raise error
         return MicroBatcher(4096).score_with_entropy(policy, rows, temperature)
 

@@ -328,7 +328,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
 
     trainer = trls(folder, tmp_path, **objective_there(loss_type))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0)
-    width = max(len(prompt) for prompt, _ in rows.rows)
+    width = max(len(prompt) for prompt, _, *_ in rows.rows)
     ids, mask, old = (
         torch.zeros(8, LENGTH, dtype=torch.long),
         torch.zeros(8, LENGTH, dtype=torch.long),
@@ -341,8 +341,10 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
         )
         old[i, : len(completion)] = torch.tensor(rows.old_logprobs[i])
     batch = {
-        "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _ in rows.rows]),
-        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in rows.rows]),
+        "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _, *_ in rows.rows]),
+        "prompt_mask": torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p, _, *_ in rows.rows]
+        ),
         "completion_ids": ids,
         "completion_mask": mask,
         "num_items_in_batch": mask.sum(),
@@ -522,7 +524,7 @@ def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, row
     factor = said["less"].rate_factor
     assert 0.2 < factor < 0.95
     assert torch.allclose(moved["less"], factor * moved["plain"], atol=1e-6)
-    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows])
+    lengths = torch.tensor([float(len(completion)) for _, completion, *_ in rows.rows])
     alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.1, 0.1, 0.1, 0.1]))
     weights = alone.weights
     share = float(
@@ -540,7 +542,7 @@ def test_effective_shares_are_said_by_source(policy, rows):
     cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH)
     same = Updater(policy.clone(), cfg, MicroBatcher(16384)).update(rows)
     assert same.effective_own == pytest.approx(1.0)
-    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows[4:]])
+    lengths = torch.tensor([float(len(completion)) for _, completion, *_ in rows.rows[4:]])
     weights = rows.weights[4:]
     expected = (weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum())
     assert same.effective_external == pytest.approx(float(expected))
