@@ -57,7 +57,7 @@ def task_try(
     modules = [*resolved.task.modules, task] if own_task else resolved.task.modules
     registry.install(modules, resolved.task.settings, [task])
     registry.check_names([task])
-    prove_own([task] if registry.TASKS[task].kind in ("own", "dataset", "game") else [])
+    prove_own([task])
     if registry.TASKS[task].turns > 1:
         return _play(task, sample, json)
     tried = trial.try_task(

@@ -15,7 +15,7 @@ from typing import Protocol
 import trio
 
 from swarmnode.rollouts.groups import Candidate, answers, memory_bytes
-from swarmnode.tasks.frames import Completion, Scored, ScoreError, ScorerFailed, TaskUnknown
+from swarmnode.tasks.frames import CompletionText, Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
 
 SCORER_GROUPS = 32
@@ -43,7 +43,7 @@ class Scorer(Protocol):
     """The part of `tasks.client.AsyncScorer` that the queue uses."""
 
     async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[Completion]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]: ...
 
 

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -29,6 +29,7 @@ from swarmnode.tasks.frames import (
     TaskUnknown,
     prepare,
 )
+from swarmnode.tasks.registry import TASKS, adjusted, task_version
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
@@ -206,13 +207,20 @@ class Scorer:
             return stop.value
 
 
-def prove_own(modules: Sequence[str]) -> None:
-    """Run the owner's tasks once where they will run, so that what is wrong with them is one line
-    now. Raises ConfigError."""
-    if not modules:
-        return
-    try:
-        with Scorer():
-            pass
-    except ScorerFailed as error:
-        raise ConfigError(str(error)) from None
+def prove_own(names: Iterable[str]) -> None:
+    """Run those tasks of `names` that depend on this node's owner once where they will run, so that
+    what is wrong with them is one line now: code, data, settings, games.
+
+    Raises ConfigError, and Unavailable where a game's library is not installed.
+    """
+    specs = [TASKS[name] for name in names if name in TASKS]
+    for spec in specs:
+        if spec.turns > 1:
+            task_version(spec.id)
+    changed = adjusted()
+    if any(spec.kind in ("own", "dataset", "game") or spec.id in changed for spec in specs):
+        try:
+            with Scorer():
+                pass
+        except ScorerFailed as error:
+            raise ConfigError(str(error)) from None

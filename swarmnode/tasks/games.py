@@ -48,8 +48,6 @@ TEXTARENA = (
     "2048",
     "Bandit",
     "Blackjack",
-    "Countdown",
-    "Cryptarithm",
     "FifteenPuzzle",
     "FrozenLake",
     "GuessTheNumber",
@@ -63,7 +61,7 @@ TEXTARENA = (
     "Sudoku",
     "TowerOfHanoi",
 )
-"""Single-player games that need no file and no model, and repeat themselves from a seed."""
+"""Single-player games that need no file and no model, draw from the seed, and repeat themselves."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
         "gym/FrozenLake-v1": _game(

@@ -146,7 +146,7 @@ def scorer():
         yield scorer
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ONE_TURN_TASKS)
 def test_hostile_answers_cost_nothing_but_their_reward(scorer, task, tmp_path):
     texts = [text.replace("MARKER", str(tmp_path / "marker")) for text in CODE] + LARGE
     pid = scorer.statistics().pid

@@ -46,7 +46,7 @@ def test_scores(scorer):
 
 
 def test_many_questions_come_back_in_order_over_several_frames(scorer):
-    refs = [ref(index, task) for index in range(20) for task in TASKS]
+    refs = [ref(index, task) for index in range(20) for task in ONE_TURN_TASKS]
     many = scorer.score_many([(r, ["7"]) for r in refs])
     assert many == [scorer.score(r, ["7"]) for r in refs]
     assert scorer.statistics().groups == 2 * len(refs)
