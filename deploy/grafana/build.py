@@ -306,6 +306,12 @@ NODE: dict[str, list[Panel]] = {
             (gauge("swarmnode_generation_lag"), "lag, updates"),
         ),
         p(
+            "Episodes",
+            (rate("swarmnode_episodes_total"), "per second"),
+            (gauge("swarmnode_episode_turns"), "turns of an episode"),
+            (gauge("swarmnode_environment_share"), "share of sampling time in environments"),
+        ),
+        p(
             "Restarts and stalls per hour",
             (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
             (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled"),

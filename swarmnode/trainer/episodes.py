@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Finished, Generation, Request
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.policy.text import PolicyText, PromptTooLong
@@ -257,21 +256,17 @@ class Episodes:
 
 
 def answer_all(
-    generate: Callable[[Sequence[str | Sequence[int]], int | None], list[GroupSample]],
+    engine: Generation,
     text: PolicyText,
     scorer: Scorer,
     asked: Sequence[tuple[TaskRef, str]],
 ) -> list[GroupSample | None]:
-    """Answer all questions at once, and play those that are episodes to their ends.
-
-    Args:
-        generate: So many completions of each prompt, in order; None is as many as the questions
-            get.
+    """Answer all questions at once, and play those that are episodes to their ends, with an engine
+    that has nothing else to do.
 
     Returns:
         A group of completions for each question, in order; None where its environment failed.
     """
-    engine = Lockstep(generate)
     episodes = Episodes(engine, text, scorer)
     for number, (ref, prompt) in enumerate(asked):
         if TASKS[ref.id].turns > 1:

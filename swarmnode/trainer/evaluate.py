@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.drops import DropTally, TrainerDrops
+from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.logprobs import Row
 from swarmnode.tasks.client import Scored, Scorer
@@ -88,14 +89,12 @@ class Evaluation:
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
         sampling = Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p)
-        answered = answer_all(
+        lockstep = Lockstep(
             lambda prompts, count: engine.generate(
                 prompts, sampling.with_generations(count), generator
-            ),
-            engine.text,
-            self._scorer,
-            asked,
+            )
         )
+        answered = answer_all(lockstep, engine.text, self._scorer, asked)
         for (ref, _), sample in zip(asked, answered, strict=True):
             if sample is None:
                 self._drops.drop("not_scored", task=ref.id, error="its environment failed")

@@ -43,6 +43,7 @@ from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
+from swarmnode.trainer.episodes import EpisodeTotals
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
@@ -300,6 +301,7 @@ class Loop:
         )
         self._plan.learnt([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
+        self._counters.episodes_total += experience.played.episodes
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
         self._winning.sampled(experience.messages)
@@ -314,6 +316,7 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
             generation_lag=_mean([float(lag) for lag in experience.lags]),
             generation_rows=experience.rows,
+            **episode_measures(experience.played, sampled - started),
             top_answer_share=self._winning.top_share,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
@@ -344,7 +347,13 @@ class Loop:
             self._records.sample(sample)
         if experience.messages:
             self._records.sample(
-                own_sample(now, last.step, experience.prompts[0], experience.messages[0])
+                own_sample(
+                    now,
+                    last.step,
+                    experience.prompts[0],
+                    experience.messages[0],
+                    experience.observations[0],
+                )
             )
 
     def _log_step(self) -> None:
@@ -466,6 +475,15 @@ def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int
         "completion_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "completion_cut_share": sum(sum(group.was_cut) for group in groups) / len(lengths),
     }
+
+
+def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float | None]:
+    """Measures of a step's episodes by the names of a report's fields; None without any. seconds:
+    of the step's sampling."""
+    if not played.episodes:
+        return {"episode_turns": None, "environment_share": None}
+    share = min(1.0, played.environment_seconds / max(seconds, 1e-9))
+    return {"episode_turns": played.turns / played.episodes, "environment_share": share}
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:

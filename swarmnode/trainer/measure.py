@@ -22,6 +22,7 @@ import torch
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
+from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy, rename_checkpointing_flag
 from swarmnode.policy.micro import MicroBatcher
@@ -87,8 +88,10 @@ def measure(
         part = asked[start : start + QUESTIONS_AT_ONCE]
         length = training.max_completion_length
         answers = lambda sampling, part=part: answer_all(
-            lambda prompts, count: batches.generate(
-                policy, prompts, sampling.with_generations(count), generator
+            Lockstep(
+                lambda prompts, count: batches.generate(
+                    policy, prompts, sampling.with_generations(count), generator
+                )
             ),
             policy,
             scorer,

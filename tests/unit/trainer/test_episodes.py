@@ -348,7 +348,9 @@ def test_held_out_episodes_are_played_to_their_ends(policy):
 
     rng, sampling = policy.random_generator(3), Sampling(2, 6)
     found = answer_all(
-        lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng),
+        Lockstep(
+            lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
+        ),
         policy,
         Walk(),
         [(REF, PROMPT), (REF, "3")],
