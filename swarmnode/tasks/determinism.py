@@ -28,6 +28,7 @@ from swarmnode.tasks.seeds import evaluation_seed
 EPISODES = 4
 """Episodes that are played, each of a question of its own."""
 SEEDS = (1 << 20, 2 << 20)
+"""Of training, beside as many of evaluation."""
 _WORDS = re.compile(r"\[[^\[\]\n]{1,24}\]|\w{1,24}")
 _SHOWN = 60
 
@@ -38,24 +39,10 @@ def transcript_hash(spec: TaskSpec) -> str:
     Raises:
         ConfigError: The environment cannot be loaded, or its episodes differ.
     """
-    seeds = (*SEEDS, evaluation_seed(spec.id), evaluation_seed(spec.id, 1))
-    questions = [Question(spec.id, seed, 0, [], actions=[[]]) for seed in seeds[:EPISODES]]
-    scripts = [random.Random(f"{spec.id} {number}") for number in range(EPISODES)]
-    told = brought_tasks(spec)
-    with Scorer(child=functools.partial(Child, brought=told)) as scorer:
-        played = _ask(scorer, spec, questions)
-        for _ in range(spec.turns):
-            for number, (question, scored) in enumerate(zip(questions, played, strict=True)):
-                if not scored.episodes[0].done:
-                    said = [scored.prompt, *scored.episodes[0].observations]
-                    actions = [*question.actions[0], scripted_action(scripts[number], said)]
-                    questions[number] = msgspec.structs.replace(question, actions=[actions])
-            if all(scored.episodes[0].done for scored in played):
-                break
-            played = _ask(scorer, spec, questions)
-    other = functools.partial(Child, brought=told, hash_seed="1")
-    with Scorer(child=other) as scorer:
-        replayed = _ask(scorer, spec, questions[::-1])[::-1]
+    try:
+        questions, played, replayed = _played_twice(spec)
+    except ScorerFailed as error:
+        raise ConfigError(str(error)) from None
     for number, (first, second) in enumerate(zip(played, replayed, strict=True), 1):
         if (difference := _difference(first, second)) is not None:
             raise ConfigError(
@@ -70,6 +57,26 @@ def transcript_hash(spec: TaskSpec) -> str:
     return hashlib.blake2b(json.dumps(transcript).encode(), digest_size=8).hexdigest()
 
 
+def _played_twice(spec: TaskSpec) -> tuple[list[Question], list[Scored], list[Scored]]:
+    """Return the questions with all actions, and what A and B returned. Raises ScorerFailed."""
+    seeds = (*SEEDS, evaluation_seed(spec.id), evaluation_seed(spec.id, 1))
+    questions = [Question(spec.id, seed, 0, [], actions=[[]]) for seed in seeds]
+    scripts = [random.Random(f"{spec.id} {number}") for number in range(EPISODES)]
+    told = brought_tasks(spec)
+    with Scorer(child=functools.partial(Child, brought=told)) as scorer:
+        played = _ask(scorer, questions)
+        while not all(scored.episodes[0].done for scored in played):
+            for number, (question, scored) in enumerate(zip(questions, played, strict=True)):
+                if not scored.episodes[0].done:
+                    said = [scored.prompt, *scored.episodes[0].observations]
+                    actions = [*question.actions[0], scripted_action(scripts[number], said)]
+                    questions[number] = msgspec.structs.replace(question, actions=[actions])
+            played = _ask(scorer, questions)
+    with Scorer(child=functools.partial(Child, brought=told, hash_seed="1")) as scorer:
+        replayed = _ask(scorer, questions[::-1])[::-1]
+    return questions, played, replayed
+
+
 def scripted_action(rng: random.Random, said: Sequence[str]) -> str:
     """Return an action that is a word or a [bracket] of what an environment has said, or a small
     number."""
@@ -79,16 +86,12 @@ def scripted_action(rng: random.Random, said: Sequence[str]) -> str:
     return rng.choice(words) if words else ""
 
 
-def _ask(scorer: Scorer, spec: TaskSpec, questions: list[Question]) -> list[Scored]:
-    """Raises ConfigError where an episode cannot be played."""
-    try:
-        results = scorer.ask(questions)
-    except ScorerFailed as error:
-        raise ConfigError(f"{spec.id}: {error}") from None
+def _ask(scorer: Scorer, questions: list[Question]) -> list[Scored]:
+    """Raises ScorerFailed where an episode cannot be played."""
     scored = []
-    for result in results:
+    for result in scorer.ask(questions):
         if not isinstance(result, Scored):
-            raise ConfigError(f"{spec.id}: {result}")
+            raise result
         scored.append(result)
     return scored
 

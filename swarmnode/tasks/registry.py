@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.install import install_command
 from swarmnode.tasks import builtin, dataset, games, own, taskset, verifiers
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
@@ -225,7 +226,7 @@ def _installed(package: str, task_id: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        remedy = f": pip install {package}" if package != "reasoning-gym" else ""
+        remedy = "" if package == "reasoning-gym" else f": {install_command(package)}"
         raise Unavailable(
             f"task {task_id} needs {package}, which is not installed{remedy}"
         ) from None

@@ -12,8 +12,9 @@ import trio
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child
 from swarmnode.tasks.client import AsyncScorer, Scored, Scorer, ScorerFailed, TaskUnknown
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 
 
 def ref(index=0, task="builtin/sum", **changes):

@@ -395,7 +395,7 @@ def test_a_function_of_the_other_kind_is_one_line(games, name, turns, said):
 
 @pytest.mark.parametrize("turns", [0, 33, 2.5, True, "many"])
 def test_a_number_of_turns_that_is_none(games, turns):
-    with pytest.raises(ConfigError, match="turns is .*, not a whole number, 1 to 32"):
+    with pytest.raises(ConfigError, match=r"turns is .*, not a whole number, 1 to 32"):
         installed("guess", turns=turns)
 
 

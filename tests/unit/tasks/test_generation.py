@@ -14,6 +14,7 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import INDEX_SPAN, evaluation_seed
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 from tests.support.whole_gym import IMPORT
 
 GYM = [task for task in TASKS if task.startswith("rg/")]

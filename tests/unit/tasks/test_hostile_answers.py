@@ -13,6 +13,7 @@ import pytest
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import REFUSED, TASKS, task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 from tests.support.whole_gym import IMPORT
 
 # Each creates the file MARKER when it is executed, in the way that some scorer would.

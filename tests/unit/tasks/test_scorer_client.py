@@ -15,8 +15,9 @@ import pytest
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child, Died
 from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, TaskUnknown
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 
 
 def ref(index=0, task="builtin/sum", **changes):
