@@ -37,6 +37,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import msgspec
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -153,7 +154,7 @@ class Node:
     def step(self, now: float) -> list[RolloutGroup]:
         """One step of the trainer's loop; what it publishes."""
         training = self.config.training
-        with self.clocks.timed("generation"):
+        with self.clocks.sampling():
             experience = self.sampler(self.plan.own_groups)
         with self.clocks.timed("training"):
             judged = lambda groups: judge(
@@ -248,10 +249,13 @@ class Node:
 
 
 class Clocks:
-    """CPU seconds of this process by part. The environments are in the scorer child."""
+    """CPU seconds of this process by part, and wall seconds of sampling: the environments are in
+    the scorer child, and are waited for."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
+        self.wall = 0.0
+        self._samples = False
 
     @contextlib.contextmanager
     def timed(self, part: str) -> Iterator[None]:
@@ -262,16 +266,27 @@ class Clocks:
             self.seconds[part] += time.process_time() - started
 
     @contextlib.contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Inside, episodes are played for training."""
+        started, self._samples = time.monotonic(), True
+        try:
+            with self.timed("generation"):
+                yield
+        finally:
+            self.wall += time.monotonic() - started
+            self._samples = False
+
+    @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, prefill and decoding steps of the engine are timed."""
         prefill, advance = continuous.prefill, Slots.advance
 
         def timed_prefill(*args: Any, **keys: Any) -> Any:
-            with self.timed("prefill"):
+            with self.timed("prefill" if self._samples else "elsewhere"):
                 return prefill(*args, **keys)
 
         def timed_advance(slots: Slots, tokens: torch.Tensor) -> torch.Tensor:
-            with self.timed("decode"):
+            with self.timed("decode" if self._samples else "elsewhere"):
                 return advance(slots, tokens)
 
         continuous.prefill, Slots.advance = timed_prefill, timed_advance  # type: ignore[assignment, method-assign]
@@ -293,8 +308,6 @@ def run(arm: str, seed: int, size: Size, model: Path, scorer: Scorer, folder: Pa
         else:
             config = config_of(size, model, folder, [LAKE, GUESS])
             count = 1 if arm == "alone" else 2
-            if arm == "alone":
-                config.sharing.enabled = False
             nodes = [Node(config, scorer, clocks, swarm, seed, i) for i in range(count)]
             if arm == "hostile":
                 row |= hostile_rounds(nodes, size, seed, folder, model, scorer)
@@ -305,6 +318,7 @@ def run(arm: str, seed: int, size: Size, model: Path, scorer: Scorer, folder: Pa
                 sum(node.episodes for node in nodes) / max(clocks.seconds["generation"], 1e-9), 2
             )
     row["seconds"] = {part: round(value, 2) for part, value in clocks.seconds.items()}
+    row["sampling_wall_seconds"] = round(clocks.wall, 2)
     row["cpu_seconds"] = round(time.process_time() - started)
     row["wall_seconds"] = round(time.monotonic() - wall)
     return row | {"machine": machine(), "date": time.strftime("%Y-%m-%d")}
@@ -345,8 +359,7 @@ def hostile_rounds(
         for author, groups in [(node, node.step(now)) for node in nodes]:
             for group in groups:
                 share(author, group, [node for node in nodes if node is not author], now)
-        own = [g for g in liar.step(now) if len(g.completions[0].turns) > 1]
-        own = [g for g in own if g.completions[0].finish == "eos"]
+        own = [group for g in liar.step(now) if (group := forgeable(g)) is not None]
         for group in own[:3]:
             for name, (forged, expected) in forged_episodes(group).items():
                 sent[name] += 1
@@ -369,6 +382,17 @@ def hostile_rounds(
     }
 
 
+def forgeable(group: RolloutGroup) -> RolloutGroup | None:
+    """The group with an episode first that ended by itself after two turns or more, and before its
+    task's last; None where it has none."""
+    fits = lambda c: c.finish == "eos" and 2 <= len(c.turns) < TURNS[group.task.id]
+    first = next((c for c in group.completions if fits(c)), None)
+    if first is None:
+        return None
+    others = [c for c in group.completions if c is not first]
+    return msgspec.structs.replace(group, completions=[first, *others])
+
+
 def flood(size: Size, model: Path, folder: Path, scorer: Scorer, seed: int) -> dict[str, Any]:
     """A node whose own game answers a megabyte each time and never ends."""
     node = Node(config_of(size, model, folder, [FLOOD]), scorer, Clocks(), b"f" * 32, seed, 3)
@@ -387,7 +411,7 @@ def flood(size: Size, model: Path, folder: Path, scorer: Scorer, seed: int) -> d
 
 
 class SixTurns:
-    """Answers every action with 24 tokens, in this process and in no time, six times."""
+    """Answers every action with a map of the lake, in this process and in no time, six times."""
 
     def score_many(self, items: Sequence[tuple[TaskRef, Any]]) -> list[Any]:
         return [
@@ -395,7 +419,7 @@ class SixTurns:
                 "?",
                 [0.0] * len(episodes),
                 episodes=[
-                    Episode(["no move. " * 8] * len(actions), len(actions) >= 6)
+                    Episode(["\n".join(toy_games.LAKE)] * len(actions), len(actions) >= 6)
                     for actions in episodes
                 ],
             )
@@ -447,7 +471,8 @@ def engine_speed(model: Path, seed: int, clocks: Clocks, rounds: int = 4) -> dic
                 seconds = time.process_time() - started
                 played = [c for g in groups if g for c in g.completions]
                 if not all(len(c.turns) == 6 and len(c.turns[0].ids) == 32 for c in played):
-                    raise AssertionError("episodes are not of 6 turns of 32 tokens")
+                    lengths = [[len(turn.ids) for turn in c.turns] for c in played]
+                    raise AssertionError(f"episodes are not of 6 turns of 32 tokens: {lengths}")
                 if number:  # the first warms up
                     found[name].append(len(played) / seconds)
     finally:
@@ -499,7 +524,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                     [
                         100
                         * sum(n["environment_seconds"] for n in run["nodes"])
-                        / run["seconds"]["generation"]
+                        / run["sampling_wall_seconds"]
                         for run in runs
                     ],
                     0,
@@ -515,9 +540,9 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
         "guess at the end",
         "own tokens, thousands",
         "episodes/CPU s of sampling",
-        "prefill, %",
-        "decode, %",
-        "waiting for environments, % of that",
+        "prefill, % of CPU",
+        "decode, % of CPU",
+        "environments, % of wall time",
     ]
     parts = [table(headers, lines)] if lines else []
     for row in rows:

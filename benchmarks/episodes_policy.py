@@ -66,7 +66,14 @@ GAMES = {
     "guess": Game(toy_games.guess, 5, lambda shown: [str(n) for n in range(1, 31)]),
 }
 SHAPE = Shape(
-    "1 M", hidden=128, layers=5, intermediate=384, tokenizer="pairs", batch=24, most_steps=400
+    "1 M",
+    hidden=128,
+    layers=5,
+    intermediate=384,
+    tokenizer="pairs",
+    peak=2e-3,
+    batch=16,
+    most_steps=160,
 )
 
 
@@ -122,14 +129,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def pretrain(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, float]:
-    """Take supervised steps on whole conversations: actions and what they lead to."""
+    """Take supervised steps on whole conversations, actions and what they lead to: of the two games
+    in turn, whose lengths are unlike."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=SHAPE.peak, weight_decay=0.0)
     rng, loss = random.Random(f"demonstrations/{SHAPE.seed}"), torch.zeros(())
+    games = list(GAMES.values())
     for step in range(1, SHAPE.most_steps + 1):
         left = 1.0 - step / (SHAPE.most_steps + 1)
         for group in optimizer.param_groups:
-            group["lr"] = SHAPE.peak * min(1.0, step / WARM_UP, 4 * left)
-        shown = [play(game, rng)[0] for _ in range(SHAPE.batch // 2) for game in GAMES.values()]
+            group["lr"] = SHAPE.peak * min(1.0, step / (WARM_UP / 2), 4 * left)
+        game = games[step % len(games)]
+        shown = [play(game, rng)[0] for _ in range(SHAPE.batch)]
         loss = conversation_loss(model, tokenizer, shown)
         optimizer.zero_grad()
         loss.backward()

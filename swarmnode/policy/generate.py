@@ -29,6 +29,8 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    episodes: bool = False
+    """Whether completions are gone on with: turns of episodes."""
 
     def with_generations(self, count: int | None) -> Sampling:
         """Return the same with `count` completions; None changes nothing."""

@@ -159,6 +159,7 @@ from swarmnode.stages.wire import (
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import EngineStatistics, adapter_shape
@@ -1833,7 +1834,7 @@ def open_model(
             in a way that a crew cannot.
     """
     cfg, terms = config.policy, crew_terms(config)
-    check_trainable(cfg, config.training)
+    check_trainable(cfg, config.training, config.task.names)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     placement = probe(cfg)
@@ -1896,8 +1897,15 @@ def is_untrained(directory: Path) -> bool:
     return True
 
 
-def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
-    """Raise Refused for settings that only a whole policy supports."""
+def check_trainable(
+    policy: PolicyConfig, training: TrainingConfig, tasks: Sequence[str] = ()
+) -> None:
+    """Raise Refused for settings that only a whole policy supports.
+
+    Args:
+        tasks: Names of the tasks that are trained on.
+    """
+    episodes = [task for task in tasks if task in TASKS and TASKS[task].turns > 1]
     answer = training.max_completion_length
     longest, rows = answer + PROMPT_TOKENS, training.groups_per_step * training.num_generations
     for unsupported, remedy in (
@@ -1905,6 +1913,11 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
             training.beta > 0,
             "a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to"
             " 0",
+        ),
+        (
+            bool(episodes),
+            f"{', '.join(episodes)}: a crew learns from whole answers, and the rows of an episode"
+            " hold observations as well: leave the task out",
         ),
         (
             longest > TOKENS,

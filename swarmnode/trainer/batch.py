@@ -202,7 +202,7 @@ def assemble(
     masked = frozenset(i for i, cut in enumerate(was_cut) if cut and mask_cut)
     keeps = torch.tensor([float(i not in masked) for i in range(len(was_cut))])
     return Rows(
-        rows=[row for g in groups for row in g.rows],
+        rows=[Row(*row) for g in groups for row in g.rows],  # a plain pair is a row as well
         old_logprobs=[old for g in groups for old in g.old_logprobs],
         advantages=torch.cat(per_group) if groups else torch.zeros(0),
         weights=torch.tensor([w for g in groups for w in g.weights]) * keeps,

@@ -32,6 +32,7 @@ from swarmnode.link.messages import Hello
 from swarmnode.pauses import Told, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import around_observations
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import OwnGroup
@@ -39,6 +40,7 @@ from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.collapse import WinningAnswers
@@ -134,7 +136,8 @@ class Loop:
         progress: Progress,
         stop: threading.Event,
     ) -> None:
-        """Raises StateError where that is another model's, or damaged."""
+        """Raises StateError where that is another model's, or damaged; Unavailable for episodes
+        with a chat template that cannot hold them."""
         training, sharing = config.training, config.sharing
         rng = engine.random_generator(training.seed)
         restored = engine.restore(directory, rng)
@@ -156,6 +159,8 @@ class Loop:
         )
         self._link = link
         self._lost_messages = 0
+        if any(TASKS[name].turns > 1 for name in config.task.names):
+            around_observations(engine.text.tokenizer, engine.text.chat)
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(

@@ -129,7 +129,14 @@ class Sampler:
         pivot = cfg.advantage == "mc_grpo"
         size = min(cfg.num_generations + pivot, COMPLETIONS)
         self._generation = engine.generation(
-            Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), rng
+            Sampling(
+                size,
+                cfg.max_completion_length,
+                cfg.temperature,
+                cfg.top_p,
+                any(TASKS[name].turns > 1 for name in questions.tasks if name in TASKS),
+            ),
+            rng,
         )
         self._episodes = Episodes(self._generation, engine.text, scorer)
         self._asked: dict[int, Asked] = {}

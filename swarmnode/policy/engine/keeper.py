@@ -69,15 +69,19 @@ class Choice:
     """The fastest so far."""
 
     @classmethod
-    def of(cls, options: Collection[str], longest: int, obstacle: str) -> Choice:
+    def of(
+        cls, options: Collection[str], longest: int, obstacle: str, episodes: bool = False
+    ) -> Choice:
         """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to
-        `continuous`, empty for none."""
+        `continuous`, empty for none. episodes: completions are gone on with."""
         if "lockstep" in options:
             return cls("lockstep", "as configured")
         if obstacle:
             return cls("lockstep", obstacle)
         if "continuous" in options:
             return cls("continuous", "as configured")
+        if episodes:
+            return cls("continuous", "it keeps the rows of episodes between turns")
         if longest <= SHORT:
             return cls("lockstep", f"answers of at most {longest} tokens")
         return cls("lockstep", "", ["lockstep", "continuous"] * TRIALS)
@@ -284,7 +288,7 @@ def keeper(
         )
 
     return Keeper(
-        Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy)
+        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes), build, Canary.of(policy)
     )
 
 

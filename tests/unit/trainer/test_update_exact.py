@@ -16,6 +16,7 @@ import torch
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import BAND, CAP, NAMED
 from swarmnode.rl.objectives import (
     DELTA,
@@ -97,7 +98,7 @@ def rows(policy):
     ]
     worth = torch.tensor([1.5, -0.5, -0.9, 0.7, -1.2, 0.4, 1.1, -0.8])
     return Rows(
-        chosen,
+        [Row(*row) for row in chosen],
         old,
         worth,
         torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]),
@@ -115,7 +116,7 @@ def exact(policy, rows, loss_type="dapo", without=()):
     """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
     model = copy.deepcopy(policy.model)
     terms = []
-    for (prompt, completion), old, advantage, weight in zip(
+    for (prompt, completion, _), old, advantage, weight in zip(
         rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True
     ):
         logprobs = by_hand(
@@ -206,7 +207,7 @@ def penalised(policy, reference, rows, temperature=TEMPERATURE, ratio_in_penalty
     `temperature`."""
     model = copy.deepcopy(policy.model)
     terms = []
-    for number, (prompt, completion) in enumerate(rows.rows):
+    for number, (prompt, completion, _) in enumerate(rows.rows):
         logprobs, old = (
             by_hand(model, prompt, completion, TEMPERATURE),
             torch.tensor(rows.old_logprobs[number]),
@@ -334,7 +335,7 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
         torch.zeros(8, LENGTH, dtype=torch.long),
         torch.zeros(8, LENGTH),
     )
-    for i, (_, completion) in enumerate(rows.rows):
+    for i, (_, completion, _) in enumerate(rows.rows):
         ids[i, : len(completion)], mask[i, : len(completion)] = (
             torch.tensor(completion),
             int(i not in cut),
@@ -470,7 +471,7 @@ def corrected_by_hand(policy, rows, option):
     their sampler was, peers' not."""
     model = copy.deepcopy(policy.model)
     terms, ratios = [], []
-    for number, (prompt, completion) in enumerate(rows.rows):
+    for number, (prompt, completion, _) in enumerate(rows.rows):
         logprobs, old = (
             by_hand(model, prompt, completion, TEMPERATURE),
             torch.tensor(rows.old_logprobs[number]),
