@@ -121,7 +121,9 @@ def keep_samples(data_dir, texts):
                 text,
                 [
                     Answer(text, 9, "length", 0.5, surprise=1.25),
-                    Answer("left", 4, "eos", 1.0, turns=[Exchange(text, text)] * (1 + 31 * (at == 0))),
+                    Answer(
+                        "left", 4, "eos", 1.0, turns=[Exchange(text, text)] * (1 + 31 * (at == 0))
+                    ),
                 ],
                 peer,
                 outcome,

@@ -60,7 +60,9 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
         def __init__(self, part):
             self.prompt_ids = rows[part[0]][0]
             self.completions = [
-                type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos", "sampled": []})
+                type(
+                    "C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos", "sampled": []}
+                )
                 for i in part
             ]
 

@@ -215,6 +215,8 @@ class Continuous:
             )
             for chosen, heads in self._batcher.run([len(sequences[i]) for i in alike], work):
                 made |= zip((keys[alike[i]] for i in chosen), heads, strict=True)
+        for request, _ in keys:
+            self._groups[request].known = None
         self._heads |= {number: head for (number, place), head in made.items() if place is None}
         return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
 

@@ -349,7 +349,9 @@ def test_a_peers_gradient_that_is_not_finite_costs_its_group(base, rows, monkeyp
         [TrainingGroup(rows.rows[:4], rows.old_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
         "grpo",
     )
-    bad = next(i for i in range(10, base.vocab_size) if all(i not in row.completion for row in ours.rows))
+    bad = next(
+        i for i in range(10, base.vocab_size) if all(i not in row.completion for row in ours.rows)
+    )
     both = copy.copy(rows)
     theirs = [Row(prompt, [bad, *completion[1:]]) for prompt, completion, *_ in rows.rows[4:]]
     object.__setattr__(both, "rows", [*ours.rows, *theirs])
