@@ -76,7 +76,7 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
     )
     learn = [
         LearnRow(
-            *row,
+            *row[:2],
             assembled.recorded(i),
             float(assembled.advantages[i]),
             float(assembled.weights[i]),
