@@ -288,7 +288,9 @@ def keeper(
         )
 
     return Keeper(
-        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes), build, Canary.of(policy)
+        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
+        build,
+        Canary.of(policy),
     )
 
 
