@@ -109,7 +109,8 @@ class Publisher:
             completions=own.completions,
         )
         codec.check_group(group)
-        if not all(has_turns(c, TASKS[own.task.id].turns) for c in group.completions):
+        spec = TASKS.get(own.task.id)
+        if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
             return "invalid"
         if not self._keeps_rules(group):  # sampled before the manifest changed
             return "invalid"

@@ -63,7 +63,8 @@ class Run:
     first: str
     step: Step | None
     """None once the episode has ended, and of a result."""
-    random_state: RandomState
+    random_state: RandomState | None = None
+    """None where no global random numbers are the episode's own."""
     observations: list[str] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     """Reward of each action."""
@@ -97,7 +98,7 @@ class Player:
                 raise ValueError("the same question began with two different texts")
         except (Exception, SystemExit) as error:  # the owner's code # noqa: BLE001
             return Scored("", [0.0] * len(histories), 0, own.one_line(error))
-        return _scored([runs[history] for history in histories], task.weights, *prompts)
+        return scored([runs[history] for history in histories], task.weights, *prompts)
 
     def _run(self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]) -> Run:
         """Return the episode after `history`, as it stays when another goes on from there. Raises
@@ -107,12 +108,12 @@ class Player:
         if run is None and history:
             run = self._live.pop((address, history[:-1]), None)
         run = run or _started(task, question)
-        _act(task, run, history)
+        act(task.turns, run, history)
         if run.error.startswith("MemoryError") and self._live:
             # what is kept for others must not decide this episode
             self._live.clear()
             run = _started(task, question)
-            _act(task, run, history)
+            act(task.turns, run, history)
         self._live[address, history] = run
         while len(self._live) > self._limit:
             self._live.popitem(last=False)
@@ -123,9 +124,9 @@ def prove(name: str, task: EpisodeTask) -> None:
     """Play some turns of empty actions, in the sandbox. Raises ConfigError for an environment that
     cannot be played."""
     actions: list[str | None] = [""] * min(task.turns, 4)
-    scored = Player().play(task, Question(name, 0, 0, [], actions=[actions]))
-    if scored.error:
-        raise ConfigError(f"{name!r} does not work: {scored.error}")
+    played = Player().play(task, Question(name, 0, 0, [], actions=[actions]))
+    if played.error:
+        raise ConfigError(f"{name!r} does not work: {played.error}")
 
 
 def _started(task: EpisodeTask, question: Question) -> Run:
@@ -139,7 +140,7 @@ def _started(task: EpisodeTask, question: Question) -> Run:
     return Run(text, step, random_state())
 
 
-def _act(task: EpisodeTask, run: Run, history: Sequence[str | None]) -> None:
+def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
     """Take those actions of `history` that the episode has not taken yet, until it ends."""
     for action in history[len(run.observations) :]:
         if run.done:
@@ -157,7 +158,7 @@ def _act(task: EpisodeTask, run: Run, history: Sequence[str | None]) -> None:
         observation = clean(text, min(OBSERVATION_BYTES, left))
         run.observations.append(observation)
         run.values.append(value)
-        if len(run.observations) == task.turns or len(observation.encode()) + len(CUT) >= left:
+        if len(run.observations) == turns or len(observation.encode()) + len(CUT) >= left:
             run.done = True
         if run.done:
             run.step = None
@@ -167,9 +168,11 @@ def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
     """One step of the environment, with random numbers of its own. Raises what it raises, and
     TypeError for what is no step."""
     assert run.step is not None
-    restore_random(run.random_state)
+    if run.random_state is not None:
+        restore_random(run.random_state)
     returned: Any = run.step(action)
-    run.random_state = random_state()
+    if run.random_state is not None:
+        run.random_state = random_state()
     if not isinstance(returned, tuple) or len(returned) != 3:
         raise TypeError("a step returns (observation, reward, done)")
     text, value, done = returned
@@ -180,7 +183,8 @@ def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
     return text, value, bool(done)
 
 
-def _scored(runs: Sequence[Run], weights: Mapping[str, float], prompt: str) -> Scored:
+def scored(runs: Sequence[Run], weights: Mapping[str, float], prompt: str) -> Scored:
+    """Return the result of a question's episodes: rewards and components of those that ended."""
     rewards, components, errors, last = list[float](), list[dict[str, float]](), 0, ""
     names = frozenset[str]()
     for run in runs:

@@ -172,7 +172,7 @@ class OwnTask:
     def __init__(self, task: str, source: Source, settings: Mapping[str, object]) -> None:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
-        self._generate: Generator = _imported("task.modules", task, source)
+        self._generate = environment("task.modules", task, source)
         parameters = inspect.signature(self._generate).parameters
         self._settings = {
             name: value
@@ -258,6 +258,18 @@ def _is_held_out(prompt: str) -> bool:
         % HELD_OUT
         == 0
     )
+
+
+def environment(setting: str, name: str, source: Source) -> Generator:
+    """The owner's `module:function`, or what begins an episode of `module:Class`. Runs its code.
+    Raises ConfigError."""
+    from swarmnode.tasks import tools
+
+    found = _imported(setting, name, source)
+    if not tools.is_environment(found):
+        return found
+    with bytecode():
+        return tools.generator(name, found)
 
 
 def reward_function(name: str, source: Source) -> RewardFunction:

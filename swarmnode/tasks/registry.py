@@ -203,7 +203,7 @@ def task_version(task_id: str) -> str:
         source = ["reasoning-gym", _installed("reasoning-gym", task_id)]
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         source = [*source, spec.extract]
-    if spec.turns > 1:
+    if spec.turns > 1 and spec.environment is None:  # a server is asked before it has a version
         from swarmnode.tasks.determinism import transcript_hash
 
         source = [*source, transcript_hash(spec)]
@@ -404,6 +404,13 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             arguments["verifiers"] = taskset.release()
         elif known is None:  # by these names its reward function is given them
             arguments |= {"prompt": config.prompt, "answer": config.answer}
+        if config.turns > 1:
+            if known is not None or by_taskset:
+                raise ConfigError(
+                    f"task.datasets.{task}: {own.TURNS} is for an environment of yours: name it as"
+                    " verifier, module:function or module:Class"
+                )
+            arguments[own.TURNS] = config.turns
         arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:
@@ -416,11 +423,12 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             "dataset",
             config.verifier,
             MappingProxyType(arguments),
-            dataset.ANSWER_BYTES if known is not None else TEXT_BYTES,
+            dataset.ANSWER_BYTES if known is not None or config.turns > 1 else TEXT_BYTES,
             code,
             rows,
             "whole" if known is None and config.extract == "auto" else config.extract,
             known.fallback if known is not None else "whole",
+            turns=config.turns,
         )
     task_version.cache_clear()
 
@@ -444,19 +452,22 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
     from swarmnode.tasks import openenv
 
     found = openenv.prepare(task, config, directory)
-    settings = {
+    settings: dict[str, object] = {
         "observation": found.observation,
         "action": found.action,
         "template": found.template,
     }
+    if config.turns > 1:
+        settings[own.TURNS] = config.turns
     return TaskSpec(
         task,
         "environment",
         "openenv",
         MappingProxyType(settings),
-        TEXT_BYTES,
+        TEXT_BYTES if config.turns == 1 else OWN_ANSWER_BYTES,
         environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
+        turns=config.turns,
     )
 
 

@@ -54,7 +54,7 @@ class Judge:
 
     def score(self, question: frames.Question) -> frames.Scored:
         task = self._own.get(question.task)
-        if isinstance(task, GameTask | own.OwnTask) and task.turns > 1:
+        if task is not None and task.turns > 1:
             return self._player.play(task, question)
         return judge(question, self.item, task.weights if task is not None else {})
 
@@ -132,7 +132,7 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
         judge = Judge(tasks)
         layers = sandbox.enter(parent)
         for name, task in tasks.items():
-            if isinstance(task, GameTask | own.OwnTask) and task.turns > 1:
+            if task.turns > 1:
                 prove(name, task)
             elif not isinstance(task, GameTask):
                 task.prove()

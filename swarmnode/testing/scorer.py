@@ -66,17 +66,25 @@ class InProcessScorer:
 
     def _episode_task(self, spec: TaskSpec) -> EpisodeTask:
         if spec.id not in self._episode_tasks:
-            self._episode_tasks[spec.id] = (
-                own.OwnTask(spec.id, spec.source, spec.settings)
-                if spec.source is not None
-                else GameTask(spec.id, spec.settings)
-            )
+            self._episode_tasks[spec.id] = _episode_task(spec)
         return self._episode_tasks[spec.id]
 
     def _item(self, task_id: str, seed: int, index: int, difficulty: int) -> builtin.Item:
         if (task_id, difficulty) not in self._tasks:
             self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty), difficulty)
         return self._tasks[task_id, difficulty](seed, index)
+
+
+def _episode_task(spec: TaskSpec) -> EpisodeTask:
+    """An episode task. Runs the code of a task of your own."""
+    if spec.rows is not None:
+        assert spec.source is not None
+        settings = dataset.Settings.of(spec.settings)
+        environment = own.environment("task.datasets", settings.verifier, spec.source)
+        return dataset.DatasetTask(spec.id, spec.rows, settings, environment=environment)
+    if spec.source is not None:
+        return own.OwnTask(spec.id, spec.source, spec.settings)
+    return GameTask(spec.id, spec.settings)
 
 
 def _items(spec: TaskSpec, difficulty: int) -> Items:
