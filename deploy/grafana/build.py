@@ -389,6 +389,7 @@ SWARM: dict[str, list[Panel]] = {
             width=6,
         ),
         p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=6),
+        p("Token that peers write more", gauge("swarmnode_peer_drift"), top=1, width=6),
         p("Off-policy correction", gauge("swarmnode_correction_mean"), top=1, width=6),
         p(
             "Effective sample",

@@ -144,6 +144,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     tokens_per_second: float | None = None
     gradient_agreement: float | None = None
     """Cosine of own and external gradients."""
+    drift: float | None = None
+    """Part of strangers' rewarded answers that have a token, less the part of own ones, of the
+    task and token where that is largest; None without evidence."""
     external_scale: float = 1.0
     """What the utility guard leaves of J, 0 to 1."""
     device: str = ""

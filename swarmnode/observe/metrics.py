@@ -630,6 +630,15 @@ UTILITY = (
         " 0.4; below 0 for long, peers' groups pull elsewhere.",
     ),
     Metric(
+        "swarmnode_peer_drift",
+        "gauge",
+        "trainer.report.drift",
+        "Part of strangers' rewarded answers to one task that have a token, less the part of own"
+        " rewarded answers, of the task and token where that is largest. Near 1: strangers write"
+        " something beside their answers, or write them in another way. `swarmnode samples` names"
+        " the token.",
+    ),
+    Metric(
         "swarmnode_top_answer_share",
         "gauge",
         "trainer.report.top_answer_share",

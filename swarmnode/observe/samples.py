@@ -75,6 +75,8 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     completions: list[Answer]
     peer: str = ""
     """Who sampled it; empty: this node."""
+    drift: str = ""
+    """The token that peers write more often than this node, at this step; of a peer's group."""
     outcome: str = "used"
     """What the trainer made of it (`rollouts.groups.Outcome`)."""
 
@@ -185,4 +187,5 @@ def harmless(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT) ->
         task=visible(sample.task),
         peer=visible(sample.peer),
         outcome=visible(sample.outcome),
+        drift=shown(sample.drift),
     )

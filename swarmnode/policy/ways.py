@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import compress, groupby
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache
@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmnode.policy.model import Policy
 
+T = TypeVar("T")
 GAP_BOUND = {torch.float32: 0.002}
 """Largest mean difference of log-probabilities from the plain way, in nats per token, at which a
 way still counts as correct. Rounding is a thousandth of that."""
@@ -49,7 +50,11 @@ class Row(NamedTuple):
             return len(self.completion)
         return max(len(list(run)) for is_sampled, run in groupby(self.sampled) if is_sampled)
 
-    def at_sampled(self, values: Sequence[float]) -> list[float]:
+    def first(self, count: int) -> Row:
+        """Return the row with the first `count` ids of the completion."""
+        return Row(self.prompt, self.completion[:count], self.sampled[:count])
+
+    def at_sampled(self, values: Sequence[T]) -> list[T]:
         """Return those of `values` (T,), one for each id of the completion, that belong to sampled
         ids."""
         return list(compress(values, self.sampled) if self.sampled else values)

@@ -9,6 +9,9 @@
               `spot_check`
     weigh     the correction for how far the peer's policy is, times what each completion's worst
     stretch leaves of it
+    cut       each completion before its first token that our policy nearly never samples
+    bound     nothing of an answer with a token that strangers write much more often than we do
+    (`trainer.quota`)                                            `drift`
 
 One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
 credible. What decides whether a text was sampled is our own policy alone; every claim is one more
@@ -23,7 +26,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -33,9 +36,11 @@ from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.policy.text import PolicyText
 from swarmnode.policy.ways import reason
 from swarmnode.rl.corrections import (
+    LEAST_PROBABILITY,
     burst_slack,
     burst_weight,
     excess_surprise,
+    learnt_tokens,
     sequence_correction,
     spot_check,
     surprise_check,
@@ -44,6 +49,7 @@ from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
 from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
+from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
 Scored = tuple[list[float], list[float]]
@@ -70,6 +76,9 @@ class ExternalChecks:
     temperature_factor: float = 2.0
     """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that
     it gives say nothing."""
+    least_probability: float = LEAST_PROBABILITY
+    """Probability under our policy of a token that ends what is learnt of a completion. 0: all
+    tokens are learnt, and what earned less than the group's mean as well."""
 
 
 CHECKS = ExternalChecks()
@@ -132,8 +141,12 @@ def judge(
     score: Score,
     temperature: float,
     checks: ExternalChecks = CHECKS,
+    quota: TokenQuota | None = None,
 ) -> Judgement:
-    """Check drawn groups by one forward pass of the local policy, and weigh what passes."""
+    """Check drawn groups by one forward pass of the local policy, and weigh what passes.
+
+    quota: what strangers have taught; None bounds nothing.
+    """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
     for group in groups:
@@ -147,6 +160,7 @@ def judge(
         try:
             with contained():
                 accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
+                accepted = _within_quota(accepted, group.group.task.id, quota)
         except GroupRefused as refused:
             judgement.refuse(group, refused)
         else:
@@ -180,7 +194,42 @@ def _weighed(
     was_cut = [completion.finish == "length" for completion in group.group.completions]
     parts = parts_of(group.components, task_weights(group.group.task.id))
     chosen = [each for each, _ in ours]
-    return TrainingGroup(rows, chosen, group.rewards, weights, group.peer, was_cut, parts=parts)
+    least = checks.least_probability
+    learnt = [learnt_tokens(each, least) for each in chosen] if least else []
+    # As for own completions, the policy that the update begins with is the old one: in bfloat16
+    # this pass and the update's differ by more than rounding, and a ratio against it would be clipped.
+    return TrainingGroup(
+        rows,
+        chosen,
+        group.rewards,
+        weights,
+        group.peer,
+        was_cut,
+        sampler_logprobs=chosen,
+        parts=parts,
+        learnt=learnt,
+    )
+
+
+def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) -> TrainingGroup:
+    """Return the group with nothing learnt of the rewarded answers that the quota does not take.
+
+    Raises GroupRefused if nothing is left of any."""
+    if quota is None or not accepted.learnt:
+        return accepted
+    mean = statistics.fmean(accepted.rewards)
+    better = [reward > mean for reward in accepted.rewards]
+    learnt = [
+        0
+        if is_better
+        and count
+        and not quota.takes(task, row.at_sampled(row.completion), row.first(count).tokens)
+        else count
+        for count, is_better, row in zip(accepted.learnt, better, accepted.rows, strict=True)
+    ]
+    if not any(count and is_better for count, is_better in zip(learnt, better, strict=True)):
+        raise GroupRefused("drift")
+    return replace(accepted, learnt=learnt)
 
 
 def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
@@ -206,8 +255,8 @@ def judge_until_full(
     judged: Callable[[Sequence[ExternalGroup]], Judgement],
     more: Callable[[int], list[ExternalGroup]] = lambda count: [],
 ) -> tuple[Judgement, list[ExternalGroup]]:
-    """Judge from the front until `room` groups are accepted, at most half of them one peer's. Also
-    the groups that were not looked at.
+    """Judge from the front until `room` groups are accepted, at most half of them one peer's where
+    there are several peers. Also the groups that were not looked at.
 
     What is refused leaves its place to the next one, so that refused groups take no place from
     others. more: asked once for so many others in their place, where there are not enough.
@@ -215,9 +264,9 @@ def judge_until_full(
     total, left, asked = Judgement(), list(groups), False
     while True:
         lacking = room - len(total.accepted)
-        some, left = _first(
-            left, lacking, most_per_peer(room), Counter(group.peer for group in total.accepted)
-        )
+        taken = Counter(group.peer for group in total.accepted)
+        alone = len({*taken, *(group.peer for group in left)}) <= 1
+        some, left = _first(left, lacking, room if alone else most_per_peer(room), taken)
         if some:
             judgement = judged(some)
             total.accepted += judgement.accepted
@@ -329,7 +378,8 @@ def believe(
     worst stretch leaves of its weight.
 
     rewards (G,); scored (G,): of sampled tokens, at our temperature. Refused as a whole when the
-    mean is too surprising, or no best completion is left.
+    mean is too surprising, or no best completion is left. A completion is not left where our policy
+    would hardly have sampled its first token.
     """
     excess = [
         excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored
@@ -338,6 +388,11 @@ def believe(
         return "surprise", []
     slack = burst_slack(policy.vocab_size) if checks.burst_slack is None else checks.burst_slack
     weights = [burst_weight(each, slack) for each in excess]
+    if least := checks.least_probability:
+        weights = [
+            weight if learnt_tokens(chosen, least) else 0.0
+            for weight, (chosen, _) in zip(weights, scored, strict=True)
+        ]
     best = max(rewards)
     if not any(
         weight > 0 for weight, reward in zip(weights, rewards, strict=True) if reward == best

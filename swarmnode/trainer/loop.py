@@ -35,6 +35,7 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.text import around_observations
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
+from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose
@@ -296,6 +297,7 @@ class Loop:
             if "overlong_shaping" in training.options
             else 0,
             mask_cut="mask_truncated" in training.options,
+            per_sequence=training.loss_type in DIVIDES_BY_LENGTH,
         )
         result = self._engine.update(rows, rate)
         self._count_drops(rows, result)
@@ -309,6 +311,7 @@ class Loop:
         self._counters.episodes_total += experience.played.episodes
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
+        drift = self._external.quota.drift()
         self._winning.sampled(experience.messages)
         ended = time.monotonic()
         self._plan.stepped(ended - started)
@@ -326,10 +329,11 @@ class Loop:
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
             replayed_groups=len(again),
+            drift=drift.excess if drift is not None else None,
             drops=self._drops.statistics(),
         )
         self._reporter.enter("training", ended - started)
-        self._keep(experience, judgement)
+        self._keep(experience, judgement, drift.words(self._engine.text.decode) if drift else "")
         self._log_step()
 
     def _count_drops(self, rows: Rows, result: UpdateStatistics) -> None:
@@ -344,11 +348,11 @@ class Loop:
         self._drops.message.drop("link_full", lost - self._lost_messages)
         self._lost_messages = lost
 
-    def _keep(self, experience: Experience, judgement: Judgement) -> None:
-        """For whoever looks at it afterwards."""
+    def _keep(self, experience: Experience, judgement: Judgement, drift: str) -> None:
+        """Write samples and measurements to disk."""
         now, last = time.time(), self._reporter.last
         self._records.step(now, last)
-        for sample in peers_samples(now, last.step, judgement):
+        for sample in peers_samples(now, last.step, judgement, drift):
             self._records.sample(sample)
         if experience.messages:
             self._records.sample(

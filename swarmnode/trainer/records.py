@@ -84,9 +84,9 @@ def own_sample(
     )
 
 
-def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
+def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -> list[Sample]:
     """The first of a step's groups from peers that was learnt from and the first that was refused,
-    if there are such."""
+    if there are such. drift: in words, the token that peers write more often than this node."""
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"
@@ -97,12 +97,17 @@ def peers_samples(at: float, step: int, judgement: Judgement) -> list[Sample]:
                 -sum(logprobs) / max(row.tokens, 1)
                 for row, logprobs in zip(rows, ours, strict=True)
             ]
-            found[used] = _peers_sample(at, step, group, outcome, surprise)
+            found[used] = _peers_sample(at, step, group, outcome, surprise, drift)
     return list(found.values())
 
 
 def _peers_sample(
-    at: float, step: int, group: ExternalGroup, outcome: str, surprise: Sequence[float]
+    at: float,
+    step: int,
+    group: ExternalGroup,
+    outcome: str,
+    surprise: Sequence[float],
+    drift: str,
 ) -> Sample:
     answers = _answers(
         group.group.completions, group.rewards, group.components, surprise, group.observations
@@ -116,6 +121,7 @@ def _peers_sample(
         shortened(group.prompt),
         answers,
         peer=group.peer,
+        drift=drift,
         outcome=outcome,
     )
 

@@ -115,6 +115,7 @@ def example_at(t: float) -> NodeSnapshot:
         external_groups_total=used,
         tokens_total=steps * 256,
         tokens_per_second=212.0,
+        drift=0.05,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
         external_scale=1.0,
         top_answer_share=0.1,

@@ -593,9 +593,15 @@ function answer(one) {
     ...(said.length ? said : [node("pre", { dir: "auto" }, one.text)]));
 }
 
+// The token that peers write more often than this node, as the newest sample has it.
+const drifts = (found) => {
+  const drift = (found.find((sample) => sample.drift) || {}).drift;
+  return drift ? ` Now ${drift}.` : "";
+};
+
 function samples(found, names) {
   byId("samples-line").textContent = found.length
-    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy."
+    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy." + drifts(found)
     : "Nothing answered yet.";
   put(byId("samples"), ...found.map((sample) => {
     const name = names.get(sample.peer);

@@ -122,7 +122,8 @@ def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_
     judgement = Judgement(
         accepted, [(refused, "surprise"), (used, "used"), (more, "used"), (more, "no_ids")]
     )
-    first, second = peers_samples(5.0, 8, judgement)
+    first, second = peers_samples(5.0, 8, judgement, "peers write '.' in 90 %")
+    assert first.drift == second.drift == "peers write '.' in 90 %"
     assert (first.peer, first.outcome, first.completions[0].surprise) == (
         refused.peer,
         "surprise",
