@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import shutil
@@ -93,6 +94,12 @@ class Size:
     eval_every: int = 10
     eval_questions: int = 16
     """Held-out questions of each game, four episodes each."""
+    games: str = "lake guess"
+    """What is learnt."""
+
+    @property
+    def tasks(self) -> list[str]:
+        return [{"lake": LAKE, "guess": GUESS}[name] for name in self.games.split()]
 
 
 def config_of(size: Size, model: Path, folder: Path, tasks: Sequence[str]) -> Config:
@@ -304,9 +311,9 @@ def run(arm: str, seed: int, size: Size, model: Path, scorer: Scorer, folder: Pa
     wall = time.monotonic()
     with clocks.watching():
         if arm == "engine":
-            row |= engine_speed(model, seed, clocks)
+            row |= engine_speed(model, seed)
         else:
-            config = config_of(size, model, folder, [LAKE, GUESS])
+            config = config_of(size, model, folder, size.tasks)
             count = 1 if arm == "alone" else 2
             nodes = [Node(config, scorer, clocks, swarm, seed, i) for i in range(count)]
             if arm == "hostile":
@@ -349,10 +356,11 @@ def hostile_rounds(
     nodes: Sequence[Node], size: Size, seed: int, folder: Path, model: Path, scorer: Scorer
 ) -> dict[str, Any]:
     """Two honest nodes, and a third whose forged episodes reach both; and a game that floods."""
-    config = config_of(size, model, folder, [LAKE, GUESS])
+    config = config_of(size, model, folder, size.tasks)
     liar = Node(config, scorer, Clocks(), nodes[0].swarm, seed, 2)
     sent: Counter[str] = Counter()
-    refused: dict[str, str] = {}
+    admitted: Counter[str] = Counter()
+    kinds = itertools.count()
     crashes = list[str]()
     for number in range(size.hostile_rounds):
         now = START_TIME + number * ROUND_SECONDS
@@ -360,22 +368,22 @@ def hostile_rounds(
             for group in groups:
                 share(author, group, [node for node in nodes if node is not author], now)
         own = [group for g in liar.step(now) if (group := forgeable(g)) is not None]
-        for group in own[:3]:
-            for name, (forged, expected) in forged_episodes(group).items():
+        for group in own:  # a number is used once, so that each is forged in one way
+            ways = list(forged_episodes(group).items())
+            name, (forged, _) = ways[next(kinds) % len(ways)]
+            for node in nodes:
                 sent[name] += 1
-                for node in nodes:
-                    try:
-                        frame = seal(forged, liar.key, DOMAIN_ROLLOUT, liar.swarm)
-                        reason = node.receive(frame, now)
-                    except Exception as error:  # that is what is counted
-                        crashes.append(f"{name}: {type(error).__name__}: {error}")
-                        continue
-                    if reason != expected:
-                        refused[name] = f"{reason or 'admitted'}, expected {expected}"
+                try:
+                    frame = seal(forged, liar.key, DOMAIN_ROLLOUT, liar.swarm)
+                    reason = node.receive(frame, now)
+                except Exception as error:  # that is what is counted
+                    crashes.append(f"{name}: {type(error).__name__}: {error}")
+                else:
+                    admitted[name] += not reason
     flooded = flood(size, model, folder, scorer, seed)
     return {
         "forged": dict(sent),
-        "unexpected": refused,
+        "admitted": {name: count for name, count in admitted.items() if count},
         "crashes": crashes,
         "trained_on": sum(node.learnt.count(liar.peer) for node in nodes),
         "flood": flooded,
@@ -447,8 +455,23 @@ class Forgetful(Fixed):
         pass
 
 
-def engine_speed(model: Path, seed: int, clocks: Clocks, rounds: int = 4) -> dict[str, Any]:
-    """Episodes per CPU second, alternating; both play equal lengths."""
+def engine_speed(
+    model: Path, seed: int, rounds: int = 4, groups: Sequence[int] = (2, 4)
+) -> dict[str, Any]:
+    """Episodes per CPU second, alternating; both play equal lengths.
+
+    Args:
+        groups: How many groups of 8 episodes are under way at once: half a step's, and fewer.
+    """
+    found = {count: _speeds(model, seed, rounds, count) for count in groups}
+    factor = lambda each: round(fmean(each["kept"]) / fmean(each["prefilled again"]), 2)
+    return {
+        "engine": {8 * count: each for count, each in found.items()},
+        "factor": {8 * count: factor(each) for count, each in found.items()},
+    }
+
+
+def _speeds(model: Path, seed: int, rounds: int, count: int) -> dict[str, list[float]]:
     policy = load_policy(
         Config.model_validate({"policy": {"model": str(model), "device": "cpu"}}).policy
     )
@@ -467,7 +490,7 @@ def engine_speed(model: Path, seed: int, clocks: Clocks, rounds: int = 4) -> dic
                     policy, MicroBatcher(2**20), sampling, policy.random_generator(seed + number)
                 )
                 started = time.process_time()
-                groups = answer_all(engine, policy, SixTurns(), [(ref, prompt)] * 2)  # type: ignore[arg-type]
+                groups = answer_all(engine, policy, SixTurns(), [(ref, prompt)] * count)  # type: ignore[arg-type]
                 seconds = time.process_time() - started
                 played = [c for g in groups if g for c in g.completions]
                 if not all(len(c.turns) == 6 and len(c.turns[0].ids) == 32 for c in played):
@@ -477,10 +500,7 @@ def engine_speed(model: Path, seed: int, clocks: Clocks, rounds: int = 4) -> dic
                     found[name].append(len(played) / seconds)
     finally:
         module.TASKS = tasks
-    return {
-        "engine": {name: [round(x, 3) for x in values] for name, values in found.items()},
-        "factor": round(fmean(found["kept"]) / fmean(found["prefilled again"]), 2),
-    }
+    return {name: [round(x, 3) for x in values] for name, values in found.items()}
 
 
 # ---- what is printed -----------------------------------------------------------------------------
@@ -514,8 +534,8 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
                 len(runs),
                 column(lambda n: n["held_out"][0][LAKE]),
                 column(lambda n: n["held_out"][-1][LAKE]),
-                column(lambda n: n["held_out"][0][GUESS]),
-                column(lambda n: n["held_out"][-1][GUESS]),
+                column(lambda n: n["held_out"][0].get(GUESS, 0.0)),
+                column(lambda n: n["held_out"][-1].get(GUESS, 0.0)),
                 column(lambda n: n["tokens"] / 1e3, 0),
                 spread([run["episodes_per_second"] for run in runs], 1),
                 part("prefill"),
@@ -547,12 +567,16 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     parts = [table(headers, lines)] if lines else []
     for row in rows:
         if row["arm"] == "engine":
-            parts.append(f"engine, seed {row['seed']}: {row['engine']}, {row['factor']} times")
+            parts += [
+                f"engine, seed {row['seed']}, {rows_under_way} episodes at once:"
+                f" {row['engine'][rows_under_way]}, {factor} times"
+                for rows_under_way, factor in row["factor"].items()
+            ]
         if row["arm"] == "hostile":
             parts.append(
                 f"hostile, seed {row['seed']}: {sum(row['forged'].values())} forged groups,"
                 f" {row['trained_on']} trained on, {len(row['crashes'])} crashes;"
-                f" unexpected: {row['unexpected']}; flood: {row['flood']}"
+                f" admitted: {row['admitted']}; flood: {row['flood']}"
             )
     return "\n\n".join(parts)
 
@@ -576,11 +600,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--games", nargs="+", choices=["lake", "guess"], default=["lake", "guess"])
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    size = Size(steps=args.steps)
+    size = Size(steps=args.steps, games=" ".join(args.games))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
     left = [(arm, seed) for seed in seeds for arm in args.arms if (arm, seed) not in done]

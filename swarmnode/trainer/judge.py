@@ -197,7 +197,7 @@ def _weighed(
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
     # As for own completions, the policy that the update begins with is the old one: in bfloat16
-    # this pass and the update's differ by more than rounding, and a ratio against it would be clipped.
+    # this pass and the update's differ by more than rounding, and a ratio would be clipped.
     return TrainingGroup(
         rows,
         chosen,
