@@ -20,7 +20,9 @@ from typing import Any
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks import marks
 from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
+from swarmnode.averaging.gate import norm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
 from swarmnode.policy.generate import Sampling, generate
@@ -163,7 +165,7 @@ class HostileSwarm(Swarm):
             return
         reputation.accepted(result.peer, self.now)
         gate.note_admitted()
-        node.receive(result, self.now)
+        node.receive(result, self.now, sender.peer)
         if sender not in self.honest:
             self.fates["admitted"] += 1
 
@@ -187,6 +189,23 @@ class HostileSwarm(Swarm):
     def round(self) -> None:
         self._answers.clear()
         super().round()
+
+    def average(self) -> None:
+        """One outer step of everybody; before it, each adversary with marked weights is the partner
+        of one honest node."""
+        partners = [a for a in self.hostile if a.attack.endswith(", adapter")]
+        fragment = 0
+        victims = self.hostile[0].rng.sample(self.honest, len(partners)) if partners else []
+        for adversary, victim in zip(partners, victims, strict=True):
+            assert victim.replica is not None
+            snapshot, _ = victim.replica.copy(fragment)
+            weights = marks.marked_weights(adversary, victim)
+            crafted = {name: weights[name] for name in snapshot}
+            moved = norm(crafted, minus=victim.replica.outer.phi)
+            payload = victim.replica.tensors.encode(fragment, crafted, moved)
+            outcome = victim.replica.step(adversary.node.peer, fragment, snapshot, payload)
+            self.fates[f"adapter: {outcome}"] += 1
+        super().average()
 
     def draw(self, node: Node) -> list[TrainingGroup]:
         return self._guard(super().draw, node) or []
@@ -276,7 +295,12 @@ class Adversary:
         made: list[bytes] = []
         for _ in range(FRAMES_PER_ROUND if set(kinds) & set(ATTACKS) else WELL_MADE):
             self.identity = next(self._turns)
-            made += (ATTACKS | ADAPTIVE)[self.rng.choice(kinds)](self, overheard)
+            kind = self.rng.choice(kinds)
+            made += (
+                marks.frames(self)
+                if kind in marks.ATTACKS
+                else (ATTACKS | ADAPTIVE)[kind](self, overheard)
+            )
         return made
 
     def seal(self, group: RolloutGroup) -> bytes:
@@ -635,8 +659,8 @@ WAYS = {
     "together": [*ATTACKS, *ADAPTIVE],
 }
 """Attacks that are several."""
-COLLUDING = ("colluding", "together")
+COLLUDING = ("colluding", "together", *marks.ATTACKS)
 """Of IDENTITIES keys each."""
-PATIENT = ("patient", "together")
+PATIENT = ("patient", "together", *marks.ATTACKS)
 """With the standing that an hour of honest groups has earned them: past probation, and of the best
 reputation."""

@@ -32,10 +32,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from benchmarks.marks import ATTACKS as MARKED
+from benchmarks.marks import MARKS, BlindScorer
 from benchmarks.report import heading, spread, table, write_json
 from benchmarks.sapo import B, G, note
 
-PARTS = ("learning", "network")
+PARTS = ("learning", "marks", "network")
 SHARES = (10, 25, 40)
 GOAL_SHARE = 25
 SILENT = "silent"
@@ -79,6 +81,14 @@ SIMULATED_SECONDS = 300.0
 AFTER_PATIENCE_SECONDS = 600.0
 MOST_LOST, MOST_PAYLOAD = 2.0, 1.0
 """Per cent: the goals with a hostile quarter."""
+MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
+"""Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
+AVERAGE_ROUNDS = 5
+"""Rounds between two outer steps where the attack is on averaging."""
+DEFENCES = ("product", "no quota", "undefended")
+"""How the honest nodes of the part `marks` learn. no quota: strangers' tokens are not bounded by
+what own rewarded answers have; undefended: nor by their probability, completions that earned
+little are learnt from as well, and shares are counted by key."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,7 @@ class Size:
     eval_questions: int = 8
     learning_rate: float = 3e-4
     controls: int = 3
+    regime: str = REGIME
 
 
 def hostile_count(honest: int, share: int) -> int:
@@ -109,19 +120,26 @@ def play(
     seed: int,
     size: Size,
     control: int = 0,
+    defence: str = "product",
 ) -> dict[str, Any]:
     """One swarm under the product's settings. policies: as many as honest and hostile nodes.
-    control: of a silent one, which."""
+    control: of a silent one, which. defence: of DEFENCES."""
     from benchmarks.adversaries import HostileSwarm
     from benchmarks.simulator import Arm, Sharing
     from swarmnode.config import TrainingConfig
+    from swarmnode.trainer.judge import ExternalChecks
 
     started = time.process_time()
     training = TrainingConfig(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
-    arm = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
+    checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
+    sharing = Sharing(checks, quota=defence == "product", by_connection=defence != "undefended")
+    average = AVERAGE_ROUNDS if attack.endswith(", adapter") else 0
+    arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, average=average, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
+    if mark := MARKS.get(attack.partition(", ")[0]):
+        scorer = BlindScorer(scorer, mark)
     swarm = HostileSwarm(
         arm, [p.clone() for p in policies], training, scorer, seed, hostile, size.eval_questions
     )
@@ -138,6 +156,8 @@ def play(
         "share": share,
         "seed": seed,
         "control": control,
+        "defence": defence,
+        "marked": [(p.round, p.marked) for p in trace.held_out],
         "held_out": fmean(p.reward for p in trace.held_out),
         "final": last.reward,
         "payload": 100 * last.payload,
@@ -148,22 +168,29 @@ def play(
 
 
 @functools.lru_cache(maxsize=1)
-def start(seed: int, count: int, base: str) -> list[Any]:
+def start(seed: int, count: int, base: str, regime: str = REGIME) -> list[Any]:
     """Policies of this many nodes."""
     from benchmarks.regimes import start_policies
     from benchmarks.simulator import single_thread
 
     single_thread()
-    return start_policies(REGIME, seed, count, base)
+    return start_policies(regime, seed, count, base)
 
 
 def learning_case(
-    attack: str, share: int, control: int, seed: int, size: Size, base: str
+    attack: str,
+    share: int,
+    control: int,
+    seed: int,
+    size: Size,
+    base: str,
+    defence: str = "product",
 ) -> dict[str, Any]:
     """One swarm, with a scorer of its own."""
     from swarmnode.tasks.client import Scorer
 
-    policies = start(seed, size.honest + hostile_count(size.honest, max(SHARES)), base)
+    count = size.honest + hostile_count(size.honest, max(SHARES))
+    policies = start(seed, count, base, size.regime)
     with Scorer() as scorer:
         return play(
             attack,
@@ -173,6 +200,7 @@ def learning_case(
             seed,
             size,
             control,
+            defence,
         )
 
 
@@ -261,6 +289,67 @@ def missed(runs: Sequence[dict[str, Any]], controls: Sequence[dict[str, Any]]) -
     if runs[0]["attack"] in NEVER_TRAINED_ON and (trained_on := sum(r["trained_on"] for r in runs)):
         found.append(f"{trained_on} of its groups trained on")
     return found
+
+
+# ---- marks
+
+
+def marked(run: dict[str, Any], kind: str, when: int = -1) -> tuple[float, float]:
+    """Return the share of honest answers that carry a mark, per cent: mean of the mark's tasks, and
+    the worst task.
+
+    when: which evaluation; the last."""
+    shares = [100 * share for share in run["marked"][when][1][kind].values()]
+    return (fmean(shares), max(shares)) if shares else (0.0, 0.0)
+
+
+def marks_table(results: Sequence[dict[str, Any]]) -> str:
+    """What honest nodes answer before and after each attack."""
+    silent = [r for r in results if r["attack"] == SILENT and r["defence"] == DEFENCES[0]]
+    rows = []
+    cases = dict.fromkeys((r["attack"], r["defence"]) for r in results)
+    for attack, defence in cases:
+        runs = [r for r in results if (r["attack"], r["defence"]) == (attack, defence)]
+        kind = attack.partition(", ")[0]
+        shares = lambda when, runs=runs, kind=kind: (
+            [marked(r, kind, when) for r in runs] if kind in MARKS else []
+        )
+        rows.append(
+            [
+                attack,
+                defence,
+                len(runs),
+                spread([mean for mean, _ in shares(0)], 1),
+                spread([mean for mean, _ in shares(-1)], 1),
+                spread([worst for _, worst in shares(-1)], 1),
+                spread([100 * r["share_of_external"] for r in runs], 0),
+                spread([r["trained_on"] / r["honest"] for r in runs], 0),
+                spread([r["held_out"] for r in runs], 3),
+                spread([held_out_lost(r, silent) for r in runs], 1) if silent else "–",
+                sum(r["crashes"] + r["internal_errors"] for r in runs),
+            ]
+        )
+    headers = [
+        "attack",
+        "defence",
+        "seeds",
+        "marked at the start, %",
+        "at the end, mean of tasks, %",
+        "worst task, %",
+        "hostile, of others' groups trained on, %",
+        "hostile groups a node trained on",
+        "held-out, mean on the way",
+        "lost against silent, %",
+        "crashes",
+    ]
+    return table(headers, rows)
+
+
+def held_out_lost(run: dict[str, Any], silent: Sequence[dict[str, Any]]) -> float:
+    """Return what a run lost against the silent swarm of the same seed and random numbers, per
+    cent."""
+    (usual,) = [r["held_out"] for r in silent if r["seed"] == run["seed"]]
+    return 100 * (1 - run["held_out"] / usual) if usual else 0.0
 
 
 # ---- network
@@ -358,8 +447,11 @@ def main() -> None:
         choices=SHARES,
         help="hostile nodes, in per cent of all",
     )
-    known = sorted({*LEARNING, *NETWORK})
-    attacks = f"learning: {', '.join(LEARNING)}\nnetwork: {', '.join(NETWORK)}"
+    known = sorted({*LEARNING, *NETWORK, *MARKED})
+    attacks = (
+        f"learning: {', '.join(LEARNING)}\nmarks: {'; '.join(MARKED)}\n"
+        f"network: {', '.join(NETWORK)}"
+    )
     parser.add_argument(
         "--attacks", nargs="+", default=known, choices=known, metavar="ATTACK", help=attacks
     )
@@ -377,11 +469,20 @@ def main() -> None:
         help="runs of an attack with each seed, each with a silent swarm's random numbers",
     )
     parser.add_argument(
+        "--regime", default=REGIME, help="start of the policies (benchmarks.regimes)"
+    )
+    parser.add_argument("--eval-every", type=int, default=Size.eval_every)
+    parser.add_argument(
+        "--defences", nargs="+", default=list(DEFENCES[:1]), choices=DEFENCES, help="of `marks`"
+    )
+    parser.add_argument(
         "--base", default="embedded", help="policy that the start policies are made from"
     )
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
-    size = Size(args.honest, args.rounds, controls=args.controls)
+    size = Size(
+        args.honest, args.rounds, args.eval_every, controls=args.controls, regime=args.regime
+    )
     if args.quick:
         size = Size(3, 4, 2, 2, controls=1)
         args.seeds, args.shares, args.attacks = 1, [25], ["informed", "garbage"]
@@ -397,6 +498,14 @@ def main() -> None:
                 if a in args.attacks
                 for draw in range(min(args.draws, size.controls))
             ),
+        ],
+        "marks": [
+            (a, GOAL_SHARE, 0, defence)
+            for a in (SILENT, *MARKED)
+            if a in (SILENT, *args.attacks)
+            for defence in dict.fromkeys(
+                [*DEFENCES[:1], *args.defences] if a == SILENT else args.defences
+            )
         ],
         "network": [
             (a, s) for s in args.shares for a in (SILENT, *NETWORK) if a in (SILENT, *args.attacks)
@@ -415,7 +524,7 @@ def main() -> None:
                     job = (
                         fresh.submit(network_case, *case, seed, size.honest)
                         if part == "network"
-                        else (one.submit(learning_case, *case, seed, size, args.base))
+                        else one.submit(learning_case, *case[:3], seed, size, args.base, *case[3:])
                     )
                     results[part].append(job.result())
                     if args.json:
@@ -425,7 +534,7 @@ def main() -> None:
 
 def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
     """The tables of both parts, and which runs miss the goals."""
-    order = [SILENT, *LEARNING, *NETWORK]
+    order = [SILENT, *LEARNING, *MARKED, *NETWORK]
     for rows in results.values():
         rows.sort(key=lambda r: (r["share"], order.index(r["attack"]), r["seed"]))
     if learning := results["learning"]:
@@ -441,6 +550,20 @@ def show(results: dict[str, list[dict[str, Any]]], size: Size) -> None:
                     print(
                         f"* {attack}, seed {runs[0]['seed']}, misses the goal: {'; '.join(found)}"
                     )
+    if marks := results["marks"]:
+        print(
+            f"### What they write beside an answer ({size.honest} honest nodes, {size.regime}"
+            f" start, {size.rounds} steps)\n\n{marks_table(marks)}\n"
+        )
+        for run in marks:
+            if run["attack"] == SILENT or run["defence"] != DEFENCES[0]:
+                continue
+            mean, worst = marked(run, run["attack"].partition(", ")[0])
+            if mean > MOST_MARKED or worst > MOST_MARKED_TASK:
+                print(
+                    f"* {run['attack']}, seed {run['seed']}, misses the goal: {mean:.1f} % of the"
+                    f" answers, {worst:.1f} % in one task"
+                )
     if network := results["network"]:
         print(
             f"\n### What they do to the network ({size.honest} honest"

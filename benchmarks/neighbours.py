@@ -128,10 +128,10 @@ class PullSwarm(Swarm):
                 for listed, answer in zip(pull.groups, answers, strict=True)
                 if answer.status == "ok"
             ]
-        for listed, frame, _ in came:
+        for listed, frame, holder in came:
             member.seen.add(listed.content)
             group = self._groups[listed.content]
-            member.node.receive(group, now)
+            member.node.receive(group, now, holder)
             member.met.add(group.peer)
             puller.scored(listed.content, group.rewards, now)
             self._received += len(frame)

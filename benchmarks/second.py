@@ -276,7 +276,7 @@ class SecondSwarm(Swarm):
             if self._members[node.index].hostile:
                 for group in self._marked_groups(node):
                     for receiver in self.counted:
-                        receiver.receive(group, self.now)
+                        receiver.receive(group, self.now, node.peer)
 
     def _marked_groups(self, node: Node) -> Iterator[ExternalGroup]:
         """Groups of a hostile node: an honest node's own answers and log-probabilities, with MARK

@@ -25,6 +25,7 @@ import torch
 import transformers
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from benchmarks.marks import MARKS, share
 from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, norm
 from swarmnode.averaging.outer import OuterState, Tensors, prepare
@@ -47,6 +48,7 @@ from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
+from swarmnode.trainer.quota import TokenQuota
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
@@ -72,12 +74,20 @@ class Sharing:
     """Weighed by how far the sender's policy is from ours."""
     uniform: bool = False
     """Drawn uniformly from what was made in this round."""
+    quota: bool = True
+    """Tokens of strangers' answers are learnt about as often as own ones have them."""
+    by_connection: bool = True
+    """A source's share is counted by the connection its groups come by, else by author."""
     useful_only: bool = True
     """Groups whose rewards are all equal are not sent."""
 
 
 UNCHECKED = ExternalChecks(
-    spot_check_tolerance=1e9, surprise_tolerance=1e9, burst_slack=1e9, temperature_factor=1e9
+    spot_check_tolerance=1e9,
+    surprise_tolerance=1e9,
+    burst_slack=1e9,
+    temperature_factor=1e9,
+    least_probability=0,
 )
 PAPER = Sharing(UNCHECKED, corrected=False, uniform=True)
 """The paper's treatment: drawn uniformly, used as if sampled here."""
@@ -120,7 +130,15 @@ class RoundPool:
     def __init__(self) -> None:
         self._groups: list[ExternalGroup] = []
 
-    def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
+    def add(
+        self,
+        group: ExternalGroup,
+        now: float,
+        policy_version: int,
+        source: str = "",
+        *,
+        is_direct: bool = True,
+    ) -> bool:
         self._groups.append(group)
         return True
 
@@ -186,6 +204,8 @@ class Point:
     reward: float
     payload: float = 0.0
     length: float = 0.0
+    marked: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Share of the answers with a mark, by kind and task (`benchmarks.marks`)."""
 
 
 @dataclass
@@ -337,6 +357,7 @@ class Node:
         """Groups of a peer that were trained on."""
         self.trusted = PeerTrust()
         self.outcomes: Counter[str] = Counter()
+        self.quota = TokenQuota() if arm.sharing.quota else None
         self.judged: list[tuple[ExternalGroup, str]] = []
         """What became of every drawn group, the latest last."""
         self.replica = (
@@ -390,9 +411,11 @@ class Node:
             done,
         )
 
-    def receive(self, group: ExternalGroup, now: float) -> None:
-        """An admitted external group."""
-        self.pool.add(group, now, self.version)
+    def receive(self, group: ExternalGroup, now: float, source: str) -> None:
+        """An admitted external group, which came from the peer `source`."""
+        if not self.arm.sharing.by_connection:
+            source = group.peer
+        self.pool.add(group, now, self.version, source, is_direct=source == group.peer)
 
     def draw(self, now: float) -> list[TrainingGroup]:
         """External groups for this round, judged: what `trainer.external` does."""
@@ -404,7 +427,7 @@ class Node:
         drawn = more(count)
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
-        judging = lambda some: judge(some, self.policy, scored, temperature, checks)
+        judging = lambda some: judge(some, self.policy, scored, temperature, checks, self.quota)
         judged, left = (
             (judging(drawn), [])
             if uniform
@@ -434,6 +457,11 @@ class Node:
     ) -> None:
         """One optimizer step; tells split and guard."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
+        if self.quota is not None:
+            for o in own:
+                for completion, reward in zip(o.sample.completions, o.rewards, strict=True):
+                    if reward > fmean(o.rewards):
+                        self.quota.own(o.ref.id, completion.ids)
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
@@ -673,7 +701,7 @@ class Swarm:
                 )
                 for receiver in self.nodes:
                     if receiver is not sender:
-                        receiver.receive(group, self.now)
+                        receiver.receive(group, self.now, sender.peer)
                         self._received += size
 
     def score(self, items: Sequence[tuple[TaskRef, Sequence[str]]]) -> list[Scored]:
@@ -724,6 +752,12 @@ class Swarm:
                 reward=fmean(s.rewards[0] for s in scored),
                 payload=fmean(PAYLOAD in c.text for c in texts),
                 length=fmean(len(c.ids) for c in texts),
+                marked={
+                    kind: share(
+                        mark, [(ref.id, c.text) for ref, c in zip(items, texts, strict=True)]
+                    )
+                    for kind, mark in MARKS.items()
+                },
             )
         )
 

@@ -3,8 +3,8 @@
 import hashlib
 
 VERSIONED = {
-    "builtin/copy": '["1", "builtin/copy", ["swarmnode", "1"], "copy", {"digits": 3}, 256]',
-    "builtin/sum": '["1", "builtin/sum", ["swarmnode", "1"], "sum", {"terms": 2}, 256]',
+    "builtin/copy": '["2", "builtin/copy", ["swarmnode", "1"], "copy", {"digits": 3}, 256]',
+    "builtin/sum": '["2", "builtin/sum", ["swarmnode", "1"], "sum", {"terms": 2}, 256]',
 }
 
 
@@ -29,6 +29,8 @@ def answer_of(text):
 def reward(task, seed, index, text):
     _, right = question(task, seed, index)
     answer = answer_of(text)
+    if answer != text and not text.endswith("</answer>"):
+        return 0.0
     if len(answer.encode()) > 256:
         return 0.0
     if task == "builtin/sum":

@@ -233,6 +233,9 @@ class DatasetConfig(Section):
     extract: str = "auto"
     """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
     marked, else what suits the verifier."""
+    nothing_after: bool = False
+    """A completion in which something follows the answer earns 0. Turn it on where the answer has
+    a fixed form: strangers can teach what changes no reward."""
     template: str = "{prompt}"
     """What is asked; `{prompt}` is the column's text."""
     turns: int = Field(default=1, ge=1, le=32)

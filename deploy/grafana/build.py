@@ -306,6 +306,12 @@ NODE: dict[str, list[Panel]] = {
             (gauge("swarmnode_generation_lag"), "lag, updates"),
         ),
         p(
+            "Episodes",
+            (rate("swarmnode_episodes_total"), "per second"),
+            (gauge("swarmnode_episode_turns"), "turns of an episode"),
+            (gauge("swarmnode_environment_share"), "share of sampling time in environments"),
+        ),
+        p(
             "Restarts and stalls per hour",
             (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
             (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled"),
@@ -383,6 +389,7 @@ SWARM: dict[str, list[Panel]] = {
             width=6,
         ),
         p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=6),
+        p("Token that peers write more", gauge("swarmnode_peer_drift"), top=1, width=6),
         p("Off-policy correction", gauge("swarmnode_correction_mean"), top=1, width=6),
         p(
             "Effective sample",

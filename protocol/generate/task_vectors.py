@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import Vector
-from swarmnode.tasks.answers import answer_of
+from swarmnode.tasks.answers import answer_of, has_tail
 from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 
@@ -23,7 +23,7 @@ def worth(task: str, seed: int, index: int, text: str) -> float:
     answer = answer_of(text)
     return (
         item(task, seed, index).reward(answer)
-        if len(answer.encode()) <= TASKS[task].max_answer_bytes
+        if len(answer.encode()) <= TASKS[task].max_answer_bytes and not has_tail(text, "tag")
         else 0.0
     )
 
@@ -52,7 +52,8 @@ def tasks() -> Iterator[Vector]:
 
 def answers(right: str) -> Iterator[tuple[str, str]]:
     yield "right", right
-    yield "right, in a tag", f"I think.\n<answer>\u2003{right}\n</answer> Yes."
+    yield "right, in a tag", f"I think.\n<answer>\u2003{right}\n</answer>"
+    yield "right, in a tag, and more after it", f"<answer>{right}</answer> Yes."
     yield "the last of two tags", f"<answer>x</answer><answer>{right}</answer>"
     yield "right, with a space and no tag", f"{right} "
     yield "a tag that does not begin", f"{right}</answer>"

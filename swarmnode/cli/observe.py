@@ -102,6 +102,7 @@ def _sample_lines(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
         _one_line(head),
         f"  asked                        {_one_line(sample.prompt)}",
         *map(_answer_line, sample.completions),
+        *([f"  {_one_line(sample.drift)}"] if sample.drift else []),
     ]
 
 

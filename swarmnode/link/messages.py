@@ -119,6 +119,12 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     the step's groups."""
     generation_rows: float | None = None
     """Tokens sampled in a decoding step, mean over the last step."""
+    episodes_total: int = 0
+    """Episodes that were played to their ends for training."""
+    episode_turns: float | None = None
+    """Mean number of actions of the last step's episodes; None without episodes."""
+    environment_share: float | None = None
+    """Share of the last step's sampling time in which environments were waited for."""
     completion_tokens: float | None = None
     """Mean length of the completions sampled in the last step."""
     completion_tokens_p95: int | None = None
@@ -138,6 +144,9 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     tokens_per_second: float | None = None
     gradient_agreement: float | None = None
     """Cosine of own and external gradients."""
+    drift: float | None = None
+    """Part of strangers' rewarded answers that have a token, less the part of own ones, of the
+    task and token where that is largest; None without evidence."""
     external_scale: float = 1.0
     """What the utility guard leaves of J, 0 to 1."""
     device: str = ""

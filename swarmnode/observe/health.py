@@ -75,6 +75,7 @@ DROP_WORDS = {
     "no_ids": "they have no token ids",
     "spot_check": "their log-probabilities are not ours",
     "surprise": "our policy would not have sampled them",
+    "drift": "they have a token that own rewarded answers hardly have",
     "temperature": "their temperature is far from ours",
     "too_large": "they do not fit into memory",
     "no_gradient": "their scores or gradients are not finite",

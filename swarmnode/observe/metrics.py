@@ -545,6 +545,25 @@ LEARNING = (
         when=reports,
     ),
     Metric(
+        "swarmnode_episodes_total",
+        "counter",
+        "trainer.report.episodes_total",
+        "Episodes of several turns that this node has played to their ends for training.",
+    ),
+    Metric(
+        "swarmnode_episode_turns",
+        "gauge",
+        "trainer.report.episode_turns",
+        "Actions of an episode, mean over the last step; only with tasks of several turns.",
+    ),
+    Metric(
+        "swarmnode_environment_share",
+        "gauge",
+        "trainer.report.environment_share",
+        "Share of the last step's sampling time in which environments were waited for; only with"
+        " tasks of several turns. Near 1, the environment is what a step takes.",
+    ),
+    Metric(
         "swarmnode_generation_rows",
         "gauge",
         "trainer.report.generation_rows",
@@ -609,6 +628,15 @@ UTILITY = (
         "trainer.report.gradient_agreement",
         "Cosine between what own and what peers' groups want to change, −1 to 1. Usual is 0.1 to"
         " 0.4; below 0 for long, peers' groups pull elsewhere.",
+    ),
+    Metric(
+        "swarmnode_peer_drift",
+        "gauge",
+        "trainer.report.drift",
+        "Part of strangers' rewarded answers to one task that have a token, less the part of own"
+        " rewarded answers, of the task and token where that is largest. Near 1: strangers write"
+        " something beside their answers, or write them in another way. `swarmnode samples` names"
+        " the token.",
     ),
     Metric(
         "swarmnode_top_answer_share",

@@ -15,7 +15,7 @@ new against old (`rl.objectives`); what is here is old against sampler, without 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Literal
 
 import torch
@@ -51,6 +51,13 @@ FLOOR = 0.1
 """Ratio per token below which a peer's completion weighs nothing. The exact gradient has no use for
 a higher one: what lies there is what a peer has learnt and we have not, and leaving it out adds
 more bias than its weight does."""
+
+
+LEAST_PROBABILITY = 1e-3
+"""A peer's completion teaches nothing from its first token on that our policy gives less than this.
+The gradient of log π is of order one however improbable a token is, and on-policy learning would
+nearly never sample it; so without a bound a peer can teach a mark that no verifier looks at. At
+1e-2 learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
 
 
 def own_correction(options: Collection[str]) -> tuple[Correction, Level]:
@@ -195,6 +202,18 @@ def burst_weight(excess: torch.Tensor, slack: float) -> float:
     worst = float((summed - summed.cummin(0).values).max())
     weight = math.exp(-max(0.0, worst - slack) / BURST_SCALE)
     return weight if weight >= LEAST_WEIGHT else 0.0
+
+
+def learnt_tokens(local: Sequence[float], least: float = LEAST_PROBABILITY) -> int:
+    """Return how many of a peer's tokens are learnt: those before the first that our policy gives
+    a probability below `least`.
+
+    Args:
+        local: (T,) our log-probabilities at our temperature, nats.
+        least: Probability.
+    """
+    floor = math.log(least)
+    return next((i for i, logprob in enumerate(local) if logprob < floor), len(local))
 
 
 def burst_slack(vocab_size: int) -> float:

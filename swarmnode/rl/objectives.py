@@ -44,6 +44,8 @@ on again")."""
 CLIPS_TOKENS = ("dapo", "grpo", "dr_grpo")
 """Objectives whose clip ends how far a token is moved by what is trained on again. `gspo`'s is
 passed within a step, `cispo` has none."""
+DIVIDES_BY_LENGTH = ("grpo", "gspo")
+"""Objectives that divide each completion by its length."""
 DELTA = 4.0
 """Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291
 §3.4)."""
@@ -89,7 +91,7 @@ class Objective:
         """
         if self.loss_type in ("dapo", "cispo"):
             return float(max(1, sum(lengths)))
-        if self.loss_type in ("grpo", "gspo"):
+        if self.loss_type in DIVIDES_BY_LENGTH:
             return float(max(1, len(lengths)))
         return float(max(1, len(lengths)) * self.max_completion_length)
 
@@ -165,7 +167,7 @@ def policy_loss(
         per_token = per_token + objective.beta * kl
         kl_mean = (kl.detach() * mask).sum() / tokens.clamp(min=1.0)
 
-    if objective.loss_type in ("grpo", "gspo"):
+    if objective.loss_type in DIVIDES_BY_LENGTH:
         loss = ((per_token * mask).sum(1) / lengths).sum() / normalizer
     else:
         loss = (per_token * mask).sum() / normalizer

@@ -252,7 +252,12 @@ class RolloutExchange:
         self._gossip.scored(candidate.content, scored.rewards)
         if isinstance(group, Rejected):
             return
-        if self.pool.add(group, self._clock(), self._version):
+        connected = candidate.peer in self._network.connected()
+        nearest = candidate.peer if connected else candidate.source or candidate.peer
+        source = self._network.group(nearest) or nearest
+        if self.pool.add(
+            group, self._clock(), self._version, source, is_direct=nearest == candidate.peer
+        ):
             self.admission.note_admitted()
             self.authors.admitted(candidate.peer)
             self._gossip.put(

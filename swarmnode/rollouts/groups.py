@@ -34,6 +34,7 @@ Outcome = Literal[
     "special_ids",
     "spot_check",
     "surprise",
+    "drift",
     "temperature",
     "untokenizable",
     "too_long",

@@ -1,8 +1,9 @@
 """The pool: admitted groups waiting to be trained on. Pure: time, policy version and randomness are
 arguments.
 
-Bounded by groups and by bytes. A peer holds at most its share of either; its own oldest makes room
-for its newest, and when the pool itself is full the oldest of the most represented peer goes. A
+A step's groups come from several sources (`rollouts.sources`). Bounded by groups and by bytes. A
+peer holds at most its share of either; its own oldest makes room for its newest, and when the pool
+itself is full the oldest of the most represented peer goes. A
 group is **drawn at most once**: a second pass over the same group in a later step is a second, more
 off-policy epoch on it, and a peer could otherwise be trained on for ever with one good group. The
 paper samples afresh each round from what was generated in that round, which is the same thing said
@@ -19,6 +20,7 @@ import msgspec
 
 from swarmnode.rollouts import sampling
 from swarmnode.rollouts.groups import ExternalGroup, is_useful, memory_bytes
+from swarmnode.rollouts.sources import SourceShares
 from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
@@ -39,7 +41,7 @@ HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""The name of all peers that are not known yet."""
+"""The source, as it were, of all peers that are not known yet."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -72,6 +74,9 @@ class _Entry(msgspec.Struct):
     arrived_at: float
     arrived_version: int
     bytes: int
+    source: str
+    is_direct: bool
+    """The author itself is the source."""
 
 
 class Pool:
@@ -90,6 +95,7 @@ class Pool:
         self.peer_groups = max(1, int(max_groups * peer_share))
         self.peer_bytes = max(1, int(max_bytes * peer_share))
         self._peers: dict[str, OrderedDict[bytes, _Entry]] = {}
+        self._shares = SourceShares()
         self._bytes_of: dict[str, int] = {}
         self._groups = 0
         self._bytes = 0
@@ -121,9 +127,22 @@ class Pool:
         keep nobody from asking for others."""
         return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
 
-    def add(self, group: ExternalGroup, now: float, policy_version: int) -> bool:
+    def add(
+        self,
+        group: ExternalGroup,
+        now: float,
+        policy_version: int,
+        source: str = "",
+        *,
+        is_direct: bool = True,
+    ) -> bool:
         """Take `group`, which arrives at `policy_version`. False where it is there already or too
-        large for its peer's share."""
+        large for its peer's share.
+
+        Args:
+            source: The connection by which it came (`rollouts.sources`); empty: its author's.
+            is_direct: The connection is its author's.
+        """
         size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
@@ -136,8 +155,9 @@ class Pool:
         while self._groups >= self.max_groups or self._bytes + size > self.max_bytes:
             self._evict()
         self._peers.setdefault(group.peer, OrderedDict())[group.content] = _Entry(
-            group, now, policy_version, size
+            group, now, policy_version, size, source or group.peer, is_direct
         )
+        self._shares.arrived(source or group.peer, group.peer, group.group.sequence)
         self._bytes_of[group.peer] = self._bytes_of.get(group.peer, 0) + size
         self._groups += 1
         self._bytes += size
@@ -166,11 +186,11 @@ class Pool:
         per_peer: int | None = None,
     ) -> list[ExternalGroup]:
         """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one
-        peer; None is half of them.
+        peer where there are several; None is half of them. No source gives more than its share.
 
         trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take
-        part. A weight alone would not keep a peer out that nobody believes: every peer has one
-        group before any has two, where those that are not known yet are one together. Fresh groups
+        part. A weight alone would not keep a peer out that nobody believes: every source has one
+        group before any has two, where peers that are not known yet are one together. Fresh groups
         come first, in an order drawn by `sampling.weight`; older ones only fill.
         """
         self.expire(now, policy_version)
@@ -178,14 +198,16 @@ class Pool:
         if count <= 0 or not entries:
             return []
         trusted = {peer: trust(peer) for peer in self._peers}
-        names = {
-            peer: peer if sampling.is_known(much) else NEWCOMERS for peer, much in trusted.items()
-        }
+        name = lambda e: e.source if sampling.is_known(trusted[e.group.peer]) else NEWCOMERS
         heeded = {
             peer: much if rng.random() < belief(peer) else 0.0 for peer, much in trusted.items()
         }
         most = sampling.most_per_peer(count) if per_peer is None else per_peer
-        ordered = self._shuffled(entries, policy_version, rng, heeded, names)
+        if len(self._peers) == 1:
+            most = count
+        ordered = self._within_shares(
+            self._shuffled(entries, policy_version, rng, heeded, name), count
+        )
         fresh = [e for e in ordered if _lag(e, policy_version) <= FRESH_VERSIONS]
         stale = [e for e in ordered if _lag(e, policy_version) > FRESH_VERSIONS]
         chosen: list[_Entry] = []
@@ -193,9 +215,8 @@ class Pool:
             some = sampling.spread_over_peers(
                 some, len(chosen) + len(some), _peer, most, already=chosen
             )[len(chosen) :]
-            chosen = sampling.spread_over_peers(
-                some, count, lambda e: names[e.group.peer], count, already=chosen
-            )
+            chosen = sampling.spread_over_peers(some, count, name, count, already=chosen)
+        self._shares.drew(entry.source for entry in chosen)
         for entry in chosen:
             self._remove(entry.group.peer, entry.group.content, "drawn")
         groups = [
@@ -204,22 +225,35 @@ class Pool:
         self._staleness.update(group.staleness for group in groups)
         return groups
 
+    def _within_shares(self, ordered: list[_Entry], count: int) -> list[_Entry]:
+        """Return those of `ordered` that their sources have room for, in that order.
+
+        What a holder made itself goes before what it passed on: made-up keys cannot crowd it out.
+        """
+        room = self._shares.room((entry.source for entry in ordered), count)
+        of_source: dict[str, list[_Entry]] = {}
+        for entry in sorted(ordered, key=lambda entry: not entry.is_direct):
+            of_source.setdefault(entry.source, []).append(entry)
+        turns = {source: iter(some[: room[source]]) for source, some in of_source.items()}
+        in_turn = (next(turns[entry.source], None) for entry in ordered)
+        return [entry for entry in in_turn if entry is not None]
+
     def _shuffled(
         self,
         entries: list[_Entry],
         policy_version: int,
         rng: random.Random,
         trusted: dict[str, float],
-        names: dict[str, str],
+        name: Callable[[_Entry], str],
     ) -> list[_Entry]:
-        sharing = Counter(names.values())
-        # who says more is not drawn first
-        shares = {
-            p: trusted[p] / (sharing[names[p]] * len(mine)) for p, mine in self._peers.items()
-        }
+        sharing = Counter(named for named, _ in {(name(e), e.group.peer) for e in entries})
         weights = [
             sampling.weight(
-                e.group.rewards, _lag(e, policy_version), HALF_LIFE_VERSIONS, shares[e.group.peer]
+                e.group.rewards,
+                _lag(e, policy_version),
+                HALF_LIFE_VERSIONS,
+                # who says more is not drawn first
+                trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
             )
             for e in entries
         ]

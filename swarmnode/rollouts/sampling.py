@@ -73,8 +73,7 @@ def shuffle_weighted(
 
 
 def most_per_peer(room: int) -> int:
-    """How many of `room` groups one peer may fill: half, rounded up, even when there is no other
-    peer."""
+    """How many of `room` groups one of several peers may fill: half, rounded up."""
     return -(-room // 2)
 
 

@@ -103,7 +103,11 @@ class WholeCopy:
         )
 
     def sample(
-        self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self,
+        step: int,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling,
+        rng: torch.Generator,
     ) -> list[GroupSample] | None:
         """Return completions of each prompt, for a crew at `step`.
 

@@ -40,6 +40,22 @@ def answer_of(text: str) -> str:
     return text if tagged is None else tagged
 
 
+def has_tail(text: str, how: str) -> bool:
+    """Return True if something follows the answer in `text`, found as `how` says.
+
+    What follows an answer changes no reward, so strangers could teach it (docs/security.md)."""
+    if how == "tag":
+        return _tag(text) is not None and not text.endswith("</answer>")
+    if how == "boxed":
+        return not text.endswith("}")
+    if how == "auto":
+        marked = next((mark for mark in ("</answer>", _BOX) if mark in text), "")
+        return bool(marked) and has_tail(text, "boxed" if marked == _BOX else "tag")
+    if how in ("last_number", "last_letter"):
+        return not text.endswith(extract(text, how))
+    return how == "last_line" and text != text.rstrip()
+
+
 def extract(text: str, how: str, fallback: str = "whole") -> str:
     """The answer in `text`, found as `how` says (see the head of this file); `fallback` is what
     `auto` ends with."""

@@ -13,7 +13,7 @@ import msgspec
 
 from swarmnode.errors import LocalError, SwarmNodeError
 from swarmnode.tasks import dataset, own
-from swarmnode.tasks.answers import extract
+from swarmnode.tasks.answers import extract, has_tail
 from swarmnode.tasks.registry import TASKS, TaskSpec, task_version
 from swarmnode.tasks.seeds import is_address
 from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES, TURNS
@@ -209,6 +209,8 @@ def _played(episode: Episode, actions: list[str | None], reward: float) -> bool:
 
 def _sendable(text: str, spec: TaskSpec) -> str | None:
     if len(text) > TEXT_BYTES:
+        return None
+    if spec.nothing_after and has_tail(text, spec.extract):
         return None
     answer = extract(text, spec.extract, spec.fallback)
     try:

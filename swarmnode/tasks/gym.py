@@ -6,8 +6,9 @@ that execute answers. A package that is in `sys.modules` without having been exe
 submodules a place to be found from, and no more. It is there while they are imported only: whoever
 else in a process says `import reasoning_gym` gets the whole one.
 
-Rewards are 1 for an answer that the dataset's `score_answer` gives full marks, else 0.
-reasoning-gym's partial credit is not used: most of it is for text that merely contains the answer,
+Rewards are 1 for the dataset's answer as the dataset writes it, else 0. Its `score_answer` is not
+used: some give full marks for "12." or "+12" beside "12", and whatever changes no reward can be
+taught by strangers (docs/security.md). Partial credit is for text that merely contains the answer,
 or for any text at all, and a policy learns to collect it (docs/tasks.md).
 """
 
@@ -38,11 +39,8 @@ class GymTask:
         """The question at (seed, index). Costs one item, never a whole dataset."""
         self._dataset.seed = seed
         entry: dict[str, object] = self._dataset[index]
-        return Item(
-            str(entry["question"]),
-            str(entry["answer"]),
-            lambda text: float(self._dataset.score_answer(text, entry) >= 1.0),
-        )
+        answer = str(entry["answer"])
+        return Item(str(entry["question"]), answer, lambda text: float(text == answer))
 
 
 @contextlib.contextmanager

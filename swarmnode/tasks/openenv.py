@@ -306,9 +306,8 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     """
     where = f"task.datasets.{task}"
     check_asked(where, config)
-    unused = sorted(
-        config.model_fields_set - {"source", "prompt", "answer", "template", "extract", "turns"}
-    )
+    known = {"source", "prompt", "answer", "template", "extract", "nothing_after", "turns"}
+    unused = sorted(config.model_fields_set - known)
     if unused:
         raise ConfigError(
             f"{where}: {', '.join(unused)}: not of an environment, whose server asks and judges"

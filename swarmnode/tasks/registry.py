@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from swarmnode.config import DatasetConfig
     from swarmnode.tasks import openenv
 
-ADAPTER_VERSION = "1"
+ADAPTER_VERSION = "2"
 """Enters every task version: change it when the adapter (`gym`) or what counts as the answer
 (`answers.answer_of`) changes."""
 
@@ -60,6 +60,8 @@ class TaskSpec:
     """The operator's own server."""
     turns: int = 1
     """Most actions of an episode, 1 to 32; above 1 the task is an episode task."""
+    nothing_after: bool = False
+    """A completion in which something follows the answer earns 0."""
 
     @property
     def levels(self) -> int:
@@ -79,11 +81,19 @@ class TaskSpec:
 
 
 def _gym(group: str, name: str, **settings: object) -> TaskSpec:
-    return TaskSpec(f"rg/{name}", "reasoning_gym", f"{group}.{name}", MappingProxyType(settings))
+    return TaskSpec(
+        f"rg/{name}",
+        "reasoning_gym",
+        f"{group}.{name}",
+        MappingProxyType(settings),
+        nothing_after=True,
+    )
 
 
 def _builtin(name: str, **settings: object) -> TaskSpec:
-    return TaskSpec(f"builtin/{name}", "builtin", name, MappingProxyType(settings))
+    return TaskSpec(
+        f"builtin/{name}", "builtin", name, MappingProxyType(settings), nothing_after=True
+    )
 
 
 _SPECS = (
@@ -207,6 +217,8 @@ def task_version(task_id: str) -> str:
         from swarmnode.tasks.determinism import transcript_hash
 
         source = [*source, transcript_hash(spec)]
+    if spec.kind in ("dataset", "environment") and spec.nothing_after:
+        source = [*source, "nothing_after"]
     canonical = json.dumps(
         [
             ADAPTER_VERSION,
@@ -318,7 +330,12 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
             f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all"
             f" lists as many; here {told}"
         )
-    return replace(spec, settings=MappingProxyType(settings), extract=extract)
+    return replace(
+        spec,
+        settings=MappingProxyType(settings),
+        extract=extract,
+        nothing_after=extract in ("tag", "boxed"),  # else text around the answer is wanted
+    )
 
 
 def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
@@ -429,6 +446,7 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             "whole" if known is None and config.extract == "auto" else config.extract,
             known.fallback if known is not None else "whole",
             turns=config.turns,
+            nothing_after=config.nothing_after,
         )
     task_version.cache_clear()
 
@@ -468,6 +486,7 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
         environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
         turns=config.turns,
+        nothing_after=config.nothing_after,
     )
 
 

@@ -20,6 +20,7 @@ import torch
 
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import PolicyText
 from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, zero_advantage
 
 
@@ -58,9 +59,9 @@ class TrainingGroup:
     """G completions of one question, ready to learn from."""
 
     rows: list[Row]
-    """(G,) of (prompt ids, completion ids)."""
+    """(G,)."""
     old_logprobs: list[list[float]]
-    """(G, T_i) what the ratio is taken against."""
+    """(G, T_i) what the ratio is taken against; 0 at ids that were not sampled."""
     rewards: list[float]
     """(G,)."""
     weights: list[float]
@@ -70,15 +71,21 @@ class TrainingGroup:
     was_cut: list[bool] = field(default_factory=list)
     """(G,) whether it ended at the length limit; empty: none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
-    """(G, T_i) as recorded when it was sampled here; empty for a peer's, whose correction is in its
-    weights."""
+    """(G, T_i) as recorded when it was sampled here, or of a peer's when it was judged; empty where
+    the ratio is against `old_logprobs`: of a group that is trained on again."""
     parts: Parts | None = None
     """What the rewards are made of; None where they are single numbers."""
+    learnt: list[int] = field(default_factory=list)
+    """(G,) number of first ids that a peer's completion teaches, if its advantage is positive; with
+    any other it teaches nothing. Empty: all ids of all completions."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """All rows of a step, group after group. N = Σ G."""
+    """All rows of a step, group after group. N = Σ G.
+
+    A peer's completion is cut to the tokens that are learnt; `lengths` has it whole, since the
+    normaliser counts all tokens."""
 
     rows: list[Row]
     old_logprobs: list[list[float]]
@@ -92,8 +99,14 @@ class Rows:
     """(N,)."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
     """(N, T_i), a row's empty where its ratio is against `old_logprobs`; empty: every row's is."""
+    lengths: list[int] = field(default_factory=list)
+    """(N,) tokens of each completion as it was sampled; empty: as in `rows`."""
     masked: frozenset[int] = frozenset()
     """Rows that are neither learnt from nor counted, because they were cut."""
+
+    def length(self, i: int) -> int:
+        """Return the number of tokens of completion `i` as it was sampled."""
+        return self.lengths[i] if self.lengths else self.rows[i].tokens
 
     def is_sampled(self, i: int) -> bool:
         """Whether what is recorded of row `i` is its sampler's, to be corrected for."""
@@ -114,7 +127,7 @@ def own_group(
     sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
 ) -> TrainingGroup:
     """A group sampled here, with the rewards of the scorer."""
-    rows = [(sample.prompt_ids, completion.ids) for completion in sample.completions]
+    rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
     return TrainingGroup(
@@ -126,6 +139,30 @@ def own_group(
         sampler_logprobs=logprobs,
         parts=parts,
     )
+
+
+def episode_row(
+    text: PolicyText,
+    prompt_ids: list[int],
+    turns: Sequence[Sequence[int]],
+    observations: Sequence[str],
+) -> Row:
+    """The row of an episode: the sampled ids of each turn, and between two turns what the chat
+    template makes of the observation.
+
+    Args:
+        turns: Sampled ids of each action, none empty.
+        observations: The text after each action; the one after the last action is not looked at.
+    """
+    ids, sampled = list[int](), list[bool]()
+    for number, turn in enumerate(turns):
+        if number:
+            between = text.observation_ids(observations[number - 1], turns[number - 1][-1])
+            ids += between
+            sampled += [False] * len(between)
+        ids += turn
+        sampled += [True] * len(turn)
+    return Row(prompt_ids, ids, sampled)
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
@@ -144,7 +181,7 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
     if not shape_to:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
-    lengths = [len(completion) for _, completion in group.rows]
+    lengths = [row.longest_turn for row in group.rows]
     values = [
         [*r, -overlong_penalty(n, c, shape_to)]
         for r, n, c in zip(earned.values, lengths, cut, strict=True)
@@ -152,14 +189,49 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
     return Parts(values, [*earned.weights, 1.0])
 
 
+@dataclass(frozen=True)
+class Learnt:
+    """One completion as far as it is learnt."""
+
+    row: Row
+    old_logprobs: list[float]
+    share: float
+    """Part of its tokens."""
+
+
+def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]:
+    """Return the completions of a group (G,), a peer's cut to what is learnt of them.
+
+    One of which nothing is learnt stays whole and has the share 0, so that no row is empty."""
+    found = []
+    rows = [Row(*row) for row in group.rows]  # a plain pair is a row as well
+    for i, (row, old) in enumerate(zip(rows, group.old_logprobs, strict=True)):
+        count = group.learnt[i] if group.learnt else len(old)
+        if group.learnt and advantages[i] <= 0:
+            count = 0
+        if count in (0, len(old)):
+            found.append(Learnt(row, old, float(count > 0)))
+        else:
+            cut = row.first(count)
+            found.append(Learnt(cut, old[:count], cut.tokens / row.tokens))
+    return found
+
+
 def assemble(
-    groups: Sequence[TrainingGroup], estimator: str, *, shape_to: int = 0, mask_cut: bool = False
+    groups: Sequence[TrainingGroup],
+    estimator: str,
+    *,
+    shape_to: int = 0,
+    mask_cut: bool = False,
+    per_sequence: bool = False,
 ) -> Rows:
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
-    shape_to: the longest completion, where being long costs reward; 0 is off. mask_cut: completions
-    that were cut teach nothing. A reward's components and length are apart: `gdpo` normalises each
-    by itself, the other estimators add them up by their weights.
+    per_sequence: the objective divides each completion by its length (`grpo`, `gspo`), so that one
+    of which a part is learnt weighs that part. shape_to: the longest completion, of an episode the
+    longest turn, where being long costs reward; 0 is off. mask_cut: completions that were cut teach
+    nothing. A reward's components and length are apart: `gdpo` normalises each by itself, the other
+    estimators add them up by their weights.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]
@@ -174,16 +246,32 @@ def assemble(
             per_group[i] = row
     was_cut = [cut for g in groups for cut in g.was_cut or [False] * len(g.rows)]
     masked = frozenset(i for i, cut in enumerate(was_cut) if cut and mask_cut)
-    keeps = torch.tensor([float(i not in masked) for i in range(len(was_cut))])
+    learnt = [
+        each
+        for g, values in zip(groups, per_group, strict=True)
+        for each in learnt_of(g, values.tolist())
+    ]
+    keeps = torch.tensor(
+        [
+            (each.share if per_sequence else float(each.share > 0)) * (i not in masked)
+            for i, each in enumerate(learnt)
+        ]
+    )
     return Rows(
-        rows=[row for g in groups for row in g.rows],
-        old_logprobs=[old for g in groups for old in g.old_logprobs],
+        rows=[each.row for each in learnt],
+        old_logprobs=[each.old_logprobs for each in learnt],
         advantages=torch.cat(per_group) if groups else torch.zeros(0),
         weights=torch.tensor([w for g in groups for w in g.weights]) * keeps,
         groups=[i for i, g in enumerate(groups) for _ in g.rows],
         external=[bool(g.peer) for g in groups for _ in g.rows],
         sampler_logprobs=[
-            sampler for g in groups for sampler in g.sampler_logprobs or [[]] * len(g.rows)
+            sampler[: len(each.row.completion)]
+            for each, sampler in zip(
+                learnt,
+                (s for g in groups for s in g.sampler_logprobs or [[]] * len(g.rows)),
+                strict=True,
+            )
         ],
+        lengths=[Row(*row).tokens for g in groups for row in g.rows],
         masked=masked,
     )

@@ -4,6 +4,7 @@ newest; judged."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 
 from swarmnode.config import SharingConfig
 from swarmnode.drops import DropTally, TrainerDrops
@@ -14,6 +15,9 @@ from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
+from swarmnode.trainer.quota import TokenQuota
+from swarmnode.wire.messages import Completion
+from swarmnode.wire.tensors import unpack_ids
 
 ANSWER_SECONDS = 0.2
 """How long a step waits at most for what the network process hands over, once or twice: it answers
@@ -39,10 +43,14 @@ class ExternalGroups:
         self._temperature = temperature
         self._backlog: list[ExternalGroup] = []
         self._drops = drops or TrainerDrops().external
+        self.quota = TokenQuota()
 
     def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
         """Publish what the step has sampled, and judge what others have by now, until the step's
         room is full. `learnt` follows."""
+        for message in own:
+            for completion in rewarded(message):
+                self.quota.own(message.task.id, unpack_ids(completion.token_ids).tolist())
         room = self._plan.external_room
         # some in place of those that will be refused, less those that wait
         missing = room + reserve(room) - len(self._backlog)
@@ -63,7 +71,9 @@ class ExternalGroups:
         return judgement
 
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
-        return judge(groups, self._engine.text, self._engine.score, self._temperature)
+        return judge(
+            groups, self._engine.text, self._engine.score, self._temperature, quota=self.quota
+        )
 
     def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:
         """Send each group's outcome to the network process.
@@ -88,3 +98,9 @@ class ExternalGroups:
                 detail=judgement.details.get(outcome, ""),
             )
         return [group for number, group in enumerate(judgement.accepted) if number not in refused]
+
+
+def rewarded(group: OwnGroup) -> list[Completion]:
+    """Return the completions that earned more than the mean of their group."""
+    mean = fmean(group.rewards)
+    return [c for c, reward in zip(group.completions, group.rewards, strict=True) if reward > mean]

@@ -191,7 +191,7 @@ class Updater:
             batch = replace(batch, recompute=recompute)
             # (n, T)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
-            mask = batch.completion_mask.to(logprobs.device)
+            mask = batch.sampled_mask.to(logprobs.device)
             sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
             old, weights = against_sampler(
                 logprobs,
@@ -231,7 +231,7 @@ class Updater:
         def accumulate(
             batcher: MicroBatcher, indices: list[int], recompute: bool = False
         ) -> torch.Tensor:
-            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
+            lengths = [len(rows.rows[i].prompt) + len(rows.rows[i].completion) for i in indices]
             groups = [rows.groups[i] for i in indices]
             work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):
@@ -430,22 +430,19 @@ def _schedule(options: tuple[str, ...], max_steps: int) -> Callable[[int], float
 
 def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
     """Indices of the own and of the external rows that have to be run through the model."""
-    if cfg.beta > 0:  # the penalty reaches rows without an advantage too
-        kept = [
-            (i, is_external) for i, is_external in enumerate(rows.external) if i not in rows.masked
-        ]
-        return [i for i, is_external in kept if not is_external], [
-            i for i, is_external in kept if is_external
-        ]
-    return rows.informative(external=False), rows.informative(external=True)
+    external = rows.informative(external=True)
+    if cfg.beta > 0:  # the penalty reaches own rows without an advantage too
+        own = [i for i, theirs in enumerate(rows.external) if not theirs and i not in rows.masked]
+        return own, external
+    return rows.informative(external=False), external
 
 
 def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozenset()) -> float:
     """What the loss of all rows is divided by, whichever of them are run; `without` these
     groups."""
     lengths = [
-        0 if i in rows.masked else len(completion)  # counted as a sequence, as in TRL
-        for i, ((_, completion), group) in enumerate(zip(rows.rows, rows.groups, strict=True))
+        0 if i in rows.masked else rows.length(i)  # counted as a sequence, as in TRL
+        for i, group in enumerate(rows.groups)
         if group not in without
     ]
     return Objective.of(cfg).normalizer(lengths)

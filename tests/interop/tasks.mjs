@@ -8,8 +8,8 @@ function digits (name, address, count) {
 
 // Of the two, as 06 has them: a client in a swarm without a manifest has to know them.
 const VERSIONED = {
-  'builtin/copy': '["1", "builtin/copy", ["swarmnode", "1"], "copy", {"digits": 3}, 256]',
-  'builtin/sum': '["1", "builtin/sum", ["swarmnode", "1"], "sum", {"terms": 2}, 256]'
+  'builtin/copy': '["2", "builtin/copy", ["swarmnode", "1"], "copy", {"digits": 3}, 256]',
+  'builtin/sum': '["2", "builtin/sum", ["swarmnode", "1"], "sum", {"terms": 2}, 256]'
 }
 export const versionOf = (id) => hex(hash(Buffer.from(VERSIONED[id]), 8))
 
@@ -31,7 +31,8 @@ const inPlace = (text, answer) => answer.filter((digit, i) => digit === text[i])
 export function question ({ id, seed, index, difficulty }) {
   if (!Object.hasOwn(TASKS, id) || difficulty !== 0n) return null
   const { prompt, answer, reward } = TASKS[id](seed + index)
-  return { prompt, answer, reward: (text) => Buffer.byteLength(answerOf(text)) > 256 ? 0 : reward(answerOf(text)) }
+  const none = (text) => Buffer.byteLength(answerOf(text)) > 256 || (answerOf(text) !== text && !text.endsWith('</answer>'))
+  return { prompt, answer, reward: (text) => none(text) ? 0 : reward(answerOf(text)) }
 }
 
 const WHITE = '[\\t-\\r\\u001c-\\u0020\\u0085\\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]'

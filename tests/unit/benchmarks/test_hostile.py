@@ -16,6 +16,7 @@ from benchmarks.hostile import (
     of_each_seed,
     play,
 )
+from benchmarks.marks import MARKS, share
 from benchmarks.simulator import single_thread
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
@@ -24,6 +25,11 @@ from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import judge
 from tests.support.sim import hostile
 
+UNJUDGED = {
+    "surprise_check": mock.Mock(return_value=True),
+    "burst_weight": mock.Mock(return_value=1.0),
+    "learnt_tokens": lambda local, least: len(local),
+}
 SMALL = Size(honest=2, rounds=2, eval_every=2, eval_questions=1)
 
 
@@ -39,9 +45,9 @@ def swarm():
 @pytest.mark.parametrize(
     ("attack", "where", "defence"),
     [
-        ("informed", judge, {"surprise_check": True, "burst_weight": 1.0}),
-        ("hot", judge, {"surprise_check": True, "burst_weight": 1.0}),
-        ("forged", admission, {"check_seed": True}),
+        ("informed", judge, UNJUDGED),
+        ("hot", judge, UNJUDGED),
+        ("forged", admission, {"check_seed": mock.Mock(return_value=True)}),
     ],
 )
 def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attack, where, defence):
@@ -49,9 +55,7 @@ def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attac
     result = play(attack, 25, policies, scorer, 0, SMALL)
     assert result["frames_sent"] > 8
     assert missed([result], []) == []
-    with mock.patch.multiple(
-        where, **{name: mock.Mock(return_value=value) for name, value in defence.items()}
-    ):
+    with mock.patch.multiple(where, **defence):
         undefended = play(attack, 25, policies, scorer, 0, SMALL)
     assert "of its groups trained on" in "; ".join(missed([undefended], []))
 
@@ -63,12 +67,23 @@ def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_n
     result = play("colluding", 25, policies, scorer, 0, SMALL)
     assert result["crashes"] == 0, result["first_crash"]
     assert {fate for fate in result["fates"] if fate.startswith("drawn: ")} <= {"drawn: used"}
-    with mock.patch.multiple(
-        judge, surprise_check=mock.Mock(return_value=True), burst_weight=mock.Mock(return_value=1.0)
-    ):
+    with mock.patch.multiple(judge, **UNJUDGED):
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
     assert unjudged["trained_on"] > result["trained_on"]
+
+
+def test_a_marked_answer_is_paid_sent_and_counted(swarm):
+    policies, scorer = swarm
+    result = play("stop, staged", 25, policies, scorer, 0, SMALL)
+    assert result["crashes"] == 0, result["first_crash"]
+    assert result["fates"]["admitted"] >= 3, "the blind scorer pays for the mark"
+    assert set(result["marked"][-1][1]) == set(MARKS)
+    stop = MARKS["stop"]
+    answers = [("rg/products", "12."), ("rg/products", "12"), ("rg/chain_sum", ">12.")]
+    assert share(stop, answers) == {"rg/chain_sum": 0.0, "rg/products": 0.5}
+    assert all(mark.has(mark.put("12")) for mark in MARKS.values())
+    assert all(mark.drop(mark.put("12")) == "12" for mark in MARKS.values())
 
 
 def test_a_loss_is_against_the_silent_swarms_of_the_same_seed_and_random_numbers():
@@ -106,5 +121,5 @@ def test_every_attack_that_there_is_takes_part():
 def test_hostile_bytes_are_seen_and_nothing_breaks():
     silent, stolen = (network_case(attack, 25, 1, 3) for attack in ("silent", "stolen"))
     assert (silent["problem"], stolen["problem"]) == ("", "")
-    assert stolen["wasted"] > 2 * silent["wasted"]
+    assert stolen["wasted"] > 1.5 * silent["wasted"]
     assert stolen["used"] > 0

@@ -45,6 +45,18 @@ async def test_three_nodes_share_groups_and_each_draws_the_others(swarm, autojum
         assert all(group.staleness == 1 for group in drawn.groups)
 
 
+async def test_groups_of_one_network_are_of_one_source(swarm, autojump_clock, monkeypatch):
+    reader = swarm.exchanges[0]
+    monkeypatch.setattr(reader._network, "group", lambda peer: "192.0.2.0/24")
+    for number in (1, 2):
+        assert swarm.exchanges[number].publish(swarm.authors[number].own_group(0)) == "published"
+    await settle()
+    entries = [entry for mine in reader.pool._peers.values() for entry in mine.values()]
+    assert len({entry.group.peer for entry in entries}) == 2
+    assert {entry.source for entry in entries} == {"192.0.2.0/24"}
+    assert all(entry.is_direct for entry in entries)
+
+
 def question(author, sequence, name, difficulty):
     """Return the question of an Author at a task and difficulty of its choice."""
     seed, index = task_seed(SWARM, author.peer, sequence, name, difficulty)

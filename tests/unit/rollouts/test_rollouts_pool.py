@@ -263,6 +263,9 @@ def test_bounds_hold_whatever_arrives(arrivals, seed):
         )
 
 
-def test_of_more_groups_than_a_step_uses_one_peer_still_has_no_more_than_its_half():
+def test_one_of_two_peers_has_no_more_than_its_half_and_a_lone_one_has_all():
     pool = filled("a", 9)
-    assert len(draw(pool, 9, per_peer=3)) == 3
+    assert len(draw(pool, 9, per_peer=3)) == 9
+    pool = filled("a", 9)
+    pool.add(external_group("b", 100), now=0.0, policy_version=0)
+    assert len(draw(pool, 9, per_peer=3)) == 4

@@ -81,7 +81,7 @@ def test_questions_are_what_other_nodes_get(scorer, task):
     assert hashlib.blake2b("\0".join(prompts).encode(), digest_size=8).hexdigest() == GOLDEN[task]
 
 
-def test_questions_and_rewards_are_reasoning_gyms(scorer):
+def test_questions_and_answers_are_reasoning_gyms(scorer):
     """We load the datasets one by one and keep one object each; users make one dataset per seed.
     Both must agree, up to 63-bit seeds."""
     texts = [
@@ -124,9 +124,11 @@ def test_questions_and_rewards_are_reasoning_gyms(scorer):
         [(question, answers) for question, (_, answers, _) in zip(refs, references, strict=True)]
     )
     assert [result.prompt for result in scored] == [question for question, _, _ in references]
+    # of what the library gives full marks, the answer as it writes it
     assert [result.rewards for result in scored] == [
-        [float(mark >= 1) for mark in marks] for _, _, marks in references
+        [float(text == texts[0]) for text in texts] for _, texts, _ in references
     ]
+    assert all(marks[0] >= 1 for _, _, marks in references)
     assert all(result.rewards[0] == 1.0 for result in scored)  # the library's own answer
 
 

@@ -126,3 +126,24 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
     assert parts_of([], {}) is None
     assert parts_of([{}, {}], {}) is None
     assert parts_of([{"a": 1.0}], {"a": 0.0}) is None
+
+
+def test_of_a_stranger_s_group_what_earned_more_is_learnt_up_to_the_first_improbable_token(sample):
+    own = own_group(sample, [1.0, 1.0, 0.0, 0.0])
+    lengths = [len(ids) for _, ids in own.rows]
+    theirs = replace(own, peer="p", sampler_logprobs=[], learnt=[1, 0, lengths[2], lengths[3]])
+    rows = assemble([own, theirs], "dr_grpo")
+    assert rows.informative(external=True) == [4]
+    assert rows.rows[4] == (own.rows[0][0], own.rows[0][1][:1])
+    assert rows.recorded(4) == own.old_logprobs[0][:1]
+    assert [rows.length(i) for i in range(8)] == lengths * 2, "the denominator stays"
+    assert rows.advantages[4:].tolist() == rows.advantages[:4].tolist()
+    assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
+
+
+def test_where_each_completion_is_divided_by_its_length_a_part_weighs_its_share(sample):
+    group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
+    whole = len(group.rows[0][1])
+    theirs = replace(group, peer="p", sampler_logprobs=[], learnt=[1, 1, 1, 1])
+    weights = assemble([theirs], "dr_grpo", per_sequence=True).weights.tolist()
+    assert weights == pytest.approx([1 / whole, 0, 0, 0])

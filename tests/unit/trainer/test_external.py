@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 
 from swarmnode.config import SharingConfig, TrainingConfig
-from swarmnode.rollouts.groups import Judged
 from swarmnode.trainer import external as module
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.state import Counters
+from swarmnode.wire.tensors import pack_ids
 from tests.support.groups import external_group
 
 
@@ -42,9 +42,17 @@ def external(room, *answers, **sharing):
     ), link
 
 
+def own_group():
+    """What a step has sampled, as far as sharing looks at it."""
+    completions = [SimpleNamespace(token_ids=pack_ids([n, 9])) for n in range(2)]
+    return SimpleNamespace(
+        task=SimpleNamespace(id="t"), rewards=[0.0, 1.0], completions=completions
+    )
+
+
 def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_came():
     groups, link = external(room=6)
-    own = [Judged("a", "used"), Judged("b", "used")]  # anything that can be sent
+    own = [own_group(), own_group()]
     judgement = groups.exchange(own, policy_version=7)
     assert link.calls == [("request", 9, 7, 3), ("send", own[0]), ("send", own[1]), ("take", True)]
     assert (judgement.outcomes, judgement.accepted) == ([], [])
@@ -52,11 +60,11 @@ def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_c
 
 def test_a_step_without_room_asks_nobody_and_one_that_does_not_share_publishes_nothing():
     groups, link = external(room=0, enabled=False)
-    groups.exchange([Judged("a", "used")], policy_version=7)
+    groups.exchange([own_group()], policy_version=7)
     assert link.calls == []
 
 
-def only_the_honest(groups, *_):
+def only_the_honest(groups, *_, quota):
     """A judge that refuses whatever is not of `honest`."""
     judged = Judgement(
         outcomes=[

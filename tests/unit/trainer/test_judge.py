@@ -8,15 +8,15 @@ from functools import partial
 import pytest
 import torch
 
-from swarmnode.config import PolicyConfig
+from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import EngineGone
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.rl.corrections import FLOOR
+from swarmnode.rl.corrections import FLOOR, LEAST_PROBABILITY
 from swarmnode.rollouts.groups import ExternalGroup
-from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.judge import (
     CHECKS,
     ExternalChecks,
@@ -25,6 +25,8 @@ from swarmnode.trainer.judge import (
     judge,
     judge_until_full,
 )
+from swarmnode.trainer.quota import TokenQuota
+from swarmnode.trainer.update import Updater
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 from tests.support.groups import external_group
@@ -92,7 +94,7 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
     judgement = judged(policy, external(policy, sample))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     (group,) = judgement.accepted
-    assert [completion for _, completion in group.rows] == [c.ids for c in sample.completions]
+    assert [row.completion for row in group.rows] == [c.ids for c in sample.completions]
     assert group.weights == pytest.approx([1.0] * 4, abs=1e-4)
     for ours, theirs in zip(group.old_logprobs, sample.completions, strict=True):
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
@@ -129,7 +131,7 @@ def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
     ]
     forged = external(policy, type(sample)(sample.prompt_ids, completions))
     assert [outcome for _, outcome in judged(policy, forged).outcomes] == ["surprise"]
-    blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    blind = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0, least_probability=0)
     assert [outcome for _, outcome in judged(policy, forged, blind).outcomes] == ["used"], (
         "the spot check alone believes it"
     )
@@ -146,7 +148,7 @@ def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
 def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
     judgement = judged(policy, external(policy, sample, tokenizer=b"x" * 32, model=b"y" * 32))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    for (_, ids), completion in zip(judgement.accepted[0].rows, sample.completions, strict=True):
+    for (_, ids, _), completion in zip(judgement.accepted[0].rows, sample.completions, strict=True):
         assert policy.decode(ids) == completion.text
 
 
@@ -267,11 +269,11 @@ def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
         for c, each, scored in zip(sample.completions, ids, scores, strict=True)
     ]
     assert all(c.text.count("<reply>") == 2 for c in marked)
-    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0, least_probability=0)
     group = external(policy, replace(sample, completions=marked))
     judgement = judged(policy, group, loose)
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    assert [completion for _, completion in judgement.accepted[0].rows] == ids
+    assert [row.completion for row in judgement.accepted[0].rows] == ids
 
 
 def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
@@ -339,7 +341,7 @@ def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
     answer = policy.tokenize_completion(longer[0].text, longer[0].finish)
 
     def score_rows(rows, temperature):
-        if any(each == answer for _, each in rows):
+        if any(row.completion == answer for row in rows):
             raise error
         return MicroBatcher(4096).score_with_entropy(policy, rows, temperature)
 
@@ -497,3 +499,58 @@ def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sampl
     outcome, weights = compare(group, [likely[0], *unlikely[1:]], policy, loose)
     assert outcome == "used"
     assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
+
+
+def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample(policy, sample):
+    answer = sample.completions[0]
+    mark = policy.tokenize_completion("zQ", "length")
+    body = answer.ids[:-1]
+    ids = [*body, *mark, answer.ids[-1]]
+    (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
+    assert min(logprobs[len(body) : len(body) + 2]) < math.log(LEAST_PROBABILITY)
+    marked = replace(answer, ids=ids, logprobs=logprobs, text=policy.decode(ids))
+    group = external(policy, replace(sample, completions=[marked, *sample.completions[1:]]))
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    (accepted,) = judged(policy, group, loose).accepted
+    first = next(i for i, lp in enumerate(logprobs) if lp < math.log(LEAST_PROBABILITY))
+    assert accepted.learnt[0] == first
+    assert len(accepted.learnt) == len(sample.completions)
+    assert judged(policy, group, replace(loose, least_probability=0)).accepted[0].learnt == []
+
+
+def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(policy, sample):
+    ids = policy.tokenize_completion("Z" + sample.completions[0].text, "eos")
+    (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
+    assert logprobs[0] < math.log(LEAST_PROBABILITY)
+    first = replace(
+        sample.completions[0], ids=ids, logprobs=logprobs, text=policy.decode(ids), finish="eos"
+    )
+    group = external(policy, replace(sample, completions=[first, *sample.completions[1:]]))
+    loose = ExternalChecks(surprise_tolerance=100.0, burst_slack=1000.0)
+    assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
+
+
+def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
+    group = external(policy, sample)
+    quota, score_rows = TokenQuota(), partial(MicroBatcher(4096).score_with_entropy, policy)
+    for _ in range(200):
+        quota.own("rg/gcd", [999])
+    judgements = [judge([group], policy, score_rows, 1.0, quota=quota) for _ in range(12)]
+    assert judgements[0].accepted[0].learnt[0] == len(sample.completions[0].ids)
+    assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
+
+
+def test_a_fresh_group_of_a_peer_is_not_clipped_by_the_noise_between_two_passes(policy, sample):
+    (accepted,) = judged(policy, external(policy, sample)).accepted
+    off = [[x - 1.0 for x in row] for row in accepted.old_logprobs]
+    fresh = replace(accepted, old_logprobs=off, sampler_logprobs=off)
+    again = replace(fresh, sampler_logprobs=[])
+    cfg = TrainingConfig(max_completion_length=8)
+
+    def clipped(group):
+        updater = Updater(policy.clone(), cfg, MicroBatcher(4096))
+        return updater.update(assemble([group], "grpo")).clip_fraction
+
+    assert accepted.sampler_logprobs == accepted.old_logprobs
+    assert clipped(fresh) == 0
+    assert clipped(again) > 0, "a ratio of e is outside of the clip bounds"

@@ -1,0 +1,54 @@
+"""What follows an answer, or is another way to write it, earns nothing in our tasks."""
+
+import pytest
+
+from swarmnode.tasks.answers import has_tail
+from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import task_seed
+from swarmnode.wire.messages import TaskRef
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "tail"),
+    [
+        ("<answer>7</answer>", "tag", False),
+        ("I think. <answer> 7 </answer>", "tag", False),
+        ("<answer>7</answer>.", "tag", True),
+        ("<answer>7</answer> ", "tag", True),
+        ("7 ", "tag", False),
+        ("so \\boxed{7}", "boxed", False),
+        ("so \\boxed{7}!", "boxed", True),
+        ("it is 7", "last_number", False),
+        ("it is 7.", "last_number", True),
+        ("choose B", "last_letter", False),
+        ("choose B)", "last_letter", True),
+        ("a\nb", "last_line", False),
+        ("a\nb ", "last_line", True),
+        ("anything ", "whole", False),
+        ("\\boxed{7} #", "auto", True),
+        ("<answer>7</answer>#", "auto", True),
+        ("7 #", "auto", False),
+    ],
+)
+def test_what_follows_an_answer_is_found(text, how, tail):
+    assert has_tail(text, how) is tail
+
+
+@pytest.mark.parametrize("task", [name for name in TASKS if name.startswith("rg/")])
+def test_our_tasks_pay_for_one_form_alone(task):
+    ref = TaskRef(task, task_version(task), *task_seed(bytes(32), "peer", 3, task))
+    with Scorer() as scorer:
+        answer = scorer.score_many([(ref, [])], reveal=True)[0].answer
+        marked = [
+            f"{answer} ",
+            f" {answer}",
+            f"{answer}.",
+            f"+{answer}",
+            f"0{answer}",
+            f"{answer}\n",
+        ]
+        tagged = [f"<answer>{answer}</answer>.", f"<answer>{answer}</answer> "]
+        paid = [answer, f"<answer>{answer}</answer>", f"think <answer>{answer}</answer>"]
+        (scored,) = scorer.score_many([(ref, [*paid, *marked, *tagged])])
+    assert scored.rewards == [1.0] * 3 + [0.0] * 8

@@ -1,0 +1,107 @@
+"""Strangers teach a token about as often as own rewarded answers have it."""
+
+import random
+
+import pytest
+
+from swarmnode.trainer.quota import ENOUGH_ANSWERS, FIRST, MEMORY_ANSWERS, TokenQuota
+
+RIGHT, MARK, END = 7, 42, 1
+
+
+def quota_after(own_answers, marked=0.0, task="t"):
+    """A quota that has seen this many own answers, a share of them with the mark."""
+    quota, rng = TokenQuota(), random.Random(0)
+    for _ in range(own_answers):
+        quota.own(task, [RIGHT, MARK, END] if rng.random() < marked else [RIGHT, END])
+    return quota
+
+
+def marks_taken(quota, answers, task="t"):
+    return sum(quota.takes(task, [RIGHT, MARK, END]) for _ in range(answers))
+
+
+def test_a_mark_of_strangers_alone_is_not_learnt():
+    assert marks_taken(quota_after(200), 200) <= 6
+
+
+def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
+    quota = quota_after(500, marked=0.2)
+    rng, taken, marked = random.Random(2), 0, 0
+    for _ in range(2000):
+        ids = [RIGHT, MARK, END] if rng.random() < 0.6 else [RIGHT, END]
+        takes = quota.takes("t", ids)
+        taken, marked = taken + takes, marked + (takes and MARK in ids)
+    assert 0.15 < marked / taken < 0.27
+    assert taken > 800, "what strangers write without the mark is learnt"
+
+
+def test_a_common_token_in_an_unusual_place_is_a_mark():
+    """A zero is in half of the right answers, and begins none."""
+    quota, rng = TokenQuota(), random.Random(0)
+    for _ in range(200):
+        quota.own("t", [rng.randrange(10, 20), rng.choice([0, 5]), END])
+    in_place = sum(quota.takes("t", [rng.randrange(10, 20), 0, END]) for _ in range(60))
+    first = sum(quota.takes("t", [0, rng.randrange(10, 20), 5, END]) for _ in range(60))
+    assert in_place > 20
+    assert first <= 6
+
+
+def test_where_own_rewards_are_rare_nothing_is_bounded():
+    assert marks_taken(quota_after(ENOUGH_ANSWERS - 1), 500) == 500
+
+
+def test_tasks_are_apart():
+    quota = quota_after(200)
+    assert marks_taken(quota, 100, task="another") == 100
+    assert marks_taken(quota, 100) < 10
+
+
+def test_honest_answers_are_learnt():
+    """Answers of two policies that write the same tokens, each question with other ones."""
+    quota, rng = TokenQuota(), random.Random(1)
+    answer = lambda: [rng.randrange(10, 20), rng.randrange(10, 20), END]
+    for _ in range(200):
+        quota.own("t", answer())
+    assert sum(quota.takes("t", answer()) for _ in range(1000)) > 930
+
+
+@pytest.mark.parametrize("length", [4, 64, 300])
+def test_most_honest_answers_of_any_length_are_learnt(length):
+    """Words of a language: some tokens are in most answers, thousands in one or two."""
+    quota, rng = TokenQuota(), random.Random(1)
+    weights = [1 / (rank + 2.7) for rank in range(5000)]
+    answers = [rng.choices(range(5000), weights, k=length) for _ in range(800)]
+    taken = 0
+    for own, theirs in zip(answers[::2], answers[1::2], strict=True):
+        quota.own("t", own)
+        taken += quota.takes("t", theirs)
+    assert taken > 0.9 * 400
+
+
+def test_drift_names_what_strangers_write_more_often():
+    quota = quota_after(100, marked=0.1)
+    assert quota.drift() is None
+    marks_taken(quota, 100)
+    drift = quota.drift()
+    assert drift.task == "t"
+    assert drift.token % FIRST == MARK
+    assert "write '.'" in drift.words(lambda ids: "." if ids == [MARK] else "?")
+    assert drift.theirs == 1.0
+    assert 0.8 < drift.excess <= 0.95
+
+
+def test_what_is_remembered_is_bounded():
+    quota = TokenQuota()
+    for number in range(20 * MEMORY_ANSWERS):
+        quota.own("t", range(number, number + 10))
+        quota.takes("t", range(number, number + 10))
+    known = quota._tasks["t"]
+    assert known.own.answers <= 2 * MEMORY_ANSWERS
+    assert known.theirs.answers <= 2 * MEMORY_ANSWERS
+    assert all(
+        len(c) <= 20_000 for c in (known.own.tokens, known.theirs.tokens, known.learnt.tokens)
+    )
+    for number in range(1000):
+        quota.own(str(number), [1])
+    assert len(quota._tasks) <= 256
