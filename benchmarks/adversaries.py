@@ -43,7 +43,7 @@ from swarmnode.wire.codec import encode
 from swarmnode.wire.envelope import peer_id, seal, sign, unseal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.limits import GROUP_BYTES
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 FRAMES_PER_ROUND = 8
@@ -156,7 +156,7 @@ class HostileSwarm(Swarm):
             if isinstance(scored, Exception):
                 result = gate.refuse("scorer", result.peer)
             else:
-                result = gate.check_scored(result, scored.prompt, scored.rewards)
+                result = gate.check_scored(result, scored)
         if isinstance(result, Rejected):
             if sender not in self.honest:
                 self.fates[result.reason] += 1
@@ -442,6 +442,25 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
     return [self.seal(made)]
 
 
+def trajectory(self: Adversary, overheard: list[bytes]) -> list[bytes]:
+    """A right answer as an episode, in a swarm whose tasks have one turn: cut into actions, whose
+    lengths are true or false. What a replay finds out is `swarmnode.demo.liar.episodes`'s."""
+    ref, sequence, answer = self.question()
+    right, *others = self.completions([answer] * 4 + ["?"] * 4, True, ref)
+    whole = Turn(len(right.text.encode()), right.tokens)
+    turns = self.rng.choice(
+        [
+            [whole],
+            [Turn(0, 1), Turn(whole.text_bytes, right.tokens - 1)],
+            [Turn(whole.text_bytes + 1, right.tokens)],
+            [Turn(whole.text_bytes, right.tokens), Turn(0, 1)],
+            [Turn(0, 1)] * 33,
+        ]
+    )
+    lie = msgspec.structs.replace(right, turns=turns)
+    return [self.seal(self.group(ref, sequence, [lie, *others]))]
+
+
 def _poison(self: Adversary, truthful: bool, temperature: float = 1.0) -> RolloutGroup:
     ref, sequence, answer = self.question()
     texts = [f"{PAYLOAD}<answer>{answer}</answer>"] * 4 + ["?"] * 4
@@ -623,6 +642,7 @@ ATTACKS: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "foreign": foreign,
     "hot": hot,
     "ids": ids,
+    "trajectory": trajectory,
     "length": length,
     "garbage": garbage,
     "replay": replay,

@@ -191,7 +191,7 @@ async def learn(
         return False
     work = [
         LearnRow(
-            *rows.rows[i],
+            *rows.rows[i][:2],
             rows.recorded(i),
             float(rows.advantages[i]),
             float(rows.weights[i]),

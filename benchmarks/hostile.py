@@ -41,7 +41,17 @@ PARTS = ("learning", "marks", "network")
 SHARES = (10, 25, 40)
 GOAL_SHARE = 25
 SILENT = "silent"
-NEVER_TRAINED_ON = ("garbage", "forged", "ids", "stripped", "foreign", "poison", "informed", "hot")
+NEVER_TRAINED_ON = (
+    "garbage",
+    "forged",
+    "ids",
+    "trajectory",
+    "stripped",
+    "foreign",
+    "poison",
+    "informed",
+    "hot",
+)
 TOGETHER = "together"
 LEARNING = (
     *NEVER_TRAINED_ON,

@@ -33,6 +33,7 @@ COMPLETION = {
     "finish": ("eos", "length"),
     "token_ids": bytes,
     "logprobs": bytes,
+    "turns": [Row(text_bytes=int, tokens=int)],
 }
 GROUP = {
     "type": ("rollout",),
@@ -76,7 +77,7 @@ def check_group(group):
     for completion in completions:
         tokens, packed = completion["tokens"], completion["logprobs"]
         require(len(completion["text"].encode()) <= BYTES["text"])
-        require(1 <= tokens <= sampling["max_tokens"])
+        check_turns(completion, sampling["max_tokens"])
         require(math.isfinite(completion["logprob"]), "not_finite")
         require(FLOATS["token_logprob"] * tokens <= completion["logprob"] <= 0)
         require(len(completion["token_ids"]) in (0, 4 * tokens) and len(packed) in (0, 4 * tokens))
@@ -88,6 +89,25 @@ def check_group(group):
                 for logprob in logprobs
             )
         )
+
+
+def check_turns(completion, most):
+    """02, section 2. most: tokens of one action, or of an answer."""
+    turns, text, tokens = completion["turns"], completion["text"].encode(), completion["tokens"]
+    require(len(turns) <= COUNTS["turns"])
+    if not turns:
+        return require(1 <= tokens <= most)
+    require(1 <= tokens <= COUNTS["tokens"])
+    require(all(length >= 0 and 1 <= sampled <= most for length, sampled in turns))
+    require(sum(length for length, _ in turns) == len(text))
+    require(sum(sampled for _, sampled in turns) == tokens)
+    for length, _ in turns:
+        action, text = text[:length], text[length:]
+        try:
+            action.decode()
+        except UnicodeDecodeError:
+            raise Refused("bounds") from None
+    return None
 
 
 def open_group(frame, domain, swarm):
@@ -267,13 +287,20 @@ def group_reason(group, peer, given, swarm):
         return "unknown_task"
     if task["version"] != tasks[task["id"]]:
         return "unknown_version"
+    most = given.get("turns", {}).get(task["id"], 1)
+    for completion in group["completions"]:
+        count = len(completion["turns"])
+        if not (count == 0 if most == 1 else 1 <= count <= most):
+            return "turns"
     if "rules" in given and not within(group, given["rules"], given["models"]):
         return "agreement"
     for completion in group["completions"]:
         total = sum(item for (item,) in struct.iter_unpack("<f", completion["logprobs"]))
         slack = rules["logprob_sum_absolute"] + rules["logprob_sum_relative"] * abs(total)
-        if len(completion["text"].encode()) > rules["bytes_per_token"] * completion["tokens"]:
-            return "tokens"
+        whole = [len(completion["text"].encode()), completion["tokens"]]
+        for length, tokens in completion["turns"] or [whole]:
+            if length > rules["bytes_per_token"] * tokens:
+                return "tokens"
         if completion["logprobs"] and abs(total - completion["logprob"]) > slack:
             return "tokens"
     if any(UNWANTED.search(completion["text"]) for completion in group["completions"]):

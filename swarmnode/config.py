@@ -322,6 +322,9 @@ class DatasetConfig(Section):
     a fixed form: strangers can teach what changes no reward."""
     template: str = "{prompt}"
     """What is asked; `{prompt}` is the column's text."""
+    turns: int = Field(default=1, ge=1, le=32)
+    """Most actions of an episode. Above 1 `verifier` is an environment of your own, a function or a
+    class whose methods are tools; of a server, most steps."""
     weights: dict[str, float] = {}
     """Weights of the components that a reward function of yours returns, by name; one that is not
     named weighs 1."""
@@ -350,13 +353,15 @@ class TaskConfig(Section):
         ],
         min_length=1,
     )
-    """Tasks to train on; other nodes' groups of other tasks are not taken."""
+    """Tasks to train on, `gym/…` and `textarena/…` among them; other nodes' groups of other tasks
+    are not taken."""
     modules: list[str] = []
     """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in
     `names` too. docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
-    """Arguments of such a task, by its name; of one of ours its generator's numbers (a list: one
-    for each difficulty), and `extract`, where the answer stands."""
+    """Arguments of such a task, by its name, and `turns`, the most actions of an episode, 1 to 32
+    (above 1 it is an episode task); of one of ours its generator's numbers (a list: one for each
+    difficulty), and `extract`, where the answer stands."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name of yours that begins with `data/`, or with `env/` for a
     server; name it in `names` too. docs/own-task.md has their keys."""

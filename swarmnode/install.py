@@ -19,9 +19,11 @@ from swarmnode.errors import Unavailable
 
 EXTRAS = {
     "data": ("datasets>=3.0",),
+    "gymnasium": ("gymnasium>=1.2",),
     "nvidia": ("nvidia-ml-py>=12",),
     "quant": ("bitsandbytes>=0.45",),
     "tensorboard": ("tensorboard>=2.15",),
+    "textarena": ("textarena>=0.7.4",),
     "trackio": ("trackio>=0.5",),
     "train": (
         "accelerate>=1.0",

@@ -317,6 +317,12 @@ NODE: dict[str, list[Panel]] = {
             (gauge("swarmnode_served_check_gap"), "the server's check"),
         ),
         p(
+            "Episodes",
+            (rate("swarmnode_episodes_total"), "per second"),
+            (gauge("swarmnode_episode_turns"), "turns of an episode"),
+            (gauge("swarmnode_environment_share"), "share of sampling time in environments"),
+        ),
+        p(
             "Restarts and stalls per hour",
             (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
             (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled"),

@@ -41,7 +41,16 @@ COMPLETION = {
     "finish": "eos",
     "token_ids": b"",
     "logprobs": b"",
+    "turns": [],
 }
+EPISODE = {
+    **COMPLETION,
+    "text": "left≤right",
+    "tokens": 6,
+    "logprob": -3.0,
+    "turns": [[4, 2], [0, 1], [8, 3]],
+}
+"""Three actions: `left`, an empty one, and `≤right`, whose first character has three bytes."""
 GROUP: dict[str, Any] = {
     "type": "rollout",
     "task": {

@@ -31,6 +31,7 @@ from protocol.generate import (
 )
 from protocol.generate.frames import (
     COMPLETION,
+    EPISODE,
     FORGED_SIGNATURE,
     GROUP,
     GROUP_ORDER,
@@ -101,6 +102,12 @@ def valid() -> Iterator[Vector]:
         "text beyond ASCII", changed(GROUP, "completions.0.text", "Größe ≤ 7 \U0001f98b\u0000")
     )
     yield opened("empty text", changed(GROUP, "completions.0.text", ""))
+    yield opened("an episode of three actions", changed(GROUP, "completions.0", EPISODE))
+    longest = {**EPISODE, "text": "a" * 32, "tokens": 256, "turns": [[1, 8]] * 32}
+    yield opened(
+        "episodes of one and of 32 actions, which have more tokens than an action may have",
+        changed(GROUP, "completions", [{**COMPLETION, "turns": [[18, 3]]}, longest]),
+    )
     yield opened("64 completions", changed(GROUP, "completions", [COMPLETION] * 64))
     largest = {"policy_version": 2**63 - 1, "created_at": 2**63 - 1, "sequence": 2**63 - 1}
     yield opened(
@@ -209,7 +216,7 @@ def hostile_signatures() -> Iterator[Vector]:
     )
     yield rejected("signature", "payload emptied", pack({**good, "payload": b""}))
     yield rejected("signature", "another swarm", signed_otherwise(ids.DOMAIN_ROLLOUT, OTHER_SWARM))
-    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/2", SWARM))
+    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/1", SWARM))
     yield rejected(
         "signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()})
     )
@@ -334,6 +341,14 @@ def hostile_payloads() -> Iterator[Vector]:
         "sequence of 9 bytes",
         sealed(changed(GROUP, "sequence", (2**64).to_bytes(9, "big"))),
     )
+    for name, turns in (
+        ("turns as bin", b""),
+        ("a turn as a map", [{"text_bytes": 18, "tokens": 3}]),
+        ("a turn of one number", [[18]]),
+        ("a turn with a third number", [[18, 3, 0]]),
+        ("a turn whose length is a float", [[18.0, 3]]),
+    ):
+        yield rejected("schema", name, sealed(changed(GROUP, "completions.0.turns", turns)))
     yield rejected("schema", "text as bin", sealed(changed(GROUP, "completions.0.text", b"7")))
     yield rejected("schema", "text is nil", sealed(changed(GROUP, "completions.0.text", None)))
     yield rejected(
@@ -417,7 +432,28 @@ OUT_OF_BOUNDS: tuple[tuple[str, Any], ...] = (
 )
 
 
+FALSE_TURNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("33 turns", {"text": "", "tokens": 33, "turns": [[0, 1]] * 33}),
+    ("turns that are longer than the text", {"turns": [[4, 2], [0, 1], [9, 3]]}),
+    ("turns that are shorter than the text", {"turns": [[4, 2], [0, 1], [7, 3]]}),
+    ("turns with more tokens than the completion", {"turns": [[4, 2], [0, 2], [8, 3]]}),
+    ("turns with fewer tokens than the completion", {"turns": [[4, 2], [0, 1], [8, 2]]}),
+    ("a turn that ends within a character", {"turns": [[5, 2], [0, 1], [7, 3]]}),
+    ("a turn of no token", {"turns": [[4, 3], [0, 0], [8, 3]]}),
+    ("a turn of less than no text", {"turns": [[5, 2], [-1, 1], [8, 3]]}),
+    ("a turn with more tokens than an action may have", {"tokens": 9, "turns": [[12, 9]]}),
+    ("a turn of 2**64 - 1 bytes", {"turns": [[2**64 - 1, 2], [0, 1], [8, 3]]}),
+    ("more tokens than an episode may have", {"tokens": 16_385, "turns": [[4, 8193], [8, 8192]]}),
+)
+"""name → what differs from EPISODE."""
+
+
 def out_of_bounds() -> Iterator[Vector]:
+    for name, difference in FALSE_TURNS:
+        group = changed(GROUP, "completions.0", {**EPISODE, **difference})
+        if difference.get("tokens", 0) > limits.TOKENS:
+            group = changed(group, "sampling.max_tokens", limits.TOKENS)
+        yield rejected("bounds", name, sealed(group))
     for path, value in OUT_OF_BOUNDS:
         yield rejected("bounds", f"{path}: {_shown(value)}", sealed(changed(GROUP, path, value)))
     yield rejected(
@@ -717,6 +753,30 @@ def admission() -> Iterator[Vector]:
         yield case(
             "reject agreement", name, changed(honest, path, value), rules=rules, models=[model]
         )
+    episode = changed(honest, "completions", [EPISODE, {**EPISODE, "finish": "length"}])
+    turns = {"rg/chain_sum": 3}
+    yield case("accept", "episodes of an episode task", episode, turns=turns)
+    yield case("reject turns", "episodes of a task of one turn", episode)
+    yield case("reject turns", "answers to an episode task", honest, turns=turns)
+    yield case(
+        "reject turns",
+        "one answer among episodes",
+        changed(episode, "completions.1", COMPLETION),
+        turns=turns,
+    )
+    yield case(
+        "reject turns",
+        "an episode of more turns than the task's most",
+        episode,
+        turns={"rg/chain_sum": 2},
+    )
+    wordy = {**EPISODE, "text": "a" * 257, "tokens": 8, "turns": [[0, 7], [257, 1]]}
+    yield case(
+        "reject tokens",
+        "an action with 257 bytes of text for a token, in an episode with fewer",
+        changed(episode, "completions.0", wordy),
+        turns=turns,
+    )
     yield case("accept", "256 bytes of text for a token", text("a" * 256, 1))
     yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
     yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))

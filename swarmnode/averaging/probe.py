@@ -83,8 +83,8 @@ class LossProbe:
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
         """Keep own completions: those that earned their group's highest reward, which averaged
         weights must not unlearn, and of all of a batch some."""
-        completed = [row for row in own if row[1]]
-        self._rewarded.extend(row for row in rewarded if row[1])
+        completed = [row for row in own if row.tokens]
+        self._rewarded.extend(row for row in rewarded if row.tokens)
         self._own.extend(completed[:: max(1, len(completed) // PROBE_SEQUENCES)])
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
@@ -107,8 +107,7 @@ class LossProbe:
         return False
 
     def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
-        """Log-probabilities of the tokens of `rows`, one after the other."""
+        """Log-probabilities of the sampled tokens of `rows`, one after the other."""
         self._tensors.set(tensors)
-        return [
-            v for row in self._batcher.score(self._policy, rows, self._temperature) for v in row
-        ]
+        scored = self._batcher.score(self._policy, rows, self._temperature)
+        return [v for row, values in zip(rows, scored, strict=True) for v in row.at_sampled(values)]

@@ -104,7 +104,7 @@ def run_resolved(resolved: Resolved) -> int:
     check_before_processes(resolved)
     check_names(resolved.config.task.names)
     task = resolved.config.task
-    prove_own([*task.modules, *task.settings, *task.datasets])
+    prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     return _supervise(resolved, None)
 
 

@@ -130,10 +130,9 @@ def load(
     environment.provide_directories(resolved.config.node.data_dir)
     check_format(resolved.config.node.data_dir)
     if tasks:
-        registry.install(resolved.config.task.modules, resolved.config.task.settings)
-        registry.install_datasets(
-            resolved.config.task.datasets, resolved.config.node.data_dir / registry.DATASETS
-        )
+        task = resolved.config.task
+        registry.install(task.modules, task.settings, task.names)
+        registry.install_datasets(task.datasets, resolved.config.node.data_dir / registry.DATASETS)
     return resolved
 
 

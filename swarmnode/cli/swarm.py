@@ -139,7 +139,8 @@ def init(
     needs_trainer("init")
     check_before_processes(told)
     check_names(resolved.task.names)
-    prove_own([*resolved.task.modules, *resolved.task.settings, *resolved.task.datasets])
+    task = resolved.task
+    prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     membership = Membership(resolved)
     draft = membership.draft(founding.checked(told.origins))
     for line in unsuited(draft.config.policy, draft.config.training):

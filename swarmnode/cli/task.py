@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json as json_module
+import random
 import subprocess
 import sys
 import tempfile
@@ -17,7 +19,7 @@ from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from swarmnode.tasks.trial import Tried
+    from swarmnode.tasks.trial import Played, Tried
 
 task_app = App(name="task", help="What this node can train on.")
 SHOWN = 400
@@ -33,7 +35,7 @@ def task_try(
     json: AsJson = False,
 ) -> int:
     """Ask ten questions of a task and judge answers to them, as a node would: for whoever writes a
-    task or brings a dataset.
+    task or brings a dataset. An episode task: play an episode yourself, one line for each action.
 
     Exits with 78 when the task's own code went wrong, or when a verifier gives the right answer
     less than 1.
@@ -41,19 +43,23 @@ def task_try(
     Parameters
     ----------
     task
-        rg/<name>, a data/<name> of task.datasets, or <module>:<function>, which need not be in
-        task.modules.
+        rg/<name>, gym/<name>, textarena/<name>, a data/<name> of task.datasets, or
+        <module>:<function>, which need not be in task.modules.
     sample
-        Have the policy answer, too; otherwise only an empty and the right answer are judged.
+        Have the policy answer, too; otherwise only an empty and the right answer are judged. Of an
+        episode task: play it yourself; otherwise a script plays four episodes.
     """
     from swarmnode.tasks import own, registry, trial
     from swarmnode.tasks.client import prove_own
 
     resolved = load(node).config
-    if own.NAME.fullmatch(task) and task not in registry.TASKS:
-        registry.install([*resolved.task.modules, task], resolved.task.settings)
+    own_task = own.NAME.fullmatch(task) and task not in registry.TASKS
+    modules = [*resolved.task.modules, task] if own_task else resolved.task.modules
+    registry.install(modules, resolved.task.settings, [task])
     registry.check_names([task])
-    prove_own([task] if registry.TASKS[task].kind in ("own", "dataset") else [])
+    prove_own([task])
+    if registry.TASKS[task].turns > 1:
+        return _play(task, sample, json)
     tried = trial.try_task(
         task, (lambda prompts: _sampled(resolved.model_dump_json(), prompts)) if sample else None
     )
@@ -66,6 +72,66 @@ def task_try(
         function = spec.generator if spec.source is not None else ""
         print("\n".join(_lines(task, tried, function)))
     return ConfigError.exit_code if failed else 0
+
+
+def _play(task: str, by_hand: bool, json: bool) -> int:
+    """Play one episode with the lines of stdin, or several by a script, and show them."""
+    from swarmnode.tasks import determinism, trial
+
+    shown = 0
+
+    def typed(said: Sequence[str]) -> str | None:
+        """The next action, after what was said since the last one."""
+        nonlocal shown
+        if not json:
+            for text in said[shown:]:
+                print(_printable(text))
+            print("> ", end="", flush=True)
+        shown = len(said)
+        line = sys.stdin.readline()
+        return line.rstrip("\n") if line else None
+
+    if by_hand:
+        played = [trial.play_episode(task, 0, typed)]
+    else:
+        played = []
+        for number in range(determinism.EPISODES):
+            scripted = functools.partial(determinism.scripted_action, random.Random(number))
+            played.append(trial.play_episode(task, number, scripted))
+    if json:
+        print(json_module.dumps([asdict(each) for each in played]))
+    else:
+        for number, each in enumerate(played, 1):
+            print("\n".join(_episode_lines(number, each, shown)))
+    return ConfigError.exit_code if any(each.error for each in played) else 0
+
+
+def _episode_lines(number: int, episode: Played, shown: int) -> list[str]:
+    """shown: how many of its texts were printed already."""
+    lines = []
+    texts = [episode.prompt, *episode.observations]
+    for place, text in enumerate(texts):
+        if not shown and place:
+            lines.append(f"> {_short(episode.actions[place - 1])}")
+        if place >= shown:
+            lines.append(_printable(text))
+    if episode.error:
+        lines.append(f"went wrong: {episode.error}")
+    ended = f"reward {episode.reward:g}" if episode.done else "left before its end"
+    kind = "held out" if episode.held_out else "training"
+    lines.append(f"{number}. {kind}: {len(episode.observations)} turns, {ended}")
+    return lines
+
+
+def _printable(text: str) -> str:
+    """A text of several lines, without what would move a terminal's cursor."""
+    return "\n".join(
+        "".join(
+            character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"
+            for character in line
+        )
+        for line in text.split("\n")
+    )
 
 
 def _lines(task: str, tried: Sequence[Tried], function: str) -> list[str]:

@@ -81,7 +81,7 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     secret that is missing.
     """
     data_dir = config.node.data_dir
-    install(config.task.modules, config.task.settings)
+    install(config.task.modules, config.task.settings, config.task.names)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
     os.environ.pop(VARIABLE, None)  # nothing that this process starts has any business with it

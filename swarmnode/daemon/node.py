@@ -79,6 +79,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             ),
             config.sharing,
             budget=meter,
+            version_of=member.summaries.version_of,
         )
         crew = StageService(
             network,

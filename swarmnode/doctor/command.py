@@ -66,7 +66,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
         resolved = load()
         check_names(resolved.config.task.names)
         task = resolved.config.task
-        prove_own([*task.modules, *task.settings, *task.datasets])
+        prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return

@@ -134,6 +134,12 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     the step's groups."""
     generation_rows: float | None = None
     """Tokens sampled in a decoding step, mean over the last step."""
+    episodes_total: int = 0
+    """Episodes that were played to their ends for training."""
+    episode_turns: float | None = None
+    """Mean number of actions of the last step's episodes; None without episodes."""
+    environment_share: float | None = None
+    """Share of the last step's sampling time in which environments were waited for."""
     completion_tokens: float | None = None
     """Mean length of the completions sampled in the last step."""
     completion_tokens_p95: int | None = None

@@ -90,6 +90,8 @@ DROP_WORDS = {
     "seed": "their question is not their sender's",
     "agreement": "they are not as the manifest says",
     "tokens": "they claim fewer tokens than their text has",
+    "turns": "their episodes have more or fewer turns than the task",
+    "trajectory": "their episodes end elsewhere when they are replayed here",
 }
 """A reason in a sentence; another reason is shown by its name."""
 

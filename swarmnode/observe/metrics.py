@@ -561,6 +561,25 @@ LEARNING = (
         when=reports,
     ),
     Metric(
+        "swarmnode_episodes_total",
+        "counter",
+        "trainer.report.episodes_total",
+        "Episodes of several turns that this node has played to their ends for training.",
+    ),
+    Metric(
+        "swarmnode_episode_turns",
+        "gauge",
+        "trainer.report.episode_turns",
+        "Actions of an episode, mean over the last step; only with tasks of several turns.",
+    ),
+    Metric(
+        "swarmnode_environment_share",
+        "gauge",
+        "trainer.report.environment_share",
+        "Share of the last step's sampling time in which environments were waited for; only with"
+        " tasks of several turns. Near 1, the environment is what a step takes.",
+    ),
+    Metric(
         "swarmnode_generation_rows",
         "gauge",
         "trainer.report.generation_rows",
@@ -771,8 +790,8 @@ ROLLOUTS = (
         "swarmnode_rollouts_listing_lies_total",
         "counter",
         "rollouts.pulling.claims.lies",
-        "False listings and unanswered requests, by kind. `absent` and `slow` occur with honest"
-        " peers.",
+        "False listings and unanswered requests, by kind. `absent`, `slow` and `trajectory` occur"
+        " with honest peers.",
         ("lie",),
         LIES,
     ),

@@ -23,6 +23,12 @@ TEXT = 4000
 """Characters of a prompt or completion that are kept."""
 PAGE_TEXT = 1200
 """Characters of one that the page is given."""
+TURN_TEXT = 500
+"""Characters of an action or observation that are kept."""
+PAGE_TURN_TEXT = 160
+"""Characters of one that the page is given."""
+PAGE_TURNS = 12
+"""Turns of an episode that the page is given: the first and the last."""
 PAGE_GROUPS = 9
 """Groups that the page is given: of three steps, where peers' groups come."""
 READ_BYTES = 2**20
@@ -30,10 +36,19 @@ READ_BYTES = 2**20
 SHOWN_CONTROLS = "\n\t"
 
 
+class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One turn of an episode."""
+
+    action: str
+    observation: str = ""
+    """What the environment answered; empty where it was not asked."""
+
+
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion."""
 
     text: str
+    """Of an episode its actions, a line each."""
     tokens: int
     finish: str
     """eos, length or tool: how it ended."""
@@ -43,6 +58,8 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     surprise: float | None = None
     """Mean of −log-probability per token, nats, under the policy that judged it: ours. None: not
     measured."""
+    turns: list[Exchange] = []
+    """The conversation of an episode; empty for an answer."""
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,15 +140,40 @@ def _backwards(path: Path) -> Iterator[Sample]:
 
 def for_page(samples: Sequence[Sample]) -> bytes:
     """What /samples answers: the newest first, every text shortened and made visible."""
-    return msgspec.json.encode([harmless(sample, PAGE_TEXT) for sample in samples])
+    return msgspec.json.encode([harmless(sample, PAGE_TEXT, PAGE_TURN_TEXT) for sample in samples])
 
 
-def harmless(sample: Sample, most: int = TEXT) -> Sample:
-    """The same for a person's eyes: see `shortened` and `visible`."""
-    shown = lambda text: visible(shortened(text, most))
+def exchanges(
+    actions: Sequence[str], observations: Sequence[str], most: int = TURN_TEXT
+) -> list[Exchange]:
+    """The conversation of an episode, each text shortened. An action that was cut has no
+    observation."""
+    answered = [*observations, *[""] * len(actions)]
+    return [
+        Exchange(shortened(action, most), shortened(observation, most))
+        for action, observation in zip(actions, answered, strict=False)
+    ]
+
+
+def harmless(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT) -> Sample:
+    """The same for a person's eyes: see `shortened` and `visible`. Of a long episode the first and
+    the last turns."""
+    shown = lambda text, most=most: visible(shortened(text, most))
+
+    def talk(turns: list[Exchange]) -> list[Exchange]:
+        half = PAGE_TURNS // 2
+        if len(turns) > PAGE_TURNS:
+            missing = Exchange("", f"… {len(turns) - 2 * half} turns left out …")
+            turns = [*turns[:half], missing, *turns[-half:]]
+        return [
+            Exchange(shown(turn.action, most_of_turn), shown(turn.observation, most_of_turn))
+            for turn in turns
+        ]
+
     answers = [
         msgspec.structs.replace(
             answer,
+            turns=talk(answer.turns),
             text=shown(answer.text),
             finish=visible(answer.finish[:16]),
             components={visible(name[:64]): value for name, value in answer.components.items()},

@@ -362,6 +362,11 @@ class Summaries:
             SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng))
         )
 
+    def version_of(self, peer: str) -> str:
+        """Return the version of swarmnode in the latest summary of `peer`; empty if there is
+        none."""
+        return next((c.summary.version for c in self._claims.all() if c.peer == peer), "")
+
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
         self._claims.expire(now)

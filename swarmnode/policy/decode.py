@@ -26,6 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from swarmnode.policy.model import Policy
 from swarmnode.policy.step import next_logits
 from swarmnode.policy.ways import (
+    Row,
     mean_gap,
     obstacle,
     plain_logprobs,
@@ -117,8 +118,8 @@ def decoding_gap(policy: Policy, kind: type[Growing | Fixed]) -> float:
     """Mean difference in nats of log-probabilities while decoding by `kind` from the plain way, for
     two rows of unlike length."""
     rows = [trial_rows(policy)[0], trial_rows(policy)[2]]
-    length = min(len(answer) for _, answer in rows)
-    ids, mask = left_padded([prompt for prompt, _ in rows], policy.pad_id, policy.device)
+    length = min(len(row.completion) for row in rows)
+    ids, mask = left_padded([row.prompt for row in rows], policy.pad_id, policy.device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=policy.base.config)
     logits = policy.logits(ids, mask, positions, 1, cache)[:, -1]
@@ -126,12 +127,12 @@ def decoding_gap(policy: Policy, kind: type[Growing | Fixed]) -> float:
     found: list[list[float]] = [[] for _ in rows]
     for place in range(length):
         scores = torch.log_softmax(logits.float(), -1)
-        for i, (_, answer) in enumerate(rows):
+        for i, (_, answer, _) in enumerate(rows):
             found[i].append(float(scores[i, answer[place]]))
         if place + 1 < length:
-            token = torch.tensor([answer[place] for _, answer in rows], device=policy.device)
+            token = torch.tensor([row.completion[place] for row in rows], device=policy.device)
             logits = advance(token)
-    expected = [plain_logprobs(policy, (prompt, answer[:length])) for prompt, answer in rows]
+    expected = [plain_logprobs(policy, Row(row.prompt, row.completion[:length])) for row in rows]
     return mean_gap([*found[0], *found[1]], [*expected[0], *expected[1]])
 
 

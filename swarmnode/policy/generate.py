@@ -8,7 +8,7 @@ time with the embedded policy.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -35,6 +35,12 @@ class Sampling:
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
+    episodes: bool = False
+    """Whether completions are gone on with: turns of episodes."""
+
+    def with_generations(self, count: int | None) -> Sampling:
+        """Return the same with `count` completions; None changes nothing."""
+        return self if count is None else replace(self, num_generations=count)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,9 @@ class Sampled:
     finish: Literal["eos", "length"]
     versions: list[int] = field(default_factory=list)
     """The policy version that sampled each token; empty: all are of the present one."""
+    sampled: list[bool] = field(default_factory=list)
+    """Of an episode, whose `ids` hold more than that, which of them the policy sampled; empty:
+    all."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +72,13 @@ class GroupSample:
 @torch.no_grad()
 def generate(
     policy: Policy,
-    prompts: Sequence[str],
+    prompts: Sequence[str | Sequence[int]],
     sampling: Sampling,
     generator: torch.Generator,
     alive: Callable[[], None] = lambda: None,
 ) -> list[GroupSample]:
-    """G completions for each of Q prompts, in order. `alive` is called after every decoding step.
+    """G completions for each of Q prompts, texts or ids, in order. `alive` is called after every
+    decoding step.
 
     An answer ends where prompt and answer fill the model's context. When half of the rows have
     ended, the model is run on the others only, where the decoder can (on a CPU it can). What is
@@ -79,7 +89,7 @@ def generate(
             pieces.
         PromptTooLong: a prompt leaves no room for an answer.
     """
-    heads = [policy.encode_prompt(p) for p in prompts]
+    heads = [policy.prompt_ids(p) for p in prompts]
     widths = sorted(set(map(len, heads)))
     if len(widths) <= 1 or pads(policy):
         return _generate(policy, heads, sampling, generator, alive)

@@ -110,6 +110,9 @@ class Batch:
     """(N, T)."""
     completion_mask: torch.Tensor
     """(N, T) bool, True on completion tokens."""
+    sampled_mask: torch.Tensor
+    """(N, T) bool, True on those of them that the policy sampled: what is scored and learnt
+    from."""
     recompute: bool = False
     """Layers are run again in the backward pass, however much memory there seems to be."""
 
@@ -136,29 +139,36 @@ class Batch:
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> Batch:
     """Rows as one batch, in their order; equal prompts become one. Raises ValueError for an empty
     prompt or completion."""
-    if not rows or not all(p and c for p, c in rows):
+    rows = [Row(*row) for row in rows]  # a plain pair is a row as well
+    if not rows or not all(row.prompt and row.completion for row in rows):
         raise ValueError("every row needs a prompt and a completion of at least one token")
     prompts: dict[tuple[int, ...], int] = {}
-    prompt_of = [prompts.setdefault(tuple(p), len(prompts)) for p, _ in rows]
-    width, longest = max(map(len, prompts)), max(len(c) for _, c in rows)
+    prompt_of = [prompts.setdefault(tuple(row.prompt), len(prompts)) for row in rows]
+    lengths = [len(row.completion) for row in rows]
+    width, longest = max(map(len, prompts)), max(lengths)
+    tokens = torch.arange(longest) < torch.tensor(lengths)[:, None]  # (N, T)
+    sampled = tokens.clone()
+    for row, mask in zip(rows, sampled, strict=True):
+        if row.sampled:
+            mask[: len(row.sampled)] = torch.tensor(row.sampled)
     return Batch(
         torch.tensor([[pad_id] * (width - len(p)) + list(p) for p in prompts], device=device),
         torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device),
         torch.tensor(prompt_of, device=device),
-        torch.tensor([c + [pad_id] * (longest - len(c)) for _, c in rows], device=device),
         torch.tensor(
-            [[1] * len(c) + [0] * (longest - len(c)) for _, c in rows],
-            dtype=torch.bool,
+            [row.completion + [pad_id] * (longest - len(row.completion)) for row in rows],
             device=device,
         ),
+        tokens.to(device),
+        sampled.to(device),
     )
 
 
 def completion_logprobs(
     policy: Policy, batch: Batch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each completion token at `temperature`, with gradient, and the entropy
-    there, without: both (N, T), 0 on padding. By the cheapest way that the model takes."""
+    """Log-probability of each sampled token at `temperature`, with gradient, and the entropy
+    there, without: both (N, T), 0 elsewhere. By the cheapest way that the model takes."""
     return logprobs_by(choose_way(policy, batch), policy, batch, temperature)
 
 
@@ -187,7 +197,7 @@ def logprobs_by(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `completion_logprobs`, by a given way.
 
-    The head sees one position per prompt and the completions; float32 is made of completion tokens
+    The head sees one position per prompt and the completions; float32 is made of sampled tokens
     only: with a real vocabulary the logits, not the model, decide how much fits.
 
     Args:
@@ -206,6 +216,9 @@ def logprobs_by(
         checkpointed(policy.base) if way == "recomputed" else contextlib.nullcontext(),
     ):
         outputs = _PASSES[way](policy, batch, later, place)
+    if not torch.equal(batch.sampled_mask, mask):
+        wanted = batch.sampled_mask[row, column].nonzero()[:, 0]
+        outputs, row, column = outputs[wanted.to(outputs.device)], row[wanted], column[wanted]
     head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
     chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
     # where the head is, which may be another card than where ids are
@@ -677,15 +690,19 @@ def _row_slices(logits: torch.Tensor) -> list[slice]:
 def score_with_entropy(
     policy: Policy, rows: Sequence[Row], temperature: float
 ) -> list[tuple[list[float], list[float]]]:
-    """(log-probabilities, entropies) at the completion tokens of each row, without gradient, in one
-    pass."""
+    """(log-probabilities, entropies) of each row, (T,) each and 0 at ids that were not sampled,
+    without gradient, in one pass."""
     logprobs, entropy = completion_logprobs(
         policy, collate(rows, policy.pad_id, policy.device), temperature
     )
     values = zip(logprobs.tolist(), entropy.tolist(), rows, strict=True)
-    return [(chosen[: len(c)], spread[: len(c)]) for chosen, spread, (_, c) in values]
+    return [
+        (chosen[: len(completion)], spread[: len(completion)])
+        for chosen, spread, (_, completion, *_) in values
+    ]
 
 
 def score(policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
-    """Log-probability of each completion token of each row, without gradient, in one pass."""
+    """Log-probability of each id of each row's completion, 0 where it was not sampled, without
+    gradient, in one pass."""
     return [chosen for chosen, _ in score_with_entropy(policy, rows, temperature)]

@@ -224,11 +224,15 @@ class MicroBatcher:
         return done
 
     def generate(
-        self, policy: Policy, prompts: Sequence[str], sampling: Sampling, generator: torch.Generator
+        self,
+        policy: Policy,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling,
+        generator: torch.Generator,
     ) -> list[GroupSample]:
         """`generate.generate` in pieces of whole questions, in order of `prompts`."""
         longest = (
-            max((len(policy.encode_prompt(prompt)) for prompt in prompts), default=0)
+            max((len(policy.prompt_ids(prompt)) for prompt in prompts), default=0)
             + sampling.max_tokens
         )
         out: list[GroupSample | None] = [None] * len(prompts)
@@ -246,7 +250,7 @@ class MicroBatcher:
         """`logprobs.score_with_entropy` in micro-batches."""
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         work = lambda indices: score_with_entropy(policy, [rows[i] for i in indices], temperature)
-        for indices, values in self.run([len(p) + len(c) for p, c in rows], work):
+        for indices, values in self.run([len(p) + len(c) for p, c, *_ in rows], work):
             for index, value in zip(indices, values, strict=True):
                 out[index] = value
         return out

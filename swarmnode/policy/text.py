@@ -106,6 +106,31 @@ class PolicyText:
         answer where the tokenizer has a chat template, else the text."""
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
 
+    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return what a completion follows: a question's ids, or the ids themselves, which an
+        episode under way is given as."""
+        return self.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def observation_ids(self, observation: str, last_id: int) -> list[int]:
+        """Return the ids between two actions of an episode: the observation, and what the chat
+        template puts around it, the start of the next action included.
+
+        Args:
+            observation: Text of the environment. Special tokens spelled out in it stay text.
+            last_id: The last token of the action before, which ended it.
+
+        Raises:
+            Unavailable: the template cannot be used for episodes.
+        """
+        encode = lambda text, **how: list(
+            self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
+        )
+        before, after = around_observations(self.tokenizer, self.chat)
+        head = encode(before)
+        if head[:1] == [last_id]:  # the policy ended its turn as the template does
+            head = head[1:]
+        return [*head, *encode(observation, split_special_tokens=True), *encode(after)]
+
     def room(self, prompt_ids: Sequence[int], wanted: int) -> int:
         """Return how many of `wanted` answer tokens fit behind a prompt. Raises PromptTooLong if
         none does."""
@@ -173,22 +198,66 @@ class PolicyText:
         return ids
 
 
+EPISODE = (
+    ("<think>\nThe goal is to the right.\n</think>\n\nright", "You see ice."),
+    ("<think>\nNow down.\n</think>\n\ndown", "You fell."),
+)
+"""Actions and observations on which a chat template is tried."""
+
+
+@functools.lru_cache(maxsize=8)
+def around_observations(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> tuple[str, str]:
+    """Return the texts before and after an observation: what the chat template puts between two
+    actions; line breaks where there is no template.
+
+    Raises Unavailable where the template changes earlier turns once a later one is there: the ids
+    that the policy sampled after would not be those that it is trained on.
+    """
+    if not tokenizer.chat_template:
+        return "\n", "\n"
+    turns = [{"role": "user", "content": "Where is the goal?"}]
+    shown = [_render(tokenizer, turns, chat)]
+    for action, observation in EPISODE:
+        turns += [
+            {"role": "assistant", "content": action},
+            {"role": "user", "content": observation},
+        ]
+        shown.append(_render(tokenizer, turns, chat))
+    (first, observation), (second, _) = EPISODE
+    before, found, after = shown[1].removeprefix(shown[0] + first).partition(observation)
+    appended = shown[1] + second + before + EPISODE[1][1] + after
+    if not shown[1].startswith(shown[0] + first) or not found or shown[2] != appended:
+        raise Unavailable(
+            "the chat template of policy.model changes earlier turns of a conversation (it strips"
+            " thinking, or starts an answer otherwise), so that episodes cannot be trained on: set"
+            " the template's argument that keeps them in policy.chat, such as preserve_thinking ="
+            " true or clear_thinking = false, or take an instruct model that does not think"
+        )
+    return before, after
+
+
 @functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
 def encode_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, chat: Chat = Chat()
 ) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer(prompt)["input_ids"])
-    turns = [{"role": "system", "content": chat.system}] if chat.system else []
-    turns.append({"role": "user", "content": prompt})
-    arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
-    text = tokenizer.apply_chat_template(
-        turns,
-        add_generation_prompt=True,
-        tokenize=False,
-        **arguments,  # type: ignore[arg-type]
-    )
+    text = _render(tokenizer, [{"role": "user", "content": prompt}], chat)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]], chat: Chat) -> str:
+    """Return the conversation as the model's template writes it, up to the start of an answer."""
+    system = [{"role": "system", "content": chat.system}] if chat.system else []
+    arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
+    return str(
+        tokenizer.apply_chat_template(
+            [*system, *turns],
+            add_generation_prompt=True,
+            tokenize=False,
+            **arguments,  # type: ignore[arg-type]
+        )
+    )
 
 
 @functools.lru_cache(maxsize=8)  # a decoding step that is recorded must not copy to the device

@@ -117,7 +117,7 @@ def try_loaded(
             raise DeviceError(f"{name}: memory ran out in a trial") from error
         raise Unavailable(f"{name} cannot be trained: {reason(error)}") from error
     unused = [f"{way} ({why})" for way, why in refused(policy).items()]
-    sampled = sum(len(answer) for _, answer in rows)
+    sampled = sum(row.tokens for row in rows)
     return Trial(sampled, engines, warnings, unused, time.monotonic() - started)
 
 
@@ -192,13 +192,14 @@ def try_sampling(
         alive()
     if not unsuited(policy):
         engines.append("continuous")
-    return [(group.prompt_ids, each.ids) for group in groups for each in group.completions], engines
+    rows = [Row(group.prompt_ids, each.ids) for group in groups for each in group.completions]
+    return rows, engines
 
 
 def _sampled_gap(policy: Policy, groups: Sequence[GroupSample], temperature: float) -> float:
     """Return the mean difference in nats between log-probabilities recorded in sampling and those
     of scoring row by row."""
-    rows = [(group.prompt_ids, each.ids) for group in groups for each in group.completions]
+    rows = [Row(group.prompt_ids, each.ids) for group in groups for each in group.completions]
     recorded = [x for group in groups for each in group.completions for x in each.logprobs]
     return mean_gap(recorded, _flat(policy, rows, "row by row", temperature))
 
@@ -232,7 +233,7 @@ def try_training(
         Unavailable: the model cannot be trained.
     """
     warnings, long = list[str](), long_rows(policy, rows, training.max_completion_length)
-    longest = max(len(answer) for _, answer in long)
+    longest = max(len(row.completion) for row in long)
     if longest < training.max_completion_length:
         warnings.append(
             f"answers of training.max_completion_length = {training.max_completion_length} do not"
@@ -255,11 +256,11 @@ def try_training(
 def long_rows(policy: Policy, rows: Sequence[Row], longest: int) -> list[Row]:
     """Return two answers to one question, made of repeated sampled tokens. The first has `longest`
     tokens, or as many as the context holds; the second has a quarter of that."""
-    prompt, answer = max(rows, key=lambda row: len(row[0]))
+    prompt, answer, _ = max(rows, key=lambda row: len(row.prompt))
     length = policy.room(prompt, longest)
     tokens = [token for token in answer if token not in policy.eos_ids] or answer
     whole = (tokens * -(-length // len(tokens)))[:length]
-    return [(prompt, whole), (prompt, whole[: max(1, length // 4)])]
+    return [Row(prompt, whole), Row(prompt, whole[: max(1, length // 4)])]
 
 
 def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> None:
@@ -281,7 +282,7 @@ def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> Non
         if way in ("one pass", "packed"):
             # a window that no cache shows would be seen here
             with torch.no_grad():
-                some = [(prompt, answer[: PACKED_COLUMNS // 2]) for prompt, answer in long]
+                some = [Row(row.prompt, row.completion[: PACKED_COLUMNS // 2]) for row in long]
                 gap = mean_gap(_flat(policy, some, way), _flat(policy, some, "row by row"))
             if not gap <= bound(policy):
                 refuse(policy, way, f"its log-probabilities differ by {gap:.2g} nats")
@@ -317,12 +318,12 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
         Unavailable: it fails for another reason, or the gradient is not finite.
     """
     policy.model.zero_grad(set_to_none=True)
-    tokens = sum(map(len, long[0]))
+    tokens = len(long[0].prompt) + len(long[0].completion)
     try:
         batch = collate(long[:1], policy.pad_id, policy.device)
         with torch.enable_grad():
             found, _ = completion_logprobs(policy, batch, temperature)
-            (found.sum() / len(long[0][1])).backward()
+            (found.sum() / long[0].tokens).backward()
     except Exception as error:
         if not is_oom(error):
             raise Unavailable(

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import compress, groupby
+from typing import NamedTuple, TypeVar
 
 import torch
 from transformers import DynamicCache
@@ -17,6 +19,7 @@ from transformers.cache_utils import DynamicLayer
 
 from swarmnode.policy.model import Policy
 
+T = TypeVar("T")
 GAP_BOUND = {torch.float32: 0.002}
 """Largest mean difference of log-probabilities from the plain way, in nats per token, at which a
 way still counts as correct. Rounding is a thousandth of that."""
@@ -24,8 +27,37 @@ GAP_BOUNDS_ELSEWHERE = 0.03, 0.2
 """Lower and upper limit of the bound in 16 bits, which is ten times this model's rounding."""
 TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
 
-Row = tuple[list[int], list[int]]
-"""(prompt ids, completion ids), both non-empty."""
+
+class Row(NamedTuple):
+    """A prompt and what follows it, both non-empty. Only sampled ids are scored and learnt from."""
+
+    prompt: list[int]
+    completion: list[int]
+    """(T,) of an episode: what the policy sampled, and what its chat template puts around the
+    observations."""
+    sampled: Sequence[bool] = ()
+    """(T,) which ids of the completion the policy sampled; empty: all of them."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(self.sampled) if self.sampled else len(self.completion)
+
+    @property
+    def longest_turn(self) -> int:
+        """Number of sampled tokens without an id in between that was not sampled, at most."""
+        if not self.sampled:
+            return len(self.completion)
+        return max(len(list(run)) for is_sampled, run in groupby(self.sampled) if is_sampled)
+
+    def first(self, count: int) -> Row:
+        """Return the row with the first `count` ids of the completion."""
+        return Row(self.prompt, self.completion[:count], self.sampled[:count])
+
+    def at_sampled(self, values: Sequence[T]) -> list[T]:
+        """Return those of `values` (T,), one for each id of the completion, that belong to sampled
+        ids."""
+        return list(compress(values, self.sampled) if self.sampled else values)
 
 
 def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
@@ -95,7 +127,7 @@ def rounding(policy: Policy) -> float:
     additional tokens change only the order of sums."""
     rows = trial_rows(policy)
     longer = [
-        plain_logprobs(policy, (prompt, 3 * answer))[: len(answer)] for prompt, answer in rows
+        plain_logprobs(policy, Row(prompt, 3 * answer))[: len(answer)] for prompt, answer, _ in rows
     ]
     alone = [plain_logprobs(policy, row) for row in rows]
     return mean_gap([x for one in longer for x in one], [x for one in alone for x in one])
@@ -112,7 +144,7 @@ def trial_rows(policy: Policy) -> list[Row]:
     """Return two answers to one prompt and one to a shorter prompt, all of different lengths."""
     ids = list(policy.tokenizer(TEXT, add_special_tokens=False)["input_ids"]) or [policy.eos_id]
     ids = (ids * 12)[:12]
-    return [(ids[:5], ids[5:9]), (ids[:5], ids[9:11]), (ids[1:3], ids[4:7])]
+    return [Row(ids[:5], ids[5:9]), Row(ids[:5], ids[9:11]), Row(ids[1:3], ids[4:7])]
 
 
 def sees_everything(policy: Policy) -> bool:
@@ -126,7 +158,7 @@ def sees_everything(policy: Policy) -> bool:
 def plain_logprobs(policy: Policy, row: Row) -> list[float]:
     """Return the log-probability of each completion token of a row, the plain way, at
     temperature 1."""
-    prompt, answer = row
+    prompt, answer, *_ = row
     ids = torch.tensor([prompt + answer[:-1]], device=policy.device)
     positions = torch.arange(ids.shape[1], device=policy.device)[None]
     logits = policy.logits(ids, None, positions, keep=len(answer))[0]

@@ -2,14 +2,16 @@
 Pure, bounded, cannot raise.
 
     envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
-             ─ clock ─ sequence ─ policy version ─ task and version ─ seed ─ tokens, length, charset
-             ─▶ Candidate
-    Candidate ─ [scorer: prompt, rewards] ─ rewards in range ─ not all equal ─▶ ExternalGroup
+             ─ clock ─ sequence ─ policy version ─ task and version ─ seed ─ turns, tokens, length,
+             charset ─▶ Candidate
+    Candidate ─ [scorer: prompt, rewards, replays of episodes] ─ rewards in range ─ replays end
+              where the author's episodes end ─ rewards not all equal ─▶ ExternalGroup
 
 An author chooses neither the question nor its answer nor the reward. The question follows from the
-swarm, the author's peer id, its counter, the task and the difficulty; answer and reward are
-recomputed here. So a peer cannot sign stolen completions: they answer another question than its
-own. Pool, sampling and an importance weight of at most 1 bound the influence of each author.
+swarm, the author's peer id, its counter, the task and the difficulty; answer, observations and
+reward are recomputed here. So a peer cannot sign stolen completions: they answer another question
+than its own. Pool, sampling and an importance weight of at most 1 bound the influence of each
+author.
 """
 
 from __future__ import annotations
@@ -21,21 +23,25 @@ from collections.abc import Callable, Collection
 
 import msgspec
 
+from swarmnode import __version__
 from swarmnode.config import SharingConfig
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.groups import (
     Candidate,
     ExternalGroup,
+    has_turns,
     has_unwanted_characters,
     is_useful,
+    played_actions,
 )
 from swarmnode.rollouts.pool import DROP_VERSIONS
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.signers import Frames, Signer, Signers
+from swarmnode.tasks.frames import Episode, Scored
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import check_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Completion, Envelope, RolloutGroup
+from swarmnode.wire.messages import Completion, Envelope, RolloutGroup, Turn
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +104,7 @@ class Admission:
         is_greylisted: Peer id → True if the peer's groups are ignored.
         keeps_rules: Returns True if the swarm's manifest allows a group.
         chooses: True if members choose the difficulty of their questions.
+        version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class Admission:
         is_greylisted: Callable[[str], bool] = lambda peer: False,
         keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True,
         chooses: bool = False,
+        version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
         self.swarm = swarm
         self.own_peer = own_peer
@@ -119,6 +127,7 @@ class Admission:
         self.is_greylisted = is_greylisted
         self.keeps_rules = keeps_rules
         self.chooses = chooses
+        self.version_of = version_of
         self.policy = (b"", b"")
         """Fingerprints of this node's model and tokenizer."""
         self.tokens_per_text_byte = 1.0
@@ -126,6 +135,8 @@ class Admission:
         self._signers = Signers()
         self._seen = Frames(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
+        self._diverged: set[str] = set()
+        """Tasks of which an episode ended elsewhere."""
         self._last_internal_error = ""
 
     def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
@@ -153,24 +164,36 @@ class Admission:
         """Return True if the envelope with this content id passed the signature check before."""
         return content in self._seen
 
-    def check_scored(
-        self, candidate: Candidate, prompt: str, rewards: list[float]
-    ) -> ExternalGroup | Rejected:
-        """Check a scored candidate. Cannot raise.
+    def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Rejected:
+        """Check a candidate against what this node's scorer made of it. Cannot raise.
 
         Args:
             candidate: The group that passed `check`.
-            prompt: The regenerated question.
-            rewards: (G,), as this node's scorer computed them.
+            scored: The regenerated question with (G,) rewards and, of an episode task, the replays.
         """
-        if len(rewards) != len(candidate.group.completions) or not all(
+        group, rewards = candidate.group, scored.rewards
+        if len(rewards) != len(group.completions) or not all(
             math.isfinite(r) and 0.0 <= r <= 1.0 for r in rewards
         ):
             return self.refuse("scorer", candidate.peer)
+        if group.completions[0].turns:
+            if len(scored.episodes) != len(group.completions):
+                return self.refuse("scorer", candidate.peer)
+            replays = zip(group.completions, scored.episodes, strict=True)
+            if not all(_ends_alike(completion, episode) for completion, episode in replays):
+                self._log_divergence(candidate)
+                return self.refuse("trajectory", candidate.peer)
         if not is_useful(rewards):
             return self.refuse("zero_advantage", candidate.peer)
         return ExternalGroup(
-            candidate.content, candidate.peer, candidate.group, prompt, list(rewards), staleness=0
+            candidate.content,
+            candidate.peer,
+            group,
+            scored.prompt,
+            list(rewards),
+            staleness=0,
+            components=scored.components,
+            observations=[list(episode.observations) for episode in scored.episodes],
         )
 
     def refuse(self, reason: str, peer: str | None = None) -> Rejected:
@@ -188,6 +211,23 @@ class Admission:
             level("first group refused for this reason: reason=%s peer=%s", reason, peer)
         self._outcomes[reason] += 1
         return Rejected(verdict, reason, peer)
+
+    def _log_divergence(self, candidate: Candidate) -> None:
+        """Log the first group of each task whose episodes end elsewhere, with the versions that may
+        explain it."""
+        task = candidate.group.task
+        if task.id in self._diverged:
+            return
+        self._diverged.add(task.id)
+        log.warning(
+            "an episode of a peer ends elsewhere when it is replayed; a library may have another"
+            " version there: task=%s task_version=%s peer=%s its_version=%s own_version=%s",
+            task.id,
+            task.version,
+            candidate.peer,
+            self.version_of(candidate.peer) or "unknown",
+            __version__,
+        )
 
     def note_admitted(self) -> None:
         """Count a group that reached the pool."""
@@ -269,6 +309,9 @@ class Admission:
             return "unknown_task"
         if version != task.version:
             return "unknown_version"
+        most_turns = TASKS[task.id].turns
+        if not all(has_turns(completion, most_turns) for completion in group.completions):
+            return "turns"
         if not self.keeps_rules(group):
             return "agreement"
         if not all(_adds_up(c) for c in group.completions):
@@ -286,11 +329,12 @@ class Admission:
         return None
 
     def _own_tokens(self, completion: Completion, tokenizer: bytes) -> float:
-        """Return the length of a completion in this node's tokens: exact if the author has the same
-        tokenizer, else estimated from its bytes."""
+        """Return the length of a completion, or of the longest action of an episode, in this node's
+        tokens: exact if the author has the same tokenizer, else estimated from its bytes."""
+        parts = completion.turns or [Turn(len(completion.text.encode()), completion.tokens)]
         if tokenizer == self.policy[1]:
-            return completion.tokens
-        return len(completion.text.encode()) * self.tokens_per_text_byte
+            return max(part.tokens for part in parts)
+        return max(part.text_bytes for part in parts) * self.tokens_per_text_byte
 
 
 def clock_reason(created_at: int, now: float) -> str | None:
@@ -306,10 +350,21 @@ def clock_reason(created_at: int, now: float) -> str | None:
     return "future" if age < -limits.CLOCK_SKEW_SECONDS else None
 
 
+def _ends_alike(completion: Completion, replay: Episode) -> bool:
+    """Return True if an episode ends in the replay with its last action, and not before.
+
+    An action that was cut off is not given to the environment, so the replay is not done then.
+    """
+    return len(replay.observations) == len(played_actions(completion)) and replay.done == (
+        completion.finish == "eos"
+    )
+
+
 def _adds_up(completion: Completion) -> bool:
     """Return True if text, token count and log-probabilities are consistent. The sum may differ by
     0.05 nats + 1 %, for rounding."""
-    if len(completion.text.encode()) > BYTES_PER_TOKEN * completion.tokens:
+    parts = completion.turns or [Turn(len(completion.text.encode()), completion.tokens)]
+    if any(part.text_bytes > BYTES_PER_TOKEN * part.tokens for part in parts):
         return False
     if not completion.logprobs:
         return True

@@ -2,10 +2,12 @@
 
     listed ─▶ fetched ─▶ not on the holder's shelf    `absent`: it may have expired
                       └▶ other bytes, size, author, task or creation time than listed
+                      ├▶ replayed ─▶ its episodes end elsewhere: `trajectory`, another version?
                       └▶ scored ─▶ another spread of rewards than listed
 
-A false listing halves the belief in its holder, at most DEEPEST times; `absent` and `slow` cost a
-fraction of a halving (COST). Eight groups that are as listed restore one halving.
+A false listing halves the belief in its holder, at most DEEPEST times; `absent`, `slow` and
+`trajectory` cost a fraction of a halving (COST). Eight groups that are as listed restore one
+halving.
 """
 
 from __future__ import annotations
@@ -20,7 +22,18 @@ from swarmnode.rollouts import sampling
 from swarmnode.wire.listings import Listed
 from swarmnode.wire.messages import RolloutGroup
 
-Lie = Literal["absent", "content", "size", "author", "task", "age", "spread", "cursor", "slow"]
+Lie = Literal[
+    "absent",
+    "content",
+    "size",
+    "author",
+    "task",
+    "age",
+    "spread",
+    "cursor",
+    "slow",
+    "trajectory",
+]
 LIES: tuple[Lie, ...] = (
     "absent",
     "content",
@@ -31,11 +44,12 @@ LIES: tuple[Lie, ...] = (
     "spread",
     "cursor",
     "slow",
+    "trajectory",
 )
 PROVEN: frozenset[Lie] = frozenset({"content", "size", "author", "task", "age"})
 """Lies that the fetched bytes prove. They cost reputation too. The others may have an honest
 reason."""
-COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5}
+COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5, "trajectory": 0.5}
 """Halvings of belief per lie; every other kind costs one."""
 KEPT = 0.125
 """Halvings restored by each group that is as listed."""

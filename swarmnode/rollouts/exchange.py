@@ -97,6 +97,7 @@ class RolloutExchange:
         clock: Returns Unix seconds.
         rng: Source of randomness.
         budget: Limits on sending and receiving; None for no limits.
+        version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class RolloutExchange:
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
         budget: Budget | None = None,
+        version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
         self.cfg = cfg
         self._network = network
@@ -124,6 +126,7 @@ class RolloutExchange:
             is_greylisted=lambda peer: not network.welcome(peer),
             keeps_rules=rules.keeps_rules,
             chooses=rules.members_choose,
+            version_of=version_of,
         )
         self.pool = Pool()
         self.authors = Authors(network)
@@ -242,11 +245,13 @@ class RolloutExchange:
 
     def _scored(self, candidate: Candidate, scored: Scored) -> None:
         """Put a scored group into the pool and on the shelf."""
+        group = self.admission.check_scored(candidate, scored)
+        if isinstance(group, Rejected) and group.reason == "trajectory":
+            self._gossip.diverged(candidate.content)
+            return
         self._gossip.scored(candidate.content, scored.rewards)
-        group = self.admission.check_scored(candidate, scored.prompt, scored.rewards)
         if isinstance(group, Rejected):
             return
-        group = msgspec.structs.replace(group, components=scored.components)
         connected = candidate.peer in self._network.connected()
         nearest = candidate.peer if connected else candidate.source or candidate.peer
         source = self._network.group(nearest) or nearest

@@ -12,15 +12,21 @@ They live here, below the trainer, because both ends of the process link need th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from itertools import accumulate
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 
 from swarmnode.wire import limits
-from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
+from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
 
+TURN_BYTES = 128
+"""Memory of one turn's objects: two integers of a completion, or the header of a text."""
+
+Item = TypeVar("Item")
 Outcome = Literal[
     "used",
     "forged_ids",
@@ -82,6 +88,10 @@ class ExternalGroup(msgspec.Struct, frozen=True):
     components: list[dict[str, float]] = []
     """(G,) what each reward is made of, each in [0, 1], as this node computed it; empty where it is
     a single number."""
+    observations: list[list[str]] = []
+    """(G,) the environment's texts after each action of each episode, as this node's replay
+    returned them: one for each action that was given to the environment, so the last one of a
+    finished episode is included (shown, never trained on). Empty for a task of one turn."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
@@ -138,21 +148,92 @@ class Candidate(msgspec.Struct, frozen=True):
     """The peer that gave it."""
 
 
-def memory_bytes(group: RolloutGroup, prompt: str = "") -> int:
-    """About what a decoded group occupies: its variable parts, and 1 KiB for the group and 256 B
-    for each completion's objects.
+def memory_bytes(
+    group: RolloutGroup, prompt: str = "", observations: Sequence[Sequence[str]] = ()
+) -> int:
+    """About what a decoded group occupies: its variable parts, 1 KiB for the group, 256 B for each
+    completion's objects, and TURN_BYTES for each turn and each observation.
 
     Text is counted at four bytes a character where it is not ASCII, as CPython stores it at worst.
     """
     total = 1024 + len(prompt) + 256 * len(group.completions)
     for completion in group.completions:
-        text = len(completion.text)
         total += (
-            (text if completion.text.isascii() else 4 * text)
+            _text_bytes(completion.text)
             + len(completion.token_ids)
             + len(completion.logprobs)
+            + TURN_BYTES * len(completion.turns)
         )
-    return total
+    return total + sum(_text_bytes(text) + TURN_BYTES for each in observations for text in each)
+
+
+def _text_bytes(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def has_turns(completion: Completion, most: int) -> bool:
+    """Return True if a completion has turns exactly where its task has more than one, and at most
+    as many as the task.
+
+    Args:
+        completion: Of a group.
+        most: Most turns of an episode of the task; 1 for a task of one turn.
+    """
+    return 1 <= len(completion.turns) <= most if most > 1 else not completion.turns
+
+
+def actions(completion: Completion) -> list[str]:
+    """Return the text of each action of an episode, in order; for an answer, its text alone."""
+    if not completion.turns:
+        return [completion.text]
+    data, texts, start = completion.text.encode(), list[str](), 0
+    for turn in completion.turns:
+        texts.append(data[start : start + turn.text_bytes].decode())
+        start += turn.text_bytes
+    return texts
+
+
+def played_actions(completion: Completion) -> list[str]:
+    """Return the actions that the environment received. An action that was cut off at the length
+    limit is not given to the environment and ends the episode."""
+    return actions(completion)[: -1 if completion.finish == "length" else None]
+
+
+def answers(group: RolloutGroup) -> list[str | list[str]]:
+    """Return (G,) what the scorer judges: texts, or for an episode task the actions of each
+    episode."""
+    return [played_actions(c) if c.turns else c.text for c in group.completions]
+
+
+def turn_ids(completion: Completion) -> list[list[int]]:
+    """Return the sampled token ids of each action, in order; empty lists where no ids travelled."""
+    ids = [int(token) for token in unpack_ids(completion.token_ids)]
+    return _per_turn(completion, ids)
+
+
+def turn_logprobs(completion: Completion) -> list[list[float]]:
+    """Return the sampler's log-probabilities of each action, nats; empty lists where none
+    travelled."""
+    return _per_turn(completion, [float(value) for value in unpack_logprobs(completion.logprobs)])
+
+
+def join_turns(texts: Sequence[str], token_counts: Sequence[int]) -> tuple[str, list[Turn]]:
+    """Return the text and the turns of an episode's completion.
+
+    Args:
+        texts: The text of each action.
+        token_counts: The number of sampled tokens of each action.
+    """
+    turns = [
+        Turn(len(text.encode()), tokens) for text, tokens in zip(texts, token_counts, strict=True)
+    ]
+    return "".join(texts), turns
+
+
+def _per_turn(completion: Completion, items: list[Item]) -> list[list[Item]]:
+    counts = [turn.tokens for turn in completion.turns] or [completion.tokens]
+    starts = [0, *accumulate(counts)]
+    return [items[start : start + count] for start, count in zip(starts, counts, strict=False)]
 
 
 UNWANTED = re.compile(

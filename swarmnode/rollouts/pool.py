@@ -143,7 +143,7 @@ class Pool:
             source: The connection by which it came (`rollouts.sources`); empty: its author's.
             is_direct: The connection is its author's.
         """
-        size = memory_bytes(group.group, group.prompt)
+        size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
         if size > self.peer_bytes or (mine is not None and group.content in mine):
             self._counts["refused"] += 1

@@ -11,11 +11,13 @@ from swarmnode.rollouts.groups import (
     GroupRules,
     OwnGroup,
     PolicyFacts,
+    has_turns,
     is_useful,
     without_token_ids,
 )
 from swarmnode.rollouts.pull_gossip import PullGossip
 from swarmnode.rollouts.signers import Signer
+from swarmnode.tasks.registry import TASKS
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import RolloutGroup
@@ -107,6 +109,9 @@ class Publisher:
             completions=own.completions,
         )
         codec.check_group(group)
+        spec = TASKS.get(own.task.id)
+        if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
+            return "invalid"
         if not self._keeps_rules(group):  # sampled before the manifest changed
             return "invalid"
         if len(codec.encode(group)) > limits.GROUP_BYTES:

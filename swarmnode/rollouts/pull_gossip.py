@@ -215,6 +215,11 @@ class PullGossip:
         self._get_puller().scored(content, rewards, trio.current_time())
         self._changed.set()
 
+    def diverged(self, content: bytes) -> None:
+        """Note that the episodes of a group end elsewhere when they are replayed."""
+        self._get_puller().diverged(content)
+        self._changed.set()
+
     def statistics(self) -> PullStatistics:
         """Return the counts of polls and fetches."""
         puller = self._get_puller()

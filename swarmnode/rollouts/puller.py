@@ -343,6 +343,12 @@ class Puller:
         else:
             self.claims.lie(holder, "spread")
 
+    def diverged(self, content: bytes) -> None:
+        """Note that the episodes of a fetched group end elsewhere when they are replayed."""
+        if (asked := self._asked.pop(content, None)) is not None:
+            self._wanted += 1  # it cannot be trained on, so the node needs another one
+            self.claims.lie(asked[0], "trajectory")
+
     def _busy(self, now: float) -> Collection[str]:
         """Return the peers that may be neither polled nor fetched from at `now`."""
         self._busy_until = {peer: at for peer, at in self._busy_until.items() if at > now}

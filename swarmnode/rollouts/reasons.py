@@ -48,6 +48,8 @@ REASONS: Final[dict[str, Verdict]] = {
     "unknown_version": Verdict.REJECT,
     # task and version are ours and the sender's, so it generated what nobody can
     "unregenerable": Verdict.REJECT,
+    # the task version, which is ours and the sender's, fixes how many turns an episode has
+    "turns": Verdict.REJECT,
     # group size, sampling or model against the manifest, which everybody has
     "agreement": Verdict.REJECT,
     # the answers
@@ -58,6 +60,8 @@ REASONS: Final[dict[str, Verdict]] = {
     "charset": Verdict.IGNORE,
     # of our own model, without what it was sampled as: honest where that was too long to send
     "no_ids": Verdict.IGNORE,
+    # the replay of an episode ends elsewhere: two versions of a library may differ
+    "trajectory": Verdict.IGNORE,
     "zero_advantage": Verdict.IGNORE,
     # this node
     "busy": Verdict.IGNORE,

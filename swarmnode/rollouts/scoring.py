@@ -14,12 +14,15 @@ from typing import Protocol
 
 import trio
 
-from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown
+from swarmnode.rollouts.groups import Candidate, answers, memory_bytes
+from swarmnode.tasks.frames import CompletionText, Scored, ScoreError, ScorerFailed, TaskUnknown
 from swarmnode.wire.messages import TaskRef
 
 SCORER_GROUPS = 32
 """Most groups in a batch."""
+SCORER_ACTIONS = 1024
+"""Most actions of episodes in a batch of several groups, so that a batch of honest episodes stays
+within the CPU time and the response of one scorer call."""
 SCORER_TASKS = 2
 """Batches under way at a time: one is scored while the next is decoded."""
 QUEUE_GROUPS = 512
@@ -40,7 +43,7 @@ class Scorer(Protocol):
     """The part of `tasks.client.AsyncScorer` that the queue uses."""
 
     async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]: ...
 
 
@@ -99,10 +102,7 @@ class ScoringQueue:
             while not (batch := self._queue.take(SCORER_GROUPS)):
                 self._news = trio.Event() if self._news.is_set() else self._news
                 await self._news.wait()
-            questions = [
-                (c.group.task, [completion.text for completion in c.group.completions])
-                for c in batch
-            ]
+            questions = [(c.group.task, answers(c.group)) for c in batch]
             try:
                 results = await self._scorer.score_many(questions)
             except ScorerFailed as failed:  # the scorer process cannot be started
@@ -152,10 +152,15 @@ class CandidateQueue:
         self._of_peer[candidate.peer] += 1
         return True
 
-    def take(self, most: int) -> list[Candidate]:
-        """Remove and return up to `most` of the oldest candidates."""
+    def take(self, most: int, most_actions: int = SCORER_ACTIONS) -> list[Candidate]:
+        """Remove and return up to `most` of the oldest candidates; fewer where more would have
+        above `most_actions` actions of episodes together."""
         taken: list[Candidate] = []
+        actions = 0
         while self._items and len(taken) < most:
+            actions += sum(len(c.turns) for c in self._items[0][0].group.completions)
+            if taken and actions > most_actions:
+                break
             candidate, size = self._items.popleft()
             self._bytes -= size
             self._of_peer[candidate.peer] -= 1

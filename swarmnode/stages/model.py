@@ -48,7 +48,7 @@ from swarmnode.policy.footprint import logits_tokens
 from swarmnode.policy.load import rename_checkpointing_flag
 from swarmnode.policy.logprobs import Batch, checkpointed, collate, in_pieces, needs_checkpointing
 from swarmnode.policy.model import cache_keyword
-from swarmnode.policy.ways import reason
+from swarmnode.policy.ways import Row, reason
 from swarmnode.rl.corrections import against_sampler, own_correction
 from swarmnode.rl.objectives import WEIGHT_DECAY, Objective, policy_loss
 from swarmnode.stages.wire import (
@@ -374,7 +374,7 @@ def _compare(whole: PreTrainedModel, layers: tuple[int, ...], swapped: bool = Fa
         StageRuntime(spec, build_stage(whole.config, spec, read))
         for spec in stage_specs(whole.config, layers)
     ]
-    batch = replace(collate(TRIAL_ROWS, 0), recompute=swapped)
+    batch = replace(collate([Row(*row) for row in TRIAL_ROWS], 0), recompute=swapped)
     for results in (_logits, _decoding, partial(_training, swapped=swapped)):
         for name, have, want in results(whole, chain, batch):
             gap = float((have - want).abs().max()) if have.shape == want.shape else math.inf
@@ -973,7 +973,7 @@ def make_batch(work: MicroBatch, device: torch.device) -> Batch:
     prompts = _ragged(unpack_ids(work.prompt_ids).tolist(), work.prompt_lengths)
     completions = _ragged(unpack_ids(work.completion_ids).tolist(), work.completion_lengths)
     return collate(
-        [(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)],
+        [Row(prompts[owner], ids) for owner, ids in zip(work.prompt_of, completions, strict=True)],
         0,
         device,
     )

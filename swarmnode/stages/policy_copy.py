@@ -106,7 +106,11 @@ class PolicyCopy:
         )
 
     def sample(
-        self, step: int, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self,
+        step: int,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: Sampling,
+        rng: torch.Generator,
     ) -> list[GroupSample] | None:
         """Return completions of each prompt, while the crew is at `step`.
 

@@ -163,6 +163,7 @@ from swarmnode.stages.wire import (
 from swarmnode.swarm.manifest import check_model
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import EngineStatistics, adapter_shape
@@ -1060,7 +1061,7 @@ class CrewPolicy:
     # ---- a step ----------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         """Sample from the policy copy if it is recent enough, else through the stages.
 
@@ -1079,14 +1080,16 @@ class CrewPolicy:
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         """Return an engine that samples all prompts of a call together."""
-        return Lockstep(lambda prompts: self.generate(prompts, sampling, rng))
+        return Lockstep(
+            lambda prompts, count: self.generate(prompts, sampling.with_generations(count), rng)
+        )
 
     def _through_stages(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         if not prompts:
             return []
-        encoded = [self.text.encode_prompt(prompt) for prompt in prompts]
+        encoded = [self.text.prompt_ids(prompt) for prompt in prompts]
         longest = max(map(len, encoded))
         room = self._model.limits().tokens
         room = min(room, self.text.context or room)
@@ -1142,13 +1145,14 @@ class CrewPolicy:
             DeviceError: one row exceeds the memory of a stage's device.
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
-        lengths = [len(p) + len(c) for p, c in rows]
+        pairs = [(prompt, completion) for prompt, completion, *_ in rows]
+        lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
         scored: list[Scored] | None = None if rows else []
         while scored is None:
             head, memory = self._head(), self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
             largest = memory.cut(lengths, tokens=tokens)
-            work = lambda head, tokens=tokens: head.score(rows, temperature, tokens)
+            work = lambda head, tokens=tokens: head.score(pairs, temperature, tokens)
             try:
                 scored = self._call(head, work, largest)
             except CannotScore as error:
@@ -1193,7 +1197,7 @@ class CrewPolicy:
         cfg = self._training
         learn = [
             LearnRow(
-                *rows.rows[i],
+                *rows.rows[i][:2],
                 rows.recorded(i),
                 float(rows.advantages[i]),
                 float(rows.weights[i]),
@@ -1383,7 +1387,7 @@ class MemberPolicy(CrewPolicy):
         return stage.step
 
     def _through_stages(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         raise EngineGone("the policy copy is not recent enough")
 
@@ -1974,7 +1978,7 @@ def open_model(
         DeviceError: this node has no room for one layer.
     """
     cfg, terms = config.policy, crew_terms(config)
-    check_trainable(cfg, config.training)
+    check_trainable(cfg, config.training, config.task.names)
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
     placement = without_float16(probe(cfg))
@@ -2038,12 +2042,18 @@ def is_untrained(directory: Path) -> bool:
     return True
 
 
-def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
+def check_trainable(
+    policy: PolicyConfig, training: TrainingConfig, tasks: Sequence[str] = ()
+) -> None:
     """Check that a crew supports the settings.
+
+    Args:
+        tasks: Names of the tasks that are trained on.
 
     Raises:
         Refused: a setting requires a whole policy. The message has the remedy.
     """
+    episodes = [task for task in tasks if task in TASKS and TASKS[task].turns > 1]
     answer = training.max_completion_length
     longest, rows = answer + PROMPT_TOKENS, training.groups_per_step * training.num_generations
     for unsupported, remedy in (
@@ -2051,6 +2061,11 @@ def check_trainable(policy: PolicyConfig, training: TrainingConfig) -> None:
             training.beta > 0,
             "a KL penalty needs a second, frozen policy, which no crew holds: set training.beta to"
             " 0",
+        ),
+        (
+            bool(episodes),
+            f"{', '.join(episodes)}: a crew learns from whole answers, and the rows of an episode"
+            " hold observations as well: leave the task out",
         ),
         (
             longest > MAX_TOKENS,

@@ -197,7 +197,7 @@ def settings_text(task: str) -> str:
     """For people, in a manifest: a task's settings, and where the rows of a dataset are from."""
     spec = TASKS[task]
     settings = dict(spec.settings)
-    if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
+    if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         settings["extract"] = spec.extract
     if spec.environment is not None:
         settings = {"content": spec.environment.content, "extract": spec.extract, **settings}

@@ -18,6 +18,7 @@ from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
+    CompletionText,
     Question,
     Scored,
     ScoreError,
@@ -114,21 +115,22 @@ class AsyncScorer:
         """The question's text. Raises TaskUnknown, ScorerFailed."""
         return (await self.score(ref, [])).prompt
 
-    async def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises
-        TaskUnknown, ScorerFailed, ValueError."""
+    async def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Of an
+        episode task a completion is the list of its actions so far. Raises TaskUnknown,
+        ScorerFailed, ValueError."""
         (result,) = await self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
     async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]:
         """The same for many questions at once, in order; what went wrong with one is in its place
         and costs the others nothing.
 
-        Raises ValueError when a question has more than 64 completions. Cancelled, it takes its
+        Raises ValueError as `frames.prepare` does. Cancelled, it takes its
         questions back.
         """
         await trio.lowlevel.checkpoint_if_cancelled()

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from swarmnode.tasks import frames
-from swarmnode.tasks.registry import TASKS, adjusted
+from swarmnode.tasks.registry import TASKS, TaskSpec, adjusted, loaded_games
 
 STDERR_BYTES = 4096
 """The last words that are kept."""
@@ -39,9 +39,18 @@ class Child:
     processes.
     """
 
-    def __init__(self, cpu_seconds: int) -> None:
-        """Start it; it is of use after `hello`. Raises OSError when there is no process to be
-        had."""
+    def __init__(self, cpu_seconds: int, brought: str | None = None, hash_seed: str = "0") -> None:
+        """Start it; it is of use after `hello`.
+
+        Args:
+            cpu_seconds: CPU time of one request.
+            brought: The tasks that it loads beside ours, as `brought_tasks` has them; None for all
+                of this process.
+            hash_seed: Its PYTHONHASHSEED.
+
+        Raises:
+            OSError: No process can be started.
+        """
         error_read, error_write = os.pipe()
         try:
             os.set_blocking(error_read, False)
@@ -56,14 +65,14 @@ class Child:
                     "swarmnode.tasks.scorer",
                     str(os.getpid()),
                     str(cpu_seconds),
-                    own_tasks(),
+                    brought_tasks() if brought is None else brought,
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=error_write,
                 bufsize=0,
                 cwd=_ROOT,
-                env=_environment(),
+                env=_environment(hash_seed),
                 start_new_session=True,  # a Ctrl-C is for us, and the child is ours to end
             )
         except BaseException:
@@ -183,19 +192,23 @@ class Child:
         return data.decode(errors="replace").strip()
 
 
-def own_tasks() -> str:
-    """The owner's tasks and datasets that this process knows of, as JSON. By this alone the child
-    learns of them."""
-    brought = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]
-    told = [
-        frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings)) for spec in brought
-    ]
+def brought_tasks(spec: TaskSpec | None = None) -> str:
+    """The owner's tasks and datasets and the games that this process knows of, or `spec` alone, as
+    JSON. By this alone the child learns of them."""
+    if spec is not None:
+        return msgspec.json.encode([_brought(spec)]).decode()
+    own = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]
+    told = [_brought(spec) for spec in (*own, *loaded_games())]
     told += [frames.Brought(task, None, None, settings) for task, settings in adjusted().items()]
     return msgspec.json.encode(told).decode()
 
 
-def _environment() -> dict[str, str]:
+def _brought(spec: TaskSpec) -> frames.Brought:
+    return frames.Brought(spec.id, spec.source, spec.rows, dict(spec.settings))
+
+
+def _environment(hash_seed: str) -> dict[str, str]:
     """What the interpreter needs to start, and nothing a scorer could want: no home, no token, no
     proxy."""
     keep = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
-    return {"LANG": "C.UTF-8", "PYTHONHASHSEED": "0", **keep}
+    return {"LANG": "C.UTF-8", "PYTHONHASHSEED": hash_seed, **keep}

@@ -11,7 +11,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeVar
 
@@ -21,6 +21,7 @@ from swarmnode.tasks.child import Child, Died, Wait
 from swarmnode.tasks.environments import Environments, by_url
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
+    CompletionText,
     Question,
     Scored,
     ScoreError,
@@ -28,6 +29,7 @@ from swarmnode.tasks.frames import (
     TaskUnknown,
     prepare,
 )
+from swarmnode.tasks.registry import TASKS, adjusted, task_version
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
@@ -50,7 +52,8 @@ class Scorer:
     take turns.
 
     deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
-    may use; startup_seconds: until a new child is ready; alive: called after every request.
+    may use; startup_seconds: until a new child is ready; alive: called after every request; child:
+    what starts one.
     """
 
     def __init__(
@@ -60,8 +63,10 @@ class Scorer:
         cpu_seconds: int = 2,
         startup_seconds: float = 60.0,
         alive: Callable[[], None] = lambda: None,
+        child: Callable[[int], Child] = Child,
     ) -> None:
         self._alive = alive
+        self._make_child = child
         self._deadline = deadline
         self._cpu_seconds = cpu_seconds
         self._startup_seconds = startup_seconds
@@ -93,21 +98,22 @@ class Scorer:
         """The question's text. Raises TaskUnknown, ScorerFailed."""
         return self.score(ref, []).prompt
 
-    def score(self, ref: TaskRef, completions: Sequence[str]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Raises
-        TaskUnknown, ScorerFailed, ValueError."""
+    def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
+        """The question's text and a reward in [0, 1] for each completion (at most 64). Of an
+        episode task a completion is the list of its actions so far. Raises TaskUnknown,
+        ScorerFailed, ValueError."""
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
         return result
 
     def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]], *, reveal: bool = False
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]], *, reveal: bool = False
     ) -> list[Scored | ScoreError]:
         """The same for many questions at once, in order; what went wrong with one is in its place
         and costs the others nothing. reveal: with the right answers.
 
-        Raises ValueError when a question has more than 64 completions.
+        Raises ValueError as `frames.prepare` does.
         """
         results: list[Scored | ScoreError | None] = [None] * len(items)
         asked: list[tuple[int, Question]] = []
@@ -133,6 +139,11 @@ class Scorer:
                 ):
                     results[place] = result
         return [result for result in results if result is not None]
+
+    def ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
+        """The same for one frame of questions that are prepared already."""
+        with self._lock:
+            return self._ask(questions)
 
     def statistics(self) -> ScorerStatistics:
         return self._tally.snapshot(self._child, waiting=0)
@@ -166,7 +177,7 @@ class Scorer:
             self._end()  # we are a fork: it is our parent's, we only close our copy of its pipes
         if self._child is None:
             try:
-                self._child = Child(self._cpu_seconds)
+                self._child = self._make_child(self._cpu_seconds)
                 self._hold(self._child.hello(), self._startup_seconds)
             except (OSError, Died) as error:  # TimeoutError is an OSError
                 raise self._tally.failure(error, self._end(), starting=True) from None
@@ -196,13 +207,20 @@ class Scorer:
             return stop.value
 
 
-def prove_own(modules: Sequence[str]) -> None:
-    """Run the owner's tasks once where they will run, so that what is wrong with them is one line
-    now. Raises ConfigError."""
-    if not modules:
-        return
-    try:
-        with Scorer():
-            pass
-    except ScorerFailed as error:
-        raise ConfigError(str(error)) from None
+def prove_own(names: Iterable[str]) -> None:
+    """Run those tasks of `names` that depend on this node's owner once where they will run, so that
+    what is wrong with them is one line now: code, data, settings, games.
+
+    Raises ConfigError, and Unavailable where a game's library is not installed.
+    """
+    specs = [TASKS[name] for name in names if name in TASKS]
+    for spec in specs:
+        if spec.turns > 1:
+            task_version(spec.id)
+    changed = adjusted()
+    if any(spec.kind in ("own", "dataset", "game") or spec.id in changed for spec in specs):
+        try:
+            with Scorer():
+                pass
+        except ScorerFailed as error:
+            raise ConfigError(str(error)) from None

@@ -29,7 +29,7 @@ import mmap
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.files import write_atomically
-from swarmnode.tasks import own, seeds, taskset
+from swarmnode.tasks import own, seeds, taskset, tools
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.verifiers import MAJORITY, VERIFIERS, Verifier, votes
@@ -573,6 +573,8 @@ class Settings:
     prompt: str = "prompt"
     answer: str = "answer"
     """Columns of the question and the right answer, by which a reward function is given them."""
+    turns: int = 1
+    """Most actions of an episode; above 1 `verifier` is an environment."""
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Settings:
@@ -582,6 +584,7 @@ class Settings:
             own.weights_of(settings),
             str(settings.get("prompt", "prompt")),
             str(settings.get("answer", "answer")),
+            own.turns_of(settings),
         )
 
 
@@ -595,6 +598,7 @@ class DatasetTask:
         source: Source,
         settings: Settings,
         reward: own.RewardFunction | None = None,
+        environment: own.Generator | None = None,
     ) -> None:
         """Raises ConfigError when the rows are not what was hashed."""
         self._task = task
@@ -602,7 +606,8 @@ class DatasetTask:
         self._verifier = VERIFIERS.get(settings.verifier)
         self._settings = settings
         self._reward = own.FunctionReward(reward) if reward is not None else None
-        self.weights = settings.weights
+        self._environment = environment
+        self.turns, self.weights = settings.turns, settings.weights
         try:
             with open(source.path, "rb") as file:
                 self._rows = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -637,9 +642,7 @@ class DatasetTask:
         A block of numbers begins at a row that its hash decides and goes on row by row: each is met
         once before one is met twice.
         """
-        rows = (self._held_out if seeds.is_evaluation(seed) else self._trained)[difficulty]
-        row = rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
-        prompt, answer, columns = self._row(row)
+        prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
             function, given = self._reward, self._given(prompt, answer, columns)
@@ -655,6 +658,19 @@ class DatasetTask:
         # held-out rows with a right answer measure what the majority is worth
         group = votes if by_vote and not (answer and seeds.is_evaluation(seed)) else None
         return Item(question, answer, lambda text: verifier.reward(text, answer), votes=group)
+
+    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
+        """Begin the episode of the question at (seed, index): the environment is given the columns
+        that it has parameters for, the prompt with the template around it, `seed` and `turns`."""
+        assert self._environment is not None
+        prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
+        given = self._given(self._template.replace("{prompt}", prompt), answer, columns)
+        own_seed = {"seed": seeds.seed_of(seed, index), own.TURNS: self.turns}
+        return self._environment(**tools.accepted(self._environment, {**given, **own_seed}))
+
+    def _row_at(self, seed: int, index: int, difficulty: int) -> int:
+        rows = (self._held_out if seeds.is_evaluation(seed) else self._trained)[difficulty]
+        return rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
 
     def _given(
         self, prompt: str, answer: str, columns: Mapping[str, object]
@@ -703,21 +719,28 @@ def load(
 ) -> dict[str, DatasetTask]:
     """The datasets of this node's owner in a process that has nothing to lose yet. Raises
     ConfigError."""
-    rewards = {}
+    rewards, environments = {}, {}
     functions = {
-        str(arguments["verifier"]): code
+        (str(arguments["verifier"]), own.turns_of(arguments) > 1): code
         for _, arguments, code in tasks.values()
         if code is not None
     }
     if functions:
-        with own.importing(", ".join(functions)):
-            for name, code in functions.items():
+        with own.importing(", ".join(name for name, _ in functions)):
+            for (name, has_turns), code in functions.items():
+                if has_turns:
+                    environments[name] = own.environment("task.datasets", name, code)
+                    continue
                 rewards[name] = (
                     taskset if name.startswith(taskset.PREFIX) else own
                 ).reward_function(name, code)
     loaded = {}
     for task, (source, arguments, _) in tasks.items():
         settings = Settings.of(arguments)
+        if settings.turns > 1:
+            environment = environments[settings.verifier]
+            loaded[task] = DatasetTask(task, source, settings, environment=environment)
+            continue
         loaded[task] = DatasetTask(task, source, settings, rewards.get(settings.verifier))
         if settings.verifier.startswith(taskset.PREFIX):
             loaded[task].prove()  # what it imports when it is first used, it imports now

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 
+from swarmnode.tasks.episodes import Run, act, scored
 from swarmnode.tasks.frames import ERROR_CHARACTERS, Question, Scored
 from swarmnode.tasks.openenv import (
     SECONDS,
@@ -15,9 +16,9 @@ from swarmnode.tasks.openenv import (
     Source,
     StepRefused,
     content_of,
-    seed_of,
 )
 from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.seeds import seed_of
 
 
 def by_url(question: Question) -> bool:
@@ -58,6 +59,8 @@ class Environments:
                     Session(source.url, self._seconds, self._alive)
                 )
                 self._check(session, source)
+            if (turns := TASKS[question.task].turns) > 1:
+                return _played(session, source, question, turns)
             return _scored(session, source, question)
         except (Failed, StepRefused) as error:
             if isinstance(error, Failed):
@@ -96,3 +99,28 @@ def _scored(session: Session, source: Source, question: Question) -> Scored:
             reward, errors, last = 0.0, errors + 1, str(error)[:ERROR_CHARACTERS]
         rewards.append(reward)
     return Scored(source.template.replace("{prompt}", prompt), rewards, errors, last)
+
+
+def _played(session: Session, source: Source, question: Question, turns: int) -> Scored:
+    """The question, and its episodes one after another, each from the start. Raises Failed,
+    StepRefused."""
+    seed = seed_of(question.seed, question.index)
+    prompt = session.reset(seed, source.observation)
+    failures, runs = list[Failed](), list[Run]()
+
+    def step(action: str) -> tuple[str, float, bool]:
+        try:
+            return session.act(source.action, action, source.observation)
+        except Failed as error:
+            failures.append(error)
+            raise
+
+    for number, actions in enumerate(question.actions):
+        if number and session.reset(seed, source.observation) != prompt:
+            raise StepRefused("the same seed gave two questions")
+        run = Run(source.template.replace("{prompt}", prompt), step)
+        act(turns, run, actions)
+        if failures:
+            raise failures[0]
+        runs.append(run)
+    return scored(runs, {}, source.template.replace("{prompt}", prompt))

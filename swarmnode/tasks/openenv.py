@@ -4,7 +4,8 @@ runs. docs/own-task.md is the guide.
     reset {seed} ─▶ an observation, of which one field is the question          step {field: answer}
     ─▶ the reward
 
-One turn, on a WebSocket of its own for each request (OpenEnv 0.10: one connection, one session).
+One turn, or an episode of several, on a WebSocket of its own for each request (OpenEnv 0.10: one
+connection, one session).
 The URL is this configuration's: neither a manifest nor a peer can name one, and no redirection is
 followed. What the server says is bounded in bytes and in seconds; whatever else it does is one line
 and no reward. Every member asks a server of its own, so only a private swarm may have such a task.
@@ -41,7 +42,6 @@ from wsproto.utilities import ProtocolError
 
 from swarmnode.errors import ConfigError, SwarmNodeError
 from swarmnode.files import write_atomically
-from swarmnode.tasks import seeds
 from swarmnode.tasks.dataset import PROMPT_CHARACTERS, check_asked
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class _Data(msgspec.Struct):
 
     observation: dict[str, msgspec.Raw] = {}
     reward: float | bool | None = None
+    done: bool = False
     message: str = ""
 
 
@@ -159,11 +160,7 @@ class Session:
                 f"{self._url}: its observation has no field {field!r}, only"
                 f" {', '.join(sorted(observation)[:12])[:200]}"
             )
-        raw = bytes(observation[field])
-        try:
-            text = msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise self._failed(error) from None
+        text = self._text(observation[field])
         if not 0 < len(text) <= PROMPT_CHARACTERS:
             raise Failed(
                 f"{self._url}: a question of {len(text)} characters, not 1 to {PROMPT_CHARACTERS}"
@@ -176,9 +173,24 @@ class Session:
         reward = self._ask("step", {field: answer}).reward
         if reward is None:
             raise StepRefused(
-                "the first step gave no reward: only environments of one turn can be trained on"
+                "the first step gave no reward: set turns to the most steps of an episode"
             )
         return float(reward)
+
+    def act(self, field: str, action: str, shown: str) -> tuple[str, float, bool]:
+        """One step of an episode: the text of the observation's field `shown` (none where it lacks
+        the field), the reward (0 where there is none), and whether the episode has ended. Raises
+        StepRefused."""
+        reply = self._ask("step", {field: action})
+        text = self._text(reply.observation[shown]) if shown in reply.observation else ""
+        return text, float(reply.reward or 0.0), reply.done
+
+    def _text(self, value: msgspec.Raw) -> str:
+        raw = bytes(value)
+        try:
+            return msgspec.json.decode(raw, type=str) if raw.startswith(b'"') else raw.decode()
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            raise self._failed(error) from None
 
     def _ask(self, kind: str, data: dict[str, object]) -> _Data:
         self._until, self._received = time.monotonic() + self._seconds, 0
@@ -274,13 +286,6 @@ def _connected(url: SplitResult, seconds: float) -> socket.socket:
         raise
 
 
-def seed_of(seed: int, index: int) -> int:
-    """The seed that a server is given for an address: 32 bits, since NumPy's generators take no
-    more, and odd for held-out questions."""
-    digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
-    return int.from_bytes(digest, "big") >> 1 << 1 | seeds.is_evaluation(seed)
-
-
 def content_of(session: Session, url: str, field: str) -> str:
     """What an environment asks, as 32 hex digits. Raises Failed, also where the same seed gives two
     questions, and StepRefused."""
@@ -301,7 +306,7 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     """
     where = f"task.datasets.{task}"
     check_asked(where, config)
-    known = {"source", "prompt", "answer", "template", "extract", "nothing_after"}
+    known = {"source", "prompt", "answer", "template", "extract", "nothing_after", "turns"}
     unused = sorted(config.model_fields_set - known)
     if unused:
         raise ConfigError(

@@ -12,6 +12,9 @@ gives an answer its reward, 0 to 1:
         word = "".join(rng.choice("abcdefgh") for _ in range(letters))
         return f"Spell this backward: {word}", lambda answer: float(answer == word[::-1])
 
+or, for an episode of several turns (`turns` in its settings), the first text and a function that
+takes an action and returns (observation, reward, done).
+
 Its code is part of its identity. Nodes with other code have another task version, and so are of
 another swarm.
 """
@@ -37,6 +40,7 @@ from typing import Any, TypeVar
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import seeds
 from swarmnode.tasks.builtin import Item, Value
+from swarmnode.wire.limits import TURNS as MOST_TURNS
 
 NAME = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_]*)*):([A-Za-z_][A-Za-z0-9_]*)")
 PROMPT_CHARACTERS = 8192
@@ -53,11 +57,14 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 WEIGHT = "weight."
 """Settings that begin so are weights of a reward's components, and are not given to the
 function."""
+TURNS = "turns"
+"""The setting that makes an episode task of a function: the most actions of an episode. The
+function is given it if it has a parameter of that name."""
 COMPONENTS = 8
 COMPONENT_CHARACTERS = 32
 
 T = TypeVar("T")
-Generator = Callable[..., tuple[str, Callable[[str], Value]]]
+Generator = Callable[..., tuple[str, Callable[[str], Any]]]
 RewardFunction = Callable[..., Sequence[Value | None]]
 """TRL's: `f(prompts, completions, **columns)`, lists of one length, returns one number for each
 completion, or None where it does not apply. More than TRL's: in place of a number, components by
@@ -165,12 +172,16 @@ class OwnTask:
     def __init__(self, task: str, source: Source, settings: Mapping[str, object]) -> None:
         """Raises ConfigError when the code is not what was hashed, or cannot be imported."""
         self._task = task
+        self._generate = environment("task.modules", task, source)
+        parameters = inspect.signature(self._generate).parameters
         self._settings = {
-            name: value for name, value in settings.items() if not name.startswith(WEIGHT)
+            name: value
+            for name, value in settings.items()
+            if not name.startswith(WEIGHT) and (name != TURNS or name in parameters)
         }
         self.weights = weights_of(settings)
-        self._generate: Generator = _imported("task.modules", task, source)
-        self._splits = "split" in inspect.signature(self._generate).parameters
+        self.turns = turns_of(settings)
+        self._splits, self._seeded = "split" in parameters, next(iter(parameters), "") == "seed"
 
     def item(self, seed: int, index: int) -> Item:
         """The question at (seed, index): for an evaluation seed one that training never asks.
@@ -180,25 +191,34 @@ class OwnTask:
         sixteenth of all prompts are held out.
         """
         held_out = seeds.is_evaluation(seed)
-        if self._splits:
-            return self._draw(
-                random.Random(seed + index), {"split": "test" if held_out else "train"}
-            )
-        item = self._draw(random.Random(seed + index), {})
+        item = self._draw(seed + index, held_out)
         for attempt in range(1, DRAWS):
-            if _is_held_out(item.prompt) == held_out:
+            if self._splits or _is_held_out(item.prompt) == held_out:
                 break
-            item = self._draw(random.Random(f"{seed + index} {attempt}"), {})
+            item = self._draw(f"{seed + index} {attempt}", held_out)
         return item
 
-    def _draw(self, rng: random.Random, split: Mapping[str, str]) -> Item:
-        prompt, reward = self._generate(rng, **split, **self._settings)
+    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
+        """Begin the episode of the question at an address. Its seed is odd for held-out questions
+        alone, so training never begins an episode of the evaluation."""
+        return self._generated(seeds.seed_of(seed, index), seeds.is_evaluation(seed))
+
+    def _generated(self, number: int | str, held_out: bool) -> tuple[str, Callable[[str], Any]]:
+        """What the function returns for a number that decides what it draws."""
+        split = {"split": "test" if held_out else "train"} if self._splits else {}
+        if not self._seeded:
+            return self._generate(random.Random(number), **split, **self._settings)
+        seed = number if isinstance(number, int) else random.Random(number).getrandbits(63)
+        return self._generate(seed, **split, **self._settings)
+
+    def _draw(self, number: int | str, held_out: bool) -> Item:
+        prompt, reward = self._generated(number, held_out)
         if not isinstance(prompt, str) or not 0 < len(prompt) <= PROMPT_CHARACTERS:
             raise TypeError(
                 f"{self._task} made a prompt that is not a text of 1 to {PROMPT_CHARACTERS}"
                 " characters"
             )
-        return Item(prompt, "", lambda answer: reward(answer))
+        return Item(prompt, "", lambda answer: _not_a_step(reward(answer)))
 
     def prove(self) -> None:
         """Make a few questions and judge an answer, locked in as it will be. Raises ConfigError for
@@ -220,6 +240,16 @@ class OwnTask:
             ) from error
 
 
+def _not_a_step(value: Any) -> Value:  # noqa: ANN401 # whatever the owner's code returns
+    if isinstance(value, tuple):
+        raise TypeError(
+            f"it returned a tuple, as an episode's step does: set {TURNS} in its settings to the"
+            " most actions of an episode"
+        )
+    result: Value = value
+    return result
+
+
 def _is_held_out(prompt: str) -> bool:
     return (
         int.from_bytes(
@@ -228,6 +258,18 @@ def _is_held_out(prompt: str) -> bool:
         % HELD_OUT
         == 0
     )
+
+
+def environment(setting: str, name: str, source: Source) -> Generator:
+    """The owner's `module:function`, or what begins an episode of `module:Class`. Runs its code.
+    Raises ConfigError."""
+    from swarmnode.tasks import tools
+
+    found = _imported(setting, name, source)
+    if not tools.is_environment(found):
+        return found
+    with bytecode():
+        return tools.generator(name, found)
 
 
 def reward_function(name: str, source: Source) -> RewardFunction:
@@ -242,6 +284,18 @@ def check_weights(where: str, settings: Mapping[str, object]) -> None:
     for name, value in settings.items():
         if name.startswith(WEIGHT) and not (isinstance(value, int | float) and 0 <= value < 1e6):
             raise ConfigError(f"{where}: {name} is {value!r}; a weight is a number from 0 on")
+
+
+def turns_of(settings: Mapping[str, object]) -> int:
+    """Return the most actions of an episode of a task with these settings; 1 where it has none."""
+    return int(str(settings.get(TURNS, 1)))
+
+
+def check_turns(where: str, settings: Mapping[str, object]) -> None:
+    """Raises ConfigError for a number of turns that is none."""
+    turns = settings.get(TURNS, 1)
+    if type(turns) is not int or not 1 <= turns <= MOST_TURNS:
+        raise ConfigError(f"{where}: {TURNS} is {turns!r}, not a whole number, 1 to {MOST_TURNS}")
 
 
 def weights_of(settings: Mapping[str, object]) -> dict[str, float]:
@@ -421,14 +475,26 @@ def load(tasks: Mapping[str, tuple[Source, Mapping[str, object]]]) -> dict[str, 
 
 
 @contextlib.contextmanager
+def bytecode() -> Iterator[None]:
+    """Around imports of a library, from its bytecode where there is some: it takes seconds
+    otherwise, and a task's version names the library's version, not its bytes."""
+    prefix, sys.pycache_prefix = sys.pycache_prefix, None
+    try:
+        yield
+    finally:
+        sys.pycache_prefix = prefix
+
+
+@contextlib.contextmanager
 def importing(names: str) -> Iterator[None]:
     """Around imports of an owner's code in the scorer child. Raises ConfigError when they left a
     thread behind."""
     # bytecode is found by the time and size of its source; we go by content
     sys.pycache_prefix = os.devnull
+    before = set(os.environ)
     os.environ.update(dict.fromkeys(THREADS, "1"))
     yield
-    for name in THREADS:
+    for name in set(os.environ) - before:  # some libraries set variables of their own
         del os.environ[name]
     if sys.platform == "linux" and (threads := len(os.listdir("/proc/self/task"))) > 1:
         remedy = (

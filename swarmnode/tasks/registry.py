@@ -21,7 +21,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.tasks import builtin, dataset, own, taskset, verifiers
+from swarmnode.install import install_command
+from swarmnode.tasks import builtin, dataset, games, own, taskset, verifiers
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
@@ -39,10 +40,10 @@ class TaskSpec:
     """One task: where its questions come from and how long an answer may be."""
 
     id: str
-    kind: Literal["builtin", "reasoning_gym", "own", "dataset", "environment"]
+    kind: Literal["builtin", "reasoning_gym", "game", "own", "dataset", "environment"]
     generator: str
     """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as
-    `arithmetic.chain_sum`, `module:function`, a dataset's verifier, `openenv`."""
+    `arithmetic.chain_sum`, `module:function`, a game, a dataset's verifier, `openenv`."""
     settings: Mapping[str, object]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
@@ -57,6 +58,8 @@ class TaskSpec:
     """The same when `extract` is `auto` and nothing marks the answer."""
     environment: openenv.Source | None = None
     """The operator's own server."""
+    turns: int = 1
+    """Most actions of an episode, 1 to 32; above 1 the task is an episode task."""
     nothing_after: bool = False
     """A completion in which something follows the answer earns 0."""
 
@@ -144,11 +147,15 @@ _SPECS = (
         max_iterations=1000,
     ),
 )
-_OURS = {spec.id: spec for spec in _SPECS}
+OWN_ANSWER_BYTES = 4096
+_OURS = {spec.id: spec for spec in _SPECS} | {
+    task: TaskSpec(task, "game", game.name, game.settings, OWN_ANSWER_BYTES, turns=game.turns)
+    for task, game in games.GAMES.items()
+}
 _TASKS = dict(_OURS)
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
 """Allow-list, by task id: those above, and those that this process was told of by `install`."""
-OWN_ANSWER_BYTES = 4096
+_LOADED_GAMES = set[str]()
 LARGEST_SETTING = 10**6
 """Bound of a generator's number, by which it may loop."""
 DATASETS = "datasets"
@@ -180,8 +187,10 @@ def task_version(task_id: str) -> str:
     """16 hex digits over everything that decides a question and its reward: nodes with equal
     versions regenerate equal questions.
 
-    Raises KeyError for a task that is not on the list, Unavailable when reasoning-gym is not
-    installed.
+    For an episode task this plays some episodes in two scorer children, which takes a second.
+
+    Raises KeyError for a task that is not on the list, Unavailable when its library is not
+    installed, ConfigError for an environment that is not deterministic.
     """
     spec = TASKS[task_id]
     if spec.rows is not None:
@@ -197,15 +206,17 @@ def task_version(task_id: str) -> str:
         source = ["own/2", spec.source.content]
     elif spec.kind == "builtin":
         source = ["swarmnode", builtin.VERSION]
+    elif spec.kind == "game":
+        library = games.GAMES[task_id].library
+        source = [library, _installed(library, task_id), games.VERSION]
     else:
-        try:
-            source = ["reasoning-gym", importlib.metadata.version("reasoning-gym")]
-        except importlib.metadata.PackageNotFoundError:
-            raise Unavailable(
-                f"task {task_id} needs reasoning-gym, which is not installed"
-            ) from None
-    if spec.kind in ("builtin", "reasoning_gym") and spec.extract != "tag":
+        source = ["reasoning-gym", _installed("reasoning-gym", task_id)]
+    if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         source = [*source, spec.extract]
+    if spec.turns > 1 and spec.environment is None:  # a server is asked before it has a version
+        from swarmnode.tasks.determinism import transcript_hash
+
+        source = [*source, transcript_hash(spec)]
     if spec.kind in ("dataset", "environment") and spec.nothing_after:
         source = [*source, "nothing_after"]
     canonical = json.dumps(
@@ -222,19 +233,36 @@ def task_version(task_id: str) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
+def _installed(package: str, task_id: str) -> str:
+    """The installed version of what a task needs. Raises Unavailable."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "" if package == "reasoning-gym" else f": {install_command(package)}"
+        raise Unavailable(
+            f"task {task_id} needs {package}, which is not installed{remedy}"
+        ) from None
+
+
 def task_weights(task_id: str) -> dict[str, float]:
     """Weights of the components of a task's rewards, by name; one that is not there weighs 1."""
     spec = TASKS.get(task_id)
     return own.weights_of(spec.settings) if spec is not None else {}
 
 
-def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]) -> None:
+def install(
+    modules: Sequence[str],
+    settings: Mapping[str, Mapping[str, object]],
+    names: Iterable[str] = (),
+) -> None:
     """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for
     this process. None of them is run.
 
-    No name in a manifest, which is a stranger's, gets here. Raises ConfigError when one cannot be
-    found.
+    No name in a manifest, which is a stranger's, gets here as a module. names: tasks that are
+    trained on; the scorers of this process load the libraries of the games among them. Raises
+    ConfigError when a module cannot be found.
     """
+    _LOADED_GAMES.update(name for name in names if name in games.GAMES)
     for task in modules:
         if len(task) > TASK_ID_BYTES:
             raise ConfigError(f"task.modules: {task!r} is longer than {TASK_ID_BYTES} characters")
@@ -245,10 +273,13 @@ def install(modules: Sequence[str], settings: Mapping[str, Mapping[str, object]]
                 " reasoning-gym have"
             )
         own.check_weights(f"task.settings.{task}", arguments)
-        _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, own.find(task))
+        own.check_turns(f"task.settings.{task}", arguments)
+        source, turns = own.find(task), own.turns_of(arguments)
+        _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, source, turns=turns)
     for task, given in settings.items():
         if task in _OURS:
-            _TASKS[task] = _adjusted(_OURS[task], given)
+            spec = _OURS[task]
+            _TASKS[task] = (_game if spec.kind == "game" else _adjusted)(spec, given)
         elif task not in modules:
             raise ConfigError(
                 f"task.settings: {task!r} is neither in task.modules nor a task of ours; a dataset"
@@ -307,6 +338,35 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
     )
 
 
+def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
+    """A library's game with the settings of this node's owner. Raises ConfigError."""
+    where, settings, extract = f"task.settings.{spec.id}", dict(spec.settings), spec.extract
+    for name, value in given.items():
+        if name == "extract" and value in (*EXTRACTS, "auto"):
+            extract = str(value)
+        elif name not in settings:
+            known = ", ".join(["extract", *settings])
+            raise ConfigError(f"{where}: {name!r} cannot be set to {value!r}; there are {known}")
+        elif type(value) is not type(settings[name]):
+            raise ConfigError(
+                f"{where}: {name} is {value!r}, not a value such as {settings[name]!r}"
+            )
+        else:
+            settings[name] = value
+    own.check_turns(where, settings)
+    return replace(
+        spec,
+        settings=MappingProxyType(settings),
+        extract=extract,
+        turns=own.turns_of(settings),
+    )
+
+
+def loaded_games() -> list[TaskSpec]:
+    """Return the games whose libraries the scorers of this process load."""
+    return [TASKS[name] for name in sorted(_LOADED_GAMES)]
+
+
 def _is_number(value: object, before: object) -> bool:
     return type(value) in (int, type(before)) and 0 <= float(str(value)) <= LARGEST_SETTING
 
@@ -319,7 +379,7 @@ def adjusted() -> dict[str, dict[str, object]]:
             key: value for key, value in TASKS[name].settings.items() if value != spec.settings[key]
         }
         for name, spec in _OURS.items()
-        if TASKS[name].settings != spec.settings
+        if spec.kind != "game" and TASKS[name].settings != spec.settings
     }
 
 
@@ -361,6 +421,13 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             arguments["verifiers"] = taskset.release()
         elif known is None:  # by these names its reward function is given them
             arguments |= {"prompt": config.prompt, "answer": config.answer}
+        if config.turns > 1:
+            if known is not None or by_taskset:
+                raise ConfigError(
+                    f"task.datasets.{task}: {own.TURNS} is for an environment of yours: name it as"
+                    " verifier, module:function or module:Class"
+                )
+            arguments[own.TURNS] = config.turns
         arguments |= {own.WEIGHT + name: weight for name, weight in sorted(config.weights.items())}
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:
@@ -373,11 +440,12 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             "dataset",
             config.verifier,
             MappingProxyType(arguments),
-            dataset.ANSWER_BYTES if known is not None else TEXT_BYTES,
+            dataset.ANSWER_BYTES if known is not None or config.turns > 1 else TEXT_BYTES,
             code,
             rows,
             "whole" if known is None and config.extract == "auto" else config.extract,
             known.fallback if known is not None else "whole",
+            turns=config.turns,
             nothing_after=config.nothing_after,
         )
     task_version.cache_clear()
@@ -402,19 +470,22 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
     from swarmnode.tasks import openenv
 
     found = openenv.prepare(task, config, directory)
-    settings = {
+    settings: dict[str, object] = {
         "observation": found.observation,
         "action": found.action,
         "template": found.template,
     }
+    if config.turns > 1:
+        settings[own.TURNS] = config.turns
     return TaskSpec(
         task,
         "environment",
         "openenv",
         MappingProxyType(settings),
-        TEXT_BYTES,
+        TEXT_BYTES if config.turns == 1 else OWN_ANSWER_BYTES,
         environment=found,
         extract="whole" if config.extract == "auto" else config.extract,
+        turns=config.turns,
         nothing_after=config.nothing_after,
     )
 

@@ -8,6 +8,7 @@ forgets every request. A request it cannot parse ends it: its client starts anot
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -17,21 +18,23 @@ from typing import NoReturn
 import msgspec
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import builtin, dataset, frames, own, sandbox
+from swarmnode.tasks import builtin, dataset, frames, games, own, sandbox
+from swarmnode.tasks.episodes import Player, prove
+from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS, TaskSpec, adjusted, install
 
 _STDIN, _STDOUT = 0, 1
+Settings = Mapping[str, object]
 
 
 class Judge:
     """All tasks, ready to be asked."""
 
-    def __init__(
-        self, tasks: Mapping[str, own.OwnTask | dataset.DatasetTask] | None = None
-    ) -> None:
-        """`tasks`: those that the node's owner brings, datasets included."""
+    def __init__(self, tasks: Mapping[str, Brought] | None = None) -> None:
+        """`tasks`: those that the node's owner brings, datasets and games included."""
         self._own = tasks or {}
+        self._player = Player()
         gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
         self._gym = {
             spec.id: [_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)]
@@ -42,18 +45,22 @@ class Judge:
         """The question at an address. Raises KeyError for a task that is not on the allow-list."""
         if task_id in self._gym:
             return self._gym[task_id][difficulty].item(seed, index)
-        if (brought := self._own.get(task_id)) is not None:
-            return (
-                brought.item(seed, index, difficulty)
-                if isinstance(brought, dataset.DatasetTask)
-                else brought.item(seed, index)
-            )
+        brought = self._own.get(task_id)
+        if isinstance(brought, dataset.DatasetTask):
+            return brought.item(seed, index, difficulty)
+        if isinstance(brought, own.OwnTask):
+            return brought.item(seed, index)
         spec = TASKS[task_id]
         return builtin.GENERATORS[spec.generator](seed + index, **spec.settings)
 
     def score(self, question: frames.Question) -> frames.Scored:
         task = self._own.get(question.task)
+        if task is not None and task.turns > 1:
+            return self._player.play(task, question)
         return judge(question, self.item, task.weights if task is not None else {})
+
+
+Brought = own.OwnTask | dataset.DatasetTask | GameTask
 
 
 def _gym_task(spec: TaskSpec) -> GymTask:
@@ -118,15 +125,26 @@ def judge(
     return scored
 
 
+class Discarded(io.TextIOBase):
+    """Standard output of the owner's code and of libraries: the descriptor is for responses."""
+
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
     """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request
-    may use; `told`: the owner's tasks and datasets as JSON, see `child.own_tasks`."""
+    may use; `told`: the owner's tasks, datasets and games as JSON, see `child.brought_tasks`."""
+    sys.stdout = Discarded()
     try:
         tasks = _load(frames.decode_brought(told))
         judge = Judge(tasks)
         layers = sandbox.enter(parent)
-        for task in tasks.values():
-            task.prove()
+        for name, task in tasks.items():
+            if task.turns > 1:
+                prove(name, task)
+            elif not isinstance(task, GameTask):
+                task.prove()
         _prove_settings(judge)
     except ConfigError as error:
         _give_up(" ".join(str(error).split()))
@@ -137,23 +155,22 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
         _write(frames.encode_scored([judge.score(question) for question in questions]))
 
 
-def _load(brought: list[frames.Brought]) -> dict[str, own.OwnTask | dataset.DatasetTask]:
-    """The owner's tasks and datasets. Runs the owner's code. Raises ConfigError."""
-    install(
-        [],
-        {each.task: each.settings for each in brought if each.rows is None and each.code is None},
-    )
-    datasets = {
-        each.task: (each.rows, each.settings, each.code)
-        for each in brought
-        if each.rows is not None
-    }
-    modules = {
-        each.task: (each.code, each.settings)
-        for each in brought
-        if each.rows is None and each.code is not None
-    }
-    return {**own.load(modules), **dataset.load(datasets)}
+def _load(brought: list[frames.Brought]) -> dict[str, Brought]:
+    """The owner's tasks, datasets and games. Runs the owner's code. Raises ConfigError."""
+    ours, named = dict[str, Settings](), dict[str, Settings]()
+    modules = dict[str, tuple[own.Source, Settings]]()
+    datasets = dict[str, tuple[dataset.Source, Settings, own.Source | None]]()
+    for each in brought:
+        if each.rows is not None:
+            datasets[each.task] = (each.rows, each.settings, each.code)
+        elif each.code is not None:
+            modules[each.task] = (each.code, each.settings)
+        elif each.task in games.GAMES:
+            named[each.task] = each.settings
+        else:
+            ours[each.task] = each.settings
+    install([], ours)
+    return {**games.load(named), **own.load(modules), **dataset.load(datasets)}
 
 
 def _read_frame() -> bytes | None:

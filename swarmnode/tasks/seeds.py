@@ -103,6 +103,13 @@ def is_evaluation(seed: int) -> bool:
     return bool(seed & EVALUATION_BIT)
 
 
+def seed_of(seed: int, index: int) -> int:
+    """Return an environment's seed for an address: 32 bits, since NumPy's generators take no more,
+    and odd for held-out questions alone."""
+    digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1 << 1 | is_evaluation(seed)
+
+
 def is_address(seed: int, index: int) -> bool:
     """Whether (seed, index) can be a question's address at all: seed a multiple of 2**20 in 0 to
     2**63 - 1, index in 0 to 2**20 - 1."""

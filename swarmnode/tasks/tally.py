@@ -63,8 +63,9 @@ class Tally:
         self._groups += len(questions)
         results: list[Scored | ScoreError] = []
         for question, result in zip(questions, scored, strict=True):
-            self._completions += len(question.answers)
+            self._completions += len(question.answers) + len(question.actions)
             self._not_looked_at += question.answers.count(None)
+            self._not_looked_at += sum(None in actions for actions in question.actions)
             if result.error:
                 self._reward_errors[question.task] += result.errors or 1
                 self._last_reward_error = f"{question.task}: {result.error}"

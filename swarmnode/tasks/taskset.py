@@ -129,11 +129,6 @@ def reward_function(source: str, code: own.Source) -> own.RewardFunction:
 
 
 def _verifiers() -> ModuleType:
-    """The package, from its bytecode where there is some: it takes seconds otherwise, and nobody's
-    task version hangs on its bytes."""
-    prefix, sys.pycache_prefix = sys.pycache_prefix, None
-    try:
+    with own.bytecode():
         import verifiers.v1 as vf
-    finally:
-        sys.pycache_prefix = prefix
     return vf

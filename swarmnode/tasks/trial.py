@@ -44,6 +44,58 @@ class Tried:
     """Names of what an owner's reward function is given."""
 
 
+@dataclass(frozen=True)
+class Played:
+    """One episode that a person or a script has played."""
+
+    prompt: str
+    held_out: bool
+    actions: tuple[str, ...]
+    observations: tuple[str, ...]
+    done: bool
+    """False if it was left before its end."""
+    reward: float
+    error: str
+    """What went wrong in the task's own code, with file and line."""
+
+
+def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | None]) -> Played:
+    """Play an episode of `task`, a held-out one if `number` is odd.
+
+    Args:
+        act: Everything that the environment has said so far → the next action, or None to leave.
+
+    Raises:
+        TaskUnknown, ScorerFailed: as a scorer does.
+    """
+    ref, actions = _ref(task, number), list[str]()
+    with Scorer() as scorer:
+        scored = scorer.score(ref, [actions])
+        while not scored.episodes[0].done:
+            action = act([scored.prompt, *scored.episodes[0].observations])
+            if action is None:
+                break
+            actions.append(action)
+            scored = scorer.score(ref, [actions])
+    (episode,) = scored.episodes
+    return Played(
+        scored.prompt,
+        bool(number % 2),
+        tuple(actions),
+        tuple(episode.observations),
+        episode.done,
+        scored.rewards[0],
+        scored.error,
+    )
+
+
+def _ref(task: str, number: int) -> TaskRef:
+    """The question number `number`; every other one is held out."""
+    seed, index = task_seed(_SWARM, _PEER, number, task)
+    seed = evaluation_seed(task) if number % 2 else seed
+    return TaskRef(task, task_version(task), seed, index)
+
+
 def try_task(
     task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS
 ) -> list[Tried]:
@@ -52,11 +104,8 @@ def try_task(
 
     Raises TaskUnknown, ScorerFailed.
     """
-    spec, version = TASKS[task], task_version(task)
-    refs = []
-    for number in range(count):
-        seed, index = task_seed(_SWARM, _PEER, number, task)
-        refs.append(TaskRef(task, version, evaluation_seed(task) if number % 2 else seed, index))
+    spec = TASKS[task]
+    refs = [_ref(task, number) for number in range(count)]
     with Scorer() as scorer:
         asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)
         rights = [

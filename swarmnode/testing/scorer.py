@@ -8,7 +8,16 @@ from collections.abc import Callable, Sequence
 import trio
 
 from swarmnode.tasks import builtin, dataset, own
-from swarmnode.tasks.frames import Scored, ScoreError, ScorerFailed, TaskUnknown, prepare
+from swarmnode.tasks.episodes import EpisodeTask, Player
+from swarmnode.tasks.frames import (
+    CompletionText,
+    Scored,
+    ScoreError,
+    ScorerFailed,
+    TaskUnknown,
+    prepare,
+)
+from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.gym import GymTask
 from swarmnode.tasks.registry import TASKS, TaskSpec
 from swarmnode.tasks.scorer import judge
@@ -31,9 +40,11 @@ class InProcessScorer:
         self.seconds = seconds
         self.calls = 0
         self._tasks: dict[tuple[str, int], Items] = {}
+        self._episode_tasks: dict[str, EpisodeTask] = {}
+        self._player = Player()
 
     async def score_many(
-        self, items: Sequence[tuple[TaskRef, Sequence[str]]]
+        self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]:
         """A result for each of `items`, (question, completions); what cannot be scored has the
         error in its place."""
@@ -41,19 +52,39 @@ class InProcessScorer:
         await trio.sleep(self.seconds)
         return [self._score(ref, texts) for ref, texts in items]
 
-    def _score(self, ref: TaskRef, texts: Sequence[str]) -> Scored | ScoreError:
+    def _score(self, ref: TaskRef, texts: Sequence[CompletionText]) -> Scored | ScoreError:
         try:
             question = prepare(ref, texts)
         except TaskUnknown as unknown:
             return unknown
-        if any(self.poison in text for text in texts):
+        said = [text for each in texts for text in ([each] if isinstance(each, str) else each)]
+        if any(self.poison in text for text in said):
             return ScorerFailed("poisoned")
+        if TASKS[ref.id].turns > 1:
+            return self._player.play(self._episode_task(TASKS[ref.id]), question)
         return judge(question, self._item)
+
+    def _episode_task(self, spec: TaskSpec) -> EpisodeTask:
+        if spec.id not in self._episode_tasks:
+            self._episode_tasks[spec.id] = _episode_task(spec)
+        return self._episode_tasks[spec.id]
 
     def _item(self, task_id: str, seed: int, index: int, difficulty: int) -> builtin.Item:
         if (task_id, difficulty) not in self._tasks:
             self._tasks[task_id, difficulty] = _items(TASKS[task_id].at(difficulty), difficulty)
         return self._tasks[task_id, difficulty](seed, index)
+
+
+def _episode_task(spec: TaskSpec) -> EpisodeTask:
+    """An episode task. Runs the code of a task of your own."""
+    if spec.rows is not None:
+        assert spec.source is not None
+        settings = dataset.Settings.of(spec.settings)
+        environment = own.environment("task.datasets", settings.verifier, spec.source)
+        return dataset.DatasetTask(spec.id, spec.rows, settings, environment=environment)
+    if spec.source is not None:
+        return own.OwnTask(spec.id, spec.source, spec.settings)
+    return GameTask(spec.id, spec.settings)
 
 
 def _items(spec: TaskSpec, difficulty: int) -> Items:

@@ -21,7 +21,7 @@ def main() -> int:
     die_with_parent()
     progress = Progress()
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
-    registry.install(config.task.modules, config.task.settings)
+    registry.install(config.task.modules, config.task.settings, config.task.names)
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     progress("loading torch")

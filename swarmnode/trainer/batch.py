@@ -20,6 +20,7 @@ import torch
 
 from swarmnode.policy.generate import GroupSample
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import PolicyText
 from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, zero_advantage
 
 
@@ -58,9 +59,9 @@ class TrainingGroup:
     """G completions of one question, ready to learn from."""
 
     rows: list[Row]
-    """(G,) of (prompt ids, completion ids)."""
+    """(G,)."""
     old_logprobs: list[list[float]]
-    """(G, T_i) what the ratio is taken against."""
+    """(G, T_i) what the ratio is taken against; 0 at ids that were not sampled."""
     rewards: list[float]
     """(G,)."""
     weights: list[float]
@@ -75,8 +76,8 @@ class TrainingGroup:
     parts: Parts | None = None
     """What the rewards are made of; None where they are single numbers."""
     learnt: list[int] = field(default_factory=list)
-    """(G,) number of first tokens that a peer's completion teaches, if its advantage is positive;
-    with any other it teaches nothing. Empty: all tokens of all completions."""
+    """(G,) number of first ids that a peer's completion teaches, if its advantage is positive; with
+    any other it teaches nothing. Empty: all ids of all completions."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Rows:
 
     def length(self, i: int) -> int:
         """Return the number of tokens of completion `i` as it was sampled."""
-        return self.lengths[i] if self.lengths else len(self.rows[i][1])
+        return self.lengths[i] if self.lengths else self.rows[i].tokens
 
     def is_sampled(self, i: int) -> bool:
         """Whether what is recorded of row `i` is its sampler's, to be corrected for."""
@@ -126,7 +127,7 @@ def own_group(
     sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
 ) -> TrainingGroup:
     """A group sampled here, with the rewards of the scorer."""
-    rows = [(sample.prompt_ids, completion.ids) for completion in sample.completions]
+    rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
     return TrainingGroup(
@@ -138,6 +139,30 @@ def own_group(
         sampler_logprobs=logprobs,
         parts=parts,
     )
+
+
+def episode_row(
+    text: PolicyText,
+    prompt_ids: list[int],
+    turns: Sequence[Sequence[int]],
+    observations: Sequence[str],
+) -> Row:
+    """The row of an episode: the sampled ids of each turn, and between two turns what the chat
+    template makes of the observation.
+
+    Args:
+        turns: Sampled ids of each action, none empty.
+        observations: The text after each action; the one after the last action is not looked at.
+    """
+    ids, sampled = list[int](), list[bool]()
+    for number, turn in enumerate(turns):
+        if number:
+            between = text.observation_ids(observations[number - 1], turns[number - 1][-1])
+            ids += between
+            sampled += [False] * len(between)
+        ids += turn
+        sampled += [True] * len(turn)
+    return Row(prompt_ids, ids, sampled)
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
@@ -156,7 +181,7 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
     if not shape_to:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
-    lengths = [len(completion) for _, completion in group.rows]
+    lengths = [row.longest_turn for row in group.rows]
     values = [
         [*r, -overlong_penalty(n, c, shape_to)]
         for r, n, c in zip(earned.values, lengths, cut, strict=True)
@@ -179,17 +204,16 @@ def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]
 
     One of which nothing is learnt stays whole and has the share 0, so that no row is empty."""
     found = []
-    for i, (row, old) in enumerate(zip(group.rows, group.old_logprobs, strict=True)):
+    rows = [Row(*row) for row in group.rows]  # a plain pair is a row as well
+    for i, (row, old) in enumerate(zip(rows, group.old_logprobs, strict=True)):
         count = group.learnt[i] if group.learnt else len(old)
         if group.learnt and advantages[i] <= 0:
             count = 0
-        share = count / max(1, len(old))
-        whole = count in (0, len(old))
-        found.append(
-            Learnt(row, old, share)
-            if whole
-            else Learnt((row[0], row[1][:count]), old[:count], share)
-        )
+        if count in (0, len(old)):
+            found.append(Learnt(row, old, float(count > 0)))
+        else:
+            cut = row.first(count)
+            found.append(Learnt(cut, old[:count], cut.tokens / row.tokens))
     return found
 
 
@@ -204,10 +228,10 @@ def assemble(
     """Advantages of every group, and all rows one after the other. Groups may have different G.
 
     per_sequence: the objective divides each completion by its length (`grpo`, `gspo`), so that one
-    of which a part is learnt weighs that part. shape_to: the longest completion, where being long
-    costs reward; 0 is off. mask_cut: completions that were cut teach nothing. A reward's components
-    and length are apart: `gdpo` normalises each by itself, the other estimators add them up by
-    their weights.
+    of which a part is learnt weighs that part. shape_to: the longest completion, of an episode the
+    longest turn, where being long costs reward; 0 is off. mask_cut: completions that were cut teach
+    nothing. A reward's components and length are apart: `gdpo` normalises each by itself, the other
+    estimators add them up by their weights.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]
@@ -241,13 +265,13 @@ def assemble(
         groups=[i for i, g in enumerate(groups) for _ in g.rows],
         external=[bool(g.peer) for g in groups for _ in g.rows],
         sampler_logprobs=[
-            sampler[: len(each.row[1])]
+            sampler[: len(each.row.completion)]
             for each, sampler in zip(
                 learnt,
                 (s for g in groups for s in g.sampler_logprobs or [[]] * len(g.rows)),
                 strict=True,
             )
         ],
-        lengths=[len(completion) for g in groups for _, completion in g.rows],
+        lengths=[Row(*row).tokens for g in groups for row in g.rows],
         masked=masked,
     )

@@ -104,9 +104,9 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
-        """Completions of each prompt, in order."""
+        """Completions of each prompt, a question or ids, in order."""
         ...
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
@@ -394,7 +394,7 @@ class WholePolicy:
         return self._policy.random_generator(seed)
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         batcher, own = self._memory.generation, self._own()
         if isinstance(self._generation, ServerFirst):

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.drops import DropTally, TrainerDrops
+from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
+from swarmnode.policy.logprobs import Row
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.trainer.measure import standard_error
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
@@ -85,22 +88,33 @@ class Evaluation:
         ]
         cfg = self._training
         generator = engine.random_generator(GENERATOR_SEED)
-        prompts = [prompt for _, prompt in asked]
-        groups = engine.generate(
-            prompts,
-            Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p),
-            generator,
+        sampling = Sampling(COMPLETIONS, cfg.max_completion_length, cfg.temperature, cfg.top_p)
+        lockstep = Lockstep(
+            lambda prompts, count: engine.generate(
+                prompts, sampling.with_generations(count), generator
+            )
         )
+        answered = answer_all(lockstep, engine.text, self._scorer, asked)
+        for (ref, _), sample in zip(asked, answered, strict=True):
+            if sample is None:
+                self._drops.drop("not_scored", task=ref.id, error="its environment failed")
+        asked = [each for each, sample in zip(asked, answered, strict=True) if sample is not None]
+        groups = [sample for sample in answered if sample is not None]
         # a newcomer has no others yet
         engine.remember(
-            [], [(group.prompt_ids, c.ids) for group in groups for c in group.completions]
+            [],
+            [
+                Row(group.prompt_ids, c.ids, c.sampled)
+                for group in groups
+                for c in group.completions
+            ],
         )
-        tokens = sum(len(c.ids) for group in groups for c in group.completions)
+        tokens = sum(sampled_tokens(c) for group in groups for c in group.completions)
         counters.tokens_total += tokens
         counters.evaluation_tokens_total += tokens
         scored = self._scorer.score_many(
             [
-                (ref, [c.text for c in group.completions])
+                (ref, [judged_text(c) for c in group.completions])
                 for (ref, _), group in zip(asked, groups, strict=True)
             ]
         )

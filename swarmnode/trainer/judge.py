@@ -45,16 +45,16 @@ from swarmnode.rl.corrections import (
     spot_check,
     surprise_check,
 )
-from swarmnode.rollouts.groups import ExternalGroup, Outcome
+from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
-from swarmnode.trainer.batch import TrainingGroup, parts_of
+from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
 from swarmnode.trainer.quota import TokenQuota
-from swarmnode.wire.messages import Completion
-from swarmnode.wire.tensors import unpack_ids, unpack_logprobs
+from swarmnode.wire.tensors import unpack_logprobs
 
 Scored = tuple[list[float], list[float]]
-"""(log-probabilities, entropies) of one completion's T tokens under our policy, nats."""
+"""(log-probabilities, entropies) of one completion's T ids under our policy, nats; 0 at ids that
+were not sampled."""
 Score = Callable[[Sequence[Row], float], list[Scored]]
 """What scores rows at a temperature, without gradient."""
 
@@ -180,13 +180,14 @@ def _weighed(
 ) -> TrainingGroup:
     """Return what is learnt from a group. Raises GroupRefused."""
     ours = _numbers(scored)
-    outcome, weights = believe(group.rewards, ours, policy, checks)
+    outcome, weights = believe(group.rewards, _at_sampled(rows, ours), policy, checks)
     correction: list[float] = []
     if outcome == "used":
         # what the peer says is of its policy at its temperature
         theirs = group.group.sampling.temperature
         comparable = ours if theirs == temperature else _numbers(*_scored(score, [rows], theirs))
-        outcome, correction = compare(group, [chosen for chosen, _ in comparable], policy, checks)
+        at_sampled = [chosen for chosen, _ in _at_sampled(rows, comparable)]
+        outcome, correction = compare(group, at_sampled, policy, checks)
     if outcome != "used":
         raise GroupRefused(outcome)
     weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
@@ -219,12 +220,24 @@ def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) 
     mean = statistics.fmean(accepted.rewards)
     better = [reward > mean for reward in accepted.rewards]
     learnt = [
-        0 if is_better and count and not quota.takes(task, ids, count) else count
-        for count, is_better, (_, ids) in zip(accepted.learnt, better, accepted.rows, strict=True)
+        0
+        if is_better
+        and count
+        and not quota.takes(task, row.at_sampled(row.completion), row.first(count).tokens)
+        else count
+        for count, is_better, row in zip(accepted.learnt, better, accepted.rows, strict=True)
     ]
     if not any(count and is_better for count, is_better in zip(learnt, better, strict=True)):
         raise GroupRefused("drift")
     return replace(accepted, learnt=learnt)
+
+
+def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
+    """Return the scores of sampled tokens only."""
+    return [
+        (row.at_sampled(chosen), row.at_sampled(spread))
+        for row, (chosen, spread) in zip(rows, scored, strict=True)
+    ]
 
 
 def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
@@ -287,7 +300,7 @@ def reserve(room: int) -> int:
 def rows_of(
     group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks
 ) -> list[Row]:
-    """(prompt ids, completion ids) of each completion, (G,). Raises GroupRefused."""
+    """The row of each completion, (G,). Raises GroupRefused."""
     theirs = group.group.sampling.temperature
     if (
         not temperature / checks.temperature_factor
@@ -301,32 +314,56 @@ def rows_of(
         raise GroupRefused("no_ids")
     try:
         prompt = policy.encode_prompt(group.prompt)
-        answers = [completion_ids(policy, group, each) for each in group.group.completions]
+        rows = [
+            completion_row(policy, group, prompt, number)
+            for number in range(len(group.group.completions))
+        ]
     except Incompatible as error:
         raise GroupRefused("untokenizable", str(error)) from None
-    longest = len(prompt) + max(map(len, answers))
+    longest = len(prompt) + max(len(row.completion) for row in rows)
     if policy.context is not None and longest > policy.context:
         raise GroupRefused(
             "too_long", f"{longest:,} tokens, the model's context is {policy.context:,}"
         )
-    return [(prompt, answer) for answer in answers]
+    return rows
 
 
-def completion_ids(policy: PolicyText, group: ExternalGroup, completion: Completion) -> list[int]:
-    """Ids to train on: the sender's where it has our tokenizer, else its text in our tokens.
+def completion_row(policy: PolicyText, group: ExternalGroup, prompt: list[int], number: int) -> Row:
+    """The row of one completion: the sender's ids where it has our tokenizer, else its text in our
+    tokens. Between the actions of an episode are the observations of our own replay, in our own
+    template.
 
     Raises Incompatible when the text has no tokens here; GroupRefused when ids and text disagree
     (the text earned the reward, and the ids would be trained on), or the ids hold what no text
     shows.
     """
-    if not completion.token_ids or group.group.tokenizer != policy.tokenizer_hash:
-        return policy.tokenize_completion(completion.text, completion.finish)
-    ids = policy.check_ids(unpack_ids(completion.token_ids).tolist())
+    completion = group.group.completions[number]
+    comparable = completion.token_ids and group.group.tokenizer == policy.tokenizer_hash
+    texts = actions(completion)
+    finishes = ["eos"] * (len(texts) - 1) + [completion.finish]
+    if comparable:
+        turns = [
+            checked_ids(policy, ids, text, finish)
+            for ids, text, finish in zip(turn_ids(completion), texts, finishes, strict=True)
+        ]
+    else:
+        turns = [
+            policy.tokenize_completion(text, finish)
+            for text, finish in zip(texts, finishes, strict=True)
+        ]
+    if not completion.turns:
+        return Row(prompt, turns[0])
+    return episode_row(policy, prompt, turns, group.observations[number])
+
+
+def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> list[int]:
+    """`ids`, which a peer says are the tokens of `text`. Raises as `completion_row`."""
+    ids = policy.check_ids(ids)
     ends = ids[-1] in policy.eos_ids
     if (
-        ends != (completion.finish == "eos")
+        ends != (finish == "eos")
         or any(i in policy.eos_ids for i in ids[:-1])
-        or policy.decode(ids) != completion.text
+        or policy.decode(ids) != text
     ):
         raise GroupRefused("forged_ids")
     if policy.hides(ids):
@@ -340,9 +377,9 @@ def believe(
     """Whether our policy, or one near it, may have sampled this group, and what each completion's
     worst stretch leaves of its weight.
 
-    rewards (G,); scored (G,): at our temperature. Refused as a whole when the mean is too
-    surprising, or no best completion is left. A completion is not left where our policy would
-    hardly have sampled its first token.
+    rewards (G,); scored (G,): of sampled tokens, at our temperature. Refused as a whole when the
+    mean is too surprising, or no best completion is left. A completion is not left where our policy
+    would hardly have sampled its first token.
     """
     excess = [
         excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored

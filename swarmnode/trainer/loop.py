@@ -32,6 +32,7 @@ from swarmnode.link.messages import Hello
 from swarmnode.pauses import PauseFlags, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
+from swarmnode.policy.text import around_observations
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
@@ -40,10 +41,12 @@ from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
+from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
+from swarmnode.trainer.episodes import EpisodeTotals
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
@@ -146,7 +149,8 @@ class Loop:
         progress: Progress,
         stop: threading.Event,
     ) -> None:
-        """Raises StateError where that is another model's, or damaged."""
+        """Raises StateError where that is another model's, or damaged; Unavailable for episodes
+        with a chat template that cannot hold them."""
         training, sharing = config.training, config.sharing
         rng = engine.random_generator(training.seed)
         restored = engine.restore(directory, rng)
@@ -168,6 +172,8 @@ class Loop:
         )
         self._link = link
         self._lost_messages = 0
+        if any(TASKS[name].turns > 1 for name in config.task.names):
+            around_observations(engine.text.tokenizer, engine.text.chat)
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(
@@ -314,6 +320,7 @@ class Loop:
         )
         self._plan.learnt([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
+        self._counters.episodes_total += experience.played.episodes
         self._measure(experience.groups, external, result, rate)
         by_task = reward_by_task(experience.messages)
         drift = self._external.quota.drift()
@@ -329,6 +336,7 @@ class Loop:
             reward_by_task={**self._reporter.last.reward_by_task, **by_task},
             generation_lag=_mean([float(lag) for lag in experience.lags]),
             generation_rows=experience.rows,
+            **episode_measures(experience.played, sampled - started),
             top_answer_share=self._winning.top_share,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
@@ -360,7 +368,13 @@ class Loop:
             self._records.sample(sample)
         if experience.messages:
             self._records.sample(
-                own_sample(now, last.step, experience.prompts[0], experience.messages[0])
+                own_sample(
+                    now,
+                    last.step,
+                    experience.prompts[0],
+                    experience.messages[0],
+                    experience.observations[0],
+                )
             )
 
     def _log_step(self) -> None:
@@ -469,9 +483,9 @@ def skip_used_numbers(counters: Counters, trainer: Path) -> None:
 
 
 def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int | None]:
-    """Length of the completions of `groups` in tokens, by the names of a report's fields: the mean,
-    the 95th percentile, and the share that was cut."""
-    lengths = sorted(len(completion) for group in groups for _, completion in group.rows)
+    """Length of the completions of `groups` in sampled tokens, by the names of a report's fields:
+    the mean, the 95th percentile, and the share that was cut."""
+    lengths = sorted(row.tokens for group in groups for row in group.rows)
     if not lengths:
         return {
             "completion_tokens": None,
@@ -483,6 +497,15 @@ def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int
         "completion_tokens_p95": lengths[math.ceil(0.95 * len(lengths)) - 1],
         "completion_cut_share": sum(sum(group.was_cut) for group in groups) / len(lengths),
     }
+
+
+def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float | None]:
+    """Measures of a step's episodes by the names of a report's fields; None without any. seconds:
+    of the step's sampling."""
+    if not played.episodes:
+        return {"episode_turns": None, "environment_share": None}
+    share = min(1.0, played.environment_seconds / max(seconds, 1e-9))
+    return {"episode_turns": played.turns / played.episodes, "environment_share": share}
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:

@@ -22,6 +22,7 @@ import torch
 
 from swarmnode.config import Config, PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
+from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy, rename_checkpointing_flag
 from swarmnode.policy.micro import MicroBatcher
@@ -31,6 +32,7 @@ from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.measured import Measured, Request, pass_at_k
 from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.wire.messages import TaskRef
 
 RIGHT = 1.0
@@ -84,36 +86,42 @@ def measure(
     greedy, sampled, lengths, cut = list[float](), list[list[float]](), list[int](), 0
     for start in range(0, len(asked), QUESTIONS_AT_ONCE):
         part = asked[start : start + QUESTIONS_AT_ONCE]
-        prompts = [prompt for _, prompt in part]
-        certain = batches.generate(
-            policy, prompts, Sampling(1, training.max_completion_length, 0.0), generator
-        )
-        drawn = batches.generate(
-            policy,
-            prompts,
-            Sampling(
-                request.samples,
-                training.max_completion_length,
-                training.temperature,
-                training.top_p,
+        length = training.max_completion_length
+        answers = lambda sampling, part=part: answer_all(
+            Lockstep(
+                lambda prompts, count: batches.generate(
+                    policy, prompts, sampling.with_generations(count), generator
+                )
             ),
-            generator,
+            policy,
+            scorer,
+            part,
         )
-        answers = [
-            [c.text for group in pair for c in group.completions]
+        certain = answers(Sampling(1, length, 0.0))
+        drawn = answers(Sampling(request.samples, length, training.temperature, training.top_p))
+        # an environment that fails earns nothing
+        completions = [
+            [c for group in pair if group is not None for c in group.completions]
+            if None not in pair
+            else []
             for pair in zip(certain, drawn, strict=True)
         ]
         judged = scorer.score_many(
-            [(ref, texts) for (ref, _), texts in zip(part, answers, strict=True)]
+            [
+                (ref, [judged_text(c) for c in some])
+                for (ref, _), some in zip(part, completions, strict=True)
+            ]
         )
-        for group, result in zip(drawn, judged, strict=True):
+        for some, result in zip(completions, judged, strict=True):
             rewards = (
-                result.rewards if isinstance(result, Scored) else [0.0] * (request.samples + 1)
+                result.rewards
+                if some and isinstance(result, Scored)
+                else [0.0] * (request.samples + 1)
             )
             greedy.append(rewards[0])
             sampled.append(rewards[1:])
-            lengths += [len(c.ids) for c in group.completions]
-            cut += sum(c.finish == "length" for c in group.completions)
+            lengths += [sampled_tokens(c) for c in some[1:]]
+            cut += sum(c.finish == "length" for c in some[1:])
     right = [sum(reward >= RIGHT for reward in rewards) for rewards in sampled]
     passed = {k: [pass_at_k(request.samples, count, k) for count in right] for k in request.k}
     return Measured(
@@ -123,8 +131,8 @@ def measure(
         _mean([reward for rewards in sampled for reward in rewards]),
         {k: _mean(chances) for k, chances in passed.items()},
         {k: standard_error(chances) for k, chances in passed.items()},
-        _mean(lengths),
-        cut / len(lengths),
+        _mean(lengths or [0]),
+        cut / max(1, len(lengths)),
     )
 
 
@@ -149,7 +157,7 @@ def main() -> int:
     die_with_parent()
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     config = Config.model_validate_json(request.config)
-    registry.install(config.task.modules, config.task.settings)
+    registry.install(config.task.modules, config.task.settings, request.tasks)
     registry.install_datasets(config.task.datasets, config.node.data_dir / registry.DATASETS)
     policy = open_model(config.policy)
     try_sampling(f"policy.model {config.policy.model!r}", policy, config.training)

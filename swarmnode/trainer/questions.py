@@ -28,7 +28,7 @@ class Questions:
         members_choose: bool = False,
         curriculum: bool = False,
     ) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
         self._alike = not curriculum
         self._counters = counters
         buckets = [
@@ -51,7 +51,7 @@ class Questions:
         c.sequence += 1
         swarm = bytes.fromhex(c.swarm)
         if self._curriculum is None:
-            name, difficulty = choose_task(self._tasks, swarm, c.peer, sequence), 0
+            name, difficulty = choose_task(self.tasks, swarm, c.peer, sequence), 0
         else:
             rng = random.Random(f"{c.swarm}/{c.peer}/{sequence}")
             name, difficulty = self._curriculum.choose(rng)

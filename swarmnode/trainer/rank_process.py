@@ -249,7 +249,7 @@ class TakeWeights(Command, frozen=True):
 
 
 class Generate(Command, frozen=True):
-    prompts: list[str]
+    prompts: list[str | list[int]]
     sampling: Sampling
     seed: int
 

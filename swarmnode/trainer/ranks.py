@@ -129,7 +129,7 @@ class DataParallelPolicy(WholePolicy):
         return replace(own, device=self._pool.devices_text, cards=cards)
 
     def generate(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
         if self._server is not None:
             return super().generate(prompts, sampling, rng)
@@ -137,7 +137,9 @@ class DataParallelPolicy(WholePolicy):
         with self._pool.working() as pool:
             for rank, some in enumerate(shares[1:], 1):
                 if some:
-                    chosen = [prompts[i] for i in some]
+                    chosen = [
+                        p if isinstance(p, str) else list(p) for p in map(prompts.__getitem__, some)
+                    ]
                     pool.tell(rank, Generate(chosen, sampling, drawn_seed(rng)))
             own = super().generate([prompts[i] for i in shares[0]], sampling, rng)
             answers = pool.answers(Samples)
@@ -155,7 +157,7 @@ class DataParallelPolicy(WholePolicy):
         return questions.pause() if questions is not None else super()._weights_move()
 
     def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        shares = self._pool.split([len(p) + len(c) for p, c in rows])
+        shares = self._pool.split([len(row.prompt) + len(row.completion) for row in rows])
         with self._pool.working() as pool:
             for rank, some in enumerate(shares[1:], 1):
                 if some:
@@ -216,6 +218,8 @@ class SharedGeneration:
         """Of other ranks, not handed out yet."""
         self._asked: dict[int, int] = {}
         """Request under way → the rank that answers it."""
+        self._kept: dict[int, int] = {}
+        """Request that others will follow → the rank whose engine keeps its row."""
         self._new: dict[int, list[Request]] = {rank: [] for rank in pool.others}
         self._cancelled: dict[int, list[int]] = {rank: [] for rank in pool.others}
         self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
@@ -230,11 +234,15 @@ class SharedGeneration:
             pool.answers(Done)
 
     def submit(self, request: Request) -> None:
-        rank = min(range(self._pool.count), key=self._free_at)
+        rank = self._kept.pop(request.follows, None) if request.follows is not None else None
+        if rank is None:
+            rank = min(range(self._pool.count), key=self._free_at)
+        if request.continues:
+            self._kept[request.number] = rank
         if rank == 0:
             self._own.submit(request)
         else:
-            self._policy.room(self._policy.encode_prompt(request.prompt), 1)
+            self._policy.room(self._policy.prompt_ids(request.prompt), 1)
             self._new[rank].append(request)
         self._asked[request.number] = rank
 
@@ -247,7 +255,7 @@ class SharedGeneration:
         return load * self._seconds[rank] / self._tokens[rank]
 
     def cancel(self, number: int) -> None:
-        rank = self._asked.pop(number, 0)
+        rank = self._asked.pop(number, self._kept.pop(number, 0))
         self._done = [one for one in self._done if one.number != number]
         if rank == 0:
             self._own.cancel(number)

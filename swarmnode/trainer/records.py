@@ -19,8 +19,8 @@ import msgspec
 
 from swarmnode.link.messages import Report
 from swarmnode.observe.logfile import FileHandler, log_file
-from swarmnode.observe.samples import Answer, Sample, shortened
-from swarmnode.rollouts.groups import ExternalGroup, OwnGroup
+from swarmnode.observe.samples import Answer, Sample, exchanges, shortened
+from swarmnode.rollouts.groups import ExternalGroup, OwnGroup, actions
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.trackers import Trackers
 from swarmnode.wire.messages import Completion
@@ -64,11 +64,21 @@ class Records:
                 file.close()
 
 
-def own_sample(at: float, step: int, prompt: str, group: OwnGroup) -> Sample:
+def own_sample(
+    at: float,
+    step: int,
+    prompt: str,
+    group: OwnGroup,
+    observations: Sequence[Sequence[str]] = (),
+) -> Sample:
     """What the policy answered to one question of a step. The first completions, not the best: what
-    it does, not what it can."""
+    it does, not what it can.
+
+    Args:
+        observations: The environment's texts of each episode; empty for answers.
+    """
     surprise = [-completion.logprob / max(completion.tokens, 1) for completion in group.completions]
-    answers = _answers(group.completions, group.rewards, group.components, surprise)
+    answers = _answers(group.completions, group.rewards, group.components, surprise, observations)
     return Sample(
         round(at, 3), step, group.policy_version, group.task.id, shortened(prompt), answers
     )
@@ -82,7 +92,11 @@ def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -
         used = outcome == "used"
         if used not in found:
             ours = judgement.accepted[0].old_logprobs if used else []
-            surprise = [-sum(row) / max(len(row), 1) for row in ours]
+            rows = judgement.accepted[0].rows if used else []
+            surprise = [
+                -sum(logprobs) / max(row.tokens, 1)
+                for row, logprobs in zip(rows, ours, strict=True)
+            ]
             found[used] = _peers_sample(at, step, group, outcome, surprise, drift)
     return list(found.values())
 
@@ -95,7 +109,9 @@ def _peers_sample(
     surprise: Sequence[float],
     drift: str,
 ) -> Sample:
-    answers = _answers(group.group.completions, group.rewards, group.components, surprise)
+    answers = _answers(
+        group.group.completions, group.rewards, group.components, surprise, group.observations
+    )
     sampled = group.group
     return Sample(
         round(at, 3),
@@ -115,20 +131,23 @@ def _answers(
     rewards: Sequence[float],
     components: Sequence[dict[str, float]],
     surprise: Sequence[float],
+    observations: Sequence[Sequence[str]],
 ) -> list[Answer]:
-    rewarded, made_of, surprising = (
+    rewarded, made_of, surprising, seen = (
         dict(enumerate(rewards)),
         dict(enumerate(components)),
         dict(enumerate(surprise)),
+        dict(enumerate(observations)),
     )
     return [
         Answer(
-            shortened(completion.text),
+            shortened("\n".join(actions(completion))),
             completion.tokens,
             completion.finish,
             rewarded.get(number),
             made_of.get(number, {}),
             surprising.get(number),
+            exchanges(actions(completion), seen.get(number, ())) if completion.turns else [],
         )
         for number, completion in enumerate(completions[:COMPLETIONS])
     ]

@@ -84,7 +84,7 @@ class ReplayBuffer:
         self._kept += [Kept(group, step) for group in groups if is_useful(group.rewards)]
         room = TOKENS
         for number in reversed(range(len(self._kept))):
-            room -= sum(len(ids) for _, ids in self._kept[number].group.rows)
+            room -= sum(len(row.completion) for row in self._kept[number].group.rows)
             if room < 0:
                 del self._kept[: number + 1]
                 break

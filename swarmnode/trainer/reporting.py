@@ -56,6 +56,7 @@ class Reporter:
             own_groups_total=counters.own_groups_total,
             external_groups_total=counters.external_groups_total,
             tokens_total=counters.tokens_total,
+            episodes_total=counters.episodes_total,
             evaluation_tokens_total=counters.evaluation_tokens_total,
             external_scale=counters.external_scale,
             device=statistics.device,

@@ -16,14 +16,21 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.text import PromptTooLong
-from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful
+from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.registry import task_weights
+from swarmnode.tasks.registry import TASKS, task_weights
 from swarmnode.trainer.batch import TrainingGroup, own_group, parts_of
 from swarmnode.trainer.engine import Engine
+from swarmnode.trainer.episodes import (
+    Episodes,
+    EpisodeTotals,
+    PlayedEpisode,
+    judged_text,
+    sampled_tokens,
+)
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
-from swarmnode.wire.limits import COMPLETIONS
+from swarmnode.wire.limits import COMPLETIONS, TEXT_BYTES, TOKENS
 from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
@@ -45,6 +52,11 @@ UNSHARED = {
         "a token that stands for no text (begin, padding, unknown) within the answer: no peer"
         " trains on what it cannot read"
     ),
+    "context_full": (
+        "an episode that fills the model's context before it ends: no peer can tell that from one"
+        " that was left out"
+    ),
+    "too_long": "the actions of an episode are more than a message may hold",
 }
 """Reason for which peers do not take a completion → what the operator is told of it."""
 
@@ -83,6 +95,11 @@ class Experience:
     """Policy versions between each group's first token and now."""
     rows: float | None = None
     """Tokens sampled in a decoding step, mean over this sampling."""
+    observations: list[list[list[str]]] = field(default_factory=list)
+    """The environment's texts, of each episode of each of `messages`; empty for a group of
+    answers."""
+    played: EpisodeTotals = field(default_factory=EpisodeTotals)
+    """Episodes of this sampling."""
 
 
 class Sampler:
@@ -112,8 +129,16 @@ class Sampler:
         pivot = cfg.advantage == "mc_grpo"
         size = min(cfg.num_generations + pivot, COMPLETIONS)
         self._generation = engine.generation(
-            Sampling(size, cfg.max_completion_length, cfg.temperature, cfg.top_p), rng
+            Sampling(
+                size,
+                cfg.max_completion_length,
+                cfg.temperature,
+                cfg.top_p,
+                any(TASKS[name].turns > 1 for name in questions.tasks if name in TASKS),
+            ),
+            rng,
         )
+        self._episodes = Episodes(self._generation, engine.text, scorer)
         self._asked: dict[int, Asked] = {}
         self._ready: list[Finished] = []
         self._too_long: list[str] = []
@@ -125,10 +150,12 @@ class Sampler:
 
         Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
         """
-        before = self._generation.statistics()
+        before, played = self._generation.statistics(), replace(self._episodes.totals)
         parts, asked, useful = [self._sample(count)], count, list[TrainingGroup]()
         if "dynamic_sampling" not in self._cfg.options:
-            return replace(parts[0], rows=self._rows_since(before))
+            return replace(
+                parts[0], rows=self._rows_since(before), played=self._episodes.totals - played
+            )
         while True:
             useful += [group for group in parts[-1].groups if is_useful(group.rewards)]
             more = min(count - len(useful), count * DYNAMIC_FACTOR - asked)
@@ -144,6 +171,8 @@ class Sampler:
             useful,
             [lag for part in parts for lag in part.lags],
             self._rows_since(before),
+            [each for part in parts for each in part.observations],
+            self._episodes.totals - played,
         )
 
     def _rows_since(self, before: GenerationStatistics) -> float | None:
@@ -160,11 +189,11 @@ class Sampler:
         version = self._counters.policy_version
         scored = self._scorer.score_many(
             [
-                (each.ref, [c.text for c in sample.completions])
+                (each.ref, [judged_text(c) for c in sample.completions])
                 for each, sample in zip(asked, samples, strict=True)
             ]
         )
-        groups, messages, prompts, lags = [], [], [], []
+        groups, messages, prompts, lags, observations = [], [], [], [], []
         for each, sample, result in zip(asked, samples, scored, strict=True):
             if not isinstance(result, Scored):
                 self._drops.group.drop("not_scored", task=each.ref.id, error=str(result))
@@ -192,14 +221,29 @@ class Sampler:
             kept = list(compress(rewards, shared)), list(compress(made_of, shared))
             messages.append(self._message(each, first, some, *kept))
             prompts.append(each.prompt)
-        tokens = sum(len(c.ids) for sample in samples for c in sample.completions)
-        return Experience(groups, messages, prompts, tokens, groups, lags)
+            played = [c for c in some.completions if isinstance(c, PlayedEpisode)]
+            observations.append([episode.observations for episode in played])
+        tokens = sum(sampled_tokens(c) for sample in samples for c in sample.completions)
+        return Experience(
+            groups, messages, prompts, tokens, groups, lags, observations=observations
+        )
 
     def _fault(self, completion: Sampled) -> str:
         """Return why peers would not take a completion, of UNSHARED; empty if they would."""
         if has_unwanted_characters(completion.text):
             return "charset"
-        return "special_ids" if self._engine.text.hides(completion.ids) else ""
+        turns = completion.turns if isinstance(completion, PlayedEpisode) else [completion]
+        if any(self._engine.text.hides(turn.ids) for turn in turns):
+            return "special_ids"
+        if isinstance(completion, PlayedEpisode):
+            if completion.context_full:
+                return "context_full"
+            if (
+                sampled_tokens(completion) > TOKENS
+                or len(completion.text.encode(errors="replace")) > TEXT_BYTES
+            ):
+                return "too_long"
+        return ""
 
     def _gather(self, count: int) -> list[Finished]:
         """`count` groups, those that were finished first; fewer where questions could not be made.
@@ -217,7 +261,11 @@ class Sampler:
                 if missing > 0 and begun < DYNAMIC_FACTOR * count:
                     continue
                 break
-            self._ready += self._generation.finished(version)
+            done, failed = self._episodes.play(self._generation.finished(version), version)
+            for number, error in failed:
+                task = self._asked.pop(number).ref.id
+                self._drops.group.drop("not_scored", task=task, error=str(error))
+            self._ready += done
             self._ready.sort(key=lambda one: first_version(one.sample, version))
         taken, self._ready = self._ready[:count], self._ready[count:]
         if self._too_long and not taken:
@@ -226,8 +274,8 @@ class Sampler:
 
     def _too_old(self, version: int) -> bool:
         """Whether something under way would be older than MAX_LAG by the next step."""
-        oldest = self._generation.statistics().oldest
-        return oldest is not None and version - oldest >= MAX_LAG
+        begun = self._generation.statistics().oldest, self._episodes.oldest
+        return any(oldest is not None and version - oldest >= MAX_LAG for oldest in begun)
 
     def _ask(self, count: int) -> None:
         numbered = [self._questions.next() for _ in range(count)]
@@ -237,7 +285,10 @@ class Sampler:
                 self._drops.question.drop("no_question", task=ref.id, error=str(question))
                 continue
             try:
-                self._generation.submit(Request(sequence, question.prompt))
+                if TASKS[ref.id].turns > 1:
+                    self._episodes.begin(sequence, ref, question.prompt)
+                else:
+                    self._generation.submit(Request(sequence, question.prompt))
             except PromptTooLong as error:
                 self._too_long.append(str(error))
                 self._drops.question.drop("too_long", task=ref.id, error=str(error))
@@ -255,16 +306,24 @@ class Sampler:
     ) -> OwnGroup:
         """version: of its first token, so that a receiver takes none of it for newer than it is."""
         cfg = self._cfg
-        completions = [
-            Completion(
-                c.text,
-                len(c.ids),
-                min(0.0, math.fsum(c.logprobs)),
-                c.finish,
-                pack_ids(c.ids),
-                pack_logprobs(c.logprobs),
-            )
-            for c in sample.completions
-        ]
+        completions = [_published(completion) for completion in sample.completions]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
         return OwnGroup(asked.ref, version, asked.sequence, sampling, completions, rewards, made_of)
+
+
+def _published(completion: Sampled) -> Completion:
+    """A completion as peers get it: of an episode the actions, one behind the other."""
+    played = completion.turns if isinstance(completion, PlayedEpisode) else []
+    turns = played or [completion]
+    ids = [i for turn in turns for i in turn.ids]
+    logprobs = [x for turn in turns for x in turn.logprobs]
+    text, lengths = join_turns([turn.text for turn in turns], [len(turn.ids) for turn in turns])
+    return Completion(
+        text,
+        len(ids),
+        min(0.0, math.fsum(logprobs)),
+        completion.finish,
+        pack_ids(ids),
+        pack_logprobs(logprobs),
+        lengths if played else [],
+    )

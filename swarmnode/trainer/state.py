@@ -69,6 +69,7 @@ class Counters(msgspec.Struct):
     external_groups_total: int = 0
     tokens_total: int = 0
     """Sampled, in evaluations too."""
+    episodes_total: int = 0
     evaluation_tokens_total: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0

@@ -280,7 +280,7 @@ class Updater:
             batch = replace(batch, recompute=recompute)
             # (n, T)
             logprobs, entropy = completion_logprobs(self._policy, batch, self._cfg.temperature)
-            mask = batch.completion_mask.to(logprobs.device)
+            mask = batch.sampled_mask.to(logprobs.device)
             sampled = torch.tensor([rows.is_sampled(i) for i in indices], device=logprobs.device)
             recorded = _padded([rows.recorded(i) for i in indices], logprobs)
             old, weights = against_sampler(
@@ -321,7 +321,7 @@ class Updater:
         def accumulate(
             batcher: MicroBatcher, indices: list[int], recompute: bool = False, alone: bool = False
         ) -> torch.Tensor:
-            lengths = [len(p) + len(c) for p, c in (rows.rows[i] for i in indices)]
+            lengths = [len(rows.rows[i].prompt) + len(rows.rows[i].completion) for i in indices]
             groups = [rows.groups[i] for i in indices]
             work = lambda chosen: backward([indices[k] for k in chosen], recompute)
             with _rows_named(indices):

@@ -100,7 +100,10 @@ def _check_sampling(sampling: SamplingParams) -> None:
 def _check_completion(completion: Completion, max_tokens: int) -> None:
     if len(utf8("text", completion.text)) > limits.TEXT_BYTES:
         raise BadMessage("bounds", "text is too long")
-    check_between("tokens", completion.tokens, 1, max_tokens)
+    most = limits.TOKENS if completion.turns else max_tokens
+    check_between("tokens", completion.tokens, 1, most)
+    if completion.turns:
+        _check_turns(completion, max_tokens)
     check_finite("logprob", completion.logprob)
     if not limits.TOKEN_LOGPROB * completion.tokens <= completion.logprob <= 0:
         raise BadMessage("bounds", "logprob")
@@ -116,6 +119,22 @@ def _check_completion(completion: Completion, max_tokens: int) -> None:
             raise BadMessage("not_finite", "logprobs")
         if logprobs.max() > limits.LOGPROB_SLACK or logprobs.min() < limits.TOKEN_LOGPROB:
             raise BadMessage("bounds", "logprobs")
+
+
+def _check_turns(completion: Completion, max_tokens: int) -> None:
+    """The turns cut text and tokens into whole actions, without a rest."""
+    check_between("turns", len(completion.turns), 0, limits.TURNS)
+    text, end = completion.text.encode(), 0
+    for turn in completion.turns:
+        check_between("turn.text_bytes", turn.text_bytes, 0, limits.TEXT_BYTES)
+        check_between("turn.tokens", turn.tokens, 1, max_tokens)
+        end += turn.text_bytes
+        if end < len(text) and text[end] & 0xC0 == 0x80:  # a continuation byte of UTF-8
+            raise BadMessage("bounds", "a turn ends within a character")
+    if end != len(text):
+        raise BadMessage("bounds", "the turns are not as long as the text")
+    if sum(turn.tokens for turn in completion.turns) != completion.tokens:
+        raise BadMessage("bounds", "the turns do not have the tokens of the completion")
 
 
 def _check_envelope(envelope: Envelope) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
+DOMAIN_ROLLOUT = b"swarmnode/rollout/2"
 """Domain string of a rollout envelope's signature."""
 
 DOMAIN_SWARM = b"swarmnode/swarm/1"
@@ -41,7 +41,7 @@ DOMAIN_TASK = b"swarmnode/task/2"
 LISTING_PROTOCOL = "/swarmnode/listing/2"
 """Request/response: which groups the responder can give. A poll that may be held open."""
 
-GROUPS_PROTOCOL = "/swarmnode/groups/1"
+GROUPS_PROTOCOL = "/swarmnode/groups/2"
 """Request/response: several groups by their content ids."""
 
 CHOICE_RULE = "/swarmnode/choice/1"

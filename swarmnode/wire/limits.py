@@ -99,6 +99,8 @@ TEXT_BYTES = 64 * 1024
 """UTF-8 bytes of one completion."""
 TOKENS = 16 * 1024
 """Tokens of one completion, and of `sampling.max_tokens`."""
+TURNS = 32
+"""Actions of one episode, at most."""
 TASK_ID_BYTES = 64
 VERSION_BYTES = 64
 SWARM_NAME_BYTES = 256

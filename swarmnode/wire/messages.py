@@ -3,9 +3,11 @@ protocol/02-rollouts.md."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from swarmnode.wire.limits import TURNS
 
 Codec = Literal["raw", "zstd"]
 Finish = Literal["eos", "length"]
@@ -33,18 +35,32 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_tokens: int
 
 
+class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """The length of one action of an episode: its part of the completion's text and tokens."""
+
+    text_bytes: int
+    """UTF-8 bytes of the action in `text`."""
+    tokens: int
+    """Sampled tokens of the action in `token_ids` and `logprobs`, the EOS token included."""
+
+
 class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One answer, or the actions of one episode one behind the other."""
+
     text: str
     """Decoded completion, without special tokens."""
     tokens: int
-    """Number of sampled tokens, the EOS token included."""
+    """Number of sampled tokens, the EOS tokens included."""
     logprob: float
     """Sum of the sampler's log-probabilities over `tokens`, nats, <= 0."""
     finish: Finish
+    """How the completion ended; of an episode, how its last action ended."""
     token_ids: bytes = b""
     """`tokens` little-endian u32, or empty: for peers with the same tokenizer."""
     logprobs: bytes = b""
     """`tokens` little-endian f32, or empty: the sampler's log-probability of each token."""
+    turns: Annotated[list[Turn], msgspec.Meta(max_length=TURNS)] = []
+    """The actions of an episode, in order; empty for the answer to a task of one turn."""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rollout"):

@@ -20,6 +20,9 @@ from swarmnode.errors import BadMessage
 _TAG = b"\xa4type"
 """msgpack of the string `type`."""
 
+_TOO_LONG = "Expected `array` of length"
+"""How msgspec's message begins for a list beyond its `Meta(max_length=…)`."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -34,7 +37,7 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:  # noqa: AN
     encoding of.
 
     limit: the most bytes that `data` may have; None where the caller has looked. Raises BadMessage:
-    oversize, malformed, schema.
+    oversize, malformed, schema, and bounds for a list that is longer than its type allows.
     """
     if limit is not None and len(data) > limit:
         raise BadMessage("oversize", f"{len(data)} bytes, at most {limit}")
@@ -45,7 +48,9 @@ def decode(data: bytes, kind: Any, limit: int | None = None) -> Any:  # noqa: AN
     try:
         message = decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise BadMessage("schema", str(error)) from None
+        # a list that is longer than its type allows: stopped here, before its items are built
+        reason = "bounds" if str(error).startswith(_TOO_LONG) else "schema"
+        raise BadMessage(reason, str(error)) from None
     except (ValueError, RecursionError) as error:
         # every other msgspec error is a ValueError, and so is bad UTF-8
         raise BadMessage("malformed", str(error)) from None

@@ -12,7 +12,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.samples import Answer, Sample
+from swarmnode.observe.samples import Answer, Exchange, Sample
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
 from swarmnode.observe.watch import ProcessStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
@@ -119,7 +119,12 @@ def keep_samples(data_dir, texts):
                 3,
                 "rg/gcd",
                 text,
-                [Answer(text, 9, "length", 0.5, surprise=1.25)],
+                [
+                    Answer(text, 9, "length", 0.5, surprise=1.25),
+                    Answer(
+                        "left", 4, "eos", 1.0, turns=[Exchange(text, text)] * (1 + 31 * (at == 0))
+                    ),
+                ],
                 peer,
                 outcome,
             )
@@ -145,6 +150,15 @@ async def test_hostile_answers_are_shown_and_do_nothing(tmp_path, monkeypatch, w
         assert texts[-3] == "⟨U+001B⟩]0;owned⟨U+0007⟩⟨U+001B⟩[2J⟨U+009B⟩31m⟨U+000D⟩root#"
         assert "characters left out" in texts[-4]
         assert max(map(len, texts)) < 12_000
+        talks = await tab.js(
+            "[...document.querySelectorAll('#samples li')].map((each) =>"
+            " [...each.querySelectorAll('pre.action, pre.observation')].map((one) =>"
+            " one.textContent))"
+        )
+        assert talks[-2] == ["abc⟨U+202E⟩gnp.exe⟨U+2066⟩⟨U+200F⟩"] * 2
+        assert len(talks[-1]) == 25, "the first and the last of 32 turns, and that some are missing"
+        assert talks[-1][0] == MARKUP[:80] + talks[-1][0][80:]
+        assert max(len(text) for talk in talks for text in talk) < 2_000
         assert (
             await tab.js(
                 "document.querySelectorAll('#samples script, #samples img, #samples style, #samples"
@@ -179,8 +193,8 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
     def busy(s: NodeSnapshot) -> NodeSnapshot:
         seconds = int(s.at) % 1000
         traffic = TrafficStatistics(
-            received={"/swarmnode/groups/1": seconds * 700_000},
-            sent={"/swarmnode/groups/1": seconds * 90_000},
+            received={"/swarmnode/groups/2": seconds * 700_000},
+            sent={"/swarmnode/groups/2": seconds * 90_000},
         )
         return replace(s, network=replace(s.network, traffic=traffic))
 

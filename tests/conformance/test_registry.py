@@ -151,6 +151,7 @@ def test_caps_are_those_of_the_registry():
         "min_completions": limits.MIN_COMPLETIONS,
         "max_completions": limits.COMPLETIONS,
         "tokens": limits.TOKENS,
+        "turns": limits.TURNS,
         "listed": limits.LISTED,
         "pulled": limits.PULLED,
         "peers": limits.PEERS,

@@ -27,8 +27,9 @@ from protocol.generate import (
 from protocol.generate.stage_vectors import answers
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
+from swarmnode.demo.liar.author import episode
 from swarmnode.errors import BadMessage
-from swarmnode.rollouts.admission import Admission, Rejected
+from swarmnode.rollouts.admission import Admission, Rejected, _ends_alike
 from swarmnode.rollouts.claims import PROVEN, contradiction
 from swarmnode.rollouts.shelf import Shelf
 from swarmnode.stages import wire
@@ -44,8 +45,8 @@ from swarmnode.stages.wire import (
     policy_fingerprint,
     state_bytes,
 )
-from swarmnode.tasks.frames import prepare
-from swarmnode.tasks.registry import task_version
+from swarmnode.tasks.frames import Episode, prepare
+from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.weights.discovery import edge_rank
@@ -350,6 +351,9 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
             (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
         }
         rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
+    for task, turns in given.get("turns", {}).items():
+        spec = dataclasses.replace(TASKS[task], turns=turns)
+        monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
     options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
@@ -414,12 +418,27 @@ def test_swarmnode_derives_what_is_recorded(vector):
     assert got == vector["output"]
 
 
-def test_the_code_in_the_document_derives_what_is_recorded():
-    """The formulas of 02-rollouts.md are run as they stand there."""
+def code_in_the_document():
+    """Return the names that 02-rollouts.md defines, from its code as it stands there."""
     document = (PROTOCOL / "02-rollouts.md").read_text()
     said: dict = {}
     for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
         exec(block, said)
+    return said
+
+
+@pytest.mark.parametrize("finish", ["eos", "length"])
+@pytest.mark.parametrize("done", [True, False])
+@pytest.mark.parametrize("taken", [0, 1, 2, 3])
+def test_an_episode_ends_alike_where_the_document_has_it(taken, done, finish):
+    actions = ["left", "up", "right"]
+    documented = code_in_the_document()["ends_alike"]
+    ours = _ends_alike(episode(actions, finish=finish), Episode(["seen"] * taken, done))
+    assert documented(lambda given: (taken, done), actions, finish) == ours
+
+
+def test_the_code_in_the_document_derives_what_is_recorded():
+    said = code_in_the_document()
     derived = Counter()
     for vector in DERIVATIONS:
         given = vector["input"]
@@ -539,8 +558,8 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
                 (0, 1, 0x80, 0xC0, 0xC1, 0xCF, 0xFF, rng.randrange(256))
             )
         frame = frames.sealed(bytes(payload))
-        ours = judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
-        theirs = check.judge("group", frame, b"swarmnode/rollout/1", frames.SWARM)
+        ours = judge("group", frame, b"swarmnode/rollout/2", frames.SWARM)
+        theirs = check.judge("group", frame, b"swarmnode/rollout/2", frames.SWARM)
         assert (ours["verdict"], ours.get("value")) == (
             theirs["verdict"],
             theirs.get("value"),

@@ -15,15 +15,17 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from swarmnode.averaging.codecs import int4_from_bytes
 from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author
+from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, episode
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
 from swarmnode.observe.http import Pulse, Request, Response, Surface
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
-from swarmnode.rollouts import offers, shelf
+from swarmnode.rollouts import groups, offers, shelf
 from swarmnode.rollouts.admission import Admission
 from swarmnode.stages import wire
 from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
@@ -103,6 +105,20 @@ def bulk_manifest(data: bytes) -> None:
     bulk.root(codec.decode(data, messages.BulkManifest, limits.GROUP_BYTES))
 
 
+def episodes(data: bytes) -> None:
+    """A group's payload, whose episodes are cut into what a scorer and a trainer take."""
+    group = codec.decode(data, messages.RolloutGroup, limits.GROUP_BYTES)
+    for completion, given in zip(group.completions, groups.answers(group), strict=True):
+        assert "".join(groups.actions(completion)) == completion.text
+        assert isinstance(given, str) == (not completion.turns)
+        for packed, parts in (
+            (completion.token_ids, groups.turn_ids(completion)),
+            (completion.logprobs, groups.turn_logprobs(completion)),
+        ):
+            assert len(parts) == max(1, len(completion.turns))
+            assert 4 * sum(map(len, parts)) == len(packed)
+
+
 def admission() -> Feed:
     """Fetched groups; half of them, by their last bit, around a payload that a stranger did
     sign."""
@@ -119,23 +135,23 @@ def admission() -> Feed:
 
 def stocked() -> shelf.Shelf:
     """Return a shelf with as many groups as a step of two peers makes."""
-    groups = shelf.Shelf(AUTHOR.key.public_key().public_bytes_raw(), SWARM, b"life" * 2)
+    stock = shelf.Shelf(AUTHOR.key.public_key().public_bytes_raw(), SWARM, b"life" * 2)
     for sequence in range(16):
         frame = AUTHOR.frame(group := AUTHOR.group(sequence, NOW))
         content, author = envelope.content_id(frame), envelope.peer_key(AUTHOR.peer) or b""
         listed = (content, author, group.task.id, group.created_at, len(frame), 0.5)
-        groups.put(frame, listings.Listed(*listed))
-    return groups
+        stock.put(frame, listings.Listed(*listed))
+    return stock
 
 
 def polled() -> Feed:
     """Polls of a stranger."""
-    groups = stocked()
+    stock = stocked()
 
     def feed(data: bytes) -> None:
         request = codec.decode(data, listings.ListingRequest, limits.LISTING_REQUEST_BYTES)
-        groups.has_news(request, b"")
-        answer = codec.encode(groups.listing(request, NOW))
+        stock.has_news(request, b"")
+        answer = codec.encode(stock.listing(request, NOW))
         codec.decode(answer, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)
 
     return feed
@@ -143,11 +159,11 @@ def polled() -> Feed:
 
 def fetched() -> Feed:
     """Fetches of a stranger."""
-    groups = stocked()
+    stock = stocked()
 
     def feed(data: bytes) -> None:
         request = codec.decode(data, listings.GroupsRequest, limits.GROUPS_REQUEST_BYTES)
-        answer = groups.give(request, NOW)
+        answer = stock.give(request, NOW)
         assert len(answer.groups) == len(request.contents)
         codec.decode(codec.encode(answer), listings.GroupsResponse, limits.GROUPS_RESPONSE_BYTES)
 
@@ -238,6 +254,7 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
         ),
         (BadMessage,),
     ),
+    "episodes": (lambda: episodes, (BadMessage,)),
     "admission": (admission, ()),
     "listing": (offered, (BadMessage,)),
     "poll": (polled, (BadMessage,)),
@@ -292,6 +309,8 @@ def seeds() -> list[bytes]:
     }
     # its last bit has it signed, see `admission`
     found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}
+    played = [episode(["left", "", "\u2264right"]), episode(["up"], finish="length")]
+    found.add(codec.encode(msgspec.structs.replace(group, completions=played)))
     # the vectors are of other crews
     found.add(strict.encode(wire.StreamOpen(CREW, 0, 1, "frames")))
     for path in sorted(VECTORS.glob("*.json")):

@@ -9,9 +9,10 @@ const { rollouts: POSSIBLE, seconds: SECONDS } = REGISTRY
 export const verdictOf = (reason) => reason === null ? 'accept' : Object.keys(REGISTRY.verdicts).find((verdict) => REGISTRY.verdicts[verdict].includes(reason))
 
 // swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one. chooses: members choose the difficulty of their questions.
+// turns: id of an episode task → most turns of its episodes.
 export class Admission {
-  constructor ({ swarm, domain, own, tasks, rules = null, models = [], chooses = false }) {
-    Object.assign(this, { swarm, domain, own, tasks, rules, models, chooses })
+  constructor ({ swarm, domain, own, tasks, rules = null, models = [], chooses = false, turns = {} }) {
+    Object.assign(this, { swarm, domain, own, tasks, rules, models, chooses, turns })
     this.contents = new Set()
     this.sequences = new Set()
   }
@@ -58,6 +59,8 @@ export class Admission {
     if (task.seed !== own.seed || task.index !== own.index) return 'seed'
     if (!Object.hasOwn(this.tasks, task.id)) return 'unknown_task'
     if (this.tasks[task.id] !== task.version) return 'unknown_version'
+    const most = this.turns[task.id] ?? 1
+    if (!completions.every(({ turns }) => most === 1 ? turns.length === 0 : turns.length >= 1 && turns.length <= most)) return 'turns'
     if (this.rules !== null && !this.#agrees(group)) return 'agreement'
     if (!completions.every(addsUp)) return 'tokens'
     return completions.some(({ text }) => unwanted(text)) ? 'charset' : null
@@ -71,8 +74,9 @@ export class Admission {
   }
 }
 
-function addsUp ({ text, tokens, logprob, logprobs }) {
-  if (Buffer.byteLength(text) > POSSIBLE.bytes_per_token * Number(tokens)) return false
+function addsUp ({ text, tokens, logprob, logprobs, turns }) {
+  const parts = turns.length ? turns : [{ text_bytes: BigInt(Buffer.byteLength(text)), tokens }]
+  if (parts.some((part) => part.text_bytes > BigInt(POSSIBLE.bytes_per_token) * part.tokens)) return false
   if (logprobs.length === 0) return true
   const sum = packedFloats(logprobs).reduce((a, b) => a + b, 0)
   return Math.abs(sum - logprob) <= POSSIBLE.logprob_sum_absolute + POSSIBLE.logprob_sum_relative * Math.abs(sum)

@@ -10,13 +10,14 @@ const plain = (key, value) => value instanceof Uint8Array ? hex(value) : typeof 
 const bytes = (text) => new Uint8Array(Buffer.from(text, 'hex'))
 
 const told = ({ frame, group, message, ...about }) => ({
-  ...about, sequence: group?.sequence, texts: group?.completions.map(({ text }) => text), rewards: group ? rewardsOf(group) : undefined
+  ...about, sequence: group?.sequence, texts: group?.completions.map(({ text }) => text), turns: group?.completions.map(({ turns }) => turns.length),
+  rewards: group ? rewardsOf(group) : undefined
 })
 
 const ACTIONS = {
   // Joins by an invite, with a key from `name`.
-  async join ({ name, invite }) {
-    const member = await Member.join(invite, new Uint8Array(crypto.createHash('sha256').update(name).digest()))
+  async join ({ name, invite, turns }) {
+    const member = await Member.join(invite, new Uint8Array(crypto.createHash('sha256').update(name).digest()), turns)
     members.set(name, member)
     const { encryption, multiplexer } = member.contact
     const known = await member.node.host.peerStore.get(member.contact.peer)
@@ -53,6 +54,8 @@ const ACTIONS = {
     return member.fetched.map(told)
   },
   offer: ({ name, sequence, long, codec }) => members.get(name).offer(sequence, { long, codec }),
+  // Lists a group that another member signed.
+  relay: ({ name, frame, spread }) => members.get(name).relay(bytes(frame), spread),
   faults: () => Object.keys({ ...FAULTS, ...SECONDS }),
   answers: () => Object.keys(ANSWERS),
   // Lists a frame with one fault, as if it were an honest group.

@@ -23,6 +23,7 @@ const asked = (change) => changed((group, member) => {
   change(group.task)
   Object.assign(group.task, taskSeed(member.swarm, member.node.peer, group.sequence, group.task.id, group.task.difficulty))
 })
+const turn = (length, tokens) => ({ text_bytes: BigInt(length), tokens: BigInt(tokens) })
 const first = (change) => changed((group) => change(group.completions[0]))
 // The bytes of the payload, or of the envelope, altered.
 const payload = (alter, codec) => (member, group) => sealed(member, alter(encode(GROUP, group)), codec)
@@ -78,6 +79,16 @@ export const FAULTS = {
   'payloads/completions: 1 items': changed((group) => { group.completions.length = 1 }),
   'payloads/sampling.temperature: 0.0': changed((group) => { group.sampling.temperature = 0 }),
   'payloads/completions.0.logprob: 0.5': first((completion) => { completion.logprob = 0.5 }),
+  'payloads/33 turns': first((completion) => Object.assign(completion, { text: '', tokens: 33n, logprob: -1, turns: Array(33).fill(turn(0, 1)) })),
+  'payloads/a turn that ends within a character': first((completion) => Object.assign(completion, {
+    text: '≤', tokens: 3n, logprob: -1, turns: [turn(1, 1), turn(2, 2)]
+  })),
+  'payloads/turns with more tokens than the completion': first((completion) => {
+    completion.turns = [turn(Buffer.byteLength(completion.text), completion.tokens + 1n)]
+  }),
+  'admission/episodes of a task of one turn': first((completion) => {
+    completion.turns = [turn(Buffer.byteLength(completion.text), completion.tokens)]
+  }),
   'admission/an hour and a second old': changed((group) => { group.created_at -= 3_610_000n }),
   'admission/two minutes and a second ahead': changed((group) => { group.created_at += 130_000n }),
   'admission/another sequence': changed((group) => { group.sequence += 1n }),

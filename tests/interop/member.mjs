@@ -3,7 +3,7 @@ import crypto from 'node:crypto'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { Admission } from './admission.mjs'
 import {
-  chooseTask, contentOf, DOMAINS, equal, falselyListed, GROUP, hash, hex, listedPositions, openManifest, openSession, openSummary, read,
+  BYTES, chooseTask, contentOf, DOMAINS, equal, falselyListed, GROUP, hash, hex, listedPositions, openEnvelope, openGroup, openManifest, openSession, openSummary, read,
   REGISTRY, seal, SESSION, SUMMARY, taskSeed
 } from './messages.mjs'
 import { encode } from './msgpack.mjs'
@@ -17,14 +17,15 @@ const now = () => BigInt(Date.now())
 
 export class Member {
   // invite: addresses, then /swarm/ and the swarm id in hex (01, section 6). seed: 32 bytes, of the key.
-  static async join (invite, seed) {
+  // turns: id of an episode task → most turns of its episodes; the task's own document says them.
+  static async join (invite, seed, turns = {}) {
     const [addresses, id] = invite.split('/swarm/')
     const member = new Member(await Node.start(seed), new Uint8Array(Buffer.from(id, 'hex')))
     await member.#serve() // before it connects: a peer may poll at once
     member.contact = await member.node.dial(addresses.split(',')[0])
     const { manifest, successor } = await member.node.ask(member.contact.peer, 'manifest', { swarm: member.swarm })
     member.successor = successor
-    member.#adopt(manifest)
+    member.#adopt(manifest, turns)
     return member
   }
 
@@ -42,7 +43,7 @@ export class Member {
   }
 
   // signed: the envelope of the swarm's manifest.
-  #adopt (signed) {
+  #adopt (signed, turns) {
     const { swarm, manifest } = openManifest(signed)
     if (!equal(swarm, this.swarm)) throw new Error('another manifest than the invite names')
     Object.assign(this, { signed, manifest })
@@ -50,7 +51,8 @@ export class Member {
     this.admission = new Admission({
       swarm, domain: DOMAINS.rollout, own: this.node.peer, tasks: this.tasks, rules: manifest.rollouts,
       models: manifest.models.map(({ fingerprint, tokenizer }) => [hex(fingerprint), hex(tokenizer)]),
-      chooses: manifest.protocols.includes(REGISTRY.rules.choice)
+      chooses: manifest.protocols.includes(REGISTRY.rules.choice),
+      turns
     })
   }
 
@@ -122,7 +124,7 @@ export class Member {
       if (status !== 'ok') return { status }
       const judged = admission.judge(body, Date.now() / 1000)
       const reason = judged.reason ?? falselyListed(listed[i], body, DOMAINS.rollout, this.swarm)
-      return { status, ...judged, reason, frame: body, spreadAsListed: judged.group && Math.abs(spread(rewardsOf(judged.group)) - listed[i].spread) < 0.01 }
+      return { status, ...judged, reason, frame: body, spreadAsListed: spreadAsListed(judged.group, listed[i]) }
     })
   }
 
@@ -143,7 +145,7 @@ export class Member {
       sampling: { temperature, top_p: topP, max_tokens: most },
       completions: texts.map((text) => {
         const tokens = BigInt(Buffer.byteLength(text))
-        return { text, tokens, logprob: -0.5 * Number(tokens), finish: 'eos', token_ids: nothing, logprobs: nothing }
+        return { text, tokens, logprob: -0.5 * Number(tokens), finish: 'eos', token_ids: nothing, logprobs: nothing, turns: [] }
       })
     }
   }
@@ -159,11 +161,17 @@ export class Member {
     return this.offerFrame(this.sign(group, codec), group)
   }
 
+  // Puts a group that another member signed on the shelf: it verifies form and signature, and takes its spread from others.
+  relay (frame, spreadOfRewards) {
+    const { group } = openGroup(frame, DOMAINS.rollout, this.swarm)
+    return this.offerFrame(frame, group, openEnvelope(frame, BYTES.group).key, spreadOfRewards)
+  }
+
   // Puts a frame on the shelf, listed as `group`.
-  offerFrame (frame, group) {
+  offerFrame (frame, group, author = this.node.signer.key, spreadOfRewards = spread(rewardsOf(group))) {
     const listed = {
-      content: contentOf(frame), author: this.node.signer.key, task: group.task.id, created_at: group.created_at, size: BigInt(frame.length),
-      spread: Math.min(0.5, spread(rewardsOf(group)))
+      content: contentOf(frame), author, task: group.task.id, created_at: group.created_at, size: BigInt(frame.length),
+      spread: Math.min(0.5, spreadOfRewards)
     }
     this.shelf.set(hex(listed.content), { frame, listed, position: BigInt(this.shelf.size + 1) })
     this.news.resolve()
@@ -206,9 +214,14 @@ export class Member {
   async stop () { await this.node.stop() }
 }
 
-// Of a group, as this client computes them.
+function spreadAsListed (group, listed) {
+  const rewards = group && rewardsOf(group)
+  return rewards && Math.abs(spread(rewards) - listed.spread) < 0.01
+}
+
+// Of a group, as this client computes them; null for a task that it does not have.
 export function rewardsOf ({ task, completions }) {
   const asked = question(task)
-  return completions.map(({ text }) => asked.reward(text))
+  return asked && completions.map(({ text }) => asked.reward(text))
 }
 

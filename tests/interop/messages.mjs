@@ -27,7 +27,10 @@ const byBytes = (a, b) => Buffer.compare(Buffer.from(a), Buffer.from(b))
 export const ENVELOPE = { key: 'bin', payload: 'bin', signature: 'bin', codec: choice('raw', 'zstd') }
 const TASK = { id: 'str', version: 'str', seed: 'int', index: 'int', difficulty: 'int' }
 const SAMPLING = { temperature: 'float', top_p: 'float', max_tokens: 'int' }
-const COMPLETION = { text: 'str', tokens: 'int', logprob: 'float', finish: choice('eos', 'length'), token_ids: 'bin', logprobs: 'bin' }
+const TURN = row({ text_bytes: 'int', tokens: 'int' })
+const COMPLETION = {
+  text: 'str', tokens: 'int', logprob: 'float', finish: choice('eos', 'length'), token_ids: 'bin', logprobs: 'bin', turns: [TURN]
+}
 export const GROUP = tagged({
   rollout: {
     task: TASK, model: 'bin', tokenizer: 'bin', policy_version: 'int', created_at: 'int', sequence: 'int', sampling: SAMPLING,
@@ -76,9 +79,25 @@ export const packedFloats = (packed) => {
   return Array.from({ length: packed.length / 4 }, (_, i) => view.getFloat32(4 * i, true))
 }
 
+// The turns of an episode cut text and tokens into whole actions. most: tokens of one action.
+function checkTurns ({ text, tokens, turns }, most) {
+  check(turns.length <= COUNTS.turns)
+  if (turns.length === 0) return
+  const bytes = Buffer.from(text)
+  let [end, sampled] = [0n, 0n]
+  for (const turn of turns) {
+    check(turn.text_bytes >= 0n && turn.tokens >= 1n && turn.tokens <= most)
+    end += turn.text_bytes
+    sampled += turn.tokens
+    check(end >= BigInt(bytes.length) || (bytes[Number(end)] & 0xc0) !== 0x80) // within a character
+  }
+  check(end === BigInt(bytes.length) && sampled === tokens)
+}
+
 function checkCompletion (completion, most) {
-  const { text, tokens, logprob, token_ids: ids, logprobs } = completion
-  check(sizeOf(text) <= BYTES.text && tokens >= 1n && tokens <= most)
+  const { text, tokens, logprob, token_ids: ids, logprobs, turns } = completion
+  check(sizeOf(text) <= BYTES.text && tokens >= 1n && tokens <= (turns.length ? BigInt(COUNTS.tokens) : most))
+  checkTurns(completion, most)
   finite(logprob)
   check(logprob <= 0 && logprob >= FLOATS.token_logprob * Number(tokens))
   for (const packed of [ids, logprobs]) check(packed.length === 0 || packed.length === 4 * Number(tokens))

@@ -5,14 +5,19 @@ One network process, and a process of the client with several identities.
 """
 
 import json
+import os
+import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from swarmnode.demo.liar.author import Author
+from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.rollouts.sampling import spread
 from tests.support.foreign import Foreign, install, judged, missing, network_process, until
+from tests.support.games import HIGH, TURNS, guessing_game
 
 pytestmark = [
     pytest.mark.slow,
@@ -260,6 +265,35 @@ def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(forei
     assert rollouts["admission"]["last_internal_error"] == ""
     assert rollouts["pulling"]["pulled"]["refused"] >= len(faults)
     assert foreign("told", name=name)["served"]["groups"] >= 1
+
+
+def test_episodes_travel_through_it_and_are_replayed_by_the_node(foreign, tmp_path, monkeypatch):
+    """It has no copy of the environment. It verifies form and signature of an episode, and lists
+    what another member signed."""
+    with guessing_game(tmp_path, monkeypatch) as game:
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+        settings = {"names": [game], "modules": [game]}
+        settings["settings"] = {game: {"turns": TURNS, "high": HIGH}}
+        with network_process(tmp_path / "node", settings) as node:
+            node.author.tasks = (game,)
+            foreign("join", name="erin", invite=node.invite, turns={game: TURNS})
+            episodes = [["9", "0"], ["9"] * TURNS, ["9", "9", "0"], ["0"]]
+            rewards = [0.25, 0.0, 0.25, 0.25]
+            group = node.author.group(0, time.time(), episodes=episodes)
+            node.share(OwnGroup(group.task, 0, 0, group.sampling, group.completions, rewards))
+            listing = lambda: foreign.unless_reset("list", name="erin") or {"groups": []}
+            until(lambda: listing()["groups"], lambda: told(node), pause=1.0)
+            (fetched,) = foreign("fetch", name="erin")
+            assert (fetched["reason"], fetched["turns"]) == (None, [2, TURNS, 3, 1])
+            assert fetched["texts"] == ["".join(actions) for actions in episodes]
+
+            author = Author(node.author.swarm, 78, (game,))
+            frame = author.frame(author.group(0, time.time(), episodes=episodes))
+            foreign("relay", name="erin", frame=frame.hex(), spread=spread(rewards))
+            (drawn_group,) = drawn(node, 1)
+            assert (drawn_group.peer, drawn_group.rewards) == (author.peer, rewards)
+            assert drawn_group.observations[0] == ["lower", "you give up"]
+            foreign("leave", name="erin")
 
 
 def test_a_malformed_answer_is_refused_for_the_reason_that_the_vectors_name(foreign, node):

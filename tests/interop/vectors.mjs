@@ -9,7 +9,7 @@ import { question, versionOf } from './tasks.mjs'
 
 const bytes = (text) => new Uint8Array(Buffer.from(text, 'hex'))
 const joined = (parts) => new Uint8Array(Buffer.concat(parts.flatMap(([part, times]) => Array(times).fill(Buffer.from(part, 'hex')))))
-const ROWS = new Set(['groups'])
+const ROWS = new Set(['groups', 'turns'])
 
 // JSON with integers as they are, whatever their size, rows without their names, and bytes in hex.
 function plain (value, inRow = false) {
@@ -17,7 +17,7 @@ function plain (value, inRow = false) {
   if (Array.isArray(value)) return `[${value.map((item) => plain(item, inRow)).join()}]`
   if (value !== null && typeof value === 'object') {
     const fields = Object.entries(value)
-    if (inRow && 'author' in value) return `[${fields.map(([, item]) => plain(item)).join()}]`
+    if (inRow && ('author' in value || 'text_bytes' in value)) return `[${fields.map(([, item]) => plain(item)).join()}]`
     return `{${fields.map(([field, item]) => `${JSON.stringify(field)}:${plain(item, ROWS.has(field))}`).join()}}`
   }
   return typeof value === 'bigint' ? value.toString() : JSON.stringify(value)
@@ -56,8 +56,8 @@ const DERIVATIONS = {
 function outcome (vector, domain, swarm) {
   if (vector.derive) return { output: DERIVATIONS[vector.derive](vector.input, domain) }
   if (vector.admit) {
-    const { own, tasks, rules, models, chooses, now, after } = vector.admit
-    const admission = new Admission({ swarm, domain, own, tasks, rules, models, chooses })
+    const { own, tasks, rules, models, chooses, turns, now, after } = vector.admit
+    const admission = new Admission({ swarm, domain, own, tasks, rules, models, chooses, turns })
     const judged = [...after, vector.frame].map((parts) => admission.judge(joined(parts), now))
     const { reason } = judged.at(-1)
     return { verdict: verdictOf(reason), reason }

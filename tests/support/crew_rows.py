@@ -44,7 +44,7 @@ def experience(
     for prompt in prompts:
         for length in (3, 1, 5, 2):
             rows.append((prompt, torch.randint(2, 60, (length,), generator=generator).tolist()))
-    for _, completion in rows:
+    for _, completion, *_ in rows:
         old.append((torch.randn(len(completion), generator=generator) * noise).tolist())
     exact = score(policy, rows, 1.0)
     return rows, [
@@ -60,7 +60,9 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
         def __init__(self, part):
             self.prompt_ids = rows[part[0]][0]
             self.completions = [
-                type("C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos"})
+                type(
+                    "C", (), {"ids": rows[i][1], "logprobs": old[i], "finish": "eos", "sampled": []}
+                )
                 for i in part
             ]
 
@@ -74,7 +76,7 @@ def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
     )
     learn = [
         LearnRow(
-            *row,
+            *row[:2],
             assembled.recorded(i),
             float(assembled.advantages[i]),
             float(assembled.weights[i]),

@@ -12,8 +12,9 @@ import shutil
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.link.client import Link
 from swarmnode.link.messages import Hello
 from swarmnode.p2p.identity import load_or_create
+from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import limits
 from tests.support.manifests import founded
@@ -44,6 +46,7 @@ UNREACHABLE = (
     "ERR_SOCKET_TIMEOUT",
 )
 """What npm says of a registry that is not there."""
+BUILTIN = MappingProxyType({"names": list(BUILTIN_TASKS)})
 T = TypeVar("T")
 
 
@@ -165,6 +168,10 @@ class NetworkProcess:
         self._link.send(msgspec.structs.replace(own, rewards=rewards))
         return rewards
 
+    def share(self, own: OwnGroup) -> None:
+        """Publish a group as its trainer has scored it."""
+        self._link.send(own)
+
     def draw(self, count: int = 6) -> list[Any]:
         """Groups of others that were admitted and not drawn before, as a step would train on
         them."""
@@ -194,12 +201,15 @@ class NetworkProcess:
 
 
 @contextlib.contextmanager
-def network_process(directory: Path) -> Iterator[NetworkProcess]:
-    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks."""
+def network_process(
+    directory: Path, task: Mapping[str, object] = BUILTIN
+) -> Iterator[NetworkProcess]:
+    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks, or of those that
+    the settings `task.*` name."""
     sections = {
         "swarm": {"name": "interop"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "task": {"names": list(BUILTIN_TASKS)},
+        "task": dict(task),
         "training": {"temperature": 1.0, "top_p": 1.0, "max_completion_length": limits.TOKENS},
         "http": {"port": 0},
     }

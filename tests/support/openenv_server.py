@@ -4,6 +4,8 @@ has them, written from its wire, and some that are none, without TLS and with it
     /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the
     answer "raise"
     /other      the same with other questions          /moody   another question at every reset
+    /guess      an episode: guess seed % 10 plus 1; a step says higher, lower or right
+    /endless    the same, without an end
     /odd        a reward of 7          /none   no reward          /silent   never answers
     /huge   2 MiB in an answer
     /nonsense   no JSON          /drop   closes at a step          /moved   sends elsewhere
@@ -62,6 +64,14 @@ async def session(socket: WebSocket) -> None:
                 return
             elif message["data"]["message"] == "raise":
                 await socket.send_text(error("cannot do\n that"))
+            elif message["data"]["message"] == "leave":
+                await socket.close(1011, "crashed")
+                return
+            elif kind in ("guess", "endless"):
+                guess, secret = int(message["data"]["message"]), seed % 10 + 1
+                text = "right" if guess == secret else "higher" if guess < secret else "lower"
+                ended = guess == secret and kind == "guess"
+                await socket.send_text(observation(text, float(ended) if ended else None, ended))
             else:
                 right = float(message["data"]["message"] == str(seed % 10 + 1))
                 await socket.send_text(observation("", REWARDS.get(kind, right), True))

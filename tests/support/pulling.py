@@ -10,7 +10,7 @@ import trio
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules
+from swarmnode.rollouts.groups import Draw, GroupRules, answers
 from swarmnode.rollouts.sampling import spread
 from swarmnode.testing.network import MemorySwarm
 from swarmnode.testing.scorer import InProcessScorer
@@ -43,9 +43,7 @@ def policy(tokenizer=TOKENIZER, version=0):
 
 async def rewards_of(group):
     """Return the rewards (G,) that every node's scorer computes."""
-    (scored,) = await InProcessScorer().score_many(
-        [(group.task, [completion.text for completion in group.completions])]
-    )
+    (scored,) = await InProcessScorer().score_many([(group.task, answers(group))])
     return scored.rewards
 
 
@@ -66,6 +64,7 @@ class PullSwarm:
         seed: seed of the nodes' randomness.
         latency: seconds that a request takes each way.
         skews: seconds by which each node's clock is ahead.
+        swarm: its id.
         cfg: settings `sharing.*`.
     """
 
@@ -78,11 +77,12 @@ class PullSwarm:
         scorer=None,
         rules=GroupRules(BUILTIN_TASKS),  # noqa: B008 - immutable
         skews=(),
+        swarm=SWARM,
         **cfg,
     ):
         self.medium = MemorySwarm(latency)
         self.scorer = scorer or InProcessScorer()
-        self.authors = [Author(SWARM, seed=number) for number in range(count)]
+        self.authors = [Author(swarm, number, rules.tasks) for number in range(count)]
         self.peers = [author.peer for author in self.authors]
         self.networks = [self.medium.join(peer) for peer in self.peers]
         self.budgets = [Budget() for _ in range(count)]
@@ -93,7 +93,7 @@ class PullSwarm:
                 RolloutExchange(
                     self.networks[number],
                     self.scorer,
-                    Credentials(self.authors[number].key, SWARM),
+                    Credentials(self.authors[number].key, swarm),
                     rules,
                     SharingConfig(**cfg),
                     clock=lambda skew=skew: clock() + skew,
@@ -227,7 +227,9 @@ class Holder:
 
     async def line(self, frame, rewards=None, **claims):
         """Return the line of a signed group in a listing, as `add_frame` lists it."""
-        signed, group = envelope.unseal(frame, ids.DOMAIN_ROLLOUT, SWARM, limits.GROUP_BYTES)
+        signed, group = envelope.unseal(
+            frame, ids.DOMAIN_ROLLOUT, self.author.swarm, limits.GROUP_BYTES
+        )
         true = Listed(
             envelope.content_id(frame),
             signed.key,

@@ -14,6 +14,7 @@ import trio
 
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.link.messages import Hello
@@ -28,6 +29,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import Listed
+from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts
 from tests.support.pulling import Holder, rewards_of
 from tests.support.waiting import until
@@ -225,6 +227,74 @@ async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels
         sequence, ref = hard[0]
         await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")
         await until(lambda: asker.admission.statistics().outcomes.get("seed") == 1)
+
+
+@pytest.fixture
+def game(tmp_path, monkeypatch):
+    with guessing_game(tmp_path, monkeypatch) as task:
+        yield task
+
+
+@both
+async def test_an_episode_is_replayed_by_the_node_that_trains_on_it(kind, tmp_path, game):
+    """Between two hosts, with the scorer's own process: one node publishes, and a forger that it is
+    connected to gets nothing through."""
+    async with exchanges(kind, tmp_path, 2, GroupRules((game,))) as nodes, AsyncScorer() as scorer:
+        (teller, author, _), (asker, _, _) = nodes
+        author.tasks = (game,)
+        guesses = [[str(number)] for number in range(1, HIGH + 1)]
+        for sequence in range(2):
+            found = await scorer.score(author.task(sequence), guesses)
+            secret = str(1 + found.rewards.index(1.0))
+            wrong = "1" if secret != "1" else "2"
+            episodes = [[wrong, secret], [wrong, wrong, "0"], [wrong] * TURNS]
+            group = author.group(sequence, 0.0, episodes=episodes)
+            if sequence:
+                group, reason = forged_episodes(group)["ends early"]
+                assert reason == "trajectory"
+            own = OwnGroup(
+                group.task, 0, sequence, group.sampling, group.completions, [1.0, 0.25, 0.0]
+            )
+            assert teller.publish(own) == "published"
+        outcomes = lambda: asker.admission.statistics().outcomes
+        await until(lambda: outcomes().get("trajectory") == admitted(asker) == 1)
+        (group,) = asker.draw(Draw(1, 2, 0, 2)).groups
+        assert group.rewards == [1.0, 0.25, 0.0]
+        assert [len(texts) for texts in group.observations] == [2, 3, TURNS]
+        assert group.observations[0][-1] == "right"
+        assert asker.authors.trust(author.peer) > 0.0
+
+
+async def test_an_author_whose_episodes_cost_the_scorer_all_its_time_is_not_scored_for_a_while(
+    tmp_path, game
+):
+    async with (
+        networks("memory", tmp_path, 2) as [(network, own), (other, relay)],
+        AsyncScorer(cpu_seconds=1) as scorer,
+        trio.open_nursery() as nursery,
+    ):
+        authors = [Author(SWARM, seed, (game,)) for seed in (78, 79)]
+        exchange = await start(nursery, network, own, scorer, GroupRules((game,)))
+        holder = Holder(None, network=other, author=relay)
+        endless, quitters = [["burn"], ["0"]], [["0"], ["9"] * TURNS]
+
+        async def share(sequence, episodes):
+            """List a group of each author at once, so that both are scored in one batch."""
+            for author, played in zip(authors, (episodes, quitters), strict=True):
+                frame = author.frame(author.group(sequence, time.time(), episodes=played))
+                holder.put(await holder.line(frame, [0.0, 0.25]), frame)
+
+        outcomes = lambda: exchange.admission.statistics().outcomes
+        for sequence in range(3):
+            await share(sequence, endless)
+            both_done = (sequence + 1, sequence + 1)
+            await until(
+                lambda done=both_done: (admitted(exchange), outcomes().get("scorer")) == done
+            )
+        await share(3, quitters)
+        await until(lambda: (admitted(exchange), outcomes()["scorer"]) == (4, 4))
+        assert network.score(authors[0].peer) == 0.0, "it costs no reputation"
+        nursery.cancel_scope.cancel()
 
 
 # The promises of the two networks themselves.

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.rollouts.groups import OwnGroup, join_turns
 from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, envelope, ids, limits, tensors
-from swarmnode.wire.messages import Codec, Completion, RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.messages import Codec, Completion, Finish, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
 
 MODEL = b"m" * 32
@@ -63,6 +63,7 @@ class Author:
         created: float,
         *,
         texts: Sequence[str] | None = None,
+        episodes: Sequence[Sequence[str]] | None = None,
         policy_version: int = 0,
         task: TaskRef | None = None,
         packed: bool = True,
@@ -70,9 +71,9 @@ class Author:
         size: int = 8,
     ) -> RolloutGroup:
         """Question number `sequence` made at `created` Unix seconds: `size` completions, the first
-        two right (builtin tasks)."""
+        two right (builtin tasks). episodes: the actions of each, for an episode task."""
         task = task or self.task(sequence)
-        if texts is None:
+        if episodes is None and texts is None:
             right = answer(task)
             texts = [right, right, *(f"{right}{i}" for i in range(size - 2))]
         return RolloutGroup(
@@ -83,7 +84,8 @@ class Author:
             created_at=int(created * 1000),
             sequence=sequence,
             sampling=SAMPLING,
-            completions=[completion(text, packed=packed) for text in texts],
+            completions=[completion(text, packed=packed) for text in texts or ()]
+            or [episode(actions, packed=packed) for actions in episodes or ()],
         )
 
     def own_group(self, sequence: int, **kwargs: object) -> OwnGroup:
@@ -132,6 +134,24 @@ def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Comp
         finish="eos",
         token_ids=ids_,
         logprobs=logprobs,
+    )
+
+
+def episode(
+    actions: Sequence[str], *, finish: Finish = "eos", packed: bool = True, logprob: float = -0.5
+) -> Completion:
+    """An episode with these actions: one token per character of each, at least one, and each token
+    of `logprob` nats."""
+    parts = [completion(text, packed=packed, logprob=logprob) for text in actions]
+    text, turns = join_turns([part.text for part in parts], [part.tokens for part in parts])
+    return Completion(
+        text=text,
+        tokens=sum(part.tokens for part in parts),
+        logprob=sum(part.logprob for part in parts),
+        finish=finish,
+        token_ids=b"".join(part.token_ids for part in parts),
+        logprobs=b"".join(part.logprobs for part in parts),
+        turns=turns,
     )
 
 

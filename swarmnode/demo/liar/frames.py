@@ -11,7 +11,7 @@ import msgspec
 from swarmnode.demo.liar.author import Author, swarm_of
 from swarmnode.tasks.seeds import task_seed
 from swarmnode.wire import codec, limits, tensors
-from swarmnode.wire.messages import RolloutGroup
+from swarmnode.wire.messages import RolloutGroup, Turn
 
 
 def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, tuple[bytes, str]]:
@@ -85,6 +85,31 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
             ),
             "not_finite",
         ),
+        "33 turns": (
+            with_first(
+                0,
+                text="",
+                tokens=33,
+                logprob=-1.0,
+                token_ids=b"",
+                logprobs=b"",
+                turns=[Turn(0, 1)] * 33,
+            ),
+            "bounds",
+        ),
+        "turns longer than the text": (with_first(0, turns=[Turn(1000, 1)]), "bounds"),
+        "turn within a character": (
+            with_first(
+                0,
+                text="\N{BUTTERFLY}",
+                tokens=2,
+                logprob=-1.0,
+                token_ids=b"",
+                logprobs=b"",
+                turns=[Turn(1, 1), Turn(3, 1)],
+            ),
+            "bounds",
+        ),
         "zstd bomb": (author.sign(_bomb(), "zstd"), "oversize"),
         "zstd garbage": (author.sign(b"\x28\xb5\x2f\xfd" + b"\xff" * 50, "zstd"), "compression"),
         "wrong signature": (bytes(flipped), "signature"),
@@ -105,6 +130,12 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         "seed of another task": (with_task(1, id="builtin/nothing"), "seed"),
         "unknown task": (of_task(1, "builtin/nothing"), "unknown_task"),
         "unknown version": (with_task(1, version="0000000000000000"), "unknown_version"),
+        "episode of a task of one turn": (
+            with_first(
+                1, text="1", tokens=1, logprob=-0.5, token_ids=b"", logprobs=b"", turns=[Turn(1, 1)]
+            ),
+            "turns",
+        ),
         "sum that does not add up": (with_first(1, logprob=-9000.0), "tokens"),
         "more text than tokens": (
             with_first(1, text="1" * 300, tokens=1, logprob=-0.5, token_ids=b"", logprobs=b""),

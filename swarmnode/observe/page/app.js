@@ -595,8 +595,12 @@ function logs(lines) {
 // Texts come from /samples with whatever moves a cursor or turns text around written out, and stand in boxes of their own.
 function answer(one) {
   const measured = [known(one.reward) ? `reward ${fixed(2)(one.reward)}` : "", ...Object.entries(one.components || {}).map(([name, value]) => `${name} ${fixed(2)(value)}`),
-    known(one.surprise) ? `surprise ${fixed(2)(one.surprise)}` : "", `${count(one.tokens)} tokens${one.finish === "length" ? ", cut" : ""}`];
-  return node("div", { class: "answer" }, node("p", { class: "muted" }, node("bdi", {}, measured.filter(Boolean).join("  ·  "))), node("pre", { dir: "auto" }, one.text));
+    known(one.surprise) ? `surprise ${fixed(2)(one.surprise)}` : "", one.turns && one.turns.length ? "episode" : "", `${count(one.tokens)} tokens${one.finish === "length" ? ", cut" : ""}`];
+  const said = (one.turns || []).flatMap((turn) => [
+    ...(turn.action ? [node("pre", { class: "action", dir: "auto" }, turn.action)] : []),
+    ...(turn.observation ? [node("pre", { class: "observation", dir: "auto" }, turn.observation)] : [])]);
+  return node("div", { class: "answer" }, node("p", { class: "muted" }, node("bdi", {}, measured.filter(Boolean).join("  ·  "))),
+    ...(said.length ? said : [node("pre", { dir: "auto" }, one.text)]));
 }
 
 // The token that peers write more often than this node, as the newest sample has it.

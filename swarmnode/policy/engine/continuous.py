@@ -8,6 +8,9 @@ values that they have, and each token is recorded with the log-probability it wa
 the policy version of that moment, so that a correction by ratio is exact in what it divides by
 (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
 
+What the model has made of an episode's row is kept while the environment answers (`Kept`), so that
+the next turn costs its own tokens.
+
 Why not transformers' continuous batching: docs/learning.md.
 """
 
@@ -57,10 +60,23 @@ class Group:
     prompt_ids: list[int]
     most: int
     """Tokens of an answer, at most."""
+    generations: int
+    continues: bool = False
+    known: Prefilled | None = None
+    """What the model has made of the prompt's first tokens, where it follows another request."""
     done: dict[int, Sampled] = field(default_factory=dict)
     """By place."""
     since: int | None = None
     """The version under which its first token was sampled."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A finished row that another request will follow."""
+
+    ids: list[int]
+    """All tokens but the last, which the model has not seen."""
+    known: Prefilled
 
 
 class Continuous:
@@ -80,6 +96,8 @@ class Continuous:
         """Prompts, by request, of which some rows have not begun."""
         self._active: list[Row] = []
         """By slot."""
+        self._kept: dict[int, list[Kept]] = {}
+        """Rows that ended, by request; those that ended first come first."""
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
         """(n, V) of the next token of every row under way."""
@@ -87,14 +105,19 @@ class Continuous:
         self._tokens = 0
 
     def submit(self, request: Request) -> None:
-        prompt_ids = self._policy.encode_prompt(request.prompt)
+        prompt_ids = self._policy.prompt_ids(request.prompt)
         most = self._policy.room(prompt_ids, self._sampling.max_tokens)
-        self._groups[request.number] = Group(prompt_ids, most)
-        self._waiting.extend(
-            Row(request.number, place) for place in range(self._sampling.num_generations)
-        )
+        count = request.generations or self._sampling.num_generations
+        known = self._take_kept(request.follows, prompt_ids)
+        self._groups[request.number] = Group(prompt_ids, most, count, request.continues, known)
+        rows = [Row(request.number, place) for place in range(count)]
+        if request.follows is None:
+            self._waiting.extend(rows)
+        else:  # episodes that have begun end before others begin
+            self._waiting.extendleft(reversed(rows))
 
     def cancel(self, number: int) -> None:
+        self._kept.pop(number, None)
         self._heads.pop(number, None)
         self._waiting = deque(row for row in self._waiting if row.request != number)
         if self._groups.pop(number, None) is not None:
@@ -180,7 +203,8 @@ class Continuous:
 
     def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
         """A prompt is run once for all rows of its request, a row that was interrupted with the
-        tokens that it has."""
+        tokens that it has, and a prompt that follows another request without what is known of
+        it."""
         wanted: dict[tuple[int, int | None], list[int]] = {}
         key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (
             row.request,
@@ -191,9 +215,18 @@ class Continuous:
                 wanted.setdefault(key_of(row), self._groups[row.request].prompt_ids + row.ids)
         keys, sequences = list(wanted), list(wanted.values())
         made: dict[tuple[int, int | None], Prefilled] = {}
-        work = lambda some: prefill(self._policy, [sequences[i] for i in some])
-        for chosen, heads in self._batcher.run([len(ids) for ids in sequences], work):
-            made |= zip((keys[i] for i in chosen), heads, strict=True)
+        known = [self._groups[request].known for request, _ in keys]
+        for follows in (False, True):
+            alike = [i for i in range(len(keys)) if (known[i] is not None) == follows]
+            work = lambda some, alike=alike: prefill(
+                self._policy,
+                [sequences[alike[i]] for i in some],
+                [each for i in some if (each := known[alike[i]]) is not None],
+            )
+            for chosen, heads in self._batcher.run([len(sequences[i]) for i in alike], work):
+                made |= zip((keys[alike[i]] for i in chosen), heads, strict=True)
+        for request, _ in keys:
+            self._groups[request].known = None
         self._heads |= {number: head for (number, place), head in made.items() if place is None}
         return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
 
@@ -215,6 +248,8 @@ class Continuous:
                 ended.append(slot)
         self._steps += 1
         self._tokens += len(tokens)
+        for slot in ended:
+            self._keep(slot)
         done = [self._end(self._active[slot]) for slot in ended]
         self._remove(ended)
         if self._active:
@@ -230,7 +265,7 @@ class Continuous:
         group.done[row.place] = Sampled(
             row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions
         )
-        if len(group.done) < self._sampling.num_generations:
+        if len(group.done) < group.generations:
             return None
         del self._groups[row.request]
         return Finished(
@@ -239,6 +274,32 @@ class Continuous:
                 group.prompt_ids, [completion for _, completion in sorted(group.done.items())]
             ),
         )
+
+    def _keep(self, slot: int) -> None:
+        """Keep what the model has made of a row that ends, where another request will follow it;
+        of those rows as many tokens as may be under way, the oldest go first."""
+        row = self._active[slot]
+        group = self._groups[row.request]
+        if not group.continues:
+            return
+        kept = Kept(group.prompt_ids + row.ids[:-1], self._slots.copy(slot))
+        self._kept.setdefault(row.request, []).append(kept)
+        while sum(len(k.ids) for each in self._kept.values() for k in each) > self._batcher.tokens:
+            oldest = next(iter(self._kept))
+            self._kept[oldest].pop(0)
+            if not self._kept[oldest]:
+                del self._kept[oldest]
+
+    def _take_kept(self, request: int | None, ids: list[int]) -> Prefilled | None:
+        """Return what is known of the row of `request` that `ids` begin with, the longest one: one
+        completion may begin with another."""
+        rows = self._kept.get(request, []) if request is not None else []
+        fitting = [kept for kept in rows if ids[: len(kept.ids)] == kept.ids]
+        if not fitting:
+            return None
+        longest = max(fitting, key=lambda kept: len(kept.ids))
+        rows[:] = [kept for kept in rows if kept is not longest]
+        return longest.known
 
     def _remove(self, slots: list[int]) -> None:
         """What ended or was dropped; the last row takes the place of each."""
@@ -277,4 +338,7 @@ class Continuous:
         self._waiting.extendleft(reversed(self._active))
         self._active, self._slots, self._logits = [], Slots(self._policy), torch.zeros(0)
         self._heads.clear()
+        self._kept.clear()
+        for group in self._groups.values():
+            group.known = None
         self._batcher.ran_out(len(lengths) * max(lengths))

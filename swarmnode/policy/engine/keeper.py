@@ -29,7 +29,7 @@ from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher, is_oom
-from swarmnode.policy.ways import reason
+from swarmnode.policy.ways import Row, reason
 
 log = structlog.get_logger("swarmnode.trainer")
 
@@ -69,15 +69,19 @@ class Choice:
     """The fastest so far."""
 
     @classmethod
-    def of(cls, options: Collection[str], longest: int, obstacle: str) -> Choice:
+    def of(
+        cls, options: Collection[str], longest: int, obstacle: str, episodes: bool = False
+    ) -> Choice:
         """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to
-        `continuous`, empty for none."""
+        `continuous`, empty for none. episodes: completions are gone on with."""
         if "lockstep" in options:
             return cls("lockstep", "as configured")
         if obstacle:
             return cls("lockstep", obstacle)
         if "continuous" in options:
             return cls("continuous", "as configured")
+        if episodes:
+            return cls("continuous", "it keeps the rows of episodes between turns")
         if longest <= SHORT:
             return cls("lockstep", f"answers of at most {longest} tokens")
         return cls("lockstep", "", ["lockstep", "continuous"] * TRIALS)
@@ -115,7 +119,7 @@ class Canary:
     def of(cls, policy: Policy) -> Canary:
         prompt, answer = (policy.encode_prompt(text) for text in CANARY)
         reference: Callable[[Sequence[int], Sequence[int]], list[float]] = lambda p, c: score(
-            policy, [(list(p), list(c))], 1.0
+            policy, [Row(list(p), list(c))], 1.0
         )[0]
         return cls(
             prompt,
@@ -277,16 +281,20 @@ def keeper(
         if kind == "continuous":
             return Continuous(policy, batcher, sampling, rng)
         return Lockstep(
-            lambda prompts: batcher.generate(policy, prompts, sampling, rng),
-            lambda prompt: policy.room(policy.encode_prompt(prompt), 1),
+            lambda prompts, count: batcher.generate(
+                policy, prompts, sampling.with_generations(count), rng
+            ),
+            lambda prompt: policy.room(policy.prompt_ids(prompt), 1),
         )
 
     return Keeper(
-        Choice.of(options, sampling.max_tokens, unsuited(policy)), build, Canary.of(policy)
+        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
+        build,
+        Canary.of(policy),
     )
 
 
-def answered(engine: Generation, prompts: Sequence[str]) -> list[GroupSample]:
+def answered(engine: Generation, prompts: Sequence[str | Sequence[int]]) -> list[GroupSample]:
     """A group of completions of each prompt, in order, from an engine that has nothing else to
     do."""
     for number, prompt in enumerate(prompts):

@@ -9,25 +9,26 @@ from contextlib import contextmanager
 from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample
 
-Generate = Callable[[Sequence[str]], list[GroupSample]]
+Prompt = str | Sequence[int]
+Generate = Callable[[Sequence[Prompt], int | None], list[GroupSample]]
 
 
 class Lockstep:
-    """generate: a group of completions of each prompt, in order. check: raises for a prompt that
-    cannot be answered."""
+    """generate: so many completions of each prompt, in order; None is as many as usual. check:
+    raises for a prompt that cannot be answered."""
 
     def __init__(
-        self, generate: Generate, check: Callable[[str], object] = lambda prompt: None
+        self, generate: Generate, check: Callable[[Prompt], object] = lambda prompt: None
     ) -> None:
         self._generate = generate
         self._check = check
-        self._waiting: dict[int, str] = {}
+        self._waiting: dict[int, Request] = {}
         self._steps = 0
         self._tokens = 0
 
     def submit(self, request: Request) -> None:
         self._check(request.prompt)
-        self._waiting[request.number] = request.prompt
+        self._waiting[request.number] = request
 
     def cancel(self, number: int) -> None:
         self._waiting.pop(number, None)
@@ -36,14 +37,18 @@ class Lockstep:
         """Everything that was submitted."""
         if not self._waiting:
             return []
-        samples = self._generate(list(self._waiting.values()))
-        done = [
-            Finished(number, sample) for number, sample in zip(self._waiting, samples, strict=True)
-        ]
+        waiting, done = list(self._waiting.values()), list[Finished]()
+        for generations in dict.fromkeys(request.generations for request in waiting):
+            alike = [request for request in waiting if request.generations == generations]
+            samples = self._generate([request.prompt for request in alike], generations)
+            done += [
+                Finished(request.number, sample)
+                for request, sample in zip(alike, samples, strict=True)
+            ]
+            lengths = [len(c.ids) for sample in samples for c in sample.completions]
+            self._steps += max(lengths, default=0)
+            self._tokens += sum(lengths)
         self._waiting.clear()
-        lengths = [len(completion.ids) for sample in samples for completion in sample.completions]
-        self._steps += max(lengths, default=0)
-        self._tokens += sum(lengths)
         return done
 
     @contextmanager

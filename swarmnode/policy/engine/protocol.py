@@ -21,11 +21,19 @@ from swarmnode.policy.generate import GroupSample
 
 @dataclass(frozen=True)
 class Request:
-    """One question, to be answered as often as the engine's `Sampling` says."""
+    """One question to be answered, or one episode to be gone on with."""
 
     number: int
     """The caller's name for it, used once."""
-    prompt: str
+    prompt: str | Sequence[int]
+    """The question, or for a later turn of an episode all ids of the episode so far."""
+    generations: int | None = None
+    """Completions; None is as many as the engine's `Sampling` says."""
+    follows: int | None = None
+    """The finished request that the prompt begins with, question and completion: an engine that
+    kept it (`continues`) need not run it through the model again."""
+    continues: bool = False
+    """Requests will follow this one, or it is cancelled."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,8 @@ class Generation(Protocol):
         ...
 
     def cancel(self, number: int) -> None:
-        """Drop a request, and what it has been answered so far."""
+        """Drop a request, what it has been answered so far, and what is kept of it for others to
+        follow."""
         ...
 
     def finished(self, version: int) -> list[Finished]:

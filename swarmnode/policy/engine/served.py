@@ -143,7 +143,7 @@ class ServerFirst:
     # ---- beyond that -----------------------------------------------------------------------------
 
     def answered(
-        self, prompts: Sequence[str], sampling: Sampling, rng: torch.Generator
+        self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample] | None:
         """Return a group of completions of each prompt, beside what is under way; None where the
         server does not sample."""
@@ -249,6 +249,7 @@ class ServerFirst:
 @dataclass
 class _Asked:
     prompt_ids: list[int]
+    generations: int
     max_tokens: int
     since: int | None = None
     """Policy version under which it was sent."""
@@ -285,7 +286,7 @@ class Served:
         """Seconds of waiting since the last answer, and since it was known to be there."""
 
     def submit(self, request: Request) -> None:
-        prompt_ids = self._policy.encode_prompt(request.prompt)
+        prompt_ids = self._policy.prompt_ids(request.prompt)
         most = self._policy.room(prompt_ids, self._sampling.max_tokens)
         context = self._weights.about.context
         if context is not None:
@@ -296,23 +297,26 @@ class Served:
                 f" server's context of {context:,} tokens"
             )
         self._weights.follow()
-        self._asked[request.number] = _Asked(prompt_ids, most)
-        self._waiting.put((request.number, self._question(prompt_ids, most)))
+        asked = _Asked(
+            prompt_ids, self._sampling.with_generations(request.generations).num_generations, most
+        )
+        self._asked[request.number] = asked
+        self._waiting.put((request.number, self._question(asked)))
         if len(self._workers) < min(WORKERS, len(self._asked)):
             worker = threading.Thread(target=self._work, name="served", daemon=True)
             self._workers.append(worker)
             worker.start()
 
-    def _question(self, prompt_ids: list[int], most: int) -> Question:
+    def _question(self, asked: _Asked) -> Question:
         seed = None
         if self._rng is not None:
             draw = torch.randint(2**31, (1,), generator=self._rng, device=self._rng.device)
             seed = int(draw)
         sampling = self._sampling
         return Question(
-            prompt_ids,
-            sampling.num_generations,
-            most,
+            asked.prompt_ids,
+            asked.generations,
+            asked.max_tokens,
             sampling.temperature,
             sorted(self._policy.eos_ids),
             self._unused,
@@ -382,10 +386,8 @@ class Served:
     def _sample(self, asked: _Asked, answer: Sequence[Completion]) -> GroupSample:
         """The group that an answer holds. Raises ServerFailed for one that nothing may be trained
         on."""
-        if len(answer) != self._sampling.num_generations:
-            raise ServerFailed(
-                "answer", f"{len(answer)} completions, not {self._sampling.num_generations}"
-            )
+        if len(answer) != asked.generations:
+            raise ServerFailed("answer", f"{len(answer)} completions, not {asked.generations}")
         return GroupSample(
             asked.prompt_ids, [self._completion(each, asked.max_tokens) for each in answer]
         )

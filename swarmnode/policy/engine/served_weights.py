@@ -24,7 +24,7 @@ from swarmnode.files import sync_directory
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import About, Completion, Server
 from swarmnode.policy.load import Policy
-from swarmnode.policy.logprobs import score
+from swarmnode.policy.logprobs import Row, score
 from swarmnode.policy.model import Adapted
 from swarmnode.policy.ways import bound as rounding_bound
 from swarmnode.policy.ways import mean_gap, reason
@@ -100,7 +100,7 @@ class ServedWeights:
 
         def load() -> None:
             self._load(target)
-            found.extend(self._server.score(*self._check.row))
+            found.extend(self._server.score(self._check.row.prompt, self._check.row.completion))
 
         self._in_thread(load)
         self.gap = self._check(found)
@@ -211,8 +211,8 @@ class WeightCheck:
         most = CHECK_TOKENS
         if policy.context is not None:
             most = max(1, min(most, policy.context - len(prompt) - 1))
-        self.row = (list(prompt), list(text[:most]))
-        """What is scored: (prompt ids, ids)."""
+        self.row = Row(list(prompt), list(text[:most]))
+        """What is scored."""
         self._former: list[list[float]] = []
         """Log-probabilities of weights that the server must have left: the base under an adapter,
         and the load before."""

@@ -54,7 +54,7 @@ def slots_gap(policy: Policy) -> float:
     unlike length, the first of which ends first."""
     _, longer, shorter = trial_rows(policy)
     rows = sorted((longer, shorter), key=lambda row: len(row[1]))
-    heads = prefill(policy, [prompt for prompt, _ in rows])
+    heads = prefill(policy, [row.prompt for row in rows])
     slots, logits = Slots(policy), torch.stack([head.logits for head in heads])
     for head in heads:
         slots.add(head)
@@ -91,15 +91,39 @@ class Prefilled:
 
 
 @torch.no_grad()
-def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
+def prefill(
+    policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[Prefilled] = ()
+) -> list[Prefilled]:
     """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last
-    column."""
-    ids, mask = left_padded(rows, policy.pad_id, policy.device)  # (Q, P)
-    width = ids.shape[1]
+    column.
+
+    Args:
+        known: (Q,) what the model has made of the first tokens of each row, so that it is run on
+            the others only; empty: nothing.
+    """
+    lengths = [len(each) for each in known] or [0] * len(rows)
+    later = [row[length:] for row, length in zip(rows, lengths, strict=True)]
+    ids, mask = left_padded(later, policy.pad_id, policy.device)  # (Q, S)
+    width = max(lengths)  # P
+    before = torch.tensor(lengths, device=policy.device)  # (Q,)
+    positions = before[:, None] + (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache(config=policy.base.config)
-    logits = policy.logits(ids, mask, (mask.cumsum(1) - 1).clamp(min=0), 1, cache)[:, -1]  # (Q, V)
+    if known:
+        for layer in range(len(known[0].keys)):
+            keys = _left_padded_rows([each.keys[layer] for each in known], width)
+            cache.update(
+                keys, _left_padded_rows([each.values[layer] for each in known], width), layer
+            )
+        there = torch.arange(width, device=policy.device) >= width - before[:, None]  # (Q, P)
+        mask = torch.cat([there.to(mask.dtype), mask], 1)
+    logits = policy.logits(ids, mask, positions, 1, cache)[:, -1]  # (Q, V)
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    cut = lambda whole, i: whole[i, :, width - len(rows[i]) :]
+
+    def cut(whole: torch.Tensor | None, i: int) -> torch.Tensor:
+        assert whole is not None
+        new = whole[i, :, -len(later[i]) :]
+        return torch.cat([whole[i, :, width - lengths[i] : width], new], 1) if lengths[i] else new
+
     return [
         Prefilled(
             [cut(layer.keys, i) for layer in layers],
@@ -108,6 +132,15 @@ def prefill(policy: Policy, rows: Sequence[Sequence[int]]) -> list[Prefilled]:
         )
         for i in range(len(rows))
     ]
+
+
+def _left_padded_rows(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+    """(Q, heads, width, D) of tensors (heads, P_i, D), with zeros before them."""
+    first = rows[0]
+    out = first.new_zeros(len(rows), first.shape[0], width, first.shape[2])
+    for i, row in enumerate(rows):
+        out[i, :, width - row.shape[1] :] = row
+    return out
 
 
 @dataclass
@@ -193,6 +226,16 @@ class Slots:
             layer.keys[slot, :, :length] = keys.to(layer.dtype)
             layer.values[slot, :, :length] = values.to(layer.dtype)
         self.lengths.append(length)
+
+    def copy(self, slot: int) -> Prefilled:
+        """Return what is known of a row, which has no logits of the next token."""
+        length = self.lengths[slot]
+        cut = lambda whole: whole[slot, :, :length].clone()
+        return Prefilled(
+            [cut(layer.keys) for layer in self._layers],
+            [cut(layer.values) for layer in self._layers],
+            torch.zeros(0),
+        )
 
     def remove(self, slot: int) -> None:
         """The last row takes its place."""

@@ -12,6 +12,7 @@ from swarmnode.averaging.averaged import AveragedTensors
 from swarmnode.averaging.gate import EPSILON, AveragingGate
 from swarmnode.averaging.probe import LEAST_PROBE, LossProbe, compare
 from swarmnode.policy.micro import RowTooLarge
+from swarmnode.policy.ways import Row
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0])
 
@@ -21,7 +22,8 @@ class Scores:
 
     def score(self, policy, rows, temperature):
         return [
-            torch.log_softmax(policy.w.detach(), 0)[completion].tolist() for _, completion in rows
+            torch.log_softmax(policy.w.detach(), 0)[completion].tolist()
+            for _, completion, _ in rows
         ]
 
 
@@ -32,14 +34,14 @@ def probe():
 
 
 def rows(*tokens, count=16):
-    return [([0], list(tokens))] * count
+    return [Row([0], list(tokens))] * count
 
 
 def drawn(seed=0):
     """Completions of our own policy."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        ([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist())
+        Row([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist())
         for _ in range(16)
     ]
 
@@ -114,7 +116,7 @@ def test_completions_that_do_not_fit_into_memory_are_left_out(probe, monkeypatch
     real = Scores.score
 
     def limited(self, policy, some, temperature):
-        for number, (_, completion) in enumerate(some):
+        for number, (_, completion, _) in enumerate(some):
             if len(completion) > 50:
                 raise RowTooLarge(number, len(completion))
         return real(self, policy, some, temperature)

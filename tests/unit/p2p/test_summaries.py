@@ -244,6 +244,7 @@ async def test_an_answer_has_our_own_summary_and_those_of_others():
         for frame in codec.decode(answer, SummaryResponse, limits.SUMMARY_RESPONSE_BYTES).summaries
     ]
     assert told == [PEER, name]
+    assert (node.version_of(name), node.version_of("nobody")) == ("0.1.0", "")
 
 
 @pytest.mark.parametrize(

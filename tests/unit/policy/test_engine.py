@@ -278,7 +278,7 @@ def test_sliding_windows_are_not_for_slots(policies):
 def test_lockstep_answers_everything_at_once(embedded):
     rng = embedded.random_generator(3)
     sampling = Sampling(2, 8)
-    engine = submitted(Lockstep(lambda prompts: generate(embedded, prompts, sampling, rng)))
+    engine = submitted(Lockstep(lambda prompts, count: generate(embedded, prompts, sampling, rng)))
     engine.cancel(1)
     found = {f.number: f.sample for f in engine.finished(0)}
     assert list(found) == [0, 2, 3]

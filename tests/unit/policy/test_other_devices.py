@@ -151,7 +151,7 @@ def test_states_of_another_card_are_picked_by_row(cards, way, monkeypatch):
     """Tied embeddings: ids and head are on one card, the last layer is on another."""
     here, there = cards
     ids = lambda *shape: torch.zeros(shape, dtype=torch.long, device=here)
-    batch = logprobs.Batch(ids(2, 3), ids(2, 3), ids(4), ids(4, 5), ids(4, 5).bool())
+    batch = logprobs.Batch(ids(2, 3), ids(2, 3), ids(4), ids(4, 5), *[ids(4, 5).bool()] * 2)
     batch.__dict__["layout"] = logprobs.Layout(ids(4), 9, 3)
     monkeypatch.setattr(
         logprobs,

@@ -11,6 +11,7 @@ from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.rollouts.admission import Admission, Rejected
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
+from swarmnode.tasks.frames import Scored
 from swarmnode.wire import codec, envelope, limits
 from swarmnode.wire.messages import Envelope
 
@@ -45,7 +46,7 @@ def rewards_of(group):
 
 
 def admitted(checks, candidate):
-    return checks.check_scored(candidate, "?", rewards_of(candidate.group))
+    return checks.check_scored(candidate, Scored("?", rewards_of(candidate.group)))
 
 
 def test_an_honest_group_becomes_a_candidate_and_then_an_external_group():
@@ -217,7 +218,9 @@ def test_a_rollout_cannot_be_stolen_by_signing_it():
     assert reason(checks.check(thief.frame(owned), NOW)) == "seed"
     copied = thief.group(2, NOW, texts=[c.text for c in owned.completions])
     candidate = checks.check(thief.frame(copied), NOW)
-    assert reason(checks.check_scored(candidate, "?", rewards_of(copied))) == "zero_advantage"
+    assert (
+        reason(checks.check_scored(candidate, Scored("?", rewards_of(copied)))) == "zero_advantage"
+    )
 
 
 def test_lengths_far_beyond_our_own_are_not_trained_on():
@@ -250,8 +253,10 @@ def test_another_model_and_tokenizer_are_welcome():
 
 def test_equal_rewards_are_filtered():
     candidate = admission().check(frame(), NOW)
-    assert reason(admission().check_scored(candidate, "?", [1.0] * 8)) == "zero_advantage"
-    assert isinstance(admission().check_scored(candidate, "?", [1.0] * 7 + [0.0]), ExternalGroup)
+    assert reason(admission().check_scored(candidate, Scored("?", [1.0] * 8))) == "zero_advantage"
+    assert isinstance(
+        admission().check_scored(candidate, Scored("?", [1.0] * 7 + [0.0])), ExternalGroup
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +265,7 @@ def test_equal_rewards_are_filtered():
 )
 def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
     checks = admission()
-    rejected = checks.check_scored(checks.check(frame(), NOW), "?", rewards)
+    rejected = checks.check_scored(checks.check(frame(), NOW), Scored("?", rewards))
     assert (rejected.reason, rejected.verdict) == ("scorer", Verdict.IGNORE)
 
 

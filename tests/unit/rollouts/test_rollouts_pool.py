@@ -2,6 +2,7 @@ import copy
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -54,6 +55,16 @@ def test_a_peer_that_is_full_loses_its_oldest_group():
     pool = filled("a", 11, max_groups=80)
     numbers = {g.group.sequence for _ in range(10) for g in draw(pool, 2)}
     assert numbers == set(range(1, 11))
+
+
+def test_observations_count_in_a_peers_share_of_the_bytes():
+    pool = Pool(max_bytes=2**20)
+    for n in range(50):
+        played = msgspec.structs.replace(
+            external_group("a", n), observations=[["x" * 4096] * 4] * 2
+        )
+        assert pool.add(played, 0.0, 0)
+    assert len(pool) == 3  # of 32 KiB each, in an eighth of a mebibyte
 
 
 def test_one_peer_never_holds_more_than_its_share_of_the_bytes():

@@ -12,8 +12,9 @@ import trio
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child
 from swarmnode.tasks.client import AsyncScorer, Scored, Scorer, ScorerFailed, TaskUnknown
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 
 
 def ref(index=0, task="builtin/sum", **changes):
@@ -24,7 +25,7 @@ def ref(index=0, task="builtin/sum", **changes):
 @pytest.fixture(scope="module")
 def expected():
     """What the blocking client says, by (task, index)."""
-    keys = [(task, index) for task in TASKS for index in range(30)]
+    keys = [(task, index) for task in ONE_TURN_TASKS for index in range(30)]
     with Scorer() as scorer:
         return dict(
             zip(

@@ -27,7 +27,7 @@ from swarmnode.tasks import openenv, registry
 from swarmnode.tasks.client import AsyncScorer, Scored, Scorer
 from swarmnode.tasks.environments import Environments
 from swarmnode.tasks.frames import Question
-from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.tasks.seeds import evaluation_seed, seed_of
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
 
@@ -156,6 +156,39 @@ def test_a_question_and_the_rewards_of_its_answers_come_from_the_server(tmp_path
     assert len(told) > 10, "the trainer's watchdog hears of every answer"
 
 
+def test_an_episode_of_a_server_is_replayed_from_its_start(tmp_path, server):
+    installed(tmp_path, f"{server}/guess", turns=12, template="{prompt} Guess.")
+    with Scorer() as scorer:
+        prompt = scorer.prompt(ref())
+        assert prompt.endswith(" plus 1? Guess.")
+        right = right_of(prompt)
+        count = [str(number) for number in range(1, int(right) + 1)]
+        scored = scorer.score(
+            ref(), [count, [right, "1"], [], ["99"], ["99", "raise"], ["x" * 5000]]
+        )
+        assert scored.rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert scored.episodes[0].observations == ["higher"] * (int(right) - 1) + ["right"]
+        assert [each.done for each in scored.episodes] == [True, True, False, False, True, True]
+        assert len(scored.episodes[1].observations) == 1
+        assert (scored.errors, "step was refused: cannot do that" in scored.error) == (1, True)
+
+
+def test_an_episode_without_end_ends_at_its_last_turn(tmp_path, server):
+    installed(tmp_path, f"{server}/endless", turns=4)
+    with Scorer() as scorer:
+        (episode,) = scorer.score(ref(), [["5"] * 9]).episodes
+    assert (len(episode.observations), episode.done) == (4, True)
+
+
+def test_a_server_that_leaves_an_episode_costs_the_questions_of_a_call(tmp_path, server):
+    installed(tmp_path, f"{server}/guess", turns=4)
+    with Scorer() as scorer:
+        results = scorer.score_many([(ref(), [["5"]]), (ref(), [["leave"]]), (ref(), [["5"]])])
+        assert isinstance(results[0], Scored)
+        assert ["closed the connection" in str(each) for each in results[1:]] == [True, True]
+        assert isinstance(scorer.score_many([(ref(), [["5"]])])[0], Scored)
+
+
 async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, server):
     installed(tmp_path, f"{server}/sums")
     async with AsyncScorer() as scorer:
@@ -168,8 +201,8 @@ async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, 
 
 
 def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
-    trained = {openenv.seed_of(SEED, index) for index in range(1000)}
-    held_out = {openenv.seed_of(evaluation_seed(NAME), index) for index in range(1000)}
+    trained = {seed_of(SEED, index) for index in range(1000)}
+    held_out = {seed_of(evaluation_seed(NAME), index) for index in range(1000)}
     assert max(trained | held_out) < 2**32
     assert len(trained) == len(held_out) == 1000
     assert not trained & held_out

@@ -13,6 +13,7 @@ import pytest
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import REFUSED, TASKS, task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 from tests.support.whole_gym import IMPORT
 
 # Each creates the file MARKER when it is executed, in the way that some scorer would.
@@ -146,7 +147,7 @@ def scorer():
         yield scorer
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", ONE_TURN_TASKS)
 def test_hostile_answers_cost_nothing_but_their_reward(scorer, task, tmp_path):
     texts = [text.replace("MARKER", str(tmp_path / "marker")) for text in CODE] + LARGE
     pid = scorer.statistics().pid

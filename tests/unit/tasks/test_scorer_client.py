@@ -15,8 +15,9 @@ import pytest
 from swarmnode.tasks import child as child_module
 from swarmnode.tasks.child import Child, Died
 from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, TaskUnknown
-from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
+from tests.support.one_turn import ONE_TURN_TASKS
 
 
 def ref(index=0, task="builtin/sum", **changes):
@@ -46,7 +47,7 @@ def test_scores(scorer):
 
 
 def test_many_questions_come_back_in_order_over_several_frames(scorer):
-    refs = [ref(index, task) for index in range(20) for task in TASKS]
+    refs = [ref(index, task) for index in range(20) for task in ONE_TURN_TASKS]
     many = scorer.score_many([(r, ["7"]) for r in refs])
     assert many == [scorer.score(r, ["7"]) for r in refs]
     assert scorer.statistics().groups == 2 * len(refs)

@@ -11,6 +11,7 @@ import trio
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.stages import trainer as stage_trainer
 from swarmnode.stages.trainer import CrewPolicy, CrewTrainer
@@ -77,13 +78,13 @@ async def crew(tmp_path, model):
                 groups = []
                 for prompt in prompts:
                     rows = [
-                        (prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
+                        Row(prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
                         for n in (3, 1, 5, 2)
                     ]
                     groups.append(
                         TrainingGroup(
                             rows,
-                            [[-4.0] * len(c) for _, c in rows],
+                            [[-4.0] * len(c) for _, c, *_ in rows],
                             [1.0, 0.0, 0.0, 1.0],
                             [1.0] * 4,
                         )

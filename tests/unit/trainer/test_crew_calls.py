@@ -10,6 +10,7 @@ import torch
 
 from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
+from swarmnode.policy.ways import Row
 from swarmnode.stages import trainer
 from swarmnode.stages.pipeline import CannotScore, StepResult
 from swarmnode.stages.trainer import CrewPolicy
@@ -97,11 +98,11 @@ def policy_of(*crews, **training):
     return CrewPolicy(training, Model(), Runner(*crews), LINEAGE, threading.Event(), 60.0)
 
 
-ROWS = [([1] * 200, [2] * 100)] * 6
+ROWS = [Row([1] * 200, [2] * 100)] * 6
 
 
 def some_rows(*peers):
-    group = TrainingGroup([([1], [2]), ([1], [3])], [[-1.0]] * 2, [1.0, 0.0], [1.0] * 2)
+    group = TrainingGroup([Row([1], [2]), Row([1], [3])], [[-1.0]] * 2, [1.0, 0.0], [1.0] * 2)
     return assemble([replace(group, peer=peer) for peer in peers], "grpo")
 
 

@@ -195,6 +195,8 @@ def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
     check_trainable(
         PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
     )
+    with pytest.raises(Refused, match=r"Blackjack.*leave the task out, or set stages.mode to off"):
+        check_trainable(PolicyConfig(), TrainingConfig(), ["rg/gcd", "gym/Blackjack-v1"])
     for training in (TrainingConfig(beta=0.1), TrainingConfig(max_completion_length=20_000)):
         with pytest.raises(Refused, match=r"set training\.\w+ to .*stages.mode to off"):
             check_trainable(PolicyConfig(), training)

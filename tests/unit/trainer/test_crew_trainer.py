@@ -21,6 +21,7 @@ from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.stages.pipeline import Head
@@ -187,10 +188,10 @@ async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkey
     groups = []
     for i, peer in enumerate(["", "", "someone"]):
         rows = [
-            (prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist())
+            Row(prompts[i], torch.randint(4, 100, (n,), generator=generator).tolist())
             for n in (3, 1, 5, 2)
         ]
-        old = [[-4.0] * len(c) for _, c in rows]
+        old = [[-4.0] * len(c) for _, c, *_ in rows]
         weights, sampler = [1.0, 0.9, 1.0, 0.8], [] if peer else old
         groups.append(
             TrainingGroup(rows, old, [1.0, 0.0, 0.0, 1.0], weights, peer, sampler_logprobs=sampler)
@@ -226,11 +227,13 @@ def some_rows(policy, seed):
     groups = []
     for prompt in prompts:
         rows = [
-            (prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
+            Row(prompt, torch.randint(4, 100, (n,), generator=generator).tolist())
             for n in (3, 1, 5, 2)
         ]
         groups.append(
-            TrainingGroup(rows, [[-4.0] * len(c) for _, c in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)
+            TrainingGroup(
+                rows, [[-4.0] * len(c) for _, c, *_ in rows], [1.0, 0.0, 0.0, 1.0], [1.0] * 4
+            )
         )
     return assemble(groups, "grpo")
 
@@ -257,7 +260,7 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         monkeypatch.setattr(short, "forward", limited(short.forward))
         monkeypatch.setattr(short, "backward", limited(short.backward))
         rows = some_rows(policy, 0)
-        assert MicroBatcher(16384).cut([len(p) + len(c) for p, c in rows.rows]) > least
+        assert MicroBatcher(16384).cut([len(p) + len(c) for p, c, *_ in rows.rows]) > least
         expected, got = updater.update(rows), await in_thread(engine.update, rows)
         assert got.stepped
         assert got.loss == pytest.approx(expected.loss, abs=1e-5)
@@ -266,7 +269,7 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         assert 1 <= retries <= 3
         assert (await in_thread(engine.update, some_rows(policy, 1))).stepped
         assert engine.statistics().oom_retries == retries, "what has been learnt is kept"
-        least = max(len(p) + len(c) for p, c in rows.rows)
+        least = max(len(p) + len(c) for p, c, *_ in rows.rows)
         assert len(await in_thread(engine.score, rows.rows, 1.0)) == len(rows.rows)
         assert engine.statistics().oom_retries > retries, "what is only scored is cut likewise"
 

@@ -94,7 +94,7 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
     judgement = judged(policy, external(policy, sample))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     (group,) = judgement.accepted
-    assert [completion for _, completion in group.rows] == [c.ids for c in sample.completions]
+    assert [row.completion for row in group.rows] == [c.ids for c in sample.completions]
     assert group.weights == pytest.approx([1.0] * 4, abs=1e-4)
     for ours, theirs in zip(group.old_logprobs, sample.completions, strict=True):
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
@@ -148,7 +148,7 @@ def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
 def test_another_tokenizer_s_group_is_read_as_text(policy, sample):
     judgement = judged(policy, external(policy, sample, tokenizer=b"x" * 32, model=b"y" * 32))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    for (_, ids), completion in zip(judgement.accepted[0].rows, sample.completions, strict=True):
+    for (_, ids, _), completion in zip(judgement.accepted[0].rows, sample.completions, strict=True):
         assert policy.decode(ids) == completion.text
 
 
@@ -273,7 +273,7 @@ def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
     group = external(policy, replace(sample, completions=marked))
     judgement = judged(policy, group, loose)
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
-    assert [completion for _, completion in judgement.accepted[0].rows] == ids
+    assert [row.completion for row in judgement.accepted[0].rows] == ids
 
 
 def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
@@ -341,7 +341,7 @@ def test_an_exception_while_scoring_costs_its_group(policy, sample, error):
     answer = policy.tokenize_completion(longer[0].text, longer[0].finish)
 
     def score_rows(rows, temperature):
-        if any(each == answer for _, each in rows):
+        if any(row.completion == answer for row in rows):
             raise error
         return MicroBatcher(4096).score_with_entropy(policy, rows, temperature)
 

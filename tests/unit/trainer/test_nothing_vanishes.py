@@ -17,6 +17,7 @@ from swarmnode.errors import StateError
 from swarmnode.link.server import LinkServer
 from swarmnode.observe.health import troubles
 from swarmnode.policy.load import Policy
+from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.swarm import rollback
 from swarmnode.trainer import loop, state
@@ -103,7 +104,7 @@ async def test_a_healthy_trainer_has_no_trouble(tmp_path):
     ],
 )
 def test_lengths_of_completions_and_the_share_cut(lengths, cut, mean, p95, share):
-    rows = [([1], [2] * length) for length in lengths]
+    rows = [Row([1], [2] * length) for length in lengths]
     groups = [
         TrainingGroup(rows[at : at + 4], [], [], [], was_cut=cut[at : at + 4])
         for at in range(0, len(rows), 4)

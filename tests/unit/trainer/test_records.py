@@ -3,9 +3,12 @@ takes nothing costs lines alone."""
 
 import json
 
+import msgspec
+
 from swarmnode.link.messages import Report
 from swarmnode.observe import samples
-from swarmnode.rollouts.groups import OwnGroup
+from swarmnode.policy.ways import Row
+from swarmnode.rollouts.groups import OwnGroup, join_turns
 from swarmnode.trainer import records
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.judge import Judgement
@@ -51,6 +54,23 @@ def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
     assert (read.peer, read.outcome, read.policy_version) == ("", "used", 5)
 
 
+def test_an_episode_is_kept_as_a_conversation(tmp_path):
+    text, turns = join_turns(["left", "x" * 900, "ri"], [2, 2, 1])
+    completion = Completion(text, 5, -1.0, "length", turns=turns)
+    own = msgspec.structs.replace(group(2), completions=[completion] * 2)
+    sample = own_sample(1.0, 1, "Cross the lake.", own, [["ice", "\x1b[2Ja hole"]] * 2)
+    answer = sample.completions[0]
+    assert [turn.observation for turn in answer.turns] == ["ice", "\x1b[2Ja hole", ""]
+    assert answer.turns[0].action == "left"
+    assert len(answer.turns[1].action) < samples.TURN_TEXT + 50
+    (shown, _) = samples.harmless(sample).completions
+    assert shown.turns[1].observation == "⟨U+001B⟩[2Ja hole"
+    long = msgspec.structs.replace(answer, turns=answer.turns[:1] * 32)
+    (cut,) = samples.harmless(msgspec.structs.replace(sample, completions=[long])).completions
+    assert len(cut.turns) == samples.PAGE_TURNS + 1
+    assert "20 turns left out" in cut.turns[samples.PAGE_TURNS // 2].observation
+
+
 def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "STEPS_BYTES", 10_000)
     monkeypatch.setattr(records, "SAMPLES_BYTES", 10_000)
@@ -94,7 +114,7 @@ def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_
         external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3)
     )
     ours = [[-0.5, -1.5], [-2.0, -2.0]]
-    row = ([1, 2], [3, 4])
+    row = Row([1, 2], [3, 4])
     accepted = [
         TrainingGroup([row, row], each, [0.0, 1.0], [1.0, 1.0], "x")
         for each in (ours, [[-9.0], [-9.0]])

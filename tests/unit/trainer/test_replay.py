@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swarmnode.config import SharingConfig, TrainingConfig
+from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import against_sampler, own_correction
 from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.rl.split import AdaptiveSplit
@@ -18,7 +19,7 @@ from swarmnode.trainer.state import Counters
 
 def group(name, *rewards, tokens=4, peer=""):
     rewards = rewards or (0.0, 1.0)
-    rows = [([1, 2], [name] * tokens) for _ in rewards]
+    rows = [Row([1, 2], [name] * tokens) for _ in rewards]
     return TrainingGroup(
         rows, [[-1.0] * tokens for _ in rewards], list(rewards), [1.0] * len(rewards), peer
     )

@@ -30,7 +30,9 @@ class Policy:
     def generation(self, sampling, rng):
         one = Sampled([5, 1], [-0.5, -0.1], "5", "eos")
         return Lockstep(
-            lambda prompts: [GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts]
+            lambda prompts, count: [
+                GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts
+            ]
         )
 
 

@@ -26,7 +26,9 @@ def experience(texts, rewards, drops=None):
     completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
         text=SimpleNamespace(hides=lambda ids: False),
-        generation=lambda sampling, rng: Lockstep(lambda prompts: [GroupSample([3], completions)]),
+        generation=lambda sampling, rng: Lockstep(
+            lambda prompts, count: [GroupSample([3], completions)]
+        ),
     )
     scorer = SimpleNamespace(
         score_many=lambda questions: [
@@ -92,7 +94,9 @@ def answered(text, answers, seen, drops=None):
 
     engine = SimpleNamespace(
         text=text,
-        generation=lambda sampling, rng: Lockstep(lambda prompts: [GroupSample([3], completions)]),
+        generation=lambda sampling, rng: Lockstep(
+            lambda prompts, count: [GroupSample([3], completions)]
+        ),
     )
     counters = Counters(peer=PEER, swarm="00" * 32)
     cfg, questions = TrainingConfig(num_generations=len(answers)), Questions(["rg/gcd"], counters)

@@ -13,6 +13,7 @@ from swarmnode.errors import DeviceError
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
 from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import WARMUP_STEPS, Updater, learning_rate, normalizer, trained
@@ -128,7 +129,10 @@ def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(
 ):
     """Four times as long as ours is what admission takes."""
     third = TrainingGroup(
-        [(prompt, completion[:-1] * 90 + completion[-1:]) for prompt, completion in rows.rows[4:]],
+        [
+            Row(prompt, completion[:-1] * 90 + completion[-1:])
+            for prompt, completion, *_ in rows.rows[4:]
+        ],
         [old[:-1] * 90 + old[-1:] for old in rows.old_logprobs[4:]],
         [0.0, 1.0, 0.0, 1.0],
         [1.0] * 4,
@@ -141,7 +145,7 @@ def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(
         for at, rewards, peer in ((0, [1.0, 0.0, 0.0, 1.0], ""), (4, [0.0, 1.0, 0.0, 0.0], "p"))
     )
     expected, _ = after(base, assemble([ours, theirs], "grpo"))
-    small_device(monkeypatch, max(len(p) + len(c) for p, c in rows.rows) * 4)
+    small_device(monkeypatch, max(len(p) + len(c) for p, c, *_ in rows.rows) * 4)
     policy = base.clone()
     batcher = MicroBatcher(10_000)
     updater = Updater(policy, TrainingConfig(), batcher)
@@ -263,7 +267,7 @@ def test_what_was_cut_is_neither_learnt_from_nor_counted(base, rows):
         assert {0, 5}.isdisjoint(own + external)
         assert own
         assert external
-    tokens = [len(completion) for _, completion in rows.rows]
+    tokens = [len(completion) for _, completion, *_ in rows.rows]
     assert normalizer(cut, TrainingConfig()) == sum(tokens) - tokens[0] - tokens[5]
     assert normalizer(cut, TrainingConfig(loss_type="grpo")) == 8
 
@@ -345,9 +349,11 @@ def test_a_peers_gradient_that_is_not_finite_costs_its_group(base, rows, monkeyp
         [TrainingGroup(rows.rows[:4], rows.old_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
         "grpo",
     )
-    bad = next(i for i in range(10, base.vocab_size) if all(i not in c for _, c in ours.rows))
+    bad = next(
+        i for i in range(10, base.vocab_size) if all(i not in row.completion for row in ours.rows)
+    )
     both = copy.copy(rows)
-    theirs = [(prompt, [bad, *completion[1:]]) for prompt, completion in rows.rows[4:]]
+    theirs = [Row(prompt, [bad, *completion[1:]]) for prompt, completion, *_ in rows.rows[4:]]
     object.__setattr__(both, "rows", [*ours.rows, *theirs])
     poisoned(monkeypatch, [bad])
     policy = base.clone()

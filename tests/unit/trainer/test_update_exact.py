@@ -16,6 +16,7 @@ import torch
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
 from swarmnode.rl.corrections import BAND, CAP, NAMED
 from swarmnode.rl.objectives import (
     DELTA,
@@ -97,7 +98,7 @@ def rows(policy):
     ]
     worth = torch.tensor([1.5, -0.5, -0.9, 0.7, -1.2, 0.4, 1.1, -0.8])
     return Rows(
-        chosen,
+        [Row(*row) for row in chosen],
         old,
         worth,
         torch.tensor([1.0] * 4 + [0.3, 0.9, 0.1, 1.0]),
@@ -115,7 +116,7 @@ def exact(policy, rows, loss_type="dapo", without=()):
     """The gradient, flat, clipped to CLIP: every sum as it is written in the papers."""
     model = copy.deepcopy(policy.model)
     terms = []
-    for (prompt, completion), old, advantage, weight in zip(
+    for (prompt, completion, _), old, advantage, weight in zip(
         rows.rows, rows.old_logprobs, rows.advantages, rows.weights, strict=True
     ):
         logprobs = by_hand(
@@ -206,7 +207,7 @@ def penalised(policy, reference, rows, temperature=TEMPERATURE, ratio_in_penalty
     `temperature`."""
     model = copy.deepcopy(policy.model)
     terms = []
-    for number, (prompt, completion) in enumerate(rows.rows):
+    for number, (prompt, completion, _) in enumerate(rows.rows):
         logprobs, old = (
             by_hand(model, prompt, completion, TEMPERATURE),
             torch.tensor(rows.old_logprobs[number]),
@@ -328,21 +329,23 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
 
     trainer = trls(folder, tmp_path, **objective_there(loss_type))
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=rate, weight_decay=0.0)
-    width = max(len(prompt) for prompt, _ in rows.rows)
+    width = max(len(prompt) for prompt, _, *_ in rows.rows)
     ids, mask, old = (
         torch.zeros(8, LENGTH, dtype=torch.long),
         torch.zeros(8, LENGTH, dtype=torch.long),
         torch.zeros(8, LENGTH),
     )
-    for i, (_, completion) in enumerate(rows.rows):
+    for i, (_, completion, _) in enumerate(rows.rows):
         ids[i, : len(completion)], mask[i, : len(completion)] = (
             torch.tensor(completion),
             int(i not in cut),
         )
         old[i, : len(completion)] = torch.tensor(rows.old_logprobs[i])
     batch = {
-        "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _ in rows.rows]),
-        "prompt_mask": torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in rows.rows]),
+        "prompt_ids": torch.tensor([[PAD] * (width - len(p)) + p for p, _, *_ in rows.rows]),
+        "prompt_mask": torch.tensor(
+            [[0] * (width - len(p)) + [1] * len(p) for p, _, *_ in rows.rows]
+        ),
         "completion_ids": ids,
         "completion_mask": mask,
         "num_items_in_batch": mask.sum(),
@@ -468,7 +471,7 @@ def corrected_by_hand(policy, rows, option):
     their sampler was, peers' not."""
     model = copy.deepcopy(policy.model)
     terms, ratios = [], []
-    for number, (prompt, completion) in enumerate(rows.rows):
+    for number, (prompt, completion, _) in enumerate(rows.rows):
         logprobs, old = (
             by_hand(model, prompt, completion, TEMPERATURE),
             torch.tensor(rows.old_logprobs[number]),
@@ -522,7 +525,7 @@ def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, row
     factor = said["less"].rate_factor
     assert 0.2 < factor < 0.95
     assert torch.allclose(moved["less"], factor * moved["plain"], atol=1e-6)
-    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows])
+    lengths = torch.tensor([float(len(completion)) for _, completion, *_ in rows.rows])
     alone = replace(rows, weights=torch.tensor([1.0] * 4 + [0.1, 0.1, 0.1, 0.1]))
     weights = alone.weights
     share = float(
@@ -540,7 +543,7 @@ def test_effective_shares_are_said_by_source(policy, rows):
     cfg = TrainingConfig(temperature=TEMPERATURE, max_completion_length=LENGTH)
     same = Updater(policy.clone(), cfg, MicroBatcher(16384)).update(rows)
     assert same.effective_own == pytest.approx(1.0)
-    lengths = torch.tensor([float(len(completion)) for _, completion in rows.rows[4:]])
+    lengths = torch.tensor([float(len(completion)) for _, completion, *_ in rows.rows[4:]])
     weights = rows.weights[4:]
     expected = (weights * lengths).sum() ** 2 / (lengths.sum() * (weights.square() * lengths).sum())
     assert same.effective_external == pytest.approx(float(expected))

@@ -11,6 +11,7 @@ from swarmnode.errors import DeviceError
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.ways import Row
 from swarmnode.trainer import update as module
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import Updater
@@ -158,7 +159,7 @@ def test_a_group_that_fails_in_the_reference_is_refused(base, groups, monkeypatc
     wrong = groups[2].rows[0][0]
 
     def fragile(policy, rows, temperature):
-        if any(prompt == wrong for prompt, _ in rows):
+        if any(prompt == wrong for prompt, *_ in rows):
             raise IndexError("index out of range")
         return real(policy, rows, temperature)
 
@@ -187,15 +188,17 @@ def small_device(monkeypatch, plain, recomputed):
 def long(base, groups):
     """An own group, its first answer twice as long as the others."""
     group = groups[0]
-    prompt, answer = group.rows[0]
-    first = (answer * 40)[: 2 * max(len(a) for _, a in group.rows) + 4]
+    prompt, answer, _ = group.rows[0]
+    first = (answer * 40)[: 2 * max(row.tokens for row in group.rows) + 4]
     logprobs = [[-1.0] * len(first), *group.old_logprobs[1:]]
-    return TrainingGroup([(prompt, first), *group.rows[1:]], logprobs, group.rewards, group.weights)
+    return TrainingGroup(
+        [Row(prompt, first), *group.rows[1:]], logprobs, group.rewards, group.weights
+    )
 
 
 def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monkeypatch):
     expected = updated(base, [long])
-    sizes = sorted(len(prompt) + len(answer) for prompt, answer in long.rows)
+    sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1])
     found = updated(base, [long])
     assert found[2].stepped
@@ -204,7 +207,7 @@ def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monke
 
 
 def test_a_row_that_does_not_fit_at_all_is_dropped_and_counted(base, long, groups, monkeypatch):
-    sizes = sorted(len(prompt) + len(answer) for prompt, answer in long.rows)
+    sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1] - 1)
     policy = base.clone()
     updater = Updater(policy, TrainingConfig(), MicroBatcher(10_000))

@@ -25,7 +25,8 @@ from swarmnode.wire.messages import Envelope, PeersRequest, PeersResponse
 
 MUTATIONS = 120_000
 PACKED_GROUP = frames.changed(frames.GROUP, "completions.0", {**frames.COMPLETION, **frames.PACKED})
-PAYLOADS = [frames.pack(message) for message in (frames.GROUP, PACKED_GROUP)]
+PLAYED_GROUP = frames.changed(frames.GROUP, "completions.1", frames.EPISODE)
+PAYLOADS = [frames.pack(message) for message in (frames.GROUP, PACKED_GROUP, PLAYED_GROUP)]
 PEERS = {
     "swarm": frames.SWARM,
     "peers": [{"peer": frames.PEER, "addresses": ["/ip4/192.0.2.7/tcp/9512"]}],
@@ -87,7 +88,7 @@ def test_mutated_payloads_are_refused_or_sound():
     rng = random.Random(1)
     accepted = 0
     for number in range(MUTATIONS * 2 // 3):
-        payload = mutated(rng, PAYLOADS[number % 2], PAYLOADS[(number + 1) % 2])
+        payload = mutated(rng, PAYLOADS[number % 3], PAYLOADS[(number + 1) % 3])
         if number % 8 == 0:  # and through a compressor, whose output may be wounded too
             compressed = codec.compress(payload)
             envelope = Envelope(
@@ -151,6 +152,7 @@ PATHS = [
     "completions.0.finish",
     "completions.0.token_ids",
     "completions.0.logprobs",
+    "completions.0.turns",
     "extra",
     "completions.0.extra",
 ]
@@ -185,6 +187,14 @@ BOMBS = {
         "raw",
     ),
     "10,000 completions": (HEAD + b"\xdc\x27\x10" + frames.pack(frames.COMPLETION) * 10_000, "raw"),
+    "340,000 turns": (
+        HEAD
+        + b"\x91"
+        + frames.pack(frames.COMPLETION)[:-1]
+        + b"\xdd\x00\x05\x30\x20"
+        + b"\x92\x00\x01" * 340_000,
+        "raw",
+    ),
     "a list of 4 billion": (HEAD + b"\xdd\xff\xff\xff\xff", "raw"),
     "a map of 4 billion": (
         b"\xdf\xff\xff\xff\xff" + frames.pack("type") + frames.pack("rollout"),

@@ -1,0 +1,62 @@
+"""Two games for `benchmarks.episodes`, as an operator writes them: a function of the seed that
+returns the first text and a step function."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+Step = Callable[[str], tuple[str, float, bool]]
+
+LAKE = ("SFFF", "FHFH", "FFFH", "HFFG")
+"""Gymnasium's map of FrozenLake-v1, 4x4."""
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+
+
+def frozen_lake(seed: int) -> tuple[str, Step]:
+    """FrozenLake-v1 without slipping; equal for every seed, as Gymnasium's is."""
+    row = column = 0
+
+    def shown() -> str:
+        lines = [list(line) for line in LAKE]
+        lines[row][column] = "Y"
+        return "\n".join(map("".join, lines))
+
+    def step(action: str) -> tuple[str, float, bool]:
+        nonlocal row, column
+        move = MOVES.get(action.strip())
+        if move is None:
+            return "no move", 0.0, False
+        row = min(3, max(0, row + move[0]))
+        column = min(3, max(0, column + move[1]))
+        cell = LAKE[row][column]
+        if cell == "H":
+            return "a hole", 0.0, True
+        if cell == "G":
+            return "the goal", 1.0, True
+        return shown(), 0.0, False
+
+    return f"Cross the lake.\n{shown()}", step
+
+
+def guess(seed: int, high: int = 30) -> tuple[str, Step]:
+    """A number from 1 to `high`, of which a guess is told whether it is too low."""
+    secret = random.Random(seed).randint(1, high)
+
+    def step(action: str) -> tuple[str, float, bool]:
+        if not action.strip().isdecimal() or not 1 <= int(action) <= high:
+            return "no number", 0.0, False
+        if int(action) == secret:
+            return "right", 1.0, True
+        return ("higher" if int(action) < secret else "lower"), 0.0, False
+
+    return f"A number from 1 to {high}?", step
+
+
+def flood(seed: int) -> tuple[str, Step]:
+    """A game that answers every action with a megabyte and never ends."""
+
+    def step(action: str) -> tuple[str, float, bool]:
+        return "no move. " * 120_000, 0.0, False
+
+    return "Cross the lake.", step

@@ -1,0 +1,275 @@
+"""Episodes in the scorer child: a policy's actions, replayed in an environment.
+
+    play   a question and the actions so far of each episode  ─▶  observations, ended or not, reward
+
+An environment is deterministic given its question and the actions. So the author of an episode,
+`swarmnode task try` and every receiver call the same function, and none of them keeps a session. A
+restarted child has lost nothing.
+
+The child keeps the environments of recent episodes, so that the next turn of an author costs one
+step instead of a replay. Callers cannot observe that.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import own, seeds
+from swarmnode.tasks.builtin import Value
+from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question, Scored
+
+LIVE_EPISODES = 256
+"""Episodes whose environments are kept, the latest ones."""
+CUT = "\n[cut]"
+"""Ends an observation that was longer than its limit."""
+FAILED = "[the environment failed]"
+NOT_READ = "[the action was too long to be read]"
+ROUNDING = 1e-9
+"""How far a sum of rewards may be outside of 0 to 1: ten times 0.1 is not 1."""
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+Step = Callable[[str], tuple[str, Value, bool]]
+"""An environment after its first text: action → (observation, reward, done)."""
+
+
+class EpisodeTask(Protocol):
+    """What `Player` needs of a task."""
+
+    @property
+    def turns(self) -> int:
+        """Most actions of an episode."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """Of the components of a reward."""
+
+    def start(self, seed: int, index: int, difficulty: int) -> tuple[str, Callable[[str], Any]]:
+        """Begin the episode of the question at an address: its first text, and the environment."""
+
+
+@dataclass
+class Run:
+    """An episode and its environment, after `len(observations)` actions."""
+
+    first: str
+    step: Step | None
+    """None once the episode has ended, and of a result."""
+    random_state: RandomState | None = None
+    """None where no global random numbers are the episode's own."""
+    observations: list[str] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    """Reward of each action."""
+    done: bool = False
+    error: str = ""
+    """What the environment raised, in one line. The reward is 0 then."""
+
+
+class Player:
+    """Plays episodes of any task."""
+
+    def __init__(self, live_episodes: int = LIVE_EPISODES) -> None:
+        """live_episodes: how many environments are kept for the next turn."""
+        self._limit = live_episodes
+        self._live: OrderedDict[tuple[object, ...], Run] = OrderedDict()
+
+    def play(self, task: EpisodeTask, question: Question) -> Scored:
+        """Replay every episode of a question. Without episodes: its first text alone.
+
+        Whatever an environment raises ends its episode with the reward 0; if it cannot be started,
+        there is no question.
+        """
+        runs = dict[tuple[str | None, ...], Run]()
+        histories = [tuple(actions[: task.turns]) for actions in question.actions]
+        try:
+            for history in histories or [()]:
+                if history not in runs:  # equal actions have equal results
+                    runs[history] = self._run(task, question, history)
+            prompts = {run.first for run in runs.values()}
+            if len(prompts) > 1:
+                raise ValueError("the same question began with two different texts")
+        except (Exception, SystemExit) as error:  # the owner's code # noqa: BLE001
+            return Scored("", [0.0] * len(histories), 0, own.one_line(error))
+        return scored([runs[history] for history in histories], task.weights, *prompts)
+
+    def _run(self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]) -> Run:
+        """Return the episode after `history`, as it stays when another goes on from there. Raises
+        what the environment raises at its start."""
+        address = (question.task, question.seed, question.index, question.difficulty)
+        run = self._live.pop((address, history), None)
+        if run is None and history:
+            run = self._live.pop((address, history[:-1]), None)
+        run = run or _started(task, question)
+        act(task.turns, run, history)
+        if run.error.startswith("MemoryError") and self._live:
+            # what is kept for others must not decide this episode
+            self._live.clear()
+            run = _started(task, question)
+            act(task.turns, run, history)
+        self._live[address, history] = run
+        while len(self._live) > self._limit:
+            self._live.popitem(last=False)
+        return replace(run, step=None, observations=[*run.observations], values=[*run.values])
+
+
+def prove(name: str, task: EpisodeTask) -> None:
+    """Play some turns of empty actions, in the sandbox. Raises ConfigError for an environment that
+    cannot be played."""
+    actions: list[str | None] = [""] * min(task.turns, 4)
+    played = Player().play(task, Question(name, 0, 0, [], actions=[actions]))
+    if played.error:
+        raise ConfigError(f"{name!r} does not work: {played.error}")
+
+
+def _started(task: EpisodeTask, question: Question) -> Run:
+    seed_random(seeds.seed_of(question.seed, question.index))
+    first, step = task.start(question.seed, question.index, question.difficulty)
+    if not isinstance(first, str) or not callable(step):
+        raise TypeError("an episode begins with (first text, step function)")
+    text = clean(first, 4 * own.PROMPT_CHARACTERS)
+    if not 0 < len(text) <= own.PROMPT_CHARACTERS:
+        raise TypeError(f"its first text has not 1 to {own.PROMPT_CHARACTERS} characters")
+    return Run(text, step, random_state())
+
+
+def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
+    """Take those actions of `history` that the episode has not taken yet, until it ends."""
+    for action in history[len(run.observations) :]:
+        if run.done:
+            return
+        value: Value = 0.0
+        left = EPISODE_BYTES - sum(len(text.encode()) for text in run.observations)
+        try:
+            if action is None:
+                text, run.done = NOT_READ, True
+                run.values.clear()
+            else:
+                text, value, run.done = _taken(run, action)
+        except (Exception, SystemExit) as error:  # noqa: BLE001
+            text, run.done, run.error = FAILED, True, own.one_line(error)
+        observation = clean(text, min(OBSERVATION_BYTES, left))
+        run.observations.append(observation)
+        run.values.append(value)
+        if len(run.observations) == turns or len(observation.encode()) + len(CUT) >= left:
+            run.done = True
+        if run.done:
+            run.step = None
+
+
+def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
+    """One step of the environment, with random numbers of its own. Raises what it raises, and
+    TypeError for what is no step."""
+    assert run.step is not None
+    if run.random_state is not None:
+        restore_random(run.random_state)
+    returned: Any = run.step(action)
+    if run.random_state is not None:
+        run.random_state = random_state()
+    if not isinstance(returned, tuple) or len(returned) != 3:
+        raise TypeError("a step returns (observation, reward, done)")
+    text, value, done = returned
+    if not isinstance(text, str):
+        raise TypeError(f"an observation is a text, not {type(text).__name__}")
+    if done not in (True, False):
+        raise TypeError(f"done is True or False, not {str(done)[:40]!r}")
+    return text, value, bool(done)
+
+
+def scored(runs: Sequence[Run], weights: Mapping[str, float], prompt: str) -> Scored:
+    """Return the result of a question's episodes: rewards and components of those that ended."""
+    rewards, components, errors, last = list[float](), list[dict[str, float]](), 0, ""
+    names = frozenset[str]()
+    for run in runs:
+        reward, made_of = 0.0, dict[str, float]()
+        error = run.error
+        if run.done and not error:
+            try:
+                value = added(run.values)
+                reward, made_of = own.total(value, weights)
+                theirs = own.names_of(value)
+                if names and theirs and names != theirs:
+                    raise ValueError(
+                        f"components {', '.join(sorted(theirs))}, others of this question have"
+                        " others"
+                    )
+                names = names or theirs
+            except (Exception, SystemExit) as raised:  # noqa: BLE001
+                reward, made_of, error = 0.0, {}, own.one_line(raised)
+        errors, last = errors + bool(error), error or last
+        rewards.append(reward)
+        components.append(made_of)
+    episodes = [Episode(run.observations, run.done) for run in runs]
+    return Scored(
+        prompt, rewards, errors, last, components if any(components) else [], episodes=episodes
+    )
+
+
+def added(values: Sequence[Value]) -> Value:
+    """Return the sum of the rewards of an episode's steps, or of their components by name.
+
+    Raises ValueError and TypeError for what cannot be added.
+    """
+    tables = [value for value in values if isinstance(value, Mapping)]
+    numbers = [float(value) for value in values if not isinstance(value, Mapping)]
+    if not tables:
+        return _rounded(math.fsum(numbers))
+    if any(numbers):
+        raise TypeError("some steps return components, others a number that is not 0")
+    found: dict[str, list[float]] = {}
+    for table in tables:
+        for name, number in table.items():
+            given = found.setdefault(str(name), [])
+            if number is not None:
+                given.append(float(number))
+    return {name: _rounded(math.fsum(given)) for name, given in found.items() if given}
+
+
+def _rounded(total: float) -> float:
+    """Return 0 or 1 for a sum that misses it by a rounding error."""
+    return min(1.0, max(0.0, total)) if -ROUNDING <= total <= 1.0 + ROUNDING else total
+
+
+def clean(text: str, most_bytes: int) -> str:
+    """Return a text without control characters, terminal escapes and lone surrogates, in at most
+    `most_bytes` of UTF-8. A longer one is cut at a character and ends with `CUT`."""
+    text = text[: 4 * most_bytes + 1].replace("\r\n", "\n")
+    data = _CONTROLS.sub("", _ESCAPES.sub("", text)).encode(errors="ignore")
+    if len(data) <= most_bytes:
+        return data.decode()
+    room = most_bytes - len(CUT)
+    return data[:room].decode(errors="ignore") + CUT if room >= 0 else ""
+
+
+# Libraries such as TextArena draw from the process's global random numbers. Every episode has its
+# own: from its question at the start, and as it left them at each later step.
+
+RandomState = tuple[tuple[Any, ...], Any]
+"""Of `random`, and of `numpy.random` where it is loaded."""
+
+
+def seed_random(seed: int) -> None:
+    """Start the global random numbers from a seed of 32 bits."""
+    random.seed(seed)
+    if (numpy_random := sys.modules.get("numpy.random")) is not None:
+        numpy_random.seed(seed)
+
+
+def random_state() -> RandomState:
+    """Return where the global random numbers are."""
+    numpy_random = sys.modules.get("numpy.random")
+    return random.getstate(), numpy_random.get_state() if numpy_random is not None else None
+
+
+def restore_random(state: RandomState) -> None:
+    """Put the global random numbers where they were."""
+    random.setstate(state[0])
+    if state[1] is not None:
+        sys.modules["numpy.random"].set_state(state[1])

@@ -1,0 +1,296 @@
+"""Games of libraries as episode tasks, by name alone: Gymnasium's toy text and TextArena's
+single-player games.
+
+The tables are read everywhere. The libraries are imported by the scorer child only, before it locks
+itself in, and only for games that the node trains on.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import own, seeds
+from swarmnode.wire.limits import TURNS as MOST_TURNS
+
+VERSION = "1"
+"""Enters the task version: change it when a text or a reward below changes."""
+
+Step = Callable[[str], tuple[str, float, bool]]
+
+
+@dataclass(frozen=True, slots=True)
+class Game:
+    """A game that can be named in `task.names`."""
+
+    library: str
+    """The package on PyPI."""
+    name: str
+    """What the library calls it."""
+    settings: Mapping[str, object]
+    """Names and defaults of what `task.settings` may set."""
+
+    @property
+    def turns(self) -> int:
+        return own.turns_of(self.settings)
+
+
+def _game(library: str, name: str, turns: int = MOST_TURNS, **settings: object) -> Game:
+    return Game(library, name, MappingProxyType({own.TURNS: turns, **settings}))
+
+
+TEXTARENA = (
+    "2048",
+    "Bandit",
+    "Blackjack",
+    "FifteenPuzzle",
+    "FrozenLake",
+    "GuessTheNumber",
+    "LightsOut",
+    "Mastermind",
+    "Minesweeper",
+    "PegJump",
+    "Secretary",
+    "Slitherlink",
+    "Sudoku",
+    "TowerOfHanoi",
+)
+"""Single-player games that need no file and no model, draw from the seed, and repeat themselves."""
+GAMES: Mapping[str, Game] = MappingProxyType(
+    {
+        "gym/FrozenLake-v1": _game(
+            "gymnasium", "FrozenLake-v1", is_slippery=True, map_name="4x4", size=4
+        ),
+        "gym/Taxi-v4": _game("gymnasium", "Taxi-v4", is_rainy=False, fickle_passenger=False),
+        "gym/CliffWalking-v1": _game("gymnasium", "CliffWalking-v1", is_slippery=False),
+        "gym/Blackjack-v1": _game("gymnasium", "Blackjack-v1", 12, natural=False, sab=False),
+    }
+    | {f"textarena/{name}-v0": _game("textarena", f"{name}-v0") for name in TEXTARENA}
+)
+"""By task id."""
+
+
+class GameTask:
+    """A game with its settings, as `episodes.Player` plays it. Imports its library."""
+
+    weights: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(self, task: str, settings: Mapping[str, object]) -> None:
+        """Raises ConfigError where the library is missing or does not have the game."""
+        self._task, self.turns = task, own.turns_of(settings)
+        given = {name: value for name, value in settings.items() if name != own.TURNS}
+        game = GAMES[task]
+        try:
+            with own.bytecode():
+                make = _gymnasium if game.library == "gymnasium" else _textarena
+                self._begin = make(game.name, given)
+        except Exception as error:
+            raise ConfigError(f"{task} cannot be loaded: {own.one_line(error)}") from error
+
+    def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Step]:
+        return self._begin(seeds.seed_of(seed, index))
+
+
+def load(tasks: Mapping[str, Mapping[str, object]]) -> dict[str, GameTask]:
+    """Games in a process that is not locked in yet. Raises ConfigError."""
+    if not tasks:
+        return {}
+    with own.importing(", ".join(tasks)):
+        return {task: GameTask(task, settings) for task, settings in tasks.items()}
+
+
+# ---- Gymnasium -----------------------------------------------------------------------------------
+# Environments return numbers: a state and a reward. Here they return texts and 0 to 1.
+
+
+@dataclass(frozen=True, slots=True)
+class ToyText:
+    """What Gymnasium's environment lacks for a reader of text."""
+
+    rules: str
+    actions: Sequence[str]
+    """Words for the actions 0, 1, …"""
+    show: Callable[[Any, Any], str]
+    """(environment, observation) → text."""
+    worst: float
+    """The sum of Gymnasium's rewards that is worth 0; below it, too."""
+    best: float
+    """The sum that is worth 1; above it, too."""
+    ending: Callable[[Any, float], str]
+    """(environment, last reward) → text at the end."""
+    has_map: bool = False
+    """True if the first text has the environment's map."""
+
+
+def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+    """Return what begins an episode from a seed of 32 bits."""
+    import gymnasium
+    from gymnasium.envs.registration import load_env_creator
+
+    spec, toy = gymnasium.spec(name), TOY_TEXTS[name]
+    creator: Callable[..., Any] = load_env_creator(spec.entry_point)
+    arguments: dict[str, object] = {**spec.kwargs, **settings}
+    size = arguments.pop("size", 0)
+    frozen_lake = importlib.import_module("gymnasium.envs.toy_text.frozen_lake")
+
+    def begin(seed: int) -> tuple[str, Step]:
+        if arguments.get("map_name") == "random":
+            arguments["desc"] = frozen_lake.generate_random_map(size, seed=seed)
+        environment = creator(**arguments)
+        observation, _ = environment.reset(seed=seed)
+        listed = ", ".join(toy.actions)
+        earned = 0.0
+
+        def step(action: str) -> tuple[str, float, bool]:
+            nonlocal earned
+            word = _named(action, toy.actions)
+            if word is None:
+                return f"That is no action. Say one of: {listed}.", 0.0, False
+            observation, reward, ended, _, _ = environment.step(toy.actions.index(word))
+            earned += float(reward)
+            text = toy.show(environment, observation)
+            if not ended:
+                return text, 0.0, False
+            worth = min(1.0, max(0.0, (earned - toy.worst) / (toy.best - toy.worst)))
+            return f"{text}\n{toy.ending(environment, float(reward))}", worth, True
+
+        slippery = "\nYou slip: a step may go to the side." if settings.get("is_slippery") else ""
+        rows = [b"".join(row).decode() for row in environment.desc] if toy.has_map else []
+        shown = "\n".join([*rows, toy.show(environment, observation)])
+        return f"{toy.rules}{slippery}\nSay one of: {listed}.\n{shown}", step
+
+    return begin
+
+
+def _named(text: str, actions: Sequence[str]) -> str | None:
+    """Return the last word of `text` that is an action."""
+    words = [word for word in re.findall("[a-z]+", text.lower()) if word in actions]
+    return words[-1] if words else None
+
+
+def _lake(environment: Any, state: Any) -> str:  # noqa: ANN401 # the library has no types
+    grid = [[cell.decode() for cell in row] for row in environment.desc]
+    row, column = divmod(int(state), len(grid[0]))
+    grid[row][column] = "Y"
+    return "\n".join("".join(cells) for cells in grid)
+
+
+def _lake_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+    return "You reached the goal." if reward > 0 else "You fell into a hole."
+
+
+def _cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
+    grid = [["."] * 12 for _ in range(3)] + [["S", *"CCCCCCCCCC", "G"]]
+    row, column = divmod(int(state), 12)
+    grid[row][column] = "Y"
+    return "\n".join("".join(cells) for cells in grid)
+
+
+_PLACES = (("R", 0, 0), ("G", 0, 4), ("Y", 4, 0), ("B", 4, 3))
+
+
+def _taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
+    row, column, passenger, goal = environment.decode(int(state))
+    waiting = "in the taxi" if passenger == len(_PLACES) else f"at {_PLACES[passenger][0]}"
+    return (
+        f"The taxi is at row {row}, column {column}. The passenger is {waiting} and wants to go to"
+        f" {_PLACES[goal][0]}."
+    )
+
+
+def _blackjack(environment: Any, observation: Any) -> str:  # noqa: ANN401
+    total, dealer, ace = (int(value) for value in observation)
+    usable = " with an ace that counts 11" if ace else ""
+    return f"Your cards add up to {total}{usable}. The dealer shows {dealer}."
+
+
+def _blackjack_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+    return "You win." if reward > 0 else "You lose." if reward < 0 else "It is a draw."
+
+
+TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
+    {
+        "FrozenLake-v1": ToyText(
+            "Cross the frozen lake. Y is you, F is ice, H is a hole, G is the goal, S the start.",
+            ("left", "down", "right", "up"),
+            _lake,
+            0.0,
+            1.0,
+            _lake_end,
+        ),
+        # Each step costs 1, and bringing the passenger earns 20: 20 steps or fewer are worth 1.
+        "Taxi-v4": ToyText(
+            "Drive the taxi to the passenger, pick the passenger up, drive to where the passenger"
+            " wants to go, drop the passenger off. In the map | is a wall and : is none. Rows and"
+            " columns count from 0 inside the frame; south is down.",
+            ("south", "north", "east", "west", "pickup", "dropoff"),
+            _taxi,
+            -20.0,
+            0.0,
+            lambda environment, reward: "The passenger has arrived.",
+            has_map=True,
+        ),
+        # Each step costs 1, a fall 100: 20 steps or fewer without a fall are worth 1.
+        "CliffWalking-v1": ToyText(
+            "Walk to the goal. Y is you, G is the goal, C is the cliff, S the start; whoever steps"
+            " off the cliff begins again at the start.",
+            ("up", "right", "down", "left"),
+            _cliff,
+            -120.0,
+            -20.0,
+            lambda environment, reward: "You reached the goal.",
+        ),
+        "Blackjack-v1": ToyText(
+            "Blackjack: come closer to 21 than the dealer, and not above it.",
+            ("stick", "hit"),
+            _blackjack,
+            -1.0,
+            1.0,
+            _blackjack_end,
+        ),
+    }
+)
+
+
+# ---- TextArena -----------------------------------------------------------------------------------
+
+
+def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+    """Return what begins an episode from a seed. Its games draw from `random` itself, which
+    `episodes.Player` seeds."""
+    import textarena
+
+    def begin(seed: int) -> tuple[str, Step]:
+        environment = textarena.make(f"{name}-raw")
+        environment = textarena.wrappers.ActionFormattingWrapper(environment)
+        environment.reset(num_players=1, seed=seed)
+
+        def news() -> str:
+            """What the game has said since the last call, without the player's own actions."""
+            _, messages = environment.get_observation()
+            return "\n".join(
+                text
+                for _, text, kind in messages
+                if kind is not textarena.ObservationType.PLAYER_ACTION and isinstance(text, str)
+            )
+
+        def step(action: str) -> tuple[str, float, bool]:
+            done, _ = environment.step(action)
+            if not done:
+                return news(), 0.0, False
+            rewards, info = environment.close()
+            reward = (rewards or {}).get(0)
+            # a text in some games, where a move was invalid
+            worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
+            return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
+
+        return news(), step
+
+    _, step = begin(0)  # imports what a sandbox refuses to import
+    step("[0]")
+    return begin

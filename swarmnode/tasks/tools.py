@@ -1,0 +1,141 @@
+"""Environments whose public methods are tools, as TRL's `environment_factory` takes them, played as
+episodes.
+
+    reset(**row) ─▶ text or None
+    a public method ─▶ what a call returns
+    get_reward() ─▶ 0 to 1
+
+The tools and the form of a call are in the first text. So every model can use them, one without a
+chat template too, and all members of a swarm read the same. Calls are parsed by transformers'
+response parser, in the scorer child.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import own
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "\n",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>\s*",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"content": "text"},
+    },
+}
+"""Of transformers: how calls are written. Part of the task's version by its transcript."""
+RULES = (
+    "You can call functions and are given what they return. Write a call as <tool_call>"
+    '{"name": "...", "arguments": {...}}</tool_call>. A turn without a call is your last.'
+    " The functions:"
+)
+CALLS = 8
+"""Calls in one action that are run, at most."""
+NOT_TOOLS = ("reset", "get_reward")
+
+Step = Callable[[str], tuple[str, float, bool]]
+
+
+def is_environment(found: object) -> bool:
+    """Return True for a class that TRL's `environment_factory` would take."""
+    return inspect.isclass(found) and callable(getattr(found, "reset", None))
+
+
+def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple[str, Step]]:
+    """Return the function that begins an episode of a class: `(seed, turns, prompt, **columns)`.
+
+    Imports transformers' parser. Raises ConfigError for a class without tools or reward.
+    """
+    from transformers.utils.chat_parsing import parse_response
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    methods = {
+        method: function
+        for method, function in inspect.getmembers(environment, predicate=inspect.isfunction)
+        if method not in NOT_TOOLS and not method.startswith("_")
+    }
+    if not methods or not callable(getattr(environment, "get_reward", None)):
+        raise ConfigError(
+            f"{name!r} is a class with reset(): it needs public methods, which are its tools, and"
+            " get_reward()"
+        )
+    try:
+        schemas: list[Any] = [get_json_schema(function) for function in methods.values()]
+    except Exception as error:
+        raise ConfigError(f"{name!r}: its tools: {own.one_line(error)}") from error
+    described = "\n".join(json.dumps(schema["function"], sort_keys=True) for schema in schemas)
+    template = load_response_template(RESPONSE_TEMPLATE)
+
+    def begin(seed: int, turns: int, prompt: str = "", **columns: object) -> tuple[str, Step]:
+        instance, taken = environment(), 0
+        told = accepted(instance.reset, {**columns, "prompt": prompt, "seed": seed})
+        first = instance.reset(**told)
+        if first is not None and not isinstance(first, str):
+            raise TypeError(f"reset() returned {type(first).__name__}, not a text or None")
+
+        def step(action: str) -> tuple[str, float, bool]:
+            nonlocal taken
+            taken += 1
+            try:
+                calls = parse_response(action, template, prefix="", tools=schemas).get("tool_calls")
+            except (ValueError, TypeError, RecursionError):
+                text, last = (
+                    "That call cannot be read: it is not JSON with name and arguments.",
+                    False,
+                )
+            else:
+                text, last = "\n".join(_results(instance, methods, calls or [])), not calls
+            if not last and taken < turns:
+                return text, 0.0, False
+            reward = instance.get_reward()
+            return text, 0.0 if reward is None else float(reward), True
+
+        return "\n".join(
+            part for part in (f"{prompt}{first or ''}", RULES, described) if part
+        ), step
+
+    return begin
+
+
+def _results(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> list[str]:  # noqa: ANN401
+    """What each call returned. A call that fails says so, and the episode goes on."""
+    results = []
+    for call in calls[:CALLS]:
+        asked = call["function"] if isinstance(call["function"], dict) else {}
+        name, arguments = asked.get("name"), asked.get("arguments", {})
+        if not isinstance(name, str) or name not in methods or not isinstance(arguments, dict):
+            results.append(f"There is no such function: {str(name)[:64]}.")
+            continue
+        try:
+            returned = getattr(instance, name)(**arguments)
+            if inspect.iscoroutine(returned):
+                returned = own.finished(returned)
+            results.append(returned if isinstance(returned, str) else json.dumps(returned))
+        except MemoryError:
+            raise
+        except Exception as error:  # the owner's code  # noqa: BLE001
+            results.append(f"{name} failed: {type(error).__name__}: {error}")
+    if len(calls) > CALLS:
+        results.append(f"Only the first {CALLS} calls of a turn are made.")
+    return results
+
+
+def accepted(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
+    """Return those arguments of `given` that a function has parameters for."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return dict(given)
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in given.items() if name in names}

@@ -1,0 +1,280 @@
+"""Plays episodes: turns between the engine, which samples actions, and the scorer, whose
+environments answer them.
+
+    begin     the question, one request with G completions: the first action of G episodes
+    continue  all episodes whose action has been sampled, in one call of the scorer; each that has
+              not ended is a request again, for one completion behind all of its ids so far
+    end       the environment says so, the action was cut, or the model's context is full
+
+Ids that were sampled are never made of text again. What the chat template puts around an
+observation is between them, and is not learnt from (`policy.ways.Row`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from swarmnode.policy.engine.protocol import Finished, Generation, Request
+from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.text import PolicyText, PromptTooLong
+from swarmnode.tasks.client import Scored, ScoreError, Scorer
+from swarmnode.tasks.registry import TASKS
+from swarmnode.wire.messages import TaskRef
+
+
+@dataclass(frozen=True)
+class PlayedEpisode(Sampled):
+    """One episode as a completion: `ids` and `logprobs` are of all behind the first prompt, `text`
+    is the actions' one behind the other, `finish` is the last action's."""
+
+    turns: list[Sampled] = field(default_factory=list)
+    """The actions."""
+    observations: list[str] = field(default_factory=list)
+    """After each action that the environment was given; the last one of a finished episode is
+    there too."""
+    context_full: bool = False
+    """True if it ended because no further action fits into the model's context."""
+
+    @property
+    def actions(self) -> list[str]:
+        """The actions that the environment was given: one that was cut is not."""
+        return [turn.text for turn in self.turns if turn.finish == "eos"]
+
+
+def judged_text(completion: Sampled) -> str | list[str]:
+    """What the scorer judges: the answer, or the actions of an episode."""
+    return completion.actions if isinstance(completion, PlayedEpisode) else completion.text
+
+
+def sampled_tokens(completion: Sampled) -> int:
+    """Number of tokens that the policy sampled."""
+    return sum(completion.sampled) if completion.sampled else len(completion.ids)
+
+
+@dataclass
+class Unfinished:
+    """One episode under way."""
+
+    ids: list[int] = field(default_factory=list)
+    """Behind the first prompt."""
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    turns: list[Sampled] = field(default_factory=list)
+    observations: list[str] = field(default_factory=list)
+    ended: bool = False
+    context_full: bool = False
+
+    def act(self, action: Sampled, version: int) -> None:
+        """Append a sampled action. One that was cut ends the episode."""
+        self.turns.append(action)
+        self.ids += action.ids
+        self.logprobs += action.logprobs
+        self.versions += action.versions or [version] * len(action.ids)
+        self.sampled += [True] * len(action.ids)
+        self.ended = action.finish == "length"
+
+    def append(self, between: Sequence[int]) -> None:
+        """Append the ids around an observation."""
+        self.ids += between
+        self.logprobs += [0.0] * len(between)
+        self.versions += [self.versions[-1]] * len(between)
+        self.sampled += [False] * len(between)
+
+    def completion(self) -> PlayedEpisode:
+        last = self.turns[-1]
+        return PlayedEpisode(
+            self.ids,
+            self.logprobs,
+            "".join(turn.text for turn in self.turns),
+            last.finish,
+            self.versions,
+            self.sampled,
+            self.turns,
+            self.observations,
+            self.context_full,
+        )
+
+
+@dataclass
+class EpisodeGroup:
+    """The G episodes of one question."""
+
+    number: int
+    ref: TaskRef
+    prompt_ids: list[int] = field(default_factory=list)
+    episodes: list[Unfinished] = field(default_factory=list)
+
+    @property
+    def since(self) -> int | None:
+        """Policy version of its first token; None before it is known."""
+        return min((each.versions[0] for each in self.episodes if each.versions), default=None)
+
+
+@dataclass
+class EpisodeTotals:
+    """Sums since the start."""
+
+    episodes: int = 0
+    turns: int = 0
+    environment_seconds: float = 0.0
+    """Time in which the scorer played."""
+
+    def __sub__(self, before: EpisodeTotals) -> EpisodeTotals:
+        return EpisodeTotals(
+            self.episodes - before.episodes,
+            self.turns - before.turns,
+            self.environment_seconds - before.environment_seconds,
+        )
+
+
+class Episodes:
+    """All episodes under way, of one engine. How many there are, the caller bounds: one group for
+    each `begin`, and no episode has more than 32 turns."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        text: PolicyText,
+        scorer: Scorer,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.totals = EpisodeTotals()
+        self._generation = generation
+        self._text = text
+        self._scorer = scorer
+        self._clock = clock
+        self._of: dict[int, tuple[EpisodeGroup, int | None]] = {}
+        """Request → its group, and which of its episodes; None: the first action of all."""
+        self._later_numbers = itertools.count(-1, -1)
+        """Requests of later turns; those of questions are numbered from 0 on."""
+
+    @property
+    def oldest(self) -> int | None:
+        """Policy version of the oldest token of an episode under way."""
+        begun = [group.since for group, _ in self._of.values() if group.since is not None]
+        return min(begun, default=None)
+
+    def begin(self, number: int, ref: TaskRef, prompt: str) -> None:
+        """Submit a question. Raises PromptTooLong."""
+        self._generation.submit(Request(number, prompt, continues=True))
+        self._of[number] = EpisodeGroup(number, ref), None
+
+    def play(
+        self, finished: Sequence[Finished], version: int
+    ) -> tuple[list[Finished], list[tuple[int, ScoreError]]]:
+        """Give the environments what the engine has finished, and submit the next turns.
+
+        Args:
+            finished: By the engine; what is no episode is handed on as it is.
+            version: The policy version that sampled it.
+
+        Returns:
+            Groups that are complete, and the numbers of those that cannot be, with the error of
+            the scorer.
+        """
+        done, moved = list[Finished](), dict[int, tuple[EpisodeGroup, list[tuple[int, int]]]]()
+        for one in finished:
+            group, place = self._of.pop(one.number, (None, None))
+            if group is None:
+                done.append(one)
+                continue
+            if place is None:
+                group.prompt_ids = one.sample.prompt_ids
+                group.episodes = [Unfinished() for _ in one.sample.completions]
+            _, places = moved.setdefault(group.number, (group, []))
+            for offset, action in enumerate(one.sample.completions):
+                at = offset if place is None else place
+                group.episodes[at].act(action, version)
+                places.append((at, one.number))
+        failed = self._observe(list(moved.values()))
+        under_way = {group.number for group, _ in self._of.values()}
+        for number, (group, _) in moved.items():
+            if number not in under_way and all(number != lost for lost, _ in failed):
+                done.append(Finished(number, self._complete(group)))
+        return done, failed
+
+    def _observe(
+        self, moved: Sequence[tuple[EpisodeGroup, list[tuple[int, int]]]]
+    ) -> list[tuple[int, ScoreError]]:
+        """Play the last action of every episode that has moved; (place, request) by group."""
+        asked = [
+            (group, [(at, request) for at, request in places if not group.episodes[at].ended])
+            for group, places in moved
+        ]
+        asked = [(group, places) for group, places in asked if places]
+        started = self._clock()
+        items = [
+            (group.ref, [[turn.text for turn in group.episodes[at].turns] for at, _ in places])
+            for group, places in asked
+        ]
+        scored = self._scorer.score_many(items) if items else []
+        self.totals.environment_seconds += self._clock() - started
+        failed = list[tuple[int, ScoreError]]()
+        for (group, places), result in zip(asked, scored, strict=True):
+            if not isinstance(result, Scored):
+                failed.append((group.number, result))
+                self._abandon(group)
+                continue
+            for (at, request), played in zip(places, result.episodes, strict=True):
+                episode = group.episodes[at]
+                episode.observations, episode.ended = played.observations, played.done
+                if not episode.ended:
+                    self._continue(group, at, request)
+        for _, places in moved:
+            for request in dict.fromkeys(request for _, request in places):
+                self._generation.cancel(request)  # what was kept of it
+        return failed
+
+    def _continue(self, group: EpisodeGroup, at: int, follows: int) -> None:
+        """Submit the next turn of an episode; end it where that does not fit into the context."""
+        episode = group.episodes[at]
+        between = self._text.observation_ids(episode.observations[-1], episode.ids[-1])
+        ids = [*group.prompt_ids, *episode.ids, *between]
+        number = next(self._later_numbers)
+        more = len(episode.turns) + 1 < TASKS[group.ref.id].turns
+        try:
+            self._generation.submit(Request(number, ids, 1, follows, continues=more))
+        except PromptTooLong:
+            episode.ended = episode.context_full = True
+            return
+        episode.append(between)
+        self._of[number] = group, at
+
+    def _abandon(self, group: EpisodeGroup) -> None:
+        for number in [number for number, (other, _) in self._of.items() if other is group]:
+            del self._of[number]
+            self._generation.cancel(number)
+
+    def _complete(self, group: EpisodeGroup) -> GroupSample:
+        self.totals.episodes += len(group.episodes)
+        self.totals.turns += sum(len(each.turns) for each in group.episodes)
+        return GroupSample(group.prompt_ids, [each.completion() for each in group.episodes])
+
+
+def answer_all(
+    engine: Generation,
+    text: PolicyText,
+    scorer: Scorer,
+    asked: Sequence[tuple[TaskRef, str]],
+) -> list[GroupSample | None]:
+    """Answer all questions at once, and play those that are episodes to their ends, with an engine
+    that has nothing else to do.
+
+    Returns:
+        A group of completions for each question, in order; None where its environment failed.
+    """
+    episodes = Episodes(engine, text, scorer)
+    for number, (ref, prompt) in enumerate(asked):
+        if TASKS[ref.id].turns > 1:
+            episodes.begin(number, ref, prompt)
+        else:
+            engine.submit(Request(number, prompt))
+    found: dict[int, GroupSample] = {}
+    while engine.statistics().unfinished:
+        done, _ = episodes.play(engine.finished(0), 0)
+        found |= {one.number: one.sample for one in done}
+    return [found.get(number) for number in range(len(asked))]

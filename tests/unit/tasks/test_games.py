@@ -1,0 +1,225 @@
+"""Games of libraries by name: Gymnasium's toy text against the library used the ordinary way, and
+TextArena's single-player games, both in the scorer's sandbox.
+
+pytest tests/unit/tasks/test_games.py
+"""
+
+import random
+import re
+from collections import deque
+
+import pytest
+
+from swarmnode.errors import ConfigError, Unavailable
+from swarmnode.swarm import manifest, requirements
+from swarmnode.tasks import determinism, registry, sandbox
+from swarmnode.tasks.client import Scorer, prove_own
+from swarmnode.tasks.games import GAMES, GameTask
+from swarmnode.tasks.seeds import evaluation_seed, seed_of
+from swarmnode.wire.messages import TaskEntry, TaskRef
+
+LAKE, TAXI, CLIFF, BLACKJACK = (name for name in GAMES if name.startswith("gym/"))
+ARENA = [name for name in GAMES if name.startswith("textarena/")]
+SEED = 4 << 20
+
+
+@pytest.fixture
+def named(tasks_as_before):
+    """Names games, as `task.names` and `task.settings` do."""
+
+    def install(task, **settings):
+        registry.install([], {task: settings} if settings else {}, [task])
+        return task
+
+    yield install
+    registry._LOADED_GAMES.clear()
+
+
+@pytest.fixture
+def gymnasium():
+    return pytest.importorskip("gymnasium", reason="pip install gymnasium")
+
+
+def ref(task, index=0, seed=SEED):
+    return TaskRef(task, registry.task_version(task), seed, index)
+
+
+def test_it_runs_in_the_whole_sandbox_and_has_one_version(gymnasium, named):
+    task = named(LAKE)
+    version = registry.task_version(task)
+    with Scorer() as scorer:
+        first = scorer.score(ref(task), [["right"] * 5, ["down"]])
+        assert set(scorer.statistics().layers) >= {"env", "rlimits", "audit"}
+        assert len(scorer.statistics().layers) <= len(sandbox.LAYERS)
+    registry.task_version.cache_clear()
+    assert registry.task_version(task) == version
+    with Scorer() as scorer:
+        assert scorer.score(ref(task), [["right"] * 5, ["down"]]) == first
+
+
+def test_a_lake_is_crossed(gymnasium, named):
+    task = named(LAKE, is_slippery=False)
+    way = ["down", "down", "right", "right", "down", "right"]
+    with Scorer() as scorer:
+        scored = scorer.score(
+            ref(task), [way, ["I go down.", "Right, I say: RIGHT"], ["jump", *way], way[:-1]]
+        )
+    assert scored.rewards == [1.0, 0.0, 1.0, 0.0]
+    assert scored.prompt.endswith("Say one of: left, down, right, up.\nYFFF\nFHFH\nFFFH\nHFFG")
+    over, fell, jumped, _ = scored.episodes
+    assert over.observations[-1] == "SFFF\nFHFH\nFFFH\nHFFY\nYou reached the goal."
+    assert fell.observations[-1].endswith("You fell into a hole.")
+    assert jumped.observations[0] == "That is no action. Say one of: left, down, right, up."
+
+
+@pytest.mark.parametrize("slippery", [False, True])
+def test_steps_are_the_librarys(gymnasium, named, slippery):
+    task, rng = named(LAKE, is_slippery=slippery, map_name="8x8"), random.Random(3)
+    game = GameTask(task, registry.TASKS[task].settings)
+    for index in range(20):
+        theirs = gymnasium.make("FrozenLake-v1", is_slippery=slippery, map_name="8x8")
+        theirs.reset(seed=seed_of(SEED, index))
+        _, step = game.start(SEED, index)
+        for _ in range(30):
+            action = rng.randrange(4)
+            state, reward, ended, _, _ = theirs.step(action)
+            text, worth, done = step(("left", "down", "right", "up")[action])
+            rows = text.split("\n")
+            row = next(number for number, cells in enumerate(rows) if "Y" in cells)
+            assert (8 * row + rows[row].index("Y"), worth, done) == (state, reward, ended)
+            if done:
+                break
+
+
+def test_a_map_of_its_own_for_each_question(gymnasium, named):
+    task = named(LAKE, map_name="random", size=5)
+    with Scorer() as scorer:
+        maps = {scorer.prompt(ref(task, index)) for index in range(20)}
+        held_out = {scorer.prompt(ref(task, index, evaluation_seed(task))) for index in range(20)}
+    assert len(maps) > 15
+    assert not maps & held_out
+
+
+def test_the_passenger_arrives(gymnasium, named):
+    """Along the shortest way, found in the library's own table of transitions."""
+    task, environment = named(TAXI), gymnasium.make("Taxi-v4").unwrapped
+    names = ("south", "north", "east", "west", "pickup", "dropoff")
+    with Scorer() as scorer:
+        for index in range(5):
+            start, _ = environment.reset(seed=seed_of(SEED, index))
+            row, column, *_ = environment.decode(start)
+            assert f"The taxi is at row {row}, column {column}." in scorer.prompt(ref(task, index))
+            reached, queue = {start: []}, deque([start])
+            while queue:
+                state = queue.popleft()
+                for action in range(6):
+                    ((_, following, _, over),) = environment.P[state][action]
+                    if over:
+                        way = [*reached[state], names[action]]
+                        queue.clear()
+                        break
+                    if following not in reached:
+                        reached[following] = [*reached[state], names[action]]
+                        queue.append(following)
+            good, clumsy = scorer.score(ref(task, index), [way, ["dropoff", *way]]).rewards
+            assert good == 1.0
+            assert 0.0 < clumsy < 1.0
+
+
+def test_a_cliff_is_walked_around(gymnasium, named):
+    task = named(CLIFF)
+    way = ["up", *["right"] * 11, "down"]
+    with Scorer() as scorer:
+        scored = scorer.score(ref(task), [way, ["right", *way], ["left"] * 10 + way, ["up"] * 32])
+    assert scored.rewards == [1.0, pytest.approx(0.07), pytest.approx(0.97), 0.0]
+    assert [episode.done for episode in scored.episodes] == [True] * 4
+
+
+def test_cards_are_worth_half_in_a_draw(gymnasium, named):
+    task = named(BLACKJACK)
+    with Scorer() as scorer:
+        asked = [(ref(task, index), [["stick"], ["hit"] * 12]) for index in range(64)]
+        rewards = {reward for each in scorer.score_many(asked) for reward in each.rewards}
+    assert rewards == {0.0, 0.5, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"slippery": True}, "'slippery' cannot be set to True; there are extract, turns,"),
+        ({"is_slippery": "no"}, "is_slippery is 'no', not a value such as True"),
+        ({"turns": 40}, "turns is 40, not a whole number, 1 to 32"),
+        ({"extract": "nowhere"}, "'extract' cannot be set to 'nowhere'"),
+    ],
+)
+def test_settings_that_are_none(named, settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        named(LAKE, **settings)
+
+
+def test_a_map_that_is_none_is_one_line(gymnasium, named):
+    task = named(LAKE, map_name="5x5")
+    with pytest.raises(ConfigError, match=r"'gym/FrozenLake-v1' does not work: KeyError: '5x5'"):
+        prove_own([task])
+
+
+def test_without_its_library_a_game_is_one_line(named, monkeypatch):
+    def missing(package):
+        raise registry.importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(registry.importlib.metadata, "version", missing)
+    with pytest.raises(Unavailable, match="needs gymnasium, which is not installed: pip install"):
+        prove_own([named(LAKE)])
+    (problem,) = requirements.task_problems(TaskEntry(LAKE, "0" * 16, ""))
+    assert "needs gymnasium" in problem
+
+
+def test_a_member_with_other_settings_is_told_both(named, monkeypatch):
+    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
+    monkeypatch.setattr(registry, "_installed", lambda package, task: "1.4.0")
+    named(LAKE, is_slippery=False)
+    theirs = TaskEntry(LAKE, registry.task_version(LAKE), manifest.settings_text(LAKE))
+    assert requirements.task_problems(theirs) == []
+    named(LAKE, is_slippery=True)
+    (problem,) = requirements.task_problems(theirs)
+    assert '"is_slippery": false' in problem
+    assert '"is_slippery": true' in problem
+
+
+def test_a_game_that_nobody_named_is_not_loaded(named):
+    named("builtin/copy")
+    assert registry.loaded_games() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ARENA)
+def test_a_game_of_textarena_repeats_itself_in_the_sandbox(named, task):
+    pytest.importorskip("textarena", reason="pip install textarena, 91 MB with what it needs")
+    named(task)
+    registry.task_version(task)
+    with Scorer() as scorer:
+        scored = scorer.score(ref(task), [["left"], ["[1]", "[2]"]])
+        other = scorer.prompt(ref(task, 1))
+    assert (scored.errors, scored.error) == (0, "")
+    assert all(0.0 <= reward <= 1.0 for reward in scored.rewards)
+    assert scored.prompt
+    assert other
+
+
+def test_a_number_is_guessed_in_textarena(named):
+    pytest.importorskip("textarena", reason="pip install textarena, 91 MB with what it needs")
+    task = named("textarena/GuessTheNumber-v0")
+    with Scorer() as scorer:
+        low, high, actions = 1, 20, []
+        while True:
+            actions.append(f"[{(low + high) // 2}]")
+            scored = scorer.score(ref(task), [actions])
+            (episode,) = scored.episodes
+            if episode.done:
+                break
+            if "higher" in episode.observations[-1]:
+                low = (low + high) // 2 + 1
+            else:
+                high = (low + high) // 2 - 1
+    assert scored.rewards == [1.0]
+    assert "guessed the correct number" in episode.observations[-1]

@@ -1,0 +1,440 @@
+"""Episodes: only what the policy sampled is learnt from, a turn goes on from the tokens before it,
+and a peer's episode is rebuilt from its actions."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from swarmnode.config import PolicyConfig, TrainingConfig
+from swarmnode.drops import TrainerDrops
+from swarmnode.errors import Unavailable
+from swarmnode.policy.engine.continuous import Continuous
+from swarmnode.policy.engine.lockstep import Lockstep
+from swarmnode.policy.engine.protocol import Finished, Request
+from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.load import load_policy
+from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
+from swarmnode.policy.micro import MicroBatcher
+from swarmnode.policy.text import around_observations
+from swarmnode.policy.ways import Row
+from swarmnode.rl.objectives import Objective
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.frames import Episode, Scored, ScorerFailed
+from swarmnode.trainer import episodes as module
+from swarmnode.trainer import sampler as sampler_module
+from swarmnode.trainer.batch import assemble, episode_row, own_group
+from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all
+from swarmnode.trainer.judge import judge
+from swarmnode.trainer.sampler import Sampler
+from swarmnode.trainer.state import Counters
+from swarmnode.trainer.update import Updater, normalizer
+from swarmnode.wire.messages import RolloutGroup, SamplingParams, TaskRef
+from swarmnode.wire.tensors import unpack_ids
+
+TURNS = 3
+REF = TaskRef("own:walk", "v", 0, 0)
+PROMPT = "12"
+QWEN2 = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+STRIPS_THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and not keep %}{{ m['content'].split('</think>')[-1] }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def policy():
+    """The embedded policy without a chat template, so that observations stand between line breaks.
+    Its answers end after some tokens, whatever it was asked."""
+    torch.set_num_threads(1)
+    policy = load_policy(PolicyConfig())
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = None
+    likelier = torch.zeros(policy.base.get_output_embeddings().weight.shape[0])
+    likelier[policy.eos_id] = 100.0
+    policy.base.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, logits: (logits / 4).clamp(-1, 1) + likelier / 33
+    )
+    return replace(policy, tokenizer=tokenizer, obstacles={})
+
+
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch):
+    known = {REF.id: SimpleNamespace(turns=TURNS)}
+    monkeypatch.setattr(module, "TASKS", known)
+    monkeypatch.setattr(sampler_module, "TASKS", known)
+
+
+class Walk:
+    """An environment that ends after the third action, or after an empty one; the reward of an
+    episode is the share of its actions that are not empty."""
+
+    def __init__(self, fails=()):
+        self.calls, self.fails = 0, fails
+
+    def score_many(self, items):
+        self.calls += 1
+        return [
+            ScorerFailed("died")
+            if self.calls in self.fails and number == 0
+            else self.scored(episodes)
+            for number, (_, episodes) in enumerate(items)
+        ]
+
+    def scored(self, episodes):
+        played = [
+            Episode(
+                [f"saw {len(action)}." for action in actions],
+                len(actions) == TURNS or "" in actions,
+            )
+            for actions in episodes
+        ]
+        rewards = [
+            sum(map(bool, actions)) / TURNS if each.done else 0.0
+            for actions, each in zip(episodes, played, strict=True)
+        ]
+        return Scored(PROMPT, rewards, episodes=played)
+
+
+def continuous(policy, generations=4, tokens=6, batch=16384):
+    sampling = Sampling(generations, tokens)
+    return Continuous(policy, MicroBatcher(batch), sampling, policy.random_generator(3))
+
+
+def finished(episodes, engine, number=0):
+    episodes.begin(number, REF, PROMPT)
+    while engine.statistics().unfinished:
+        done, failed = episodes.play(engine.finished(5), 5)
+        if done or failed:
+            return done, failed
+    raise AssertionError("no group")
+
+
+def sampler_of(policy, engine, scorer, drops=None, generations=4):
+    questions = SimpleNamespace(
+        tasks=[REF.id],
+        next=iter([(n, REF) for n in range(9)]).__next__,
+        answered=lambda ref, rewards: None,
+    )
+    cfg = TrainingConfig(num_generations=generations, max_completion_length=6)
+    return Sampler(
+        cfg,
+        questions,
+        SimpleNamespace(text=policy, generation=lambda sampling, rng: engine),
+        scorer,
+        policy.random_generator(0),
+        Counters(policy_version=5),
+        drops,
+    )
+
+
+# ---- between two actions ------------------------------------------------------------------------
+
+
+def test_an_observation_stands_as_the_template_writes_a_users_turn(policy):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = QWEN2
+    assert around_observations(tokenizer) == (
+        "<|im_end|>\n<|im_start|>user\n",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    )
+
+
+def test_a_template_that_strips_thinking_is_refused_with_the_remedy(policy):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = STRIPS_THINKING
+    with pytest.raises(Unavailable, match=r"policy\.chat"):
+        around_observations(tokenizer)
+    from swarmnode.policy.text import Chat
+
+    around_observations(tokenizer, Chat(arguments=(("keep", True),)))
+
+
+def test_special_tokens_in_an_observation_stay_text(policy):
+    eos = policy.tokenizer.eos_token
+    ids = policy.observation_ids(f"a{eos}b", policy.eos_id)
+    assert policy.eos_id not in ids
+    assert policy.decode(ids) == f"\na{eos}b\n"
+
+
+# ---- what is learnt from -------------------------------------------------------------------------
+
+MASKED = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1], [True] * 3 + [False] * 2 + [True] * 2)
+PLAIN = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1])
+
+
+@pytest.mark.parametrize("way", ["one pass", "packed", "two passes", "row by row", "recomputed"])
+def test_only_sampled_ids_are_scored(policy, way):
+    rows = [MASKED, PLAIN, Row([7], [40, 12])]
+    chosen, spread = logprobs_by(way, policy, collate(rows, 0), 1.0)
+    mask = torch.tensor(MASKED.sampled)
+    for values in (chosen, spread):
+        assert values[0][mask].tolist() == pytest.approx(values[1][mask].tolist(), abs=1e-5)
+        assert not values[0][~mask].any()
+    assert chosen[1].all()
+
+
+def test_an_id_that_was_not_sampled_has_no_gradient(policy):
+    """The update is what it would be if those ids were part of longer prompts."""
+    policy = policy.clone()
+    cfg = TrainingConfig(learning_rate=1e-3, loss_type="dapo")
+    old = score(policy, [MASKED, PLAIN], 1.0)
+    sample = GroupSample(
+        MASKED.prompt,
+        [
+            Sampled(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
+            Sampled([30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"),
+        ],
+    )
+    rows = assemble([own_group(sample, [1.0, 0.0])], "grpo")
+    assert normalizer(rows, cfg) == Objective.of(cfg).normalizer([5, 2])
+    seen = []
+    hook = policy.base.get_output_embeddings().register_forward_hook(
+        lambda module, inputs, output: seen.append(output)
+    )
+    Updater(policy, cfg, MicroBatcher(1024)).update(rows)
+    hook.remove()
+    result = Updater(policy, cfg, MicroBatcher(1024)).update(rows)
+    assert result.stepped
+    assert result.entropy is not None
+
+
+def test_lengths_of_episodes_are_those_of_their_turns():
+    assert MASKED.tokens == 5
+    assert MASKED.longest_turn == 3
+    assert MASKED.at_sampled([1, 2, 3, 4, 5, 6, 7]) == [1, 2, 3, 6, 7]
+
+
+# ---- from turn to turn ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [16384, 60])
+def test_a_turn_goes_on_from_the_tokens_before_it(policy, batch):
+    """Whether its row was kept or is run again (batch: room for some rows only): what is recorded
+    is what training computes."""
+    engine = continuous(policy, batch=batch)
+    episodes = Episodes(engine, policy, Walk())
+    ((group,), failed) = finished(episodes, engine)
+    assert not failed
+    for episode in group.sample.completions:
+        row = Row(group.sample.prompt_ids, episode.ids, episode.sampled)
+        again = episode_row(
+            policy, row.prompt, [turn.ids for turn in episode.turns], episode.observations
+        )
+        assert again.completion == row.completion
+        assert list(again.sampled) == list(row.sampled)
+        assert row.at_sampled(episode.logprobs) == [x for t in episode.turns for x in t.logprobs]
+        assert episode.logprobs == pytest.approx(score(policy, [row], 1.0)[0], abs=1e-4)
+    assert any(len(episode.turns) > 1 for episode in group.sample.completions)
+    assert not engine._kept
+    assert not engine.statistics().unfinished
+
+
+def test_a_kept_row_is_not_run_again(policy, monkeypatch):
+    from swarmnode.policy.engine import continuous as engine_module
+
+    runs = []
+    real = engine_module.prefill
+
+    def counted(policy, rows, known=()):
+        known = list(known)
+        have = map(len, known or [[]] * len(rows))
+        runs.extend(zip(map(len, rows), have, strict=True))
+        return real(policy, rows, known)
+
+    monkeypatch.setattr(engine_module, "prefill", counted)
+    engine = continuous(policy)
+    ((group,), _) = finished(Episodes(engine, policy, Walk()), engine)
+    later = [(length, known) for length, known in runs if known]
+    assert len(later) == sum(len(e.turns) - 1 for e in group.sample.completions)
+    assert all(length - known < 12 for length, known in later)
+
+
+def test_rows_of_another_request_are_not_followed(policy):
+    engine = continuous(policy, generations=1)
+    engine.submit(Request(0, "12", continues=True))
+    while not (done := engine.finished(0)):
+        pass
+    engine.submit(Request(1, [7, 8, 9], 1, follows=done[0].number))
+    while not (done := engine.finished(0)):
+        pass
+    (one,) = done[0].sample.completions
+    assert one.logprobs == pytest.approx(score(policy, [Row([7, 8, 9], one.ids)], 1.0)[0], abs=1e-4)
+
+
+def test_a_cut_action_is_not_given_to_the_environment(policy):
+    engine = Lockstep(
+        lambda prompts, count: [
+            GroupSample([2, 3], [Sampled([30, 31], [-1.0, -1.0], "ab", "length")] * (count or 2))
+            for _ in prompts
+        ]
+    )
+    ((group,), _) = finished(Episodes(engine, policy, Walk()), engine)
+    episode = group.sample.completions[0]
+    assert (episode.finish, episode.actions, episode.observations) == ("length", [], [])
+
+
+def test_an_episode_ends_where_the_context_is_full(policy):
+    small = replace(policy, context=len(policy.encode_prompt(PROMPT)) + 9)
+    engine = continuous(small, generations=8, tokens=6)
+    ((group,), _) = finished(Episodes(engine, small, Walk()), engine)
+    for episode in group.sample.completions:
+        assert len(group.sample.prompt_ids) + len(episode.ids) <= small.context
+        ended = Walk().scored([episode.actions]).episodes[0].done
+        assert episode.context_full or episode.finish == "length" or ended
+    assert any(episode.context_full for episode in group.sample.completions)
+
+
+def test_a_group_whose_environment_fails_is_given_up_and_others_go_on(policy):
+    engine = continuous(policy)
+    drops = TrainerDrops()
+    experience = sampler_of(policy, engine, Walk(fails=(2,)), drops)(2)
+    assert len(experience.groups) == 2
+    assert drops.group.statistics().dropped == {"not_scored": 1}
+    assert not engine._kept
+
+
+@pytest.mark.parametrize("kind", ["lockstep", "continuous"])
+def test_the_sampler_trains_on_episodes_and_publishes_actions_only(policy, kind):
+    from swarmnode.policy.generate import generate
+
+    engine = continuous(policy)
+    if kind == "lockstep":
+        rng, sampling = policy.random_generator(3), Sampling(4, 6)
+        engine = Lockstep(
+            lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
+        )
+    experience = sampler_of(policy, engine, Walk())(2)
+    assert len(experience.groups) == len(experience.messages) == 2
+    assert experience.played.episodes >= 8
+    assert experience.lags == [0, 0]
+    for group, message, observations in zip(
+        experience.groups, experience.messages, experience.observations, strict=True
+    ):
+        for row, completion, seen in zip(
+            group.rows, message.completions, observations, strict=True
+        ):
+            assert unpack_ids(completion.token_ids).tolist() == row.at_sampled(row.completion)
+            assert completion.tokens == row.tokens == sum(t.tokens for t in completion.turns)
+            assert len(seen) == len(completion.turns) - (completion.finish == "length")
+            assert len(completion.text.encode()) == sum(t.text_bytes for t in completion.turns)
+    assert experience.tokens == sum(row.tokens for g in experience.groups for row in g.rows)
+
+
+def test_the_oldest_token_of_an_episode_counts_for_its_age(policy):
+    engine = continuous(policy, generations=8)
+    episodes = Episodes(engine, policy, Walk())
+    episodes.begin(0, REF, PROMPT)
+    version = 3
+    while not (done := engine.finished(version)):
+        pass
+    episodes.play(done, version)
+    assert episodes.oldest == 3
+    while engine.statistics().unfinished:
+        done, _ = episodes.play(engine.finished(4), 4)
+        assert episodes.oldest in (3, None)
+    (group,) = done
+    assert {v for e in group.sample.completions for v in e.versions} == {3, 4}
+
+
+def test_held_out_episodes_are_played_to_their_ends(policy):
+    from swarmnode.policy.generate import generate
+
+    rng, sampling = policy.random_generator(3), Sampling(2, 6)
+    found = answer_all(
+        Lockstep(
+            lambda prompts, count: generate(policy, prompts, sampling.with_generations(count), rng)
+        ),
+        policy,
+        Walk(),
+        [(REF, PROMPT), (REF, "3")],
+    )
+    assert [len(group.completions) for group in found] == [2, 2]
+    for group in found:
+        for episode in group.completions:
+            assert isinstance(episode, PlayedEpisode)
+            assert episode.finish == "length" or Walk().scored([episode.actions]).episodes[0].done
+
+
+# ---- a peer's ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def published(policy):
+    experience = sampler_of(policy, continuous(policy), Walk())(1)
+    return experience.groups[0], experience.messages[0], experience.observations[0]
+
+
+def external(policy, message, observations, tokenizer=None):
+    group = RolloutGroup(
+        REF,
+        policy.fingerprint,
+        tokenizer or policy.tokenizer_hash,
+        5,
+        1,
+        1_000,
+        SamplingParams(1.0, 1.0, 6),
+        message.completions,
+    )
+    rewards = [float(i == 0) for i in range(len(message.completions))]
+    return ExternalGroup(b"c" * 32, "peer", group, PROMPT, rewards, 0, observations=observations)
+
+
+def judged(policy, group):
+    return judge([group], policy, lambda rows, t: score_with_entropy(policy, rows, t), 1.0)
+
+
+def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
+    own, message, observations = published
+    judgement = judged(policy, external(policy, message, observations))
+    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
+    (group,) = judgement.accepted
+    assert [(row.prompt, row.completion) for row in group.rows] == [
+        (row.prompt, row.completion) for row in own.rows
+    ]
+    for row, old, recorded in zip(group.rows, group.old_logprobs, own.old_logprobs, strict=True):
+        assert old == pytest.approx(recorded, abs=1e-4)
+        assert len(row.sampled) == len(row.completion)
+
+
+def test_a_peers_episode_in_another_tokenizer_is_read_as_text(policy, published):
+    _, message, observations = published
+    judgement = judged(policy, external(policy, message, observations, tokenizer=b"x" * 32))
+    assert [outcome for _, outcome in judgement.outcomes] == ["used"]
+
+
+def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
+    """The text is the same, but an action runs on into the next."""
+    import msgspec
+
+    _, message, observations = published
+    place, completion = next(
+        (i, c)
+        for i, c in enumerate(message.completions)
+        if len(c.turns) > 1 and c.turns[1].tokens > 1
+    )
+    first, second, *others = completion.turns
+    moved = [
+        msgspec.structs.replace(first, tokens=first.tokens + 1),
+        msgspec.structs.replace(second, tokens=second.tokens - 1),
+        *others,
+    ]
+    completions = list(message.completions)
+    completions[place] = msgspec.structs.replace(completion, turns=moved)
+    forged = msgspec.structs.replace(message, completions=completions)
+    judgement = judged(policy, external(policy, forged, observations))
+    assert Counter(outcome for _, outcome in judgement.outcomes) == {"forged_ids": 1}
+    assert not judgement.accepted
+
+
+def test_what_is_no_episode_is_handed_on(policy):
+    one = Finished(7, GroupSample([1], [Sampled([2], [-1.0], "a", "eos")]))
+    assert Episodes(continuous(policy), policy, Walk()).play([one], 0) == ([one], [])
