@@ -8,6 +8,7 @@ import torch
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
+from swarmnode.policy.ways import Row
 from swarmnode.trainer.batch import (
     Parts,
     TrainingGroup,
@@ -130,11 +131,11 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
 
 def test_of_a_stranger_s_group_what_earned_more_is_learnt_up_to_the_first_improbable_token(sample):
     own = own_group(sample, [1.0, 1.0, 0.0, 0.0])
-    lengths = [len(ids) for _, ids in own.rows]
+    lengths = [row.tokens for row in own.rows]
     theirs = replace(own, peer="p", sampler_logprobs=[], learnt=[1, 0, lengths[2], lengths[3]])
     rows = assemble([own, theirs], "dr_grpo")
     assert rows.informative(external=True) == [4]
-    assert rows.rows[4] == (own.rows[0][0], own.rows[0][1][:1])
+    assert rows.rows[4] == own.rows[0].first(1)
     assert rows.recorded(4) == own.old_logprobs[0][:1]
     assert [rows.length(i) for i in range(8)] == lengths * 2, "the denominator stays"
     assert rows.advantages[4:].tolist() == rows.advantages[:4].tolist()
@@ -147,3 +148,16 @@ def test_where_each_completion_is_divided_by_its_length_a_part_weighs_its_share(
     theirs = replace(group, peer="p", sampler_logprobs=[], learnt=[1, 1, 1, 1])
     weights = assemble([theirs], "dr_grpo", per_sequence=True).weights.tolist()
     assert weights == pytest.approx([1 / whole, 0, 0, 0])
+
+
+def test_of_a_stranger_s_episode_its_sampled_tokens_count(sample):
+    """What stands between two actions is no part of what is learnt, and none of the length."""
+    group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
+    ids, sampled = [30, 1, 40, 41, 31, 1], [True, True, False, False, True, True]
+    rows = [Row(group.rows[0].prompt, ids, sampled)] * 2
+    old = [[-0.5, -0.1, 0.0, 0.0, -0.5, -0.1]] * 2
+    theirs = TrainingGroup(rows, old, [1.0, 0.0], [1.0] * 2, "p", learnt=[5, 5])
+    found = assemble([theirs], "dr_grpo", per_sequence=True)
+    assert found.rows[0] == Row(rows[0].prompt, ids[:5], sampled[:5])
+    assert found.weights.tolist() == [0.75, 0.0]
+    assert found.length(0) == 4
