@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -179,7 +180,7 @@ def test_a_request_under_way_continues_and_each_token_has_its_version(
 ):
     settings, server = place
     policy = loaded[rank].clone()
-    move(policy, 0.3)  # so that it does not know how to end
+    policy = replace(policy, unused_ids=policy.eos_ids)  # so that no completion ends by itself
     engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
     if server is not None:
         server.hold_at = 3
@@ -204,8 +205,6 @@ def test_a_request_under_way_continues_and_each_token_has_its_version(
 
 
 def test_an_id_without_a_token_is_never_sampled(place, loaded, tmp_path):
-    from dataclasses import replace
-
     policy = replace(loaded[0].clone(), unused_ids=frozenset(range(20, 100)))
     engine = engine_of(place[0], policy, tmp_path, Sampling(8, 24, 2.0))
     samples = drained(submitted(engine))
