@@ -1,11 +1,12 @@
-"""Experience replay: a batch that lacks useful groups is filled with those of the last steps.
+"""Experience replay: while useful groups are rare, a batch is filled with those of the last steps.
 
 Where nearly everything that is sampled fails, a group that says something is dear. It still says it
 a few updates later: its ratios are against what was recorded when it was sampled, so that the
 objective's clip ends what has moved far enough. Without that the same completions are pushed on and
-on, and a policy learns less for good. While useful groups are rare, what can be trained on again
-leaves room for sampling less (`rl.split`). All of it was measured: benchmarks/RESULTS.md, "sapo:
-groups that are trained on again".
+on, and a policy learns less for good. What can be trained on again also leaves room for sampling
+less (`rl.split`). Where useful groups are not rare, replay does harm: on answers of 35 tokens of
+which a quarter is right, a policy learnt nearly nothing with it (benchmarks/RESULTS.md, "second";
+"sapo: groups that are trained on again" has the cases in which it helps).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under
 corrections: 0.2 where tokens are corrected."""
 RARE = 0.35
-"""Useful share of sampled groups from which on they are not rare: no fewer are sampled until the
-trainer is started anew."""
+"""Useful share of sampled groups from which on they are not rare: nothing is trained on again until
+the trainer is started anew."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
@@ -60,8 +61,10 @@ class ReplayBuffer:
 
     def take(self, count: int) -> list[TrainingGroup]:
         """At most `count` groups for the present step, those that were used least and the newest
-        first. Their ratios are against what was recorded, a group's own sampler included: it is no
+        first; none where useful groups are not rare. Their ratios are against what was recorded, a group's own sampler included: it is no
         sample of the present policy any more."""
+        if not self._rare:
+            return []
         taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]
         for kept in taken:
             kept.uses += 1
