@@ -83,15 +83,15 @@ ROUND_SECONDS = 10.0
 class Size:
     """How much is run."""
 
-    steps: int = 80
+    steps: int = 48
     hostile_rounds: int = 6
     groups: int = 8
     """Groups of a step, B."""
     generations: int = 8
     longest: int = 6
     """Tokens of an action at most."""
-    learning_rate: float = 3e-4
-    eval_every: int = 10
+    learning_rate: float = 1e-3
+    eval_every: int = 12
     eval_questions: int = 16
     """Held-out questions of each game, four episodes each."""
     games: str = "lake guess"
@@ -600,12 +600,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
     parser.add_argument("--games", nargs="+", choices=["lake", "guess"], default=["lake", "guess"])
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    size = Size(steps=args.steps, games=" ".join(args.games))
+    size = Size(args.steps, learning_rate=args.learning_rate, games=" ".join(args.games))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
     left = [(arm, seed) for seed in seeds for arm in args.arms if (arm, seed) not in done]
