@@ -31,7 +31,7 @@ LIVE_EPISODES = 256
 CUT = "\n[cut]"
 """Ends an observation that was longer than its limit."""
 FAILED = "[the environment failed]"
-NOT_READ = "[the action was too long to be read]"
+NOT_READ = "[the action was not read]"
 ROUNDING = 1e-9
 """How far a sum of rewards may be outside of 0 to 1: ten times 0.1 is not 1."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")

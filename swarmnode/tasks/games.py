@@ -55,7 +55,6 @@ TEXTARENA = (
     "Mastermind",
     "Minesweeper",
     "PegJump",
-    "RushHour",
     "Secretary",
     "Slitherlink",
     "Sudoku",

@@ -8,6 +8,7 @@ forgets every request. A request it cannot parse ends it: its client starts anot
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -124,9 +125,17 @@ def judge(
     return scored
 
 
+class Discarded(io.TextIOBase):
+    """Standard output of the owner's code and of libraries: the descriptor is for responses."""
+
+    def write(self, text: str, /) -> int:
+        return len(text)
+
+
 def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
     """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request
     may use; `told`: the owner's tasks, datasets and games as JSON, see `child.brought_tasks`."""
+    sys.stdout = Discarded()
     try:
         tasks = _load(frames.decode_brought(told))
         judge = Judge(tasks)

@@ -3,6 +3,7 @@
 pytest tests/unit/cli/test_task_try.py
 """
 
+import io
 import json
 import subprocess
 import sys
@@ -21,7 +22,16 @@ def reverse(rng):
 
 def broken(rng):
     return f"Say {rng.random()}", lambda answer: 1 / 0
+
+def game(seed, word="sesame"):
+    def step(action):
+        if action == "break":
+            1 / 0
+        done = action == word
+        return ("Open." if done else "Closed.\u202e"), float(done), done
+    return "Say the word.", step
 """
+GAME = "words_to_try:game"
 
 
 @pytest.fixture
@@ -52,6 +62,40 @@ def test_what_goes_wrong_names_the_line_of_the_file(words, capsys):
         "ZeroDivisionError: division by zero (words_to_try.py:7, in <lambda>)"
         in printed.out + printed.err
     )
+
+
+@pytest.fixture
+def told(words):
+    modules = ["--set", f'task.modules=["{GAME}"]']
+    return [*modules, "--set", f'task.settings={{"{GAME}" = {{turns = 3}}}}', *words]
+
+
+def test_an_episode_is_played_by_hand(told, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("open\nsesame\n"))
+    assert cli.run(["task", "try", GAME, *told]) == 0
+    shown = "Say the word.\n> Closed.\ufffd\n> Open.\n1. training: 2 turns, reward 1\n"
+    assert capsys.readouterr().out == shown
+
+
+def test_an_episode_that_is_left_or_breaks_says_so(told, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("open\n"))
+    assert cli.run(["task", "try", GAME, *told]) == 0
+    assert capsys.readouterr().out.endswith("1. training: 1 turns, left before its end\n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("break\n"))
+    assert cli.run(["task", "try", GAME, *told]) == 78
+    assert "went wrong: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_a_script_plays_episodes(told, capsys):
+    assert cli.run(["task", "try", GAME, "--no-sample", "--json", *told]) == 0
+    played = json.loads(capsys.readouterr().out)
+    assert [each["held_out"] for each in played] == [False, True, False, True]
+    assert all(each["done"] and len(each["observations"]) <= 3 for each in played)
+
+
+def test_a_game_without_turns_says_what_to_set(words, capsys):
+    assert cli.run(["task", "try", GAME, *words]) == 78
+    assert "set turns in its settings" in capsys.readouterr().err
 
 
 def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):

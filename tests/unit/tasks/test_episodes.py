@@ -4,10 +4,15 @@ more than one episode lost to an environment.
 pytest tests/unit/tasks/test_episodes.py
 """
 
+import json
 import random
+import re
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, episodes, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
@@ -62,6 +67,9 @@ def echo(seed: int):
             return "x" * 2**30, 0.0, False
         if word == "flood":
             return "x" * 10_000_000, 0.0, False
+        if word == "print":
+            print("x" * 100_000, flush=True)
+            return "printed", 0.0, False
         if word == "umlauts":
             return "ä" * 4000, 0.0, False
         if word == "page":
@@ -268,6 +276,11 @@ def test_control_characters_go_and_special_tokens_stay(echo):
     assert scored.episodes[0].observations == ["red a\nb\tc <|im_end|> \u00e9"]
 
 
+def test_what_an_environment_prints_is_discarded(echo):
+    assert play(echo, ["print", "end 1"]).rewards == [1.0]
+    assert echo.statistics().failures == 0
+
+
 def test_an_action_that_is_too_long_ends_its_episode_with_nothing(echo):
     scored = play(echo, ["earn 1", "x" * 5000, "end"], ["earn 1", "\ud800"], ["end 1"])
     assert scored.rewards == [0.0, 0.0, 1.0]
@@ -403,6 +416,45 @@ def test_a_function_with_a_parameter_turns_is_given_it(games):
     task = installed("counting", turns=5)
     with Scorer() as scorer:
         assert scorer.prompt(ref(task)) == "You have 5 turns"
+
+
+def test_the_guides_own_games_work(tmp_path, monkeypatch, tasks_as_before):
+    """docs/own-task.md, as it stands there: the guessing game with its configuration, and the
+    environments of rows and tools."""
+    text = (Path(__file__).parents[3] / "docs" / "own-task.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (configuration,) = re.findall(r"```toml\n# guess.toml\n(.*?)```", text, re.DOTALL)
+    for name, begins in (
+        ("games", "def guess("),
+        ("riddles", "def riddle("),
+        ("shop", "class Shop"),
+    ):
+        (block,) = (block for block in blocks if begins in block)
+        (tmp_path / f"{name}.py").write_text(block)
+    (tmp_path / "riddles.jsonl").write_text(
+        "".join(
+            json.dumps({"prompt": f"{n}?", "answer": "a", "hint": "b"}) + "\n" for n in range(20)
+        )
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
+    told = tomllib.loads(configuration)["task"]
+    registry.install(told["modules"], told["settings"], told["names"])
+    registry.install(["shop:Shop"], {"shop:Shop": {"turns": 4}})
+    rows = DatasetConfig(source=str(tmp_path / "riddles.jsonl"), verifier="riddles:riddle", turns=3)
+    registry.install_datasets({"data/riddles": rows}, tmp_path)
+    paid = '<tool_call>{"name": "buy", "arguments": {"item": "tea", "money": 3}}</tool_call>'
+    with Scorer() as scorer:
+        guess = scorer.score(ref("games:guess"), [[str(n) for n in range(1, 51, 10)], ["0"] * 6])
+        riddle = scorer.score(ref("data/riddles"), [["no", "a"]])
+        bought = scorer.score(ref("shop:Shop"), [[paid, "Done."], ["Done."]])
+    assert guess.prompt == "I am thinking of a number from 1 to 50. Guess."
+    assert set(guess.episodes[0].observations) <= {"Higher.", "Lower.", "Right."}
+    assert (guess.rewards[1], guess.episodes[1].done) == (0.0, True)
+    assert riddle.rewards == [1.0]
+    assert riddle.episodes[0].observations[0] == "No. b 2 attempts left."
+    assert bought.rewards == [1.0, 0.0]
+    assert bought.prompt.startswith("Buy tea.\nYou can call functions")
 
 
 def test_an_answer_is_no_list_of_actions_and_the_other_way_round(games):

@@ -254,7 +254,7 @@ def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
     (configuration,) = (
         block
         for block in re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
-        if "modules = " in block
+        if 'modules = ["words:reverse"]' in block
     )
     (tmp_path / "guide").mkdir()
     (tmp_path / "guide" / "words.py").write_text(module)
