@@ -45,6 +45,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from benchmarks import episodes_policy, toy_games
 from benchmarks.report import heading, machine, spread, table
 from benchmarks.simulator import single_thread
+from benchmarks.start_policy import build_model
 from swarmnode.config import Config
 from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.policy.engine import continuous
@@ -83,15 +84,15 @@ ROUND_SECONDS = 10.0
 class Size:
     """How much is run."""
 
-    steps: int = 80
+    steps: int = 48
     hostile_rounds: int = 6
     groups: int = 8
     """Groups of a step, B."""
     generations: int = 8
     longest: int = 6
     """Tokens of an action at most."""
-    learning_rate: float = 3e-4
-    eval_every: int = 10
+    learning_rate: float = 1e-3
+    eval_every: int = 12
     eval_questions: int = 16
     """Held-out questions of each game, four episodes each."""
     games: str = "lake guess"
@@ -311,7 +312,7 @@ def run(arm: str, seed: int, size: Size, model: Path, scorer: Scorer, folder: Pa
     wall = time.monotonic()
     with clocks.watching():
         if arm == "engine":
-            row |= engine_speed(model, seed)
+            row |= engine_speed(model, seed, folder)
         else:
             config = config_of(size, model, folder, size.tasks)
             count = 1 if arm == "alone" else 2
@@ -455,20 +456,26 @@ class Forgetful(Fixed):
         pass
 
 
-def engine_speed(
-    model: Path, seed: int, rounds: int = 4, groups: Sequence[int] = (2, 4)
-) -> dict[str, Any]:
-    """Episodes per CPU second, alternating; both play equal lengths.
+LARGE = dataclasses.replace(
+    episodes_policy.SHAPE, name="4 M", hidden=256, layers=5, intermediate=704
+)
+"""Not trained: what it says is of no interest, and how long it talks is forced."""
 
-    Args:
-        groups: How many groups of 8 episodes are under way at once: half a step's, and fewer.
-    """
-    found = {count: _speeds(model, seed, rounds, count) for count in groups}
-    factor = lambda each: round(fmean(each["kept"]) / fmean(each["prefilled again"]), 2)
-    return {
-        "engine": {8 * count: each for count, each in found.items()},
-        "factor": {8 * count: factor(each) for count, each in found.items()},
+
+def engine_speed(model: Path, seed: int, folder: Path, rounds: int = 4) -> dict[str, Any]:
+    """Episodes per CPU second, alternating; both play equal lengths."""
+    large = folder / "large"
+    tokenizer = episodes_policy.build_tokenizer()
+    whole = build_model(LARGE, tokenizer)
+    whole.generation_config.bos_token_id = None
+    whole.save_pretrained(large)
+    tokenizer.save_pretrained(large)
+    cases = {
+        f"{name}, {8 * groups} episodes at once": _speeds(path, seed, rounds, groups)
+        for name, path, groups in (("1 M", model, 2), ("1 M", model, 4), ("4 M", large, 2))
     }
+    factor = lambda each: round(fmean(each["kept"]) / fmean(each["prefilled again"]), 2)
+    return {"engine": cases, "factor": {case: factor(each) for case, each in cases.items()}}
 
 
 def _speeds(model: Path, seed: int, rounds: int, count: int) -> dict[str, list[float]]:
@@ -568,9 +575,8 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
     for row in rows:
         if row["arm"] == "engine":
             parts += [
-                f"engine, seed {row['seed']}, {rows_under_way} episodes at once:"
-                f" {row['engine'][rows_under_way]}, {factor} times"
-                for rows_under_way, factor in row["factor"].items()
+                f"engine, seed {row['seed']}, {case}: {row['engine'][case]}, {factor} times"
+                for case, factor in row["factor"].items()
             ]
         if row["arm"] == "hostile":
             parts.append(
@@ -600,12 +606,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
+    parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
     parser.add_argument("--games", nargs="+", choices=["lake", "guess"], default=["lake", "guess"])
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    size = Size(steps=args.steps, games=" ".join(args.games))
+    size = Size(args.steps, learning_rate=args.learning_rate, games=" ".join(args.games))
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
     left = [(arm, seed) for seed in seeds for arm in args.arms if (arm, seed) not in done]

@@ -45,7 +45,7 @@ def test_a_table_has_a_line_for_each_arm():
         "sampling_wall_seconds": 20.0,
         "episodes_per_second": 30.0,
     }
-    engine = {"arm": "engine", "seed": 0, "engine": {16: {"kept": [2.0]}}, "factor": {16: 2.0}}
+    engine = {"arm": "engine", "seed": 0, "engine": {"x": {"kept": [2.0]}}, "factor": {"x": 2.0}}
     shown = episodes.show(
         [{"arm": "alone", "seed": 0, **row}, {"arm": "two nodes", "seed": 0, **row}, engine]
     )

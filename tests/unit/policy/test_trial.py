@@ -24,6 +24,7 @@ from swarmnode.policy.logprobs import collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.policy.trial import long_rows, try_loaded
+from swarmnode.policy.ways import Row
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.engine import make_whole_policy
@@ -89,7 +90,7 @@ def test_answers_end_where_the_context_does(opened, kind, context, engine):
 def test_a_short_row_does_not_depend_on_a_long_one(opened):
     """Long-rope takes other frequencies for a whole pass when one row of it is long."""
     _, policy = opened("phi3-longrope")
-    rows = long_rows(policy, [([5, 9, 20], [30, 31, 40])], 1000)
+    rows = long_rows(policy, [Row([5, 9, 20], [30, 31, 40])], 1000)
     assert len(rows[0][0]) + len(rows[0][1]) == LONG_ROPE_FROM, "the longest row that there is"
     short = ([5, 9, 20], [30, 31, 40])
     together = score(policy, [rows[0], short], 1.0)[1]
