@@ -133,7 +133,7 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
     from gymnasium.envs.registration import load_env_creator
 
     spec, toy = gymnasium.spec(name), TOY_TEXTS[name]
-    creator: Callable[..., Any] = load_env_creator(spec.entry_point)
+    creator: Callable[..., Any] = load_env_creator(str(spec.entry_point))
     arguments: dict[str, object] = {**spec.kwargs, **settings}
     size = arguments.pop("size", 0)
     frozen_lake = importlib.import_module("gymnasium.envs.toy_text.frozen_lake")
