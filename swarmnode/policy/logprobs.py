@@ -468,7 +468,9 @@ def in_pieces(
         run(states, chosen)
         for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
     ]
-    return torch.cat([chosen for chosen, _ in parts]), torch.cat([spread for _, spread in parts])
+    # `checkpoint` gives every output a gradient
+    spread = torch.cat([spread.detach() for _, spread in parts])
+    return torch.cat([chosen for chosen, _ in parts]), spread
 
 
 def _row_by_row(

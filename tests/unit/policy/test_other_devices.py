@@ -17,6 +17,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
+from swarmnode.policy.ways import Row
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer import update
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, own_group
@@ -202,10 +203,10 @@ def test_an_update_follows_log_probabilities_to_another_card(cards, beta, monkey
 
     monkeypatch.setattr(update, "completion_logprobs", logprobs_there)
     monkeypatch.setattr(
-        update, "score", lambda policy, rows, temperature: [[0.0] * len(c) for _, c in rows]
+        update, "score", lambda policy, rows, temperature: [[0.0] * row.tokens for row in rows]
     )
     rows = Rows(
-        [([1, 2], [3, 4]), ([1, 2], [5])],
+        [Row([1, 2], [3, 4]), Row([1, 2], [5])],
         [[-1.0, -1.0], [-1.0]],
         torch.ones(2, device="cpu"),
         torch.ones(2, device="cpu"),

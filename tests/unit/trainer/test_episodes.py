@@ -53,12 +53,14 @@ STRIPS_THINKING = (
 @pytest.fixture(scope="module")
 def policy():
     """The embedded policy without a chat template, so that observations stand between line breaks.
-    Its answers end after some tokens, whatever it was asked."""
+    Its answers end after some tokens, whatever it was asked. No answer has another special token,
+    with which it would not be shared."""
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig())
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = None
     likelier = torch.zeros(policy.base.get_output_embeddings().weight.shape[0])
+    likelier[tokenizer.all_special_ids] = -1000.0
     likelier[policy.eos_id] = 100.0
     policy.base.get_output_embeddings().register_forward_hook(
         lambda module, inputs, logits: (logits / 4).clamp(-1, 1) + likelier / 33

@@ -36,13 +36,15 @@ def _one_thread():
 
 
 async def train(data_dir, **training):
+    """Train on a task of which more than half of the groups have a signal, so that hardly any step
+    is without one."""
     network = NetworkSide()
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
     config = Config.model_validate(
         {
             "node": {"data_dir": data_dir},
-            "training": {"groups_per_step": 4, "num_generations": 4, **training},
-            "task": {"held_out_per_task": 2},
+            "training": {"groups_per_step": 8, "num_generations": 64, **training},
+            "task": {"names": ["rg/base_conversion"], "held_out_per_task": 2},
             "weights": {"join_seconds": 0},
         }
     )

@@ -109,18 +109,18 @@ async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_pa
     """Every pass is slow, as a large model's on a CPU is; a phase takes far longer than the longest
     silence."""
     monkeypatch.setattr(process, "ALIVE_SECONDS", 0.05)
-    real, spoken = Policy.logits, []
+    real, spoken = Policy.known_logits, []
 
-    def slow(policy, *inputs, **keys):
+    def slow(policy, logits):
         time.sleep(0.15)
-        return real(policy, *inputs, **keys)
+        return real(policy, logits)
 
     class Recorded(Progress):
         def __call__(self, status, step_seconds=None):
             super().__call__(status, step_seconds)
             spoken.append((time.monotonic(), status))
 
-    monkeypatch.setattr(Policy, "logits", slow)
+    monkeypatch.setattr(Policy, "known_logits", slow)
     (tmp_path / "run").mkdir()
     config = Config.model_validate(
         {

@@ -20,6 +20,9 @@ from swarmnode.trainer.state import Counters
 pytestmark = pytest.mark.slow
 PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
 STEPS = 4
+EPSILON = 1e-5
+"""AdamW's. With 1e-8, the first step of a weight whose gradient is 2e-9 is made of rounding: ranks
+add gradients up in another order. Gradients that matter here are about 3e-3."""
 
 
 def configured(count, **sections):
@@ -54,7 +57,10 @@ class Fixture:
                 parameter.copy_(value)
         make = functools.partial(DataParallelPolicy, self.pool) if ranks else None
         send = lambda message: None
-        return make_whole_policy(self.config, policy, Counters(), send, make=make)
+        engine = make_whole_policy(self.config, policy, Counters(), send, make=make)
+        for group in engine._updater.optimizer.param_groups:
+            group["eps"] = EPSILON
+        return engine
 
     def weights(self, ranks=True):
         policy = self.policy if ranks else self.alone
@@ -103,7 +109,7 @@ def test_ranks_take_the_steps_of_one(fixture, groups, peers):
     one, expected = trained(fixture, chosen, ranks=False)
     all_, found = trained(fixture, chosen, ranks=True)
     assert float((one - torch.cat([p.flatten() for p in fixture.start])).abs().max()) > 1e-4
-    assert float((one - all_).abs().max()) < 1e-5
+    assert float((one - all_).abs().max()) < 2e-6
     for a, b in zip(expected, found, strict=True):
         assert b.stepped
         assert b.loss == pytest.approx(a.loss, abs=1e-5)
