@@ -13,7 +13,7 @@
 
 The activation coefficients are bytes per token and layer, by what they are multiples of. They were
 counted with `torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers, transformers
-5.23, rows without padding; `tests/unit/policy/ test_footprint.py` counts again, and compares the
+5.23, rows without padding; `tests/unit/policy/test_footprint.py` counts again, and compares the
 whole with the peak of a trainer's update.
 """
 
@@ -36,17 +36,18 @@ its whole gradient, and where there is more than one piece, all logits are compu
 384 x 32,768 with 2,048 tokens took 2.5 s in one piece and 3.8 in eight (one CPU thread)."""
 LOGITS_BYTES_ELSEWHERE = 256 * 2**20
 LOGITS_COPIES = 3
-"""How often they are there at the peak of the backward pass: logits, their gradient, and where the
-model has more rows than the tokenizer has tokens, the gradient of all rows."""
+"""How often they are there at the peak of the backward pass: logits, their gradient, and one more
+on its way to the head; or in its place, on a GPU, what is converted to float32 at a time."""
 CACHE_ROOM = 1.25
 """Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves
 holes in the allocator."""
 SCORES_COPIES = 5
 """How often the logits of all completions under way are there, in float32, while tokens are
 drawn."""
-RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 350 * 2**20}
-"""Before the first weight: a CUDA context with its kernels; on a CPU the interpreter with torch,
-transformers and accelerate."""
+RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 415 * 2**20}
+"""Beside all tensors: a CUDA context with its kernels; on a CPU the interpreter with torch,
+transformers and accelerate (368 MiB before a model is loaded), and what loading it and the first
+pass bring in (30 to 50)."""
 QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
 
 
