@@ -31,7 +31,7 @@ def run(policy, arm, allowance, rounds):
             [policy.clone(), policy.clone()],
             TRAINING,
             scorer,
-            seed=1,
+            seed=2,
             eval_questions=1,
             allowance=allowance,
         )
