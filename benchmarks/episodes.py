@@ -107,7 +107,7 @@ def config_of(size: Size, model: Path, folder: Path, tasks: Sequence[str]) -> Co
     return Config.model_validate(
         {
             "node": {"data_dir": folder},
-            "policy": {"model": str(model), "device": "cpu"},
+            "policy": {"model": str(model), "devices": "cpu"},
             "task": {
                 "names": list(tasks),
                 "modules": list(TURNS),
@@ -480,7 +480,7 @@ def engine_speed(model: Path, seed: int, folder: Path, rounds: int = 4) -> dict[
 
 def _speeds(model: Path, seed: int, rounds: int, count: int) -> dict[str, list[float]]:
     policy = load_policy(
-        Config.model_validate({"policy": {"model": str(model), "device": "cpu"}}).policy
+        Config.model_validate({"policy": {"model": str(model), "devices": "cpu"}}).policy
     )
     sampling = Sampling(8, 32)
     found: dict[str, list[float]] = {"kept": [], "prefilled again": []}

@@ -28,7 +28,7 @@ def settings_of(policy: Path, url: str, steps: int, seed: int) -> dict[str, dict
     return {
         "swarm": {"name": "served"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-        "policy": {"model": str(policy), "device": "cpu", "threads": 1},
+        "policy": {"model": str(policy), "devices": "cpu", "threads": 1},
         "policy.server": {"url": url},
         "training": {
             "learning_rate": EMBEDDED_POLICY.learning_rate,

@@ -35,7 +35,7 @@ def running(policy: Path, log: Path, rank: int = 8) -> Iterator[str]:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     server = {"url": url}
-    settings = {"model": str(policy), "device": "cpu", "lora": {"r": rank}, "server": server}
+    settings = {"model": str(policy), "devices": "cpu", "lora": {"r": rank}, "server": server}
     made = serve_command(Config.model_validate({"policy": settings}))
     environment = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
     environment |= {**made.environment, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
