@@ -75,10 +75,10 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     completions: list[Answer]
     peer: str = ""
     """Who sampled it; empty: this node."""
-    drift: str = ""
-    """The token that peers write more often than this node, at this step; of a peer's group."""
     outcome: str = "used"
     """What the trainer made of it (`rollouts.groups.Outcome`)."""
+    drift: str = ""
+    """The token that peers write more often than this node, at this step; of a peer's group."""
 
 
 _decode = msgspec.json.Decoder(Sample).decode

@@ -61,8 +61,8 @@ class ReplayBuffer:
 
     def take(self, count: int) -> list[TrainingGroup]:
         """At most `count` groups for the present step, those that were used least and the newest
-        first; none where useful groups are not rare. Their ratios are against what was recorded, a group's own sampler included: it is no
-        sample of the present policy any more."""
+        first; none where useful groups are not rare. Their ratios are against what was recorded, a
+        group's own sampler included: it is no sample of the present policy any more."""
         if not self._rare:
             return []
         taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]

@@ -58,6 +58,7 @@ EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "drawn only while sharing is paused",
     "swarmnode_top_answer_share": "drawn only where a dataset's verifier is `majority`",
+    "swarmnode_served": "drawn only where an inference server is configured",
     'state!="active"': "drawn only while a stage has no holder that works",
 }
 """Metrics and labels whose panels may stay empty on a healthy node with a CPU, and why."""

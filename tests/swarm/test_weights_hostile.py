@@ -9,6 +9,7 @@ import trio
 from swarmnode.averaging import codecs, probe
 from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
 from swarmnode.p2p import identity
+from swarmnode.policy.ways import Row
 from swarmnode.weights import discovery, exchange, local
 from swarmnode.weights.fragments import pack
 from swarmnode.weights.layout import CODECS
@@ -62,7 +63,7 @@ async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
     async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
         key = identity.load_or_create(directory / "0" / "identity.key").private_key
         async with averaging(one, key, directory / "0", cfg=cfg) as victim:
-            victim.probe.remember([([1], [2])], [])
+            victim.probe.remember([Row([1], [2])], [])
             victim.step(0.05)
             victim.replica.receive(local.SoloStep(0))
             await until(lambda: victim.counters.solo_steps_total == 1)
