@@ -58,6 +58,8 @@ EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
     "swarmnode_budget_paused": "drawn only while sharing is paused",
     "swarmnode_top_answer_share": "drawn only where a dataset's verifier is `majority`",
+    "swarmnode_episode_turns": "drawn only where a task has several turns",
+    "swarmnode_environment_share": "drawn only where a task has several turns",
     "swarmnode_served": "drawn only where an inference server is configured",
     'state!="active"': "drawn only while a stage has no holder that works",
 }
