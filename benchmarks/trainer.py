@@ -606,7 +606,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    place: dict[str, Any] = {"devices": args.device, "dtype": args.dtype}
+    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
     steps = 15 if args.quick else 80
     cases = [
         Case("embedded policy, real rewards", steps, 8, True, **place),
