@@ -41,7 +41,7 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
 
     action: str
     observation: str = ""
-    """What the environment answered; empty where it was not asked."""
+    """The environment's response; empty if it did not receive the action."""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):

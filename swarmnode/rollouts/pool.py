@@ -41,7 +41,7 @@ HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""The source, as it were, of all peers that are not known yet."""
+"""Common source name of all peers that are not known yet."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -226,9 +226,10 @@ class Pool:
         return groups
 
     def _within_shares(self, ordered: list[_Entry], count: int) -> list[_Entry]:
-        """Return those of `ordered` that their sources have room for, in that order.
+        """Return the entries of `ordered` for which their sources have room, in that order.
 
-        What a holder made itself goes before what it passed on: made-up keys cannot crowd it out.
+        A holder's own groups come before the groups that it relays, so groups of invented keys
+        cannot displace them.
         """
         room = self._shares.room((entry.source for entry in ordered), count)
         of_source: dict[str, list[_Entry]] = {}
