@@ -76,7 +76,7 @@ class _Entry(msgspec.Struct):
     bytes: int
     source: str
     is_direct: bool
-    """The author itself is the source."""
+    """True if the author itself is the source."""
 
 
 class Pool:
@@ -140,8 +140,9 @@ class Pool:
         large for its peer's share.
 
         Args:
-            source: The connection by which it came (`rollouts.sources`); empty: its author's.
-            is_direct: The connection is its author's.
+            source: Connection that delivered the group (`rollouts.sources`); empty for the
+                connection of its author.
+            is_direct: True if the author itself is the source.
         """
         size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
@@ -253,7 +254,7 @@ class Pool:
                 e.group.rewards,
                 _lag(e, policy_version),
                 HALF_LIFE_VERSIONS,
-                # who says more is not drawn first
+                # a peer with more groups is not drawn earlier
                 trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
             )
             for e in entries
