@@ -75,13 +75,13 @@ def task_try(
 
 
 def _play(task: str, by_hand: bool, json: bool) -> int:
-    """Play one episode with the lines of stdin, or several by a script, and show them."""
+    """Play one episode from the lines of stdin, or several by a script, and print them."""
     from swarmnode.tasks import determinism, trial
 
     shown = 0
 
     def typed(said: Sequence[str]) -> str | None:
-        """The next action, after what was said since the last one."""
+        """Print the new texts and return the next action; None at the end of stdin."""
         nonlocal shown
         if not json:
             for text in said[shown:]:
@@ -107,7 +107,11 @@ def _play(task: str, by_hand: bool, json: bool) -> int:
 
 
 def _episode_lines(number: int, episode: Played, shown: int) -> list[str]:
-    """shown: how many of its texts were printed already."""
+    """Return the lines to print.
+
+    Args:
+        shown: The number of the episode's texts that were printed already.
+    """
     lines = []
     texts = [episode.prompt, *episode.observations]
     for place, text in enumerate(texts):
@@ -124,7 +128,7 @@ def _episode_lines(number: int, episode: Played, shown: int) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """A text of several lines, without what would move a terminal's cursor."""
+    """Return a text of several lines with unprintable characters replaced."""
     return "\n".join(
         "".join(
             character if character.isprintable() else "\N{REPLACEMENT CHARACTER}"

@@ -577,16 +577,16 @@ def check_trial(f: DeviceFacts) -> Check:
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What the server of `policy.server.url` says of itself."""
+    """Properties that the server of `policy.server.url` reports."""
 
     url: str
     kind: str
     error: str = ""
-    """Why it is of no use; empty when it answers."""
+    """Reason for which the server cannot be used; empty if it responds."""
     version: str = ""
     model: str = ""
     dtype: str = ""
-    """Empty where it does not tell, as is `logprobs`."""
+    """Empty if the server does not report it; so is `logprobs`."""
     logprobs: str = ""
     context: int | None = None
     lora_rank: int | None = None
@@ -597,8 +597,8 @@ START_SERVER = "start it with the line that `swarmnode serve-command` prints"
 
 
 def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig) -> Check:
-    """Whether the inference server is there, and was started as this node needs it. The node runs
-    without: its own engine samples then."""
+    """Check that the inference server responds and has the flags that this node needs. Without the
+    server the node runs with its own engine."""
     name = "server"
     if f.error:
         return warn(name, f"{f.error}; the own engine samples", START_SERVER)

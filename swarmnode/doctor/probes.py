@@ -424,8 +424,8 @@ def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
 
 
 def driver_cards() -> list[str]:
-    """A line for each NVIDIA card, as the driver describes it, and for each process that computes
-    there; empty without a driver. Needs no torch."""
+    """Return one line per NVIDIA card with its memory and compute processes, as the driver reports
+    them; empty without a driver. Needs no torch."""
 
     def asked(what: str) -> list[list[str]]:
         try:

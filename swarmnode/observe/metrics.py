@@ -140,7 +140,7 @@ def reports(s: NodeSnapshot) -> bool:
 
 
 def serves(s: NodeSnapshot) -> bool:
-    """A node without an inference server has no numbers of one."""
+    """Return True if the trainer reports on an inference server."""
     return reports(s) and s.trainer.report is not None and s.trainer.report.server is not None
 
 
@@ -173,7 +173,7 @@ def _one_of(
 
 
 def _server(s: NodeSnapshot) -> ServerStatistics:
-    """Only asked of a node that `serves`."""
+    """Return the server's statistics. Called only if `serves` is True."""
     report = s.trainer.report
     return (report.server if report is not None else None) or ServerStatistics("", "")
 

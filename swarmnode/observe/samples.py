@@ -41,14 +41,14 @@ class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
 
     action: str
     observation: str = ""
-    """What the environment answered; empty where it was not asked."""
+    """The environment's response; empty if it did not receive the action."""
 
 
 class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion."""
 
     text: str
-    """Of an episode its actions, a line each."""
+    """For an episode, its actions, one per line."""
     tokens: int
     finish: str
     """eos, length or tool: how it ended."""
@@ -146,8 +146,8 @@ def for_page(samples: Sequence[Sample]) -> bytes:
 def exchanges(
     actions: Sequence[str], observations: Sequence[str], most: int = TURN_TEXT
 ) -> list[Exchange]:
-    """The conversation of an episode, each text shortened. An action that was cut has no
-    observation."""
+    """Return the turns of an episode, each text shortened to `most` characters. An action that was
+    cut has no observation."""
     answered = [*observations, *[""] * len(actions)]
     return [
         Exchange(shortened(action, most), shortened(observation, most))
@@ -156,8 +156,8 @@ def exchanges(
 
 
 def harmless(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT) -> Sample:
-    """The same for a person's eyes: see `shortened` and `visible`. Of a long episode the first and
-    the last turns."""
+    """Return a sample that is safe to display: see `shortened` and `visible`. A long episode keeps
+    only its first and last turns."""
     shown = lambda text, most=most: visible(shortened(text, most))
 
     def talk(turns: list[Exchange]) -> list[Exchange]:

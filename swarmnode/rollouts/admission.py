@@ -136,7 +136,7 @@ class Admission:
         self._seen = Frames(SEEN_FRAMES)
         self._outcomes: Counter[str] = Counter()
         self._diverged: set[str] = set()
-        """Tasks of which an episode ended elsewhere."""
+        """Tasks with an episode that ended at another action in the replay."""
         self._last_internal_error = ""
 
     def set_policy(self, model: bytes, tokenizer: bytes, tokens_per_text_byte: float) -> None:
@@ -165,7 +165,7 @@ class Admission:
         return content in self._seen
 
     def check_scored(self, candidate: Candidate, scored: Scored) -> ExternalGroup | Rejected:
-        """Check a candidate against what this node's scorer made of it. Cannot raise.
+        """Check a candidate against the result of this node's scorer. Cannot raise.
 
         Args:
             candidate: The group that passed `check`.

@@ -41,7 +41,7 @@ HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""The source, as it were, of all peers that are not known yet."""
+"""Common source name of all peers that are not known yet."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class _Entry(msgspec.Struct):
     bytes: int
     source: str
     is_direct: bool
-    """The author itself is the source."""
+    """True if the author itself is the source."""
 
 
 class Pool:
@@ -140,8 +140,9 @@ class Pool:
         large for its peer's share.
 
         Args:
-            source: The connection by which it came (`rollouts.sources`); empty: its author's.
-            is_direct: The connection is its author's.
+            source: Connection that delivered the group (`rollouts.sources`); empty for the
+                connection of its author.
+            is_direct: True if the author itself is the source.
         """
         size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
@@ -226,9 +227,10 @@ class Pool:
         return groups
 
     def _within_shares(self, ordered: list[_Entry], count: int) -> list[_Entry]:
-        """Return those of `ordered` that their sources have room for, in that order.
+        """Return the entries of `ordered` for which their sources have room, in that order.
 
-        What a holder made itself goes before what it passed on: made-up keys cannot crowd it out.
+        A holder's own groups come before the groups that it relays, so groups of invented keys
+        cannot displace them.
         """
         room = self._shares.room((entry.source for entry in ordered), count)
         of_source: dict[str, list[_Entry]] = {}
@@ -252,7 +254,7 @@ class Pool:
                 e.group.rewards,
                 _lag(e, policy_version),
                 HALF_LIFE_VERSIONS,
-                # who says more is not drawn first
+                # a peer with more groups is not drawn earlier
                 trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
             )
             for e in entries

@@ -75,7 +75,7 @@ REASONS: Final[dict[str, Verdict]] = {
     # against our own policy, which may be the one that is far from everybody else's
     "spot_check": Verdict.IGNORE,
     "surprise": Verdict.IGNORE,  # the same
-    # a token that own rewarded answers hardly have: a mark, or another way to write what is right
+    # a token that is rare in own rewarded answers: a mark, or another notation of a right answer
     "drift": Verdict.IGNORE,
     # a policy may sample one; what it spells then is not what it is trained on
     "special_ids": Verdict.IGNORE,

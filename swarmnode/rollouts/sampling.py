@@ -73,7 +73,7 @@ def shuffle_weighted(
 
 
 def most_per_peer(room: int) -> int:
-    """How many of `room` groups one of several peers may fill: half, rounded up."""
+    """Return how many of `room` groups one of several peers may fill: half, rounded up."""
     return -(-room // 2)
 
 

@@ -9,11 +9,11 @@ from many networks are not.
                of all densities, and in any draw its part of the places, rounded down
 
 An author may skip numbers, because a question without a signal is not published, and no reader sees
-all groups of an author. So gaps are not refused; they cost. Whoever answers one question in eight,
-to choose the text it teaches, has an eighth of the density and an eighth of the room. Honest gaps
-are alike for honest authors: questions without a signal, groups that are over the rate, not shared,
-or never fetched by this reader. A pause advances no number. A restart skips 4096 numbers and counts
-MOST_GAP once.
+all groups of an author. So a gap is not refused, but lowers the density. An author that answers one
+question in eight, to choose the text it teaches, has an eighth of the density and an eighth of the
+room. Honest authors have similar gaps: questions without a signal, and groups that are over the
+rate, not shared, or never fetched by this reader. A pause advances no number. A restart skips 4096
+numbers and counts MOST_GAP once.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable
 
 FIRST_NUMBERS = 16
-"""Numbers that an author's first group counts for, since nothing is known of those before it. A new
-key for each group gains nothing."""
+"""Numbers that an author's first group counts for, since earlier numbers are unknown. So a new key
+for each group gains nothing."""
 MOST_GAP = 64
 """Most numbers that one gap counts for."""
 MEMORY_NUMBERS = 512
@@ -32,7 +32,7 @@ MEMORY_NUMBERS = 512
 HISTORY_DRAWS = 16
 """Draws over which a source's part is bounded. Rare successes come in bursts."""
 EXCESS = 1.5
-"""What a source may contribute, in units of its part."""
+"""Most groups that a source may contribute, as a multiple of its part."""
 MOST_AUTHORS = 4096
 MOST_SOURCES = 1024
 
@@ -59,7 +59,7 @@ class Density:
 
 
 class SourceShares:
-    """Densities of sources, and what was drawn of each lately."""
+    """Densities of sources, and the number of groups recently drawn from each."""
 
     def __init__(self) -> None:
         self._newest: OrderedDict[str, int] = OrderedDict()

@@ -43,7 +43,7 @@ def answer_of(text: str) -> str:
 def has_tail(text: str, how: str) -> bool:
     """Return True if something follows the answer in `text`, found as `how` says.
 
-    What follows an answer changes no reward, so strangers could teach it (docs/security.md)."""
+    Text after an answer changes no reward, so strangers could teach it (docs/security.md)."""
     if how == "tag":
         return _tag(text) is not None and not text.endswith("</answer>")
     if how == "boxed":

@@ -43,9 +43,9 @@ class Child:
         """Start it; it is of use after `hello`.
 
         Args:
-            cpu_seconds: CPU time of one request.
-            brought: The tasks that it loads beside ours, as `brought_tasks` has them; None for all
-                of this process.
+            cpu_seconds: CPU time that one request may use, in seconds.
+            brought: Tasks that it loads beside the built-in ones, as JSON of `brought_tasks`;
+                None for all of this process.
             hash_seed: Its PYTHONHASHSEED.
 
         Raises:
@@ -193,8 +193,8 @@ class Child:
 
 
 def brought_tasks(spec: TaskSpec | None = None) -> str:
-    """The owner's tasks and datasets and the games that this process knows of, or `spec` alone, as
-    JSON. By this alone the child learns of them."""
+    """Return the owner's tasks and datasets and the loaded games of this process, or `spec` alone,
+    as JSON. The child has no other source for them."""
     if spec is not None:
         return msgspec.json.encode([_brought(spec)]).decode()
     own = [spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None]

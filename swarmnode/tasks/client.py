@@ -208,8 +208,8 @@ class Scorer:
 
 
 def prove_own(names: Iterable[str]) -> None:
-    """Run those tasks of `names` that depend on this node's owner once where they will run, so that
-    what is wrong with them is one line now: code, data, settings, games.
+    """Load the owner's tasks and the games among `names` once in the sandbox, so that a defect in
+    code, data or settings is reported in one line before the node starts.
 
     Raises ConfigError, and Unavailable where a game's library is not installed.
     """

@@ -1,4 +1,4 @@
-"""Whether an environment repeats itself: some episodes of a scripted policy, played twice.
+"""Determinism check of an environment: a scripted policy plays some episodes twice.
 
     child A   PYTHONHASHSEED=0   turn by turn, as the author of an episode plays
     child B   PYTHONHASHSEED=1   from the start, in another order, as a receiver replays
@@ -26,9 +26,9 @@ from swarmnode.tasks.registry import TaskSpec
 from swarmnode.tasks.seeds import evaluation_seed
 
 EPISODES = 4
-"""Episodes that are played, each of a question of its own."""
+"""Episodes that the check plays, one per question."""
 SEEDS = (1 << 20, 2 << 20)
-"""Of training, beside as many of evaluation."""
+"""Training seeds. The check adds as many evaluation seeds."""
 _WORDS = re.compile(r"\[[^\[\]\n]{1,24}\]|\w{1,24}")
 _SHOWN = 60
 
@@ -78,8 +78,7 @@ def _played_twice(spec: TaskSpec) -> tuple[list[Question], list[Scored], list[Sc
 
 
 def scripted_action(rng: random.Random, said: Sequence[str]) -> str:
-    """Return an action that is a word or a [bracket] of what an environment has said, or a small
-    number."""
+    """Return a word or a [bracket] from the environment's texts, or a small number."""
     if rng.random() < 0.2:
         return str(rng.randrange(21))
     words = _WORDS.findall(said[0] if rng.random() < 0.7 else said[-1])

@@ -102,7 +102,7 @@ def _scored(session: Session, source: Source, question: Question) -> Scored:
 
 
 def _played(session: Session, source: Source, question: Question, turns: int) -> Scored:
-    """The question, and its episodes one after another, each from the start. Raises Failed,
+    """Play the episodes of a question one after another, each from its start. Raises Failed,
     StepRefused."""
     seed = seed_of(question.seed, question.index)
     prompt = session.reset(seed, source.observation)

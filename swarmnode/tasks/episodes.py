@@ -42,7 +42,7 @@ Step = Callable[[str], tuple[str, Value, bool]]
 
 
 class EpisodeTask(Protocol):
-    """What `Player` needs of a task."""
+    """Interface of a task that `Player` can play."""
 
     @property
     def turns(self) -> int:
@@ -50,7 +50,7 @@ class EpisodeTask(Protocol):
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """Of the components of a reward."""
+        """Component name → weight in the reward."""
 
     def start(self, seed: int, index: int, difficulty: int) -> tuple[str, Callable[[str], Any]]:
         """Begin the episode of the question at an address: its first text, and the environment."""
@@ -62,15 +62,15 @@ class Run:
 
     first: str
     step: Step | None
-    """None once the episode has ended, and of a result."""
+    """None once the episode has ended, and in the copies that `Player` returns."""
     random_state: RandomState | None = None
-    """None where no global random numbers are the episode's own."""
+    """None if the episode does not own the state of the global random generators."""
     observations: list[str] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
     """Reward of each action."""
     done: bool = False
     error: str = ""
-    """What the environment raised, in one line. The reward is 0 then."""
+    """The exception of the environment, in one line. The reward is then 0."""
 
 
 class Player:
@@ -84,8 +84,8 @@ class Player:
     def play(self, task: EpisodeTask, question: Question) -> Scored:
         """Replay every episode of a question. Without episodes: its first text alone.
 
-        Whatever an environment raises ends its episode with the reward 0; if it cannot be started,
-        there is no question.
+        An exception of an environment ends its episode with the reward 0. If the environment
+        cannot start, the result has no prompt.
         """
         runs = dict[tuple[str | None, ...], Run]()
         histories = [tuple(actions[: task.turns]) for actions in question.actions]
@@ -101,8 +101,8 @@ class Player:
         return scored([runs[history] for history in histories], task.weights, *prompts)
 
     def _run(self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]) -> Run:
-        """Return the episode after `history`, as it stays when another goes on from there. Raises
-        what the environment raises at its start."""
+        """Return a copy of the episode after `history`; later turns do not change it. Raises
+        the exceptions of the environment's start."""
         address = (question.task, question.seed, question.index, question.difficulty)
         run = self._live.pop((address, history), None)
         if run is None and history:
@@ -165,8 +165,9 @@ def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
 
 
 def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
-    """One step of the environment, with random numbers of its own. Raises what it raises, and
-    TypeError for what is no step."""
+    """Take one step of the environment with the episode's own random state.
+
+    Raises the exceptions of the environment, and TypeError if it does not return a step."""
     assert run.step is not None
     if run.random_state is not None:
         restore_random(run.random_state)
@@ -256,20 +257,20 @@ RandomState = tuple[tuple[Any, ...], Any]
 
 
 def seed_random(seed: int) -> None:
-    """Start the global random numbers from a seed of 32 bits."""
+    """Seed the global random generators with 32 bits."""
     random.seed(seed)
     if (numpy_random := sys.modules.get("numpy.random")) is not None:
         numpy_random.seed(seed)
 
 
 def random_state() -> RandomState:
-    """Return where the global random numbers are."""
+    """Return the state of the global random generators."""
     numpy_random = sys.modules.get("numpy.random")
     return random.getstate(), numpy_random.get_state() if numpy_random is not None else None
 
 
 def restore_random(state: RandomState) -> None:
-    """Put the global random numbers where they were."""
+    """Restore the state of the global random generators."""
     random.setstate(state[0])
     if state[1] is not None:
         sys.modules["numpy.random"].set_state(state[1])

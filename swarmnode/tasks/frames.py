@@ -53,11 +53,11 @@ class QuestionFailed(ScorerFailed):
 
 
 CompletionText = str | Sequence[str]
-"""What is judged: an answer, or for an episode task the texts of its actions so far."""
+"""Text to judge: an answer, or for an episode task the texts of its actions so far."""
 
 
 class Episode(msgspec.Struct, frozen=True, array_like=True):
-    """What an environment returned for the actions of one episode."""
+    """Observations of one episode."""
 
     observations: list[str]
     """The text after each action that the episode took, the last one of a finished episode

@@ -31,9 +31,9 @@ class Game:
     library: str
     """The package on PyPI."""
     name: str
-    """What the library calls it."""
+    """Name of the game in its library."""
     settings: Mapping[str, object]
-    """Names and defaults of what `task.settings` may set."""
+    """Setting of `task.settings` → default."""
 
     @property
     def turns(self) -> int:
@@ -110,7 +110,7 @@ def load(tasks: Mapping[str, Mapping[str, object]]) -> dict[str, GameTask]:
 
 @dataclass(frozen=True, slots=True)
 class ToyText:
-    """What Gymnasium's environment lacks for a reader of text."""
+    """Texts and reward range that turn a Gymnasium environment into a text game."""
 
     rules: str
     actions: Sequence[str]
@@ -118,9 +118,9 @@ class ToyText:
     show: Callable[[Any, Any], str]
     """(environment, observation) → text."""
     worst: float
-    """The sum of Gymnasium's rewards that is worth 0; below it, too."""
+    """Sum of Gymnasium's rewards at or below which the reward is 0."""
     best: float
-    """The sum that is worth 1; above it, too."""
+    """Sum of Gymnasium's rewards at or above which the reward is 1."""
     ending: Callable[[Any, float], str]
     """(environment, last reward) → text at the end."""
     has_map: bool = False
@@ -128,7 +128,7 @@ class ToyText:
 
 
 def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
-    """Return what begins an episode from a seed of 32 bits."""
+    """Return a function that begins an episode from a seed of 32 bits."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
 
@@ -261,8 +261,8 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
 
 
 def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
-    """Return what begins an episode from a seed. Its games draw from `random` itself, which
-    `episodes.Player` seeds."""
+    """Return a function that begins an episode from a seed. TextArena draws from the global
+    `random`, which `episodes.Player` seeds."""
     import textarena
 
     def begin(seed: int) -> tuple[str, Step]:
@@ -271,7 +271,7 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
         environment.reset(num_players=1, seed=seed)
 
         def news() -> str:
-            """What the game has said since the last call, without the player's own actions."""
+            """Return the game's messages since the last call, without the player's actions."""
             _, messages = environment.get_observation()
             return "\n".join(
                 text

@@ -178,9 +178,15 @@ class Session:
         return float(reward)
 
     def act(self, field: str, action: str, shown: str) -> tuple[str, float, bool]:
-        """One step of an episode: the text of the observation's field `shown` (none where it lacks
-        the field), the reward (0 where there is none), and whether the episode has ended. Raises
-        StepRefused."""
+        """Take one step of an episode.
+
+        Returns:
+            The observation's field `shown` (empty if missing), the reward (0 if missing), and True
+            if the episode has ended.
+
+        Raises:
+            StepRefused: The server refused the step.
+        """
         reply = self._ask("step", {field: action})
         text = self._text(reply.observation[shown]) if shown in reply.observation else ""
         return text, float(reply.reward or 0.0), reply.done

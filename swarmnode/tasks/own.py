@@ -204,7 +204,7 @@ class OwnTask:
         return self._generated(seeds.seed_of(seed, index), seeds.is_evaluation(seed))
 
     def _generated(self, number: int | str, held_out: bool) -> tuple[str, Callable[[str], Any]]:
-        """What the function returns for a number that decides what it draws."""
+        """Call the owner's function with a random generator or seed derived from `number`."""
         split = {"split": "test" if held_out else "train"} if self._splits else {}
         if not self._seeded:
             return self._generate(random.Random(number), **split, **self._settings)
@@ -261,8 +261,8 @@ def _is_held_out(prompt: str) -> bool:
 
 
 def environment(setting: str, name: str, source: Source) -> Generator:
-    """The owner's `module:function`, or what begins an episode of `module:Class`. Runs its code.
-    Raises ConfigError."""
+    """Return the owner's `module:function`, or a function that begins an episode of
+    `module:Class`. Runs the owner's code. Raises ConfigError."""
     from swarmnode.tasks import tools
 
     found = _imported(setting, name, source)
@@ -292,7 +292,7 @@ def turns_of(settings: Mapping[str, object]) -> int:
 
 
 def check_turns(where: str, settings: Mapping[str, object]) -> None:
-    """Raises ConfigError for a number of turns that is none."""
+    """Raise ConfigError if `turns` is not a whole number from 1 to MOST_TURNS."""
     turns = settings.get(TURNS, 1)
     if type(turns) is not int or not 1 <= turns <= MOST_TURNS:
         raise ConfigError(f"{where}: {TURNS} is {turns!r}, not a whole number, 1 to {MOST_TURNS}")
@@ -476,8 +476,9 @@ def load(tasks: Mapping[str, tuple[Source, Mapping[str, object]]]) -> dict[str, 
 
 @contextlib.contextmanager
 def bytecode() -> Iterator[None]:
-    """Around imports of a library, from its bytecode where there is some: it takes seconds
-    otherwise, and a task's version names the library's version, not its bytes."""
+    """Let imports of a library use its cached bytecode; without it an import takes seconds.
+
+    A task's version contains the version of the library, not the hash of its files."""
     prefix, sys.pycache_prefix = sys.pycache_prefix, None
     try:
         yield

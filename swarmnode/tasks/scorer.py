@@ -126,7 +126,8 @@ def judge(
 
 
 class Discarded(io.TextIOBase):
-    """Standard output of the owner's code and of libraries: the descriptor is for responses."""
+    """Discards standard output of the owner's code and of libraries; the descriptor carries
+    responses only."""
 
     def write(self, text: str, /) -> int:
         return len(text)

@@ -110,7 +110,7 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
 
 
 def _results(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> list[str]:  # noqa: ANN401
-    """What each call returned. A call that fails says so, and the episode goes on."""
+    """Return the result of each call; for a failed call, its error. The episode continues."""
     results = []
     for call in calls[:CALLS]:
         asked = call["function"] if isinstance(call["function"], dict) else {}

@@ -46,24 +46,24 @@ class Tried:
 
 @dataclass(frozen=True)
 class Played:
-    """One episode that a person or a script has played."""
+    """Episode played by the operator or by a script."""
 
     prompt: str
     held_out: bool
     actions: tuple[str, ...]
     observations: tuple[str, ...]
     done: bool
-    """False if it was left before its end."""
+    """False if the player left before the end."""
     reward: float
     error: str
-    """What went wrong in the task's own code, with file and line."""
+    """Error of the task's own code, with file and line; empty without one."""
 
 
 def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | None]) -> Played:
     """Play an episode of `task`, a held-out one if `number` is odd.
 
     Args:
-        act: Everything that the environment has said so far → the next action, or None to leave.
+        act: All texts of the environment so far → the next action, or None to leave.
 
     Raises:
         TaskUnknown, ScorerFailed: as a scorer does.
@@ -90,7 +90,7 @@ def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | No
 
 
 def _ref(task: str, number: int) -> TaskRef:
-    """The question number `number`; every other one is held out."""
+    """Return question `number`; questions with an odd number are held out."""
     seed, index = task_seed(_SWARM, _PEER, number, task)
     seed = evaluation_seed(task) if number % 2 else seed
     return TaskRef(task, task_version(task), seed, index)

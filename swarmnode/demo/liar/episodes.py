@@ -1,5 +1,5 @@
-"""What a hostile author makes of its episodes, in groups whose signatures are good: each lie with
-the reason for which a receiver refuses the group."""
+"""Forged episodes of a hostile author, in groups with valid signatures, each with the reason for
+which a receiver refuses the group."""
 
 from __future__ import annotations
 
