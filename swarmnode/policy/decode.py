@@ -1,14 +1,20 @@
-"""One decoding step after the other: with keys and values in memory of fixed size, on CUDA with
-a step that is recorded once and replayed; where a model does not take that, with transformers' own
-cache, which is copied at every step.
+"""Decoding steps of the sampler: one new token per row, with keys and values cached.
 
-A step of one token is some thousand small kernels, and launching them from Python takes several
-times longer than running them. A CUDA graph launches all of them at once. It reads and writes the
-same addresses at every step, so keys and values lie in memory of a fixed size, and what is not
-filled yet is masked; every `ROOM` tokens it doubles and the step is recorded again. A graph lives
-for one call of `generate`: nothing of it has to fit beside training, and recording costs about as
-much as one step. On an H200 with 0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of
-0.85 (benchmarks/RESULTS.md, trainer).
+There are three decoders, in order of preference:
+
+    Recorded    CUDA: keys and values in memory of fixed size, and a step that is recorded once as
+                a CUDA graph and then replayed
+    Fixed       any one device: keys and values in memory of fixed size
+    Growing     any model: transformers' own cache, which is copied at every step
+
+A step of one token consists of about a thousand small kernels, and launching them from Python takes
+several times longer than running them. A CUDA graph launches all of them at once. A graph reads and
+writes the same addresses at every step, so keys and values lie in memory of a fixed size, and
+columns that are not filled yet are masked. When the memory is full, it grows (by `ROOM` tokens at
+first, by twice as many each further time) and the step is recorded again. A graph lives for one
+call of `generate`, so it needs no memory during training. Recording costs about as much as one
+step. On an H200 with 0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of 0.85 s
+(benchmarks/RESULTS.md, trainer).
 """
 
 from __future__ import annotations
@@ -54,12 +60,12 @@ class Decoder(Protocol):
     completions."""
 
     keeps_rows: bool
-    """Whether rows can be left out from now on, by `keep`."""
+    """True if `keep` can drop rows during decoding."""
 
     def __call__(self, token: torch.Tensor, /) -> torch.Tensor: ...
 
     def keep(self, rows: torch.Tensor, /) -> None:
-        """Continue with these rows only, given by their numbers among those there are."""
+        """Continue with the rows of these indices only, and drop the other rows."""
         ...
 
 
@@ -71,9 +77,13 @@ def decoder(
     generations: int,
     room: int,
 ) -> Decoder:
-    """Return what continues Q prompts, G = `generations` times each, by at most `room` tokens.
+    """Return a decoder that continues Q prompts, G = `generations` times each.
 
-    cache: of the prompts. mask: (Q, P) 1 on their tokens. position: (Q, 1) of their last token.
+    Args:
+        cache: Keys and values of the prompts.
+        mask: (Q, P), 1 at tokens and 0 at padding.
+        position: (Q, 1), position of each prompt's last token.
+        room: Maximum number of new tokens per row.
     """
     mask, position = (
         mask.repeat_interleave(generations, 0),
@@ -87,8 +97,11 @@ def decoder(
 
 
 def recordable(policy: Policy) -> bool:
-    """Return True if a step of this policy can be a CUDA graph: one device, attention that sees
-    everything, no kernels that look at values."""
+    """Return True if a decoding step of this policy can be recorded as a CUDA graph.
+
+    The policy must be on one CUDA device, attend to all earlier tokens, and use no kernel that
+    reads tensor values on the host.
+    """
     model = policy.base
     return (
         policy.device.type == "cuda"
@@ -101,8 +114,11 @@ def recordable(policy: Policy) -> bool:
 
 
 def has_fixed_form(policy: Policy) -> bool:
-    """Return True if `Fixed` computes what the model computes: no sliding windows, and a mask of
-    ours is taken as it is. Tried once."""
+    """Return True if `Fixed` computes the same log-probabilities as the model.
+
+    The model must have no sliding windows and must apply the given mask unchanged. The trial runs
+    once per policy.
+    """
     return sees_everything(policy) and not obstacle(
         policy, "fixed memory", lambda: decoding_gap(policy, Fixed)
     )
@@ -185,7 +201,7 @@ class Growing:
 
 
 class FixedLayer(DynamicLayer):
-    """Keys and values of one layer, (N, heads, L, D) from the start."""
+    """Keys and values of one layer, (N, heads, L, D), allocated in advance."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -199,17 +215,19 @@ class FixedLayer(DynamicLayer):
         column: torch.Tensor,
         dtype: torch.dtype,
     ) -> None:
-        """Copy keys and values (Q, heads, P, D) of prompts, each `generations` times.
+        """Copy the keys and values of the prompts, `generations` times each.
 
         Args:
-            column: (1,) where a step writes.
+            keys, values: (Q, heads, P, D).
+            columns: L, the number of columns to allocate.
+            column: (1,), the column that the next step writes.
         """
         super().__init__()
         self.keys, self.values = (_widened(t, generations, columns, dtype) for t in (keys, values))
         self.dtype, self.device, self.is_initialized = dtype, keys.device, True
         self._column = column
         self.seen = columns
-        """Columns that a step sees."""
+        """Number of columns that a step attends to."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -241,15 +259,17 @@ def _widened(
 
 
 def _longer(tensor: torch.Tensor, dim: int, size: int, value: float) -> torch.Tensor:
-    """Return `tensor` with `size` entries along `dim`, the new ones `value`."""
+    """Return `tensor` extended to `size` entries along `dim`; new entries are `value`."""
     shape = list(tensor.shape)
     shape[dim] = size - shape[dim]
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
 class Fixed:
-    """Steps that write keys and values in place, into memory that is there from the start. `dtype`
-    of the cache is the policy's: attention computes in it anyway."""
+    """Decoder that writes keys and values in place, into memory that is allocated in advance.
+
+    The cache has the policy's compute dtype, because attention computes in that dtype.
+    """
 
     keeps_rows = True
 
@@ -303,7 +323,7 @@ class Fixed:
         self._mask = self._hidden(self._allowed)
 
     def _advance(self, token: torch.Tensor) -> torch.Tensor:
-        """Return logits (N, V) after `token` (N,). Only columns in use are seen."""
+        """Return logits (N, V) after `token` (N,). The step attends to filled columns only."""
         for layer in self._layers:
             layer.seen = self._used
         self._column.add_(1)
@@ -312,17 +332,19 @@ class Fixed:
         return next_logits(self._policy, token[:, None], mask, self._position, self._cache)
 
     def _hidden(self, seen: torch.Tensor) -> torch.Tensor:
-        """Return the mask (N, 1, 1, L) that is added to attention scores, where `seen` (N, L)."""
+        """Return the additive attention mask (N, 1, 1, L): 0 where `seen` (N, L) is True."""
         dtype = self._policy.dtype
         return (~seen).to(dtype)[:, None, None] * torch.finfo(dtype).min
 
 
 class Recorded(Fixed):
-    """`Fixed`, its second step recorded as a CUDA graph and replayed from then on. The first warms
-    up what allocates lazily. Every step sees all columns, and what is not filled yet is masked.
+    """`Fixed` decoder whose second step is recorded as a CUDA graph and replayed afterwards.
 
-    Needs `policy.accelerator.autocast()` around all of its steps: the graph reads the weights that
-    this context has cast.
+    The first step runs without a graph, so that lazily allocated workspaces exist before recording.
+    Every step attends to all columns; columns that are not filled yet are masked.
+
+    The caller must hold `policy.accelerator.autocast()` around all steps, because the graph reads
+    the weights that this context has cast.
     """
 
     keeps_rows = False
@@ -350,8 +372,10 @@ class Recorded(Fixed):
         return self._logits
 
     def _step(self) -> None:
-        """Works on tensors only: no value is looked at, and nothing depends on how many steps there
-        were."""
+        """Compute one step with tensor operations only, so that it can be recorded.
+
+        No value is read on the host, and no operation depends on the number of earlier steps.
+        """
         self._column.add_(1)
         self._position.add_(1)
         columns = torch.arange(self._allowed.shape[1], device=self._column.device)
@@ -370,23 +394,23 @@ class Recorded(Fixed):
 
 
 def record(policy: Policy, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-    """Record what `step` launches; None, and a line in the log, if that is not possible."""
+    """Record the kernels that `step` launches; log the reason and return None on failure."""
     graph = torch.cuda.CUDAGraph()
     try:
         with side_stream(policy.device):
-            # other threads copy weights to the host meanwhile, which only a recording of their
-            # own thread forbids
+            # Other threads copy weights to the host at the same time. A recording in the default
+            # mode would forbid this; "thread_local" restricts only this thread.
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 step()
             except BaseException:
-                # it says again that the recording failed
+                # `capture_end` raises again because the recording failed
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
             graph.capture_end()
     except RuntimeError as error:
-        # a recording cannot reuse what the allocator keeps for others
+        # the graph cannot reuse memory that the allocator caches for other pools
         if isinstance(error, torch.OutOfMemoryError):
             log.info("no memory left to record a decoding step")
             torch.cuda.empty_cache()

@@ -64,7 +64,7 @@ def probe(cfg: PolicyConfig) -> Placement:
             )
         device = torch.device("cuda", device.index or 0)
         major, minor = torch.cuda.get_device_capability(device)
-        # a T4 (7.5) and a V100 (7.0) emulate bfloat16, and cards before them are slow in float16
+        # A T4 (7.5) and a V100 (7.0) only emulate bfloat16. Earlier GPUs are slow in float16.
         best = torch.bfloat16 if major >= 8 else torch.float16 if major >= 7 else torch.float32
         why = (
             f"compute capability {major}.{minor}"
@@ -88,7 +88,7 @@ def probe(cfg: PolicyConfig) -> Placement:
 
 
 def without_float16(placement: Placement) -> Placement:
-    """Compute in float32 where that would be float16: a stage does not scale its loss."""
+    """Replace float16 by float32 in a placement: pipeline stages have no loss scaling."""
     if placement.dtype != torch.float16:
         return placement
     reason = f"{placement.device}, float32: stages have no loss scale for float16"
@@ -96,8 +96,11 @@ def without_float16(placement: Placement) -> Placement:
 
 
 def devices(cfg: PolicyConfig) -> list[torch.device]:
-    """The devices that `policy.devices` means on this machine, whether or not the model fits there.
-    Raises Unavailable."""
+    """Return the devices that `policy.devices` selects, without checking that the model fits.
+
+    Raises:
+        Unavailable: A selected device does not exist here.
+    """
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     every = [torch.device("cuda", index) for index in range(gpus)]
     if cfg.devices.isdecimal():
@@ -123,7 +126,7 @@ class Card:
     total_bytes: int
     free_bytes: int
     users: str = ""
-    """Ids of the processes that hold its memory, where the driver says it."""
+    """Ids of the processes that use its memory; empty if the driver does not report them."""
 
     def __str__(self) -> str:
         used = f", in use by process {self.users}" if self.users else ""
@@ -134,7 +137,8 @@ class Card:
 
 
 def cards() -> list[Card]:
-    """All GPUs that torch sees. Holds some memory of each until this process ends."""
+    """Return all GPUs that torch sees. The query allocates some memory on each until process
+    exit."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = []
     for index in range(count):
@@ -145,7 +149,7 @@ def cards() -> list[Card]:
 
 
 def memory_users(index: int) -> str:
-    """Ids of the processes that hold memory of a GPU; empty where the driver does not say."""
+    """Return the ids of the processes that use a GPU's memory, or "" if the driver reports none."""
     try:
         told = torch.cuda.list_gpu_processes(index)
     except Exception:  # noqa: BLE001 without pynvml, or in a container
@@ -154,22 +158,27 @@ def memory_users(index: int) -> str:
 
 
 UNLIKE = 10
-"""A GPU with so many times less memory than another is no use beside it."""
+"""`auto` excludes a GPU whose memory is at most 1 / UNLIKE of the largest selected GPU's."""
 
 
 def training_devices(
     cfg: PolicyConfig, named: Sequence[torch.device], here: Sequence[Card], need: int
 ) -> tuple[list[torch.device], list[str]]:
-    """(a GPU per rank, a line for each that is left out), of several that `policy.devices` means.
+    """Select the GPUs that train, one rank each, from those that `policy.devices` selects.
 
-    `auto` leaves out GPUs with too little free memory, and those with a tenth of the largest one's.
-    Where a model fits on none, there is one rank, and `fit` decides.
+    `auto` excludes GPUs with too little free memory, and GPUs with at most a tenth of the largest
+    GPU's memory. If the model fits on no GPU, return the first one and let `fit` decide.
 
     Args:
-        need: bytes to train, as `update_bytes` estimates them.
+        named: Devices that `policy.devices` selects.
+        here: All GPUs of this machine.
+        need: Bytes that training needs, as `update_bytes` estimates them.
+
+    Returns:
+        The device of each rank, and one line of text for each excluded GPU.
 
     Raises:
-        DeviceError: a GPU that was named would be left out.
+        DeviceError: The configuration names a GPU that would be excluded.
     """
     known = {card.device: card for card in here}
     chosen = [known[str(device)] for device in named]

@@ -80,7 +80,7 @@ def examine(
 
 
 def card_lines(cfg: PolicyConfig, placement: Placement) -> list[str]:
-    """A line for each GPU, and for the ranks if there are several. Raises LocalError."""
+    """Return one line per GPU, and one line of ranks if there are several. Raises LocalError."""
     here, chosen, left_out = cards(), devices(cfg), list[str]()
     if len(chosen) > 1 and placement.device.type == "cuda":
         need = update_bytes(cfg, architecture(cfg), placement)

@@ -31,13 +31,14 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES: dict[Optim, float] = {"adamw": 8.0, "adamw_8bit": 2.1}
 """Per trained parameter; the latter with its block scales."""
 LOGITS_BYTES = {"cuda": 512 * 2**20}
-"""Logits that are made at a time, counted in float32. Each piece reads the whole head and adds to
-its whole gradient, and where there is more than one piece, all logits are computed twice: a head of
-384 x 32,768 with 2,048 tokens took 2.5 s in one piece and 3.8 in eight (one CPU thread)."""
+"""Size of the logits that are computed at a time, counted in float32. Each piece reads the whole
+output head and adds to the head's whole gradient, and with more than one piece all logits are
+computed twice. A head of 384 x 32,768 with 2,048 tokens took 2.5 s in one piece and 3.8 s in eight
+(one CPU thread)."""
 LOGITS_BYTES_ELSEWHERE = 256 * 2**20
 LOGITS_COPIES = 3
-"""How often they are there at the peak of the backward pass: logits, their gradient, and one more
-on its way to the head; or in its place, on a GPU, what is converted to float32 at a time."""
+"""Number of copies of the logits at the peak of the backward pass: the logits, their gradient, and
+one more that is passed to the head. On a GPU the third is the slice converted to float32."""
 CACHE_ROOM = 1.25
 """Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves
 holes in the allocator."""
@@ -45,9 +46,9 @@ SCORES_COPIES = 5
 """How often the logits of all completions under way are there, in float32, while tokens are
 drawn."""
 RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 415 * 2**20}
-"""Beside all tensors: a CUDA context with its kernels; on a CPU the interpreter with torch,
-transformers and accelerate (368 MiB before a model is loaded), and what loading it and the first
-pass bring in (30 to 50)."""
+"""Memory beside all tensors. On a GPU: a CUDA context with its kernels. On a CPU: the interpreter
+with torch, transformers and accelerate (368 MiB before a model is loaded), plus 30 to 50 MiB after
+loading it and after the first pass."""
 QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_text"})
 
 

@@ -18,10 +18,10 @@ from swarmnode.policy.decode import decoder, left_padded, pads
 from swarmnode.policy.model import Policy
 
 BLOCK = 512
-"""Tokens of the vocabulary whose probabilities are summed as one block when a token is drawn."""
+"""Number of tokens in one block of the vocabulary; sampling first draws a block."""
 CACHED_LOGITS = 2**18
-"""Logits from which a CPU draws at a time. They are read several times and must stay in its cache:
-13 ms instead of 41 for 64 rows of 151,936 logits."""
+"""Number of logits that a CPU samples from at a time. They are read several times and must stay in
+the cache: 13 ms instead of 41 ms for 64 rows of 151,936 logits."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Sampling:
     """0 is greedy."""
     top_p: float = 1.0
     episodes: bool = False
-    """Whether completions are gone on with: turns of episodes."""
+    """True if requests may follow completions, as the turns of episodes do."""
 
     def with_generations(self, count: int | None) -> Sampling:
-        """Return the same with `count` completions; None changes nothing."""
+        """Return a copy with `count` completions per prompt; None keeps the number."""
         return self if count is None else replace(self, num_generations=count)
 
 
@@ -57,8 +57,8 @@ class Sampled:
     versions: list[int] = field(default_factory=list)
     """The policy version that sampled each token; empty: all are of the present one."""
     sampled: list[bool] = field(default_factory=list)
-    """Of an episode, whose `ids` hold more than that, which of them the policy sampled; empty:
-    all."""
+    """For an episode, True for each of `ids` that the policy sampled and False for the
+    environment's; empty if the policy sampled all."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,18 @@ def generate(
     generator: torch.Generator,
     alive: Callable[[], None] = lambda: None,
 ) -> list[GroupSample]:
-    """G completions for each of Q prompts, texts or ids, in order. `alive` is called after every
-    decoding step.
+    """Sample G completions for each of Q prompts, given as texts or ids, in order.
 
-    An answer ends where prompt and answer fill the model's context. When half of the rows have
-    ended, the model is run on the others only, where the decoder can (on a CPU it can). What is
-    drawn for a row does not depend on it.
+    A completion ends at the latest where prompt and completion fill the model's context. When half
+    of the rows have ended, the model runs only on the others, if the decoder supports this (on a
+    CPU it does). This does not change the random numbers of any row.
+
+    Args:
+        alive: Called after every decoding step.
 
     Raises:
-        torch.OutOfMemoryError: give `MicroBatcher.generate` the call to have it retried in smaller
-            pieces.
-        PromptTooLong: a prompt leaves no room for an answer.
+        torch.OutOfMemoryError: Memory ran out. `MicroBatcher.generate` retries in smaller pieces.
+        PromptTooLong: A prompt leaves no room for a completion.
     """
     heads = [policy.prompt_ids(p) for p in prompts]
     widths = sorted(set(map(len, heads)))
@@ -135,7 +136,7 @@ def _generate(
         )
         advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
         for step in range(max_tokens):
-            # for all rows, so that what is drawn for one does not depend on which others are left
+            # drawn for all rows, so that one row's numbers do not depend on which others are active
             uniform = uniforms(rows, generator).to(policy.device)[under_way]
             token, logprob = draw(logits, sampling.temperature, sampling.top_p, uniform)
             drawn[under_way, step], chances[under_way, step] = token, logprob
@@ -189,7 +190,7 @@ def uniforms(rows: int, generator: torch.Generator) -> torch.Tensor:
 def draw(
     logits: torch.Tensor, temperature: float, top_p: float, uniform: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `sample`, with given random numbers (N, 2)."""
+    """Sample as `sample` does, with given random numbers (N, 2)."""
     rows = len(logits)
     if logits.device.type == "cpu":
         rows = max(1, CACHED_LOGITS // logits.shape[1])
@@ -219,8 +220,10 @@ def _draw(
 
 
 def _drawn(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Draw one column (n, 1) per row in proportion to weights (n, V): first a block of columns by
-    the sums of all blocks, then a column of this block."""
+    """Draw one column (n, 1) per row in proportion to weights (n, V).
+
+    Draw a block of columns by the blocks' sums first, then a column within the block.
+    """
     if weights.shape[1] <= BLOCK:
         return _inverted(weights, uniform[:, :1])
     missing = -weights.shape[1] % BLOCK
@@ -236,5 +239,5 @@ def _inverted(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     sums = weights.cumsum(-1)
     found = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
     found = found.clamp(max=weights.shape[1] - 1)
-    # rounding in a parallel sum may point at a column of weight 0
+    # rounding in a parallel sum may select a column of weight 0
     return torch.where(weights.gather(-1, found) > 0, found, weights.argmax(-1, keepdim=True))

@@ -340,7 +340,8 @@ def make_accelerator(placement: Placement) -> Accelerator:
         kwargs_handlers=[GradScalerKwargs(growth_interval=LOSS_SCALE_GROWTH_STEPS)],
     )
     if placement.dtype == torch.float16 and placement.device.type == "cpu":
-        # accelerate scales the loss on other devices only; here it lets tests run the same code
+        # accelerate scales the loss on other devices only; scaling on a CPU lets tests run the same
+        # code
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=LOSS_SCALE_GROWTH_STEPS)
     return accelerator

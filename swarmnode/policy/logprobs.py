@@ -1,27 +1,26 @@
-"""Log-probabilities of given completions: for training with gradients, and for judging peers'
-groups without.
+"""Log-probabilities of given completions: with gradient for training, and without for judging
+peers' groups.
 
 The prompt of a group is run through the model **once**, with gradient, and shared by its G
-completions, as when sampling. Against prompt + completion for every row this is the same function
-(equal to rounding) at a fraction of the tokens: measured 2.4 times faster forward and backward at
-64 prompt and 32 completion tokens, 1.3 times with the embedded policy's 8 and 5. Two ways, by what
-is cheaper:
+completions, as when sampling. This computes the same function as running prompt + completion for
+every row (equal up to rounding) with far fewer tokens: forward and backward were 2.4 times faster
+at 64 prompt and 32 completion tokens, and 1.3 times faster with the embedded policy's 8 and 5.
+There are three ways, and the cheapest one is chosen:
 
-    one pass     a row is a prompt and all of its completions, one behind the other, and a mask
-                 lets each completion see the prompt and itself only. Half of the kernels to launch,
-                 which is what a GPU waits for, and little padding; attention computes what the mask
-                 then drops
-    two passes   the prompts, whose keys and values are then repeated for their completions: longer
-    rows, and masks of the model's own
-    row by row   each prompt and completion by itself: answers so long that their prompts matter
-    little. No padding and no mask, so that
-                 attention needs no memory for one; and nothing is shared, so that layers can be run
-                 again in the backward pass instead of keeping what they computed (activation
-                 checkpointing), which is done where that would not fit
+    one pass     A packed row is a prompt followed by all of its completions, and a mask lets each
+                 completion attend only to the prompt and itself. This launches half as many
+                 kernels, which dominates on a GPU, and pads little. Attention computes scores that
+                 the mask then drops.
+    two passes   The prompts run first, and their keys and values are repeated for the completions.
+                 For longer rows, and for models that need their own masks.
+    row by row   Each row is one prompt and one completion, run by itself. For completions so long
+                 that their prompts matter little. There is no padding and no mask, so attention
+                 needs no memory for one. Nothing is shared, so activation checkpointing can be used
+                 where the activations would not fit into memory.
 
-Logits of more tokens than `footprint.logits_tokens` are never there at once: the head is run piece
-by piece, and again in the backward pass. 4,000 tokens of a vocabulary of 152,000 would be 2.4 GB in
-float32, several times over.
+At most `footprint.logits_tokens` tokens have logits in memory at once: the output head runs piece
+by piece, and again in the backward pass. The logits of 4,000 tokens with a vocabulary of 152,000
+would take 2.4 GB in float32, several times over.
 """
 
 from __future__ import annotations
@@ -61,16 +60,17 @@ LONG_ROW = {"cuda": 1024}
 alone."""
 LONG_ROW_ELSEWHERE = 256
 PACKED_GAIN = {"cuda": 1.75}
-"""Tokens run with padding for each real one from which rows are packed: `benchmarks.packing`. On an
-H200 with 0.5 B parameters packed rows took 0.38 s instead of 0.67 at 2.7, 0.10 instead of 0.21 at
-5.8; attention computes what the mask drops, so that little would be gained at 1.5."""
+"""Rows are packed if the padded batch has at least this many tokens per real token
+(`benchmarks.packing`). On an H200 with 0.5 B parameters, packed rows took 0.38 s instead of 0.67 s
+at a ratio of 2.7, and 0.10 s instead of 0.21 s at 5.8. Attention computes scores that the mask
+drops, so the gain at a ratio of 1.5 would be small."""
 PACKED_GAIN_ELSEWHERE = 1.25
 PACKED_COLUMNS = 1024
 """Tokens of a packed row, at most, but for a prompt with one answer: attention looks at all pairs,
 also those that it must not see."""
 PACKED_TOGETHER = frozenset({"cuda"})
-"""Kinds of device that run packed rows as one batch. A CPU runs them one by one: nothing is padded,
-and it is busy with a row."""
+"""Kinds of device that run packed rows as one batch. A CPU runs them one by one, without padding,
+because a single row already keeps it busy."""
 WHOLE_SHARE = 1.25
 """Rows are run one by one while that is at most so many times the tokens of two passes, which share
 prompts and pad."""
@@ -84,15 +84,14 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 @dataclass(frozen=True)
 class Layout:
-    """Columns of rows that each hold a prompt and behind it all of its completions, one behind the
-    other, each without its last token."""
+    """Columns of packed rows: a prompt followed by its completions, each without its last token."""
 
     start: torch.Tensor
-    """(N,) the column of each completion's first token."""
+    """(N,), the column of each completion's first token."""
     columns: int
-    """Of the longest row."""
+    """Number of columns of the longest row."""
     shortest: int
-    """Tokens of the shortest prompt."""
+    """Number of tokens of the shortest prompt."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,7 @@ class Batch:
     completion_mask: torch.Tensor
     """(N, T) bool, True on completion tokens."""
     sampled_mask: torch.Tensor
-    """(N, T) bool, True on those of them that the policy sampled: what is scored and learnt
-    from."""
+    """(N, T) bool, True at tokens that the policy sampled; only these are scored and trained on."""
     recompute: bool = False
     """Layers are run again in the backward pass, however much memory there seems to be."""
 
@@ -124,7 +122,7 @@ class Batch:
 
     @cached_property
     def layout(self) -> Layout:
-        """Where completions lie that are run in one row with their prompt."""
+        """Column positions of the completions in packed rows."""
         prompts = self.prompt_mask.sum(1).tolist()
         ends = list(prompts)
         starts = []
@@ -167,8 +165,12 @@ def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu"
 def completion_logprobs(
     policy: Policy, batch: Batch, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each sampled token at `temperature`, with gradient, and the entropy
-    there, without: both (N, T), 0 elsewhere. By the cheapest way that the model takes."""
+    """Compute the log-probability and the entropy at each sampled token, in the cheapest way.
+
+    Returns:
+        Log-probabilities at `temperature`, with gradient, and entropies without gradient; both (N,
+        T), in nats, and 0 at tokens that were not sampled.
+    """
     return logprobs_by(choose_way(policy, batch), policy, batch, temperature)
 
 
@@ -195,13 +197,13 @@ def choose_way(policy: Policy, batch: Batch) -> Way:
 def logprobs_by(
     way: Way, policy: Policy, batch: Batch, temperature: float, piece: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `completion_logprobs`, by a given way.
+    """Compute the same as `completion_logprobs` in a given way.
 
-    The head sees one position per prompt and the completions; float32 is made of sampled tokens
-    only: with a real vocabulary the logits, not the model, decide how much fits.
+    The output head runs at one position per prompt and at the completions, and only sampled tokens
+    are converted to float32: with a large vocabulary, the logits decide how much fits into memory.
 
     Args:
-        piece: tokens of which logits are there at once; None is `logits_tokens`.
+        piece: Number of tokens whose logits are in memory at once; None is `logits_tokens`.
     """
     ids, mask = batch.completion_ids, batch.completion_mask
     # completion tokens but the first: of which row, and after which token
@@ -244,8 +246,11 @@ def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
 
 
 def fits_one_pass(policy: Policy, batch: Batch) -> bool:
-    """Return True if one pass is possible, runs no more tokens than the padded rows have, and is
-    not so long that attention costs more than it saves."""
+    """Return True if one pass is possible and worthwhile.
+
+    It must run no more tokens than the padded rows have, and rows must be short enough that the
+    extra attention costs less than one pass saves.
+    """
     prompts, columns = len(batch.prompt_ids), batch.layout.columns
     if (
         columns > ONE_PASS.get(batch.prompt_ids.device.type, ONE_PASS_ELSEWHERE)
@@ -256,8 +261,10 @@ def fits_one_pass(policy: Policy, batch: Batch) -> bool:
 
 
 def stands_alone(batch: Batch) -> bool:
-    """Return True if rows are so long that each is run by itself: little is lost by not sharing
-    prompts, and no padding is run."""
+    """Return True if rows are long enough to run each one by itself.
+
+    Such rows lose little by not sharing prompts, and they need no padding.
+    """
     prompts, answers = batch.prompt_mask.sum(1), batch.completion_mask.sum(1)
     whole = int(prompts[batch.prompt_of].sum() + answers.sum())
     long = LONG_ROW.get(answers.device.type, LONG_ROW_ELSEWHERE)
@@ -276,12 +283,14 @@ def fits_packed(policy: Policy, batch: Batch) -> bool:
 
 
 Pack = tuple[int, list[int]]
-"""(prompt, rows that answer it) of a packed row."""
+"""(index of the prompt, indices of its completions) in a packed row."""
 
 
 def packs(batch: Batch) -> list[Pack]:
-    """Divide the answers to each prompt into packed rows: together with the prompt at most
-    PACKED_COLUMNS tokens, or a single answer."""
+    """Divide the completions of each prompt into packed rows.
+
+    A packed row has at most PACKED_COLUMNS tokens, prompt included, or holds a single completion.
+    """
     prompts, answers = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
     found: dict[int, list[list[int]]] = {}
     room: dict[int, int] = {}
@@ -297,8 +306,7 @@ def packs(batch: Batch) -> list[Pack]:
 def needs_checkpointing(
     model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch
 ) -> bool:
-    """Return True if what the backward pass needs of all layers would not fit beside what is there
-    already."""
+    """Return True if the activations of all layers would not fit into the free memory."""
     spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
     if spare is None or shape is None:
         return False
@@ -362,8 +370,10 @@ class _Recomputed:
 
 
 def splits_head(policy: Policy) -> bool:
-    """Return True if the head can be run by itself: its outputs are the logits, neither scaled nor
-    capped afterwards. Tried once."""
+    """Return True if the output head can be run by itself.
+
+    Its outputs must be the logits, with no scaling or capping afterwards. The trial runs once.
+    """
     return not obstacle(policy, "head by itself", lambda: _head_gap(policy))
 
 
@@ -445,30 +455,30 @@ def in_pieces(
     temperature: float,
     piece: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `token_logprobs` of `head(outputs)`, `piece` tokens at a time. With more than one
-    piece, the backward pass computes the logits of each again, but not the entropy.
+    """Return `token_logprobs` of `head(outputs)`, computed `piece` tokens at a time.
 
-    That is a backward pass of its own, so that a trained head's gradient is added to in place:
-    within one, its sum is made anew for each piece, and there are three of the size of the head at
-    once.
+    With more than one piece, the backward pass recomputes the logits of each piece, but not the
+    entropy. Each piece has its own backward pass, so that the gradient of a trained head is
+    accumulated in place. Within a single backward pass, autograd would allocate a new sum for each
+    piece and hold three tensors of the size of the head at once.
     """
     if len(tokens) <= piece:
         return token_logprobs(head(outputs), tokens, temperature)
 
     def one(states: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # `checkpoint` runs it without gradient first, and with gradient when it runs it again
+        # `checkpoint` runs this without gradient first, and with gradient when it recomputes
         return token_logprobs(head(states), chosen, temperature, not torch.is_grad_enabled())
 
     run: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = one
     if torch.is_grad_enabled():
-        # `checkpoint` needs an input with a gradient, also where only the head is trained
+        # `checkpoint` needs an input that requires a gradient, even if only the head is trained
         outputs = outputs if outputs.requires_grad else outputs.detach().requires_grad_()
         run = functools.partial(checkpoint, one, use_reentrant=True, preserve_rng_state=False)
     parts = [
         run(states, chosen)
         for states, chosen in zip(outputs.split(piece), tokens.split(piece), strict=True)
     ]
-    # `checkpoint` gives every output a gradient
+    # `checkpoint` makes every output require a gradient
     spread = torch.cat([spread.detach() for _, spread in parts])
     return torch.cat([chosen for chosen, _ in parts]), spread
 
@@ -496,7 +506,7 @@ def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tens
     prompts = [
         ids[mask.bool()] for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
     ]
-    # the last token predicts nothing that is wanted
+    # the last token is dropped, because its prediction is not needed
     answers = [
         ids[:length]
         for ids, length in zip(
@@ -524,8 +534,11 @@ def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tens
 
 
 def _passes_of(found: list[Pack], batch: Batch) -> list[list[Pack]]:
-    """Divide packed rows into passes through the model: see `PACKED_TOGETHER`. A row of more than
-    PACKED_COLUMNS tokens is run alone, since the others would be padded to it."""
+    """Divide packed rows into passes through the model, as `PACKED_TOGETHER` states.
+
+    A row of more than PACKED_COLUMNS tokens runs alone, because other rows would be padded to its
+    length.
+    """
     if batch.prompt_ids.device.type not in PACKED_TOGETHER:
         return [[pack] for pack in found]
     prompts, answers = batch.prompt_mask.sum(1).tolist(), batch.completion_mask.sum(1).tolist()
@@ -537,12 +550,12 @@ def _passes_of(found: list[Pack], batch: Batch) -> list[list[Pack]]:
 def _laid_out(
     parts: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Lay a prompt and its answers one behind the other, for each row of `parts`.
+    """Concatenate a prompt and its completions for each row of `parts`.
 
     Returns:
-        Tokens, segment and position of each token, all (B, S), padded on the right. The segment is
-        -1 for the prompt, the answer's number from 0, and -2 for padding. Every answer's positions
-        begin behind the prompt.
+        Token, segment and position of each column, all (B, S), padded on the right. The segment is
+        -1 in the prompt, the completion's index from 0, and -2 in padding. The positions of every
+        completion start right after the prompt.
     """
     width = max(sum(map(len, row)) for row in parts)
     ids = parts[0][0].new_zeros(len(parts), width)
@@ -567,8 +580,8 @@ def _one_pass(
     owner, start, columns = batch.prompt_of, batch.layout.start, batch.layout.columns
     lengths, width = batch.prompt_mask.sum(1), batch.prompt_ids.shape[1]  # (Q,), P
     column = torch.arange(columns, device=owner.device)
-    # a prompt from column 0, its answers behind it, each without its last token, which predicts
-    # nothing that is wanted
+    # The prompt starts at column 0 and its completions follow, each without its last token, whose
+    # prediction is not needed.
     in_prompt = column < lengths[:, None]  # (Q, S)
     padded = (column + width - lengths[:, None]).clamp(max=width - 1)
     answering, behind = owner[later], start[later] + place
@@ -588,7 +601,7 @@ def _one_pass(
 
 
 PROMPT, PADDING = -1, -2
-"""Segments of a row's columns; an answer's segment is its row in the batch."""
+"""Segments of prompt and padding columns; a completion's segment is its row in the batch."""
 
 
 def _two_passes(
@@ -623,11 +636,15 @@ _PASSES: dict[Way, Callable[[Policy, Batch, torch.Tensor, torch.Tensor], torch.T
 def token_logprobs(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the log-probability of each token (M,) under logits (M, V), with gradient, and the
-    entropy there, without; both (M,) float32.
+    """Return the log-probability and the entropy at each of M tokens.
 
     Args:
-        entropy: False leaves the entropy 0.
+        logits: (M, V).
+        tokens: (M,).
+        entropy: If False, the entropies are 0.
+
+    Returns:
+        Log-probabilities with gradient, and entropies without; both (M,) float32, in nats.
     """
     found: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(
         logits, tokens.to(logits.device), temperature or 1.0, entropy
@@ -636,8 +653,11 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-softmax at one token per row. It keeps the logits as they are and makes nothing else of
-    their size but their gradient: autograd would make four more in float32."""
+    """Log-softmax at one token per row.
+
+    It keeps the logits in their dtype, and allocates no other tensor of their size except their
+    gradient. Autograd would allocate four more in float32.
+    """
 
     @staticmethod
     def forward(
@@ -680,7 +700,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 SLICE_LOGITS = {"cpu": 2**18, "cuda": 2**25}
-"""Logits that are converted to float32 at a time: what a CPU's cache holds, what fills a GPU."""
+"""Number of logits converted to float32 at a time: the CPU's cache size, or enough to fill a
+GPU."""
 
 
 def _row_slices(logits: torch.Tensor) -> list[slice]:
@@ -692,8 +713,10 @@ def _row_slices(logits: torch.Tensor) -> list[slice]:
 def score_with_entropy(
     policy: Policy, rows: Sequence[Row], temperature: float
 ) -> list[tuple[list[float], list[float]]]:
-    """(log-probabilities, entropies) of each row, (T,) each and 0 at ids that were not sampled,
-    without gradient, in one pass."""
+    """Return log-probabilities and entropies of each row, without gradient, in one pass.
+
+    Both are (T,), in nats, and 0 at ids that were not sampled.
+    """
     logprobs, entropy = completion_logprobs(
         policy, collate(rows, policy.pad_id, policy.device), temperature
     )
@@ -705,6 +728,9 @@ def score_with_entropy(
 
 
 def score(policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
-    """Log-probability of each id of each row's completion, 0 where it was not sampled, without
-    gradient, in one pass."""
+    """Return the log-probability of each id of each row's completion, without gradient, in one
+    pass.
+
+    It is 0 at ids that were not sampled.
+    """
     return [chosen for chosen, _ in score_with_entropy(policy, rows, temperature)]

@@ -193,11 +193,16 @@ class MicroBatcher:
         tokens: int,
         take: Callable[[list[list[int]]], Iterable[list[int]]],
     ) -> list[T]:
-        """work(row indices) for the micro-batches that `take` yields of all; other ranks run the
-        others.
+        """Run `work(row indices)` on this rank's share of the micro-batches; other ranks run the
+        rest.
 
-        They have at most `tokens` padded tokens, if the bound is not lower. Raises MemoryError when
-        memory ran out, once the bound is halved, and RowTooLarge.
+        Args:
+            tokens: Maximum padded tokens of a micro-batch, unless the current bound is lower.
+            take: Receives all micro-batches and yields those that this rank runs.
+
+        Raises:
+            MemoryError: Memory ran out; the bound has been halved.
+            RowTooLarge: A single row does not fit into memory.
         """
         for row, length in enumerate(lengths):
             if self._longest is not None and length > self._longest:

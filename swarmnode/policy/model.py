@@ -77,7 +77,8 @@ class Policy(PolicyText):
 
     @property
     def device_map(self) -> dict[str, str | int | torch.device]:
-        """Part of the model → where accelerate has put it; empty where it has put nothing."""
+        """Device of each module that accelerate has placed, by module name; empty if it placed
+        none."""
         return getattr(self.base, "hf_device_map", None) or {}
 
     @property

@@ -1,13 +1,13 @@
-"""One decoding step of Llama, Mistral, Qwen2 and Qwen3, written out.
+"""One decoding step of Llama, Mistral, Qwen2 and Qwen3, without transformers' modules.
 
-transformers' modules compute a step of one token in many small operations, each dispatched from
-Python. With a small policy this takes longer than the arithmetic. Here the same operations are
-written one behind the other for a single new token per row. All projections are still called as
-modules, so that adapters and quantised weights work; the rotary embedding is the model's own, so
-that every kind of scaling works.
+transformers computes a step of one token in many small operations, each dispatched from Python.
+With a small policy the dispatch takes longer than the arithmetic. This module writes the same
+operations in sequence, for a single new token per row. Projections are still called as modules, so
+that adapters and quantised weights work. The rotary embedding is the model's own, so that every
+kind of RoPE scaling works.
 
-Whether it computes what the model computes is tried once, like every other way (`ways.py`). Models
-of other kinds, and models that fail the trial, decode by transformers' forward pass.
+A trial checks once whether the step computes the same as the model (`ways.py`). Other kinds of
+models, and models that fail the trial, decode with transformers' forward pass.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import obstacle, sees_everything
 
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-"""`model_type` of configurations whose forward pass is known to be the one below at any length,
-which a short trial cannot show."""
+"""`model_type` of the configurations whose forward pass equals the one below at every length; a
+short trial cannot show this."""
 
 Window = tuple[slice, int]
-"""Some rows, and the columns that the longest of them has."""
+"""A slice of rows, and the number of columns of the longest of them."""
 
 
 def next_logits(
@@ -39,15 +39,15 @@ def next_logits(
     cache: Cache,
     windows: Sequence[Window] = (),
 ) -> torch.Tensor:
-    """Return logits (N, V) of the tokens that follow.
+    """Return the logits (N, V) of the next token of each row.
 
     Args:
-        token: (N, 1) the newest token of every row.
-        mask: (N, 1, 1, L), added to attention scores; None: every row sees all columns.
-        position: (N, 1) of `token`.
-        cache: Keys and values, read and extended by one column.
-        windows: Rows and columns that attention looks at, where rows are of unlike lengths; empty
-            for all at once. Only the written-out step makes use of them.
+        token: (N, 1), the newest token of every row.
+        mask: (N, 1, 1, L), added to the attention scores; None: every row attends to all columns.
+        position: (N, 1), position of `token`.
+        cache: Keys and values, which are read and extended by one column.
+        windows: Groups of rows that attend separately, with their numbers of columns; empty for a
+            single group. transformers' forward pass ignores them.
     """
     if writes_out(policy):
         return _step(policy, token, mask, position, cache, windows)
@@ -55,12 +55,12 @@ def next_logits(
 
 
 def writes_out(policy: Policy) -> bool:
-    """Return True if the step below computes what the model computes. Tried once."""
+    """Return True if the step below computes the same as the model. The trial runs once."""
     return not obstacle(policy, "written-out step", lambda: _gap(policy))
 
 
 def _gap(policy: Policy) -> float:
-    # imported late: decoding uses this module
+    # imported here, because decoding imports this module
     from swarmnode.policy.decode import Fixed, decoding_gap
 
     kind = policy.base.config.model_type
@@ -119,7 +119,8 @@ def _attention(
     scale: float,
     windows: Sequence[Window],
 ) -> torch.Tensor:
-    """Attention (N, key heads, queries, D) over keys and values (N, key heads, L, D)."""
+    """Return attention outputs (N, key heads, queries, D) over keys and values (N, key heads, L,
+    D)."""
     attend = functools.partial(functional.scaled_dot_product_attention, scale=scale)
     if mask is None or len(windows) < 2:
         return attend(query, keys, values, attn_mask=mask)
@@ -143,8 +144,10 @@ def _normed(states: torch.Tensor, norm: Any) -> torch.Tensor:  # noqa: ANN401 - 
 
 
 def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return states (N, heads, D) rotated by their positions. The first half of `sin` is
-    negated."""
+    """Return states (N, heads, D) rotated by their positions (RoPE).
+
+    The caller passes `sin` with its first half negated.
+    """
     half = states.shape[-1] // 2
     swapped = torch.cat([states[..., half:], states[..., :half]], -1)
     return torch.addcmul(states * cos, swapped, sin)

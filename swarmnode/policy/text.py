@@ -107,27 +107,33 @@ class PolicyText:
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return what a completion follows: a question's ids, or the ids themselves, which an
-        episode under way is given as."""
+        """Return the ids that a completion follows: those of a question, or `prompt` itself if it
+        is ids.
+
+        An episode in progress is given as ids.
+        """
         return self.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
 
     def observation_ids(self, observation: str, last_id: int) -> list[int]:
-        """Return the ids between two actions of an episode: the observation, and what the chat
-        template puts around it, the start of the next action included.
+        """Return the ids between two actions of an episode.
+
+        They are the observation and the text of the chat template around it, including the start of
+        the next action.
 
         Args:
-            observation: Text of the environment. Special tokens spelled out in it stay text.
-            last_id: The last token of the action before, which ended it.
+            observation: Text from the environment. Names of special tokens in it are encoded as
+                text.
+            last_id: Last token of the previous action.
 
         Raises:
-            Unavailable: the template cannot be used for episodes.
+            Unavailable: The chat template cannot be used for episodes.
         """
         encode = lambda text, **how: list(
             self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
         )
         before, after = around_observations(self.tokenizer, self.chat)
         head = encode(before)
-        if head[:1] == [last_id]:  # the policy ended its turn as the template does
+        if head[:1] == [last_id]:  # the policy already sampled the end of its turn
             head = head[1:]
         return [*head, *encode(observation, split_special_tokens=True), *encode(after)]
 
@@ -202,16 +208,18 @@ EPISODE = (
     ("<think>\nThe goal is to the right.\n</think>\n\nright", "You see ice."),
     ("<think>\nNow down.\n</think>\n\ndown", "You fell."),
 )
-"""Actions and observations on which a chat template is tried."""
+"""Actions and observations with which a chat template is tested."""
 
 
 @functools.lru_cache(maxsize=8)
 def around_observations(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> tuple[str, str]:
-    """Return the texts before and after an observation: what the chat template puts between two
-    actions; line breaks where there is no template.
+    """Return the texts that the chat template puts before and after an observation.
 
-    Raises Unavailable where the template changes earlier turns once a later one is there: the ids
-    that the policy sampled after would not be those that it is trained on.
+    Without a template, they are line breaks.
+
+    Raises:
+        Unavailable: The template changes earlier turns once a later turn exists. The policy would
+            then be trained on other ids than those that it sampled from.
     """
     if not tokenizer.chat_template:
         return "\n", "\n"
@@ -247,7 +255,7 @@ def encode_prompt(
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]], chat: Chat) -> str:
-    """Return the conversation as the model's template writes it, up to the start of an answer."""
+    """Render the conversation with the model's chat template, up to the start of an answer."""
     system = [{"role": "system", "content": chat.system}] if chat.system else []
     arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
     return str(

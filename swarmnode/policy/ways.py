@@ -29,14 +29,14 @@ TEXT = "What is 3 + 4? It is 7, because 3 + 4 = 7."
 
 
 class Row(NamedTuple):
-    """A prompt and what follows it, both non-empty. Only sampled ids are scored and learnt from."""
+    """A prompt and the ids after it, both non-empty. Only sampled ids are scored and trained on."""
 
     prompt: list[int]
     completion: list[int]
-    """(T,) of an episode: what the policy sampled, and what its chat template puts around the
-    observations."""
+    """(T,). For an episode: the ids that the policy sampled, and between them the observations with
+    the text that the chat template puts around them."""
     sampled: Sequence[bool] = ()
-    """(T,) which ids of the completion the policy sampled; empty: all of them."""
+    """(T,) True at ids of the completion that the policy sampled; empty: all of them."""
 
     @property
     def tokens(self) -> int:
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
     @property
     def longest_turn(self) -> int:
-        """Number of sampled tokens without an id in between that was not sampled, at most."""
+        """Maximum number of consecutive sampled tokens."""
         if not self.sampled:
             return len(self.completion)
         return max(len(list(run)) for is_sampled, run in groupby(self.sampled) if is_sampled)
@@ -55,8 +55,7 @@ class Row(NamedTuple):
         return Row(self.prompt, self.completion[:count], self.sampled[:count])
 
     def at_sampled(self, values: Sequence[T]) -> list[T]:
-        """Return those of `values` (T,), one for each id of the completion, that belong to sampled
-        ids."""
+        """Return the entries of `values` (T,), one per id of the completion, at sampled ids."""
         return list(compress(values, self.sampled) if self.sampled else values)
 
 

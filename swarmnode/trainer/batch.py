@@ -61,7 +61,8 @@ class TrainingGroup:
     rows: list[Row]
     """(G,)."""
     old_logprobs: list[list[float]]
-    """(G, T_i) what the ratio is taken against; 0 at ids that were not sampled."""
+    """(G, T_i) log-probabilities in the denominator of the ratio; 0 at ids that were not
+    sampled."""
     rewards: list[float]
     """(G,)."""
     weights: list[float]
@@ -71,21 +72,22 @@ class TrainingGroup:
     was_cut: list[bool] = field(default_factory=list)
     """(G,) whether it ended at the length limit; empty: none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
-    """(G, T_i) as recorded when it was sampled here, or of a peer's when it was judged; empty where
-    the ratio is against `old_logprobs`: of a group that is trained on again."""
+    """(G, T_i) log-probabilities recorded at sampling for own groups, or at judging for peers'
+    groups. Empty for a replayed group, whose ratio uses `old_logprobs` only."""
     parts: Parts | None = None
     """What the rewards are made of; None where they are single numbers."""
     learnt: list[int] = field(default_factory=list)
-    """(G,) number of first ids that a peer's completion teaches, if its advantage is positive; with
-    any other it teaches nothing. Empty: all ids of all completions."""
+    """(G,) number of leading ids of a peer's completion that are trained on if its advantage is
+    positive; otherwise none are. Empty: all ids of all completions."""
 
 
 @dataclass(frozen=True)
 class Rows:
     """All rows of a step, group after group. N = Σ G.
 
-    A peer's completion is cut to the tokens that are learnt; `lengths` has it whole, since the
-    normaliser counts all tokens."""
+    A peer's completion is cut to the tokens that are trained on. `lengths` has its full length,
+    because the normaliser counts all tokens.
+    """
 
     rows: list[Row]
     old_logprobs: list[list[float]]
@@ -100,7 +102,7 @@ class Rows:
     sampler_logprobs: list[list[float]] = field(default_factory=list)
     """(N, T_i), a row's empty where its ratio is against `old_logprobs`; empty: every row's is."""
     lengths: list[int] = field(default_factory=list)
-    """(N,) tokens of each completion as it was sampled; empty: as in `rows`."""
+    """(N,) number of tokens of each completion as sampled; empty: the same as in `rows`."""
     masked: frozenset[int] = frozenset()
     """Rows that are neither learnt from nor counted, because they were cut."""
 
@@ -147,12 +149,13 @@ def episode_row(
     turns: Sequence[Sequence[int]],
     observations: Sequence[str],
 ) -> Row:
-    """The row of an episode: the sampled ids of each turn, and between two turns what the chat
-    template makes of the observation.
+    """Return the row of an episode: the sampled ids of its turns, with the observations between
+    them.
 
     Args:
         turns: Sampled ids of each action, none empty.
-        observations: The text after each action; the one after the last action is not looked at.
+        observations: Text after each action, to which the chat template is applied. The text after
+            the last action is ignored.
     """
     ids, sampled = list[int](), list[bool]()
     for number, turn in enumerate(turns):
@@ -191,18 +194,19 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
 
 @dataclass(frozen=True)
 class Learnt:
-    """One completion as far as it is learnt."""
+    """The part of one completion that is trained on."""
 
     row: Row
     old_logprobs: list[float]
     share: float
-    """Part of its tokens."""
+    """Share of the completion's tokens that are trained on."""
 
 
 def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]:
-    """Return the completions of a group (G,), a peer's cut to what is learnt of them.
+    """Return the completions of a group, (G,), with a peer's completions cut to the trained part.
 
-    One of which nothing is learnt stays whole and has the share 0, so that no row is empty."""
+    A completion with no trained tokens stays whole with share 0, so that no row is empty.
+    """
     found = []
     rows = [Row(*row) for row in group.rows]  # a plain pair is a row as well
     for i, (row, old) in enumerate(zip(rows, group.old_logprobs, strict=True)):
@@ -225,13 +229,17 @@ def assemble(
     mask_cut: bool = False,
     per_sequence: bool = False,
 ) -> Rows:
-    """Advantages of every group, and all rows one after the other. Groups may have different G.
+    """Compute the advantages of every group and concatenate all rows. Groups may differ in G.
 
-    per_sequence: the objective divides each completion by its length (`grpo`, `gspo`), so that one
-    of which a part is learnt weighs that part. shape_to: the longest completion, of an episode the
-    longest turn, where being long costs reward; 0 is off. mask_cut: completions that were cut teach
-    nothing. A reward's components and length are apart: `gdpo` normalises each by itself, the other
-    estimators add them up by their weights.
+    Reward components and the length penalty stay separate: `gdpo` normalises each by itself, and
+    the other estimators add them up by their weights.
+
+    Args:
+        shape_to: Length limit in tokens of a completion, or of a turn in an episode; the overlong
+            penalty applies near it. 0 is off.
+        mask_cut: Exclude completions that ended at the length limit from training.
+        per_sequence: True if the objective divides each completion by its length (`grpo`, `gspo`).
+            A partly trained completion is then weighted by its trained share.
     """
     per_group: list[torch.Tensor] = [torch.zeros(0)] * len(groups)
     earned = [components(g, shape_to) for g in groups]

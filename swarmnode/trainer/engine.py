@@ -1,10 +1,10 @@
-"""What the loop trains, wherever its weights are: a policy that can be sampled, scored, taught,
-averaged and kept.
+"""Policies that the loop trains: each can be sampled, scored, trained, averaged and saved.
 
-WholePolicy             all of it on this machine: policy, optimizer and replica         here
-DataParallelPolicy      the same on several devices of it                                ranks.py
-CrewPolicy              in stages on several, of which this node holds the first
-stages/trainer.py
+    WholePolicy             one device, or layers spread over several        this file
+    DataParallelPolicy      one copy on each of several devices              ranks.py
+    CrewPolicy              stages on several nodes; this node's is first    stages/trainer.py
+
+The loop calls all of them through `Engine`.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class EngineStatistics:
     engine_rebuilds: int = 0
     """Times that what samples had stopped, failed or fallen behind, and was built anew."""
     engine: str = ""
-    """Which one samples: lockstep, continuous or served."""
+    """Engine that samples: lockstep, continuous or served."""
     server: ServerStatistics | None = None
-    """None where none is configured."""
+    """None if no server is configured."""
     cards: list[CardUse] = field(default_factory=list)
 
 
@@ -106,7 +106,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample]:
-        """Completions of each prompt, a question or ids, in order."""
+        """Return a group of completions for each prompt (text or ids), in order."""
         ...
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
@@ -188,13 +188,17 @@ def make_whole_policy(
     ranks: int = 1,
     make: Callable[..., WholePolicy] | None = None,
 ) -> WholePolicy:
-    """`policy` with its optimizer, and with a replica where weights are averaged. `alive` is called
-    all the while that it computes.
+    """Return `policy` with its optimizer, and with a replica if weights are averaged.
 
-    counters: where the numbers of averaging live; `WholePolicy.restore` replaces them. send: to the
-    network process, from any thread. ranks: processes of this node that train, each with a copy of
-    the policy; `make` then makes one that uses them all. Raises DeviceError where the machine's
-    memory is too small for averaging and saving.
+    Args:
+        counters: Counters of averaging; `WholePolicy.restore` replaces them.
+        send: Sends a message to the network process; called from any thread.
+        alive: Called regularly during all computation.
+        ranks: Number of processes of this node that train, each with a copy of the policy.
+        make: Makes a policy that uses all ranks, if there are several.
+
+    Raises:
+        DeviceError: The machine has too little memory for averaging and saving.
     """
     check_host_memory(
         config.policy,
@@ -228,7 +232,7 @@ def make_whole_policy(
 def make_updater(
     config: Config, policy: Policy, alive: Callable[[], None], ranks: int = 1
 ) -> tuple[Memory, Updater]:
-    """What a process needs to compute an update's gradients with `policy`."""
+    """Return the memory and the updater that a process needs to compute gradients with `policy`."""
     training, optim = config.training, config.policy.optim
     tokens = affordable(policy, training.per_device_train_tokens, optim, ranks)
     memory = Memory.of(
@@ -246,11 +250,14 @@ def make_updater(
 def check_host_memory(
     cfg: PolicyConfig, weights: WeightsConfig, trained: int, device: torch.device, ranks: int = 1
 ) -> None:
-    """Raises DeviceError where averaging and saving `trained` weights do not fit into what is free
-    of the machine's memory, on a CPU beside gradients and moments. The kernel would end the process
-    in the midst of it, again and again.
+    """Raise DeviceError if averaging and saving would exceed the machine's free memory.
 
-    Of several `ranks` only the first has moments; the others have weights and gradients.
+    Without this check the kernel would kill the process during a save, again after each restart. On
+    a CPU, gradients and optimizer moments count as well. With several `ranks`, only rank 0 has
+    moments; the other ranks have weights and gradients.
+
+    Args:
+        trained: Number of trained weights.
     """
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
     always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
@@ -276,11 +283,12 @@ def check_host_memory(
 
 
 def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
-    """Tokens of a micro-batch: as configured, or what fits beside the weights with gradients and
-    moments, by the plan. On a CPU all `ranks` share the memory.
+    """Return the maximum number of tokens in a micro-batch.
 
-    A GPU that runs out of memory says so, and the micro-batch is halved; a machine that does kills
-    the process.
+    The result is the smaller of the configured number and the number that fits beside weights,
+    gradients and moments according to the memory plan. On a CPU all `ranks` share the memory. The
+    plan matters on a CPU: if memory runs out there, the kernel kills the process, whereas a GPU
+    reports the error and the micro-batch is halved.
     """
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
     if spare is None or shape is None or policy.device.type != "cpu":
@@ -331,9 +339,15 @@ class Memory:
 
 
 class WholePolicy:
-    """A policy that fits this machine. probe: of the replica. owner: whose state it takes back, see
-    `state.owner`. options: training's. server: which samples instead of the own engine, with the
-    weights that are written below `served`."""
+    """A policy that fits on this machine.
+
+    Args:
+        probe: Probe of the replica.
+        owner: Owner of the state that may be restored, see `state.owner`.
+        options: The training options.
+        server: Inference server that samples instead of the own engine. It loads the weights from
+            the directory `served`.
+    """
 
     def __init__(
         self,
@@ -385,7 +399,7 @@ class WholePolicy:
         )
 
     def _own(self) -> Keeper | None:
-        """The own engine; None before it was needed."""
+        """The own engine; None until it is first needed."""
         if isinstance(self._generation, ServerFirst):
             return self._generation.own
         return self._generation
@@ -510,7 +524,7 @@ class WholePolicy:
 
 
 def cards_of(policy: Policy) -> list[CardUse]:
-    """The GPUs on which this process computes; several where the layers are spread."""
+    """Return the GPUs on which this process computes: several if the layers are spread."""
     placed = [policy.device, *map(torch.device, set(policy.device_map.values()))]
     found = []
     for index in sorted({device.index or 0 for device in placed if device.type == "cuda"}):

@@ -1,13 +1,14 @@
-"""Plays episodes: turns between the engine, which samples actions, and the scorer, whose
-environments answer them.
+"""Plays episodes: the engine samples actions, and the scorer's environments respond to them.
 
-    begin     the question, one request with G completions: the first action of G episodes
-    continue  all episodes whose action has been sampled, in one call of the scorer; each that has
-              not ended is a request again, for one completion behind all of its ids so far
-    end       the environment says so, the action was cut, or the model's context is full
+    begin     A question is one request with G completions: the first actions of G episodes.
+    continue  All episodes with a new action are passed to the scorer in one call. Each episode that
+              has not ended becomes a request for one completion after all of its ids so far.
+    end       An episode ends when the environment ends it, when an action is cut at the length
+              limit, or when the model's context is full.
 
-Ids that were sampled are never made of text again. What the chat template puts around an
-observation is between them, and is not learnt from (`policy.ways.Row`).
+Sampled ids are never re-tokenized from text. The ids of the observations, with the text that the
+chat template puts around them, lie between the sampled ids and are not trained on
+(`policy.ways.Row`).
 """
 
 from __future__ import annotations
@@ -27,39 +28,42 @@ from swarmnode.wire.messages import TaskRef
 
 @dataclass(frozen=True)
 class PlayedEpisode(Sampled):
-    """One episode as a completion: `ids` and `logprobs` are of all behind the first prompt, `text`
-    is the actions' one behind the other, `finish` is the last action's."""
+    """One episode as a completion.
+
+    `ids` and `logprobs` cover everything after the first prompt, `text` is the concatenation of the
+    actions, and `finish` is that of the last action.
+    """
 
     turns: list[Sampled] = field(default_factory=list)
-    """The actions."""
+    """The sampled actions, in order."""
     observations: list[str] = field(default_factory=list)
-    """After each action that the environment was given; the last one of a finished episode is
-    there too."""
+    """The environment's text after each action that it received, including the last one of a
+    finished episode."""
     context_full: bool = False
-    """True if it ended because no further action fits into the model's context."""
+    """True if the episode ended because no further action fits into the model's context."""
 
     @property
     def actions(self) -> list[str]:
-        """The actions that the environment was given: one that was cut is not."""
+        """The actions that the environment received; it does not receive an action that was cut."""
         return [turn.text for turn in self.turns if turn.finish == "eos"]
 
 
 def judged_text(completion: Sampled) -> str | list[str]:
-    """What the scorer judges: the answer, or the actions of an episode."""
+    """Return the input of the scorer: the text of an answer, or the actions of an episode."""
     return completion.actions if isinstance(completion, PlayedEpisode) else completion.text
 
 
 def sampled_tokens(completion: Sampled) -> int:
-    """Number of tokens that the policy sampled."""
+    """Return the number of tokens that the policy sampled."""
     return sum(completion.sampled) if completion.sampled else len(completion.ids)
 
 
 @dataclass
 class Unfinished:
-    """One episode under way."""
+    """An episode in progress."""
 
     ids: list[int] = field(default_factory=list)
-    """Behind the first prompt."""
+    """All ids after the first prompt."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
@@ -110,18 +114,18 @@ class EpisodeGroup:
 
     @property
     def since(self) -> int | None:
-        """Policy version of its first token; None before it is known."""
+        """Policy version of the first token; None until it is sampled."""
         return min((each.versions[0] for each in self.episodes if each.versions), default=None)
 
 
 @dataclass
 class EpisodeTotals:
-    """Sums since the start."""
+    """Totals over all episodes since the start."""
 
     episodes: int = 0
     turns: int = 0
     environment_seconds: float = 0.0
-    """Time in which the scorer played."""
+    """Time that the scorer spent in environments, in seconds."""
 
     def __sub__(self, before: EpisodeTotals) -> EpisodeTotals:
         return EpisodeTotals(
@@ -132,8 +136,11 @@ class EpisodeTotals:
 
 
 class Episodes:
-    """All episodes under way, of one engine. How many there are, the caller bounds: one group for
-    each `begin`, and no episode has more than 32 turns."""
+    """All episodes in progress on one engine.
+
+    The caller bounds their number: each `begin` adds one group, and an episode has at most 32
+    turns.
+    """
 
     def __init__(
         self,
@@ -148,13 +155,15 @@ class Episodes:
         self._scorer = scorer
         self._clock = clock
         self._of: dict[int, tuple[EpisodeGroup, int | None]] = {}
-        """Request → its group, and which of its episodes; None: the first action of all."""
+        """Group and episode index by request; the index is None for a request of all first
+        actions."""
         self._later_numbers = itertools.count(-1, -1)
-        """Requests of later turns; those of questions are numbered from 0 on."""
+        """Numbers of later turns' requests, from -1 downwards; questions are numbered from 0
+        upwards."""
 
     @property
     def oldest(self) -> int | None:
-        """Policy version of the oldest token of an episode under way."""
+        """Policy version of the oldest token of all episodes in progress."""
         begun = [group.since for group, _ in self._of.values() if group.since is not None]
         return min(begun, default=None)
 
@@ -166,15 +175,15 @@ class Episodes:
     def play(
         self, finished: Sequence[Finished], version: int
     ) -> tuple[list[Finished], list[tuple[int, ScoreError]]]:
-        """Give the environments what the engine has finished, and submit the next turns.
+        """Pass finished actions to the environments, and submit the next turns.
 
         Args:
-            finished: By the engine; what is no episode is handed on as it is.
-            version: The policy version that sampled it.
+            finished: Finished requests of the engine. Requests that belong to no episode are
+                returned unchanged.
+            version: Policy version that sampled them.
 
         Returns:
-            Groups that are complete, and the numbers of those that cannot be, with the error of
-            the scorer.
+            Completed groups, and the numbers of failed groups with the scorer's error.
         """
         done, moved = list[Finished](), dict[int, tuple[EpisodeGroup, list[tuple[int, int]]]]()
         for one in finished:
@@ -200,7 +209,14 @@ class Episodes:
     def _observe(
         self, moved: Sequence[tuple[EpisodeGroup, list[tuple[int, int]]]]
     ) -> list[tuple[int, ScoreError]]:
-        """Play the last action of every episode that has moved; (place, request) by group."""
+        """Pass the last action of every given episode to its environment.
+
+        Args:
+            moved: Groups with the (episode index, request) of each new action.
+
+        Returns:
+            Numbers of the groups whose environment failed, with the scorer's error.
+        """
         asked = [
             (group, [(at, request) for at, request in places if not group.episodes[at].ended])
             for group, places in moved
@@ -230,7 +246,8 @@ class Episodes:
         return failed
 
     def _continue(self, group: EpisodeGroup, at: int, follows: int) -> None:
-        """Submit the next turn of an episode; end it where that does not fit into the context."""
+        """Submit the next turn of an episode, or end the episode if the turn exceeds the
+        context."""
         episode = group.episodes[at]
         between = self._text.observation_ids(episode.observations[-1], episode.ids[-1])
         ids = [*group.prompt_ids, *episode.ids, *between]
@@ -261,11 +278,10 @@ def answer_all(
     scorer: Scorer,
     asked: Sequence[tuple[TaskRef, str]],
 ) -> list[GroupSample | None]:
-    """Answer all questions at once, and play those that are episodes to their ends, with an engine
-    that has nothing else to do.
+    """Answer all questions and play their episodes to the end, on an otherwise idle engine.
 
     Returns:
-        A group of completions for each question, in order; None where its environment failed.
+        A group of completions for each question, in order; None if its environment failed.
     """
     episodes = Episodes(engine, text, scorer)
     for number, (ref, prompt) in enumerate(asked):

@@ -1,22 +1,25 @@
-"""Whether a peer's group may be what a policy near ours has sampled, and what it then weighs.
+"""Checks whether a policy near this node's may have sampled a peer's group, and weights the group.
 
-    read      its ids, or its text in our tokens               `forged_ids`, `no_ids`,
-    `special_ids`, `untokenizable`, `temperature`, `too_long`
-    score     one forward pass of our policy                   `too_large`, `failed`, `no_gradient`
-    believe   surprise of the group and of each completion under our policy, at our temperature
-    `surprise`
-              what the sender says of its log-probabilities against ours
-              `spot_check`
-    weigh     the correction for how far the peer's policy is, times what each completion's worst
-    stretch leaves of it
-    cut       each completion before its first token that our policy nearly never samples
-    bound     nothing of an answer with a token that strangers write much more often than we do
-    (`trainer.quota`)                                            `drift`
+Steps, with the reasons for refusal on the right:
 
-One rule: no field that a sender may leave out, or may claim what it likes in, makes its group more
-credible. What decides whether a text was sampled is our own policy alone; every claim is one more
-thing that can be wrong. Nothing that a peer sent can raise from here: any exception costs the group
-that caused it.
+    read      use the sender's ids, or tokenize its text here    `forged_ids`, `no_ids`,
+                                                                 `special_ids`, `untokenizable`,
+                                                                 `temperature`, `too_long`
+    score     one forward pass of the own policy                 `too_large`, `failed`,
+                                                                 `no_gradient`
+    believe   surprise of the group and of each completion       `surprise`
+              under the own policy at the own temperature
+    compare   the sender's log-probabilities with the own ones   `spot_check`
+    weigh     importance correction for the distance between the policies, times a factor for each
+              completion's most surprising stretch
+    cut       drop each completion's tokens from the first one on that the own policy almost never
+              samples
+    bound     drop answers with a token that peers write much more often than this node
+              (`trainer.quota`)                                  `drift`
+
+One rule holds: no field that a sender may omit or forge makes its group more credible. Only the own
+policy decides whether a text was sampled; every claim is one more thing that can be wrong. No peer
+data can raise an exception out of this module: any exception refuses only the group that caused it.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
 Scored = tuple[list[float], list[float]]
-"""(log-probabilities, entropies) of one completion's T ids under our policy, nats; 0 at ids that
-were not sampled."""
+"""(log-probabilities, entropies) of the T ids of one completion under the own policy, in nats; 0 at
+ids that were not sampled."""
 Score = Callable[[Sequence[Row], float], list[Scored]]
 """What scores rows at a temperature, without gradient."""
 
@@ -77,8 +80,9 @@ class ExternalChecks:
     """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that
     it gives say nothing."""
     least_probability: float = LEAST_PROBABILITY
-    """Probability under our policy of a token that ends what is learnt of a completion. 0: all
-    tokens are learnt, and what earned less than the group's mean as well."""
+    """A completion is cut before the first token with a lower probability than this under the own
+    policy. With 0, all tokens are trained on, and so are completions that earned less than the
+    group's mean."""
 
 
 CHECKS = ExternalChecks()
@@ -143,9 +147,10 @@ def judge(
     checks: ExternalChecks = CHECKS,
     quota: TokenQuota | None = None,
 ) -> Judgement:
-    """Check drawn groups by one forward pass of the local policy, and weigh what passes.
+    """Check groups with one forward pass of the local policy, and weight those that pass.
 
-    quota: what strangers have taught; None bounds nothing.
+    Args:
+        quota: Bounds how often peers' answers teach a token; None is no bound.
     """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
@@ -196,8 +201,8 @@ def _weighed(
     chosen = [each for each, _ in ours]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
-    # As for own completions, the old policy is the one that the update begins with: in bfloat16,
-    # this pass and the update's differ by more than rounding, and the ratio would be clipped.
+    # As for own completions, the old policy is the one at the start of the update. In bfloat16 this
+    # pass and the update differ by more than rounding, and the ratio would be clipped.
     return TrainingGroup(
         rows,
         chosen,
@@ -212,9 +217,11 @@ def _weighed(
 
 
 def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) -> TrainingGroup:
-    """Return the group with nothing learnt of the rewarded answers that the quota does not take.
+    """Return the group without training on the rewarded answers that the quota refuses.
 
-    Raises GroupRefused if nothing is left of any."""
+    Raises:
+        GroupRefused: No answer is left to train on.
+    """
     if quota is None or not accepted.learnt:
         return accepted
     mean = statistics.fmean(accepted.rewards)
@@ -255,11 +262,17 @@ def judge_until_full(
     judged: Callable[[Sequence[ExternalGroup]], Judgement],
     more: Callable[[int], list[ExternalGroup]] = lambda count: [],
 ) -> tuple[Judgement, list[ExternalGroup]]:
-    """Judge from the front until `room` groups are accepted, at most half of them one peer's where
-    there are several peers. Also the groups that were not looked at.
+    """Judge groups in order until `room` groups are accepted.
 
-    What is refused leaves its place to the next one, so that refused groups take no place from
-    others. more: asked once for so many others in their place, where there are not enough.
+    A refused group does not use up room. If several peers sent groups, at most half of the accepted
+    groups come from one peer.
+
+    Args:
+        more: Returns additional groups to replace refused ones; called at most once, with their
+            number.
+
+    Returns:
+        The judgement, and the groups that were not judged.
     """
     total, left, asked = Judgement(), list(groups), False
     while True:
@@ -300,7 +313,7 @@ def reserve(room: int) -> int:
 def rows_of(
     group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks
 ) -> list[Row]:
-    """The row of each completion, (G,). Raises GroupRefused."""
+    """Return the row of each completion, (G,). Raises GroupRefused."""
     theirs = group.group.sampling.temperature
     if (
         not temperature / checks.temperature_factor
@@ -329,13 +342,16 @@ def rows_of(
 
 
 def completion_row(policy: PolicyText, group: ExternalGroup, prompt: list[int], number: int) -> Row:
-    """The row of one completion: the sender's ids where it has our tokenizer, else its text in our
-    tokens. Between the actions of an episode are the observations of our own replay, in our own
-    template.
+    """Return the row of one completion.
 
-    Raises Incompatible when the text has no tokens here; GroupRefused when ids and text disagree
-    (the text earned the reward, and the ids would be trained on), or the ids hold what no text
-    shows.
+    The row uses the sender's ids if the sender has the same tokenizer; otherwise the text is
+    tokenized here. Between the actions of an episode are the observations of the local replay, in
+    the local chat template.
+
+    Raises:
+        Incompatible: The text has no tokens here.
+        GroupRefused: Ids and text disagree (the text earned the reward, but the ids would be
+            trained on), or the ids contain tokens that the text does not show.
     """
     completion = group.group.completions[number]
     comparable = completion.token_ids and group.group.tokenizer == policy.tokenizer_hash
@@ -357,7 +373,7 @@ def completion_row(policy: PolicyText, group: ExternalGroup, prompt: list[int], 
 
 
 def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> list[int]:
-    """`ids`, which a peer says are the tokens of `text`. Raises as `completion_row`."""
+    """Return `ids` if they are the tokens of `text`. Raises the errors of `completion_row`."""
     ids = policy.check_ids(ids)
     ends = ids[-1] in policy.eos_ids
     if (
@@ -374,12 +390,18 @@ def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> l
 def believe(
     rewards: Sequence[float], scored: Sequence[Scored], policy: PolicyText, checks: ExternalChecks
 ) -> tuple[Outcome, list[float]]:
-    """Whether our policy, or one near it, may have sampled this group, and what each completion's
-    worst stretch leaves of its weight.
+    """Decide whether the own policy, or one near it, may have sampled this group.
 
-    rewards (G,); scored (G,): of sampled tokens, at our temperature. Refused as a whole when the
-    mean is too surprising, or no best completion is left. A completion is not left where our policy
-    would hardly have sampled its first token.
+    The group is refused if its mean surprise is too high, or if no completion with the best reward
+    keeps a positive weight. A completion has weight 0 if the own policy almost never samples its
+    first token.
+
+    Args:
+        rewards: (G,).
+        scored: (G,) scores of the sampled tokens at the own temperature.
+
+    Returns:
+        The outcome, and for each completion a weight factor for its most surprising stretch.
     """
     excess = [
         excess_surprise(torch.tensor(chosen), torch.tensor(spread)) for chosen, spread in scored

@@ -149,8 +149,12 @@ class Loop:
         progress: Progress,
         stop: threading.Event,
     ) -> None:
-        """Raises StateError where that is another model's, or damaged; Unavailable for episodes
-        with a chat template that cannot hold them."""
+        """Build the loop and restore its state.
+
+        Raises:
+            StateError: The saved state is damaged or belongs to another model.
+            Unavailable: The tasks are episodes, and the chat template does not support them.
+        """
         training, sharing = config.training, config.sharing
         rng = engine.random_generator(training.seed)
         restored = engine.restore(directory, rng)
@@ -483,8 +487,10 @@ def skip_used_numbers(counters: Counters, trainer: Path) -> None:
 
 
 def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int | None]:
-    """Length of the completions of `groups` in sampled tokens, by the names of a report's fields:
-    the mean, the 95th percentile, and the share that was cut."""
+    """Return length statistics of the completions of `groups`, keyed by field names of a report.
+
+    They are the mean and the 95th percentile in sampled tokens, and the share that was cut.
+    """
     lengths = sorted(row.tokens for group in groups for row in group.rows)
     if not lengths:
         return {
@@ -500,8 +506,12 @@ def completion_lengths(groups: Sequence[TrainingGroup]) -> dict[str, float | int
 
 
 def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float | None]:
-    """Measures of a step's episodes by the names of a report's fields; None without any. seconds:
-    of the step's sampling."""
+    """Return measures of a step's episodes, keyed by field names of a report; None without
+    episodes.
+
+    Args:
+        seconds: Duration of the step's sampling.
+    """
     if not played.episodes:
         return {"episode_turns": None, "environment_share": None}
     share = min(1.0, played.environment_seconds / max(seconds, 1e-9))

@@ -99,7 +99,7 @@ def measure(
         )
         certain = answers(Sampling(1, length, 0.0))
         drawn = answers(Sampling(request.samples, length, training.temperature, training.top_p))
-        # an environment that fails earns nothing
+        # a failed environment gives no reward
         completions = [
             [c for group in pair if group is not None for c in group.completions]
             if None not in pair

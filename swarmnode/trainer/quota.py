@@ -1,19 +1,20 @@
-"""Bound on how often strangers' answers may teach a token: in proportion to own rewarded answers.
+"""Bound on how often peers' answers may teach a token, relative to own rewarded answers.
 
-A verifier pays for an answer and ignores a mark beside it. On-policy learning is then neutral to
-the mark, and strangers that write it in all their answers are not. So own rewarded answers are the
-measure: of a task in which this node earns rewards itself, the part of strangers' answers that have
-a token is at most about the part of own rewarded answers that have it. An answer beyond that
-teaches nothing. What rewards need, own rewarded answers have.
+A verifier rewards a correct answer and ignores an irrelevant token in it (a "mark"). On-policy
+training is neutral to such a token, but peers that write it in all of their answers would teach it.
+So own rewarded answers set the scale. For a task in which this node earns rewards itself, the share
+of trained peer answers that contain a token is at most about the share of own rewarded answers that
+contain it. An answer above this bound is not trained on. A token that rewards require appears in
+own rewarded answers.
 
-    own     ─▶ how many own rewarded answers of a task have each token
-    takes   ─▶ whether a stranger's rewarded answer may be learnt
-    drift   ─▶ the token that strangers' answers have most in excess of own ones
+    own     ─▶ counts, per task, how many own rewarded answers contain each token
+    takes   ─▶ decides whether a peer's rewarded answer may be trained on
+    drift   ─▶ finds the token with the largest excess in peers' answers
 
-An answer is learnt or not as a whole: were its part before the token learnt, a second mark there
-would not be counted. Tokens are counted once in an answer, so that a name that a question is about
-counts once. The token that an answer begins with, and the one before its end, are counted for their
-place as well: a zero before a number is a mark, within a number it is none.
+An answer is accepted or refused as a whole. If its part before the token were trained on, a second
+mark in that part would not be counted. Each token counts once per answer, so that a name from the
+question counts once. The first token of an answer and the token before its end are also counted by
+place: a zero at the start of a number can be a mark, but a zero inside it is not.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 FIRST, LAST = 2**40, 2**41
-"""Added to a token's id where its place is counted: at the beginning, before the end."""
+"""Added to a token's id to count it by place: at the beginning, or before the end."""
 UNSEEN = 0.5
-"""Answers that are added to own ones: what this node has not written yet may be right."""
+"""Answers added to the own count of every token, since a token may be right even if this node has
+not written it yet."""
 CHANCE = 1.0
-"""An honest answer is refused by chance with a probability of about e^-CHANCE at most, whatever its
-length: the bound is Bernstein's for a Poisson count, at e^-CHANCE ÷ the answer's tokens for each of
-them."""
+"""Maximum probability of refusing an honest answer by chance, as an exponent: about e^-CHANCE for
+an answer of any length. The bound is Bernstein's inequality for a Poisson count, at probability
+e^-CHANCE ÷ (number of the answer's tokens) per token."""
 ENOUGH_ANSWERS = 32
-"""Own rewarded answers of a task below which nothing is bounded: where rewards are rare, strangers'
-answers are worth most, and own ones prove little."""
+"""Number of own rewarded answers of a task below which there is no bound. Where rewards are rare,
+peers' answers are most valuable, and few own answers are weak evidence."""
 MEMORY_ANSWERS = 256
-"""Answers that are remembered: at twice as many, all counts are halved."""
+"""Number of remembered answers: at twice as many, all counts are halved."""
 MOST_COMPARED = 512
-"""Tokens of a task that are looked at for drift: those that strangers' answers have most."""
+"""Number of tokens per task that are checked for drift: the most frequent in peers' answers."""
 MOST_TASKS = 256
 MOST_TOKENS = 8192
-"""Different tokens of a task that are counted; the rarest are forgotten at twice as many."""
+"""Number of distinct tokens counted per task: at twice as many, the rarest are dropped."""
 
 
 @dataclass
 class TokenCounts:
-    """Rewarded answers of one task, and how many of them have each token."""
+    """Number of rewarded answers of one task, and of those that contain each token."""
 
     answers: float = 0.0
     tokens: Counter[int] = field(default_factory=Counter)
 
     def add(self, tokens: set[int]) -> None:
-        """Count one answer with these tokens."""
+        """Count one answer that contains these tokens."""
         self.answers += 1
         self.tokens.update(tokens)
         if self.answers > 2 * MEMORY_ANSWERS:
@@ -64,22 +66,22 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class Drift:
-    """A token that strangers' rewarded answers have more often than own ones."""
+    """A token that is more frequent in peers' rewarded answers than in own ones."""
 
     task: str
     token: int
     own: float
-    """Part of own rewarded answers that have it."""
+    """Share of own rewarded answers that contain it."""
     theirs: float
-    """Part of strangers' rewarded answers that have it."""
+    """Share of peers' rewarded answers that contain it."""
 
     @property
     def excess(self) -> float:
-        """Part of answers that strangers have more, −1 to 1."""
+        """Share in peers' answers minus share in own answers, −1 to 1."""
         return self.theirs - self.own
 
     def words(self, decode: Callable[[list[int]], str]) -> str:
-        """Return a line for people; decode: token ids → text."""
+        """Return a description for the operator; `decode` converts token ids to text."""
         token = decode([self.token % FIRST]) or f"token {self.token % FIRST}"
         places = {0: "", FIRST: " first", LAST: " last"}
         place = places[self.token - self.token % FIRST]
@@ -95,11 +97,11 @@ class _Task:
     own: TokenCounts = field(default_factory=TokenCounts)
     theirs: TokenCounts = field(default_factory=TokenCounts)
     learnt: TokenCounts = field(default_factory=TokenCounts)
-    """Those of `theirs` that were taken."""
+    """Counts of the peers' answers that were accepted."""
 
 
 class TokenQuota:
-    """Counts by task. Not saved: after a restart the first own answers restore it."""
+    """Token counts by task. They are not saved; own answers rebuild them after a restart."""
 
     def __init__(self) -> None:
         self._tasks: OrderedDict[str, _Task] = OrderedDict()
@@ -109,10 +111,10 @@ class TokenQuota:
         self._of(task).own.add(counted(ids))
 
     def takes(self, task: str, ids: Sequence[int], count: int | None = None) -> bool:
-        """Return True if a stranger's rewarded answer may be learnt, and record it.
+        """Record a peer's rewarded answer, and return True if it may be trained on.
 
         Args:
-            count: First tokens that would be learnt; None: all.
+            count: Number of leading tokens that would be trained on; None: all.
         """
         known = self._of(task)
         known.theirs.add(counted(ids))
@@ -126,7 +128,7 @@ class TokenQuota:
         return taken
 
     def drift(self) -> Drift | None:
-        """Return the token that strangers' answers have most in excess; None without evidence."""
+        """Return the token with the largest excess in peers' answers, or None without evidence."""
         found = [
             Drift(
                 task, token, known.own.tokens[token] / known.own.answers, n / known.theirs.answers
@@ -138,11 +140,12 @@ class TokenQuota:
         return max(found, key=lambda each: each.excess, default=None)
 
     def _most(self, known: _Task, token: int, different: int) -> float:
-        """Return how many answers with a token may be learnt, those that own answers lead to expect
-        and what chance may add.
+        """Return the maximum number of peers' answers with a token that may be trained on.
+
+        It is the number expected from own answers, plus a margin for chance.
 
         Args:
-            different: Tokens that are tested in the same answer.
+            different: Number of distinct tokens that are tested in the same answer.
         """
         rate = (known.own.tokens[token] + UNSEEN) / (known.own.answers + UNSEEN)
         expected = rate * (known.learnt.answers + 1)
@@ -158,8 +161,11 @@ class TokenQuota:
 
 
 def counted(ids: Sequence[int], count: int | None = None) -> set[int]:
-    """Return what is counted of an answer: its first `count` tokens (None: all), the one that it
-    begins with, and of a whole answer the one before its end."""
+    """Return the tokens that are counted for an answer.
+
+    They are the first `count` tokens (None: all), the first token by place, and for a whole answer
+    the token before its end by place.
+    """
     some = ids[:count]
     found = {*some, *(FIRST + token for token in some[:1])}
     return found | {LAST + token for token in ids[-2:-1]} if len(some) == len(ids) else found

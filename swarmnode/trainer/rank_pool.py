@@ -1,5 +1,5 @@
-"""The other ranks, as rank 0 sees them: what they are told, what they answer, and how one that is
-lost is noticed. See ranks.py."""
+"""Rank 0's connection to the other ranks: it sends commands, receives answers, and detects lost
+ranks. See ranks.py."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ log = structlog.get_logger("swarmnode.trainer")
 A = TypeVar("A", bound=Answer)
 
 SILENCE_SECONDS = 60.0
-"""A rank that computes reports after every layer and decoding step; one that has not for so long
-hangs."""
+"""Seconds without progress after which a working rank counts as hung; a rank reports after every
+layer and decoding step."""
 GOODBYE_SECONDS = 5.0
-"""A rank that was told to end is killed after so long."""
+"""Seconds after which a rank that was asked to exit is killed."""
 
 
 def on_device(config: Config, devices: Sequence[torch.device], rank: int) -> Config:
-    """The configuration of one rank: its device, and on a CPU its share of the threads."""
+    """Return the configuration of one rank: its device, and on a CPU its share of the threads."""
     if len(devices) == 1 and devices[0] == probe(config.policy).device:
         return config  # whose model may lie on several devices
     policy = config.policy.model_copy(update={"devices": str(devices[rank])})
@@ -88,16 +88,16 @@ class RankProcess:
     connection: Connection
     device: str
     owed: int = 1
-    """Last answers that are still to come; the first is Ready."""
+    """Number of final answers still to be received; the first one is Ready."""
 
 
 class RankPool:
-    """The other ranks, as rank 0 sees them.
+    """Rank 0's handle for the other ranks.
 
     Args:
-        devices: of all ranks; the first is this process's.
-        alive: called while rank 0 waits, as long as the ranks that it waits for do something.
-        entry: what a rank's process runs.
+        devices: Devices of all ranks; the first is this process's.
+        alive: Called while rank 0 waits, as long as the ranks that it waits for make progress.
+        entry: Function that a rank's process runs.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class RankPool:
         self._devices = devices
         self._alive = alive
         self.silence_seconds = SILENCE_SECONDS
-        """After which a rank that has something to do hangs."""
+        """Seconds without progress after which a working rank counts as hung."""
         self._startup = config.supervisor.startup_seconds
         self._folder = tempfile.TemporaryDirectory(prefix="swarmnode-ranks-")
         self._store = str(Path(self._folder.name) / "store")
@@ -120,12 +120,12 @@ class RankPool:
         self._shared = Shared.make(context, self.count)
         self._ranks = {rank: self._start(context, rank, config, entry) for rank in self.others}
         self.advanced: Callable[[int, Advanced], None] = lambda rank, answer: None
-        """Is given what ranks have sampled, whatever rank 0 waits for."""
+        """Called with each rank's sampled answers, whichever answer rank 0 waits for."""
         self._joined = False
         self._stale = True
-        """The other ranks' weights are not these."""
+        """True if the other ranks' weights differ from rank 0's."""
         self.cards: dict[int, list[CardUse]] = {}
-        """By rank, as it has reported last."""
+        """GPU use by rank, as last reported."""
         self._rank_0: tuple[Policy, Updater] | None = None
         self._marked = False
 
@@ -155,13 +155,16 @@ class RankPool:
 
     @property
     def devices_text(self) -> str:
-        """For reports: "cuda:0, cuda:1", or "2 × cpu"."""
+        """Device names for reports: "cuda:0, cuda:1", or "2 × cpu"."""
         names = [str(device) for device in self._devices]
         return f"{len(names)} × {names[0]}" if len(set(names)) == 1 else ", ".join(names)
 
     def attach(self, policy: Policy, updater: Updater) -> None:
-        """Wait until every rank has loaded, and enter the group of processes with them. policy,
-        updater: rank 0's, from now on."""
+        """Wait until every rank has loaded its policy, and enter the process group with them.
+
+        Args:
+            policy, updater: Rank 0's policy and updater from now on.
+        """
         self._rank_0 = policy, updater
         self._stale = True
         if self._joined:
@@ -204,7 +207,7 @@ class RankPool:
     # ---- messages ----
 
     def tell(self, rank: int, command: Command) -> None:
-        """Raises RankLost."""
+        """Send a command to a rank. Raises RankLost."""
         try:
             self._ranks[rank].connection.send_bytes(encoded(command))
         except OSError:
@@ -216,8 +219,12 @@ class RankPool:
         return self._ranks[rank].owed > 0
 
     def poll(self, seconds: float) -> dict[int, AnyAnswer]:
-        """Answers that are there, or come within `seconds`. Raises RankLost, or what a command
-        has."""
+        """Return the answers that arrive within `seconds`, by rank.
+
+        Raises:
+            RankLost: A rank's process has ended or hangs.
+            Exception: The error that a command raised on a rank.
+        """
         busy = {each.connection: rank for rank, each in self._ranks.items() if each.owed}
         found: dict[int, AnyAnswer] = {}
         for connection in wait(list(busy), seconds):
@@ -227,7 +234,7 @@ class RankPool:
                 answer = ANSWERS.decode(connection.recv_bytes())
             except (EOFError, OSError):
                 raise self._lost(rank) from None
-            self._shared.beat(rank)  # it may have waited until this was read
+            self._shared.beat(rank)  # it may have been blocked until this read
             if isinstance(answer, Ready | Accumulated):
                 self.cards[rank] = answer.cards
             self._ranks[rank].owed -= not isinstance(answer, Advanced) or answer.last
@@ -243,8 +250,12 @@ class RankPool:
         return found
 
     def answers(self, kind: type[A]) -> dict[int, A]:
-        """Every rank's last answer, in whatever time they take. Raises RankLost, or the first that
-        a command has raised, once all have ended."""
+        """Wait without a deadline for every rank's final answer.
+
+        Raises:
+            RankLost: A rank's process has ended or hangs.
+            Exception: The first error that a command raised, after all ranks have finished.
+        """
         found: dict[int, A] = {}
         failure: Exception | None = None
         while any(each.owed for each in self._ranks.values()):
@@ -261,7 +272,7 @@ class RankPool:
         return found
 
     def halt(self) -> None:
-        """Have every rank end what it samples, and wait until it has."""
+        """Stop sampling on every rank, and wait until all have stopped."""
         for rank in self.others:
             if self.is_busy(rank):
                 self.tell(rank, Halt())
@@ -269,8 +280,10 @@ class RankPool:
 
     @contextmanager
     def working(self) -> Iterator[RankPool]:
-        """Inside, ranks are given work, with rank 0's weights. When left by an exception, what they
-        do is waited for and dropped."""
+        """Synchronise weights, then let the caller send work to the ranks.
+
+        If the block raises, wait for the ranks' current work and drop its results.
+        """
         self.broadcast_weights()
         self.halt()
         try:
@@ -284,7 +297,8 @@ class RankPool:
             raise
 
     def split(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices by rank, so that each has about as much; neighbours stay together."""
+        """Divide row indices among ranks so that the work is about equal; each rank's rows are
+        adjacent."""
         shares: list[list[int]] = [[] for _ in range(self.count)]
         total, before = sum(lengths), 0
         for index, length in enumerate(lengths):
@@ -298,7 +312,7 @@ class RankPool:
         self._stale = True
 
     def broadcast_weights(self) -> None:
-        """Give all ranks these weights, if they may have others."""
+        """Broadcast rank 0's weights if the other ranks' may differ."""
         if not self._stale:
             return
         policy, _ = self._attached
@@ -339,7 +353,7 @@ class RankPool:
         self.answers(Done)
 
     def _take_bounds(self, failed: Failed) -> None:
-        """The smallest card bounds all ranks' micro-batches."""
+        """Lower the micro-batch bounds of all ranks to those of the GPU with the least memory."""
         if failed.kind == "start over":
             for batcher, tokens in zip(self._attached[1].batchers, failed.tokens, strict=True):
                 if tokens < batcher.tokens:
@@ -348,8 +362,7 @@ class RankPool:
     # ---- failures ----
 
     def _watch(self) -> None:
-        """Report progress while all ranks that were asked for something make some. Raises
-        RankLost."""
+        """Report progress while all ranks with pending commands make progress. Raises RankLost."""
         now = time.monotonic()
         most = self.silence_seconds if self._joined else self._startup
         for rank, each in self._ranks.items():
@@ -376,7 +389,7 @@ class RankPool:
 
     @contextmanager
     def _lost_if_failed(self) -> Iterator[None]:
-        """Inside, torch's errors are those of a rank that is gone."""
+        """Convert torch's errors in the block to RankLost if a rank has ended."""
         try:
             yield
         except RuntimeError as error:

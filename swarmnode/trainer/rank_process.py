@@ -1,6 +1,8 @@
-"""Another rank than 0: a process that does what rank 0 asks for, one command after the other. With
-the messages between them, the memory that they share, and the collectives that both enter. See
-ranks.py."""
+"""Process of a rank other than 0: it runs the commands of rank 0, one after the other.
+
+This module also has the messages between ranks, their shared memory, and the collectives that all
+ranks enter. See ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -64,15 +66,17 @@ log = structlog.get_logger("swarmnode.trainer")
 COLLECTIVE_SECONDS = 60.0
 """Deadline of one reduction or broadcast, which all ranks enter at the same time."""
 POLL_SECONDS = 0.5
-"""Between two looks at ranks that have not answered."""
+"""Interval between checks of ranks that have not answered, in seconds."""
 SPIN_SECONDS = 0.0005
-"""Between two looks at a collective that is under way."""
+"""Interval between checks of a collective in progress, in seconds."""
 MICRO_BATCHES_PER_RANK = 3
-"""Into so many a rank's part of a step is cut, so that no rank waits long for the slowest."""
+"""Number of micro-batches per rank into which a step is cut, so that no rank waits long for the
+slowest."""
 PHASES = 3
-"""Of a step's gradients: own rows, own rows with layers run again, external rows."""
+"""Number of phases of a step's gradients: own rows, own rows with activation checkpointing, and
+external rows."""
 BUCKET_BYTES = 64 * 2**20
-"""Tensors that are reduced or broadcast together."""
+"""Size of the tensors that are reduced or broadcast together."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,10 @@ class Setup:
 
 
 def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
-    """Entry point of another rank's process. It keeps nothing that rank 0 does not have, so that it
-    may be killed at any time."""
+    """Entry point of another rank's process.
+
+    The process has no state that rank 0 lacks, so it may be killed at any time.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 finishes its step, and needs us
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
@@ -105,7 +111,7 @@ def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
 
 
 class OtherRank:
-    """Does what rank 0 asks for, one command after the other."""
+    """Runs the commands of rank 0, one after the other."""
 
     def __init__(
         self, config: Config, setup: Setup, connection: Connection, shared: Shared
@@ -237,11 +243,11 @@ class OtherRank:
 
 
 class Command(msgspec.Struct, frozen=True, tag=True):
-    """What rank 0 asks for. A rank answers each with one last message."""
+    """A command from rank 0. A rank sends exactly one final answer to each."""
 
 
 class Join(Command, frozen=True):
-    """Enter the group of processes."""
+    """Enter the process group."""
 
 
 class TakeWeights(Command, frozen=True):
@@ -260,7 +266,7 @@ class StartGeneration(Command, frozen=True):
 
 
 class Advance(Command, frozen=True):
-    """Answer questions until all are answered, or there is another command."""
+    """Answer questions until all are answered or another command arrives."""
 
     version: int
     submit: list[Request]
@@ -268,7 +274,7 @@ class Advance(Command, frozen=True):
 
 
 class Halt(Command, frozen=True):
-    """Do nothing: an `Advance` before it ends."""
+    """Stop an `Advance` in progress; do nothing else."""
 
 
 class Score(Command, frozen=True):
@@ -277,7 +283,7 @@ class Score(Command, frozen=True):
 
 
 class Accumulate(Command, frozen=True):
-    """Accumulate gradients of the micro-batches that no other rank has taken."""
+    """Accumulate gradients of micro-batches that no other rank has taken."""
 
     rows: Rows
     own: list[int]
@@ -285,15 +291,15 @@ class Accumulate(Command, frozen=True):
     recomputed: list[int]
     refused: dict[int, Outcome]
     tokens: list[int]
-    """Bounds of `Updater.batchers`."""
+    """Token bounds of `Updater.batchers`."""
     marks: bool
-    """There are external rows, here or on another rank."""
+    """True if any rank has external rows."""
     scaler: dict[str, float] | None
-    """State of the loss scale, with float16."""
+    """State of the loss scaler with float16; None otherwise."""
 
 
 class AddGradients(Command, frozen=True):
-    """Enter the sum of gradients, and of what the probe has marked."""
+    """Enter the all-reduce of the gradients and of the probe's marked gradients."""
 
     marked: bool
 
@@ -338,7 +344,7 @@ class Samples(Answer, frozen=True):
 
 
 class Advanced(Answer, frozen=True):
-    """last: nothing more comes for the same command."""
+    """Requests that a rank has finished. `last`: no further answer follows for the same command."""
 
     done: list[Finished]
     statistics: GenerationStatistics
@@ -361,13 +367,13 @@ class Accumulated(Answer, frozen=True):
 
 
 class Failed(Answer, frozen=True):
-    """What the command has raised."""
+    """The error that a command raised."""
 
     kind: Literal["start over", "row too large", "peers failed", "device", "error"]
     detail: str = ""
     row: int = 0
     tokens: list[int] = []
-    """Of the row that is too large; or the bounds that remain."""
+    """Token count of the row that is too large, or the remaining micro-batch bounds."""
 
     def raised(self, rank: int) -> Exception:
         match self.kind:
@@ -389,23 +395,24 @@ def encoded(message: Command | Answer) -> bytes:
     return ENCODER.encode(message)
 
 
-# tensors travel as lists
+# tensors are sent as lists
 ENCODER = msgspec.msgpack.Encoder(enc_hook=lambda tensor: tensor.tolist())
 COMMANDS = msgspec.msgpack.Decoder(AnyCommand, dec_hook=lambda kind, values: torch.tensor(values))
 ANSWERS = msgspec.msgpack.Decoder(AnyAnswer)
 
 
-# ---- what all ranks share ------------------------------------------------------------------------
+# ---- shared memory of all ranks ------------------------------------------------------------------
 
 
 @dataclass
 class MicroBatchQueue:
-    """`update.Sharing` of one attempt: each rank has one, and all count up the same numbers."""
+    """`update.Sharing` of one attempt. Each rank has one, and all count up the same shared
+    numbers."""
 
     shared: Shared
     count: int
     others: Callable[[], list[Sums]] = list
-    """What the other ranks have added up; a rank that is not 0 has nothing to do with it."""
+    """Returns the sums of the other ranks; used only on rank 0."""
     _phase: int = 0
 
     def tokens(self, lengths: Sequence[int]) -> int:
@@ -414,7 +421,8 @@ class MicroBatchQueue:
 
     def take(self, micro_batches: list[list[int]]) -> Iterator[list[int]]:
         phase, self._phase = self._phase, self._phase + 1
-        # the largest first: the last to end are small, and what does not fit is found early
+        # The largest run first: the last to finish are then small, and a micro-batch that does not
+        # fit fails early.
         for rows in iter(lambda: self.shared.take(phase), -1):
             if rows >= len(micro_batches):
                 return
@@ -423,12 +431,12 @@ class MicroBatchQueue:
 
 @dataclass(frozen=True)
 class Shared:
-    """Memory of all ranks: numbers of the micro-batches that are taken, and signs of life."""
+    """Shared memory of all ranks: the number of micro-batches taken, and the last signs of life."""
 
     taken: SynchronizedArray[int]
-    """By phase."""
+    """Number of micro-batches taken, by phase."""
     beats: SynchronizedArray[float]
-    """By rank, of time.monotonic."""
+    """Time of the last sign of life by rank, from time.monotonic."""
 
     @classmethod
     def make(cls, context: SpawnContext, count: int) -> Shared:
@@ -451,7 +459,7 @@ class Shared:
 
     @contextmanager
     def _locked(self) -> Iterator[SynchronizedArray[int]]:
-        """Raises RankLost where a rank was killed in here."""
+        """Lock `taken`. Raises RankLost if a rank was killed while it held the lock."""
         lock = self.taken.get_lock()
         if not lock.acquire(timeout=COLLECTIVE_SECONDS):
             raise RankLost("a rank ended while it took a micro-batch")
@@ -471,7 +479,7 @@ class Shared:
 
 
 def join(device: torch.device, store: str, rank: int, count: int) -> None:
-    """Enter the group of processes. All communication stays on the loopback interface."""
+    """Enter the process group. All communication stays on the loopback interface."""
     loopback = "lo0" if sys.platform == "darwin" else "lo"
     os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
@@ -487,8 +495,11 @@ def join(device: torch.device, store: str, rank: int, count: int) -> None:
 
 
 def finish(work: dist.Work, watch: Callable[[], None] = lambda: None) -> None:
-    """Wait for a collective, COLLECTIVE_SECONDS at most. `watch` is called now and then. Raises
-    RuntimeError."""
+    """Wait at most COLLECTIVE_SECONDS for a collective, calling `watch` regularly.
+
+    Raises:
+        RuntimeError: The collective failed or timed out.
+    """
     started = looked = time.monotonic()
     while not work.is_completed():
         now = time.monotonic()
@@ -506,7 +517,7 @@ def in_buckets(
     collective: Callable[[torch.Tensor], dist.Work | None],
     wait_for: Callable[[dist.Work], None] = finish,
 ) -> None:
-    """Run a collective in place on `tensors`, a few MiB of them at a time."""
+    """Run a collective in place on `tensors`, BUCKET_BYTES at a time."""
     buckets: list[list[torch.Tensor]] = []
     room = 0
     for tensor in tensors:
@@ -533,7 +544,8 @@ def add_gradients(
     marked: bool,
     wait_for: Callable[[dist.Work], None] = finish,
 ) -> None:
-    """Sum all ranks' gradients on every rank. A weight without a gradient on any rank has none."""
+    """Sum all ranks' gradients on every rank. A weight without gradient on all ranks stays
+    without."""
     parameters = policy.trainable_parameters()
     has = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
     has = has.to(policy.device)

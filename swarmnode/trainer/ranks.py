@@ -1,17 +1,17 @@
-"""Data parallel on one machine: a process per device, each with a copy of the policy.
+"""Data parallelism on one machine: one process per device, each with a copy of the policy.
 
-    rank 0          the trainer: runs the loop, and alone has optimizer, averaging and saved state
-    ranks 1, 2, …   its children: sample, score and accumulate gradients when rank 0 asks for it
+    rank 0          the trainer: runs the loop; only it has optimizer, averaging and saved state
+    ranks 1, 2, …   child processes: sample, score and accumulate gradients on rank 0's command
 
-    questions       to the rank that will be free first, by its tokens per second so far
-    micro-batches   to the next free rank: all ranks cut a step alike, and count up one number
-    gradients       summed on rank 0, which clips them and takes the step
-    weights         broadcast by rank 0 when a step, an average or a restored state has changed them
+    questions       go to the rank that will be free first, by its measured tokens per second
+    micro-batches   go to the next free rank: all ranks cut a step alike and share one counter
+    gradients       are summed on rank 0, which clips them and takes the optimizer step
+    weights         are broadcast by rank 0 after a step, an average or a restored state
 
-Commands and answers are messages in a pipe, so that a rank may wait for hours, as in quiet hours.
-Only tensors go through torch.distributed: NCCL between GPUs, gloo on CPUs, both on the loopback
-interface. A rank that ends or is silent is noticed by rank 0 in whatever it waits for, and raises
-RankLost: the trainer saves its state and ends, and the supervisor starts it again.
+Commands and answers are messages in a pipe, so that a rank may wait for hours, for example during
+quiet hours. Only tensors use torch.distributed: NCCL between GPUs, gloo on CPUs, both on the
+loopback interface. Rank 0 detects a rank that has ended or hangs in every wait, and raises
+RankLost: the trainer then saves its state and exits, and the supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ T = TypeVar("T")
 
 
 def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.device]:
-    """A device per rank. `log` gets a line for each GPU that is left out. Raises LocalError."""
+    """Return one device per rank, and log each excluded GPU. Raises LocalError."""
     cfg = config.policy
     found = devices(cfg)
     if len(found) < 2 or found[0].type != "cuda":
@@ -78,7 +78,7 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
     with config_directory(cfg) as directory:
         read = lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
         need = update_bytes(cfg, offline(cfg, read), probe(cfg))
-    # in a process of its own, since whoever asks a card for its memory takes some of it
+    # query in a separate process, because querying a GPU's memory allocates some of it
     child = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
     try:
         here = child.submit(cards).result(QUERY_SECONDS)
@@ -93,15 +93,18 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
 
 
 QUERY_SECONDS = 120.0
-"""Deadline of the process that asks all cards for their memory."""
+"""Deadline of the process that queries the memory of all GPUs."""
 
 
 @contextmanager
 def other_ranks(
     config: Config, devices: Sequence[torch.device], alive: Callable[[], None]
 ) -> Iterator[Callable[..., WholePolicy] | None]:
-    """Inside, there is a process on each device but the first. Yields what makes a policy that uses
-    them; None for one device."""
+    """Run a rank process on each device except the first.
+
+    Yields:
+        A function that makes a policy on all ranks; None for a single device.
+    """
     if len(devices) == 1:
         yield None
         return
@@ -113,10 +116,10 @@ def other_ranks(
 
 
 class DataParallelPolicy(WholePolicy):
-    """A whole policy on several devices. Rank 0 is this process; `pool` has the others."""
+    """A whole policy on several devices. Rank 0 is this process; `pool` manages the others."""
 
     def __init__(self, pool: RankPool, *whole: object) -> None:
-        """whole: what `WholePolicy` takes."""
+        """Create the policy from rank 0's pool and the arguments `whole` of `WholePolicy`."""
         super().__init__(*whole)  # type: ignore[arg-type]
         self._pool = pool
         self._questions: SharedGeneration | None = None
@@ -186,7 +189,7 @@ class DataParallelPolicy(WholePolicy):
 
 
 def merged(shares: Sequence[Sequence[int]], parts: Mapping[int, Sequence[T]]) -> list[T]:
-    """The parts of all ranks in the order of what was split."""
+    """Merge the results of all ranks into the order before the split."""
     found = {
         index: one
         for rank, some in enumerate(shares)
@@ -196,12 +199,12 @@ def merged(shares: Sequence[Sequence[int]], parts: Mapping[int, Sequence[T]]) ->
 
 
 def drawn_seed(rng: torch.Generator) -> int:
-    """A seed for another rank's generator, which follows from the saved state of ours."""
+    """Draw a seed for another rank's generator, reproducible from the saved state of `rng`."""
     return int(torch.randint(2**62, (1,), generator=rng, device=rng.device))
 
 
 class SharedGeneration:
-    """Every rank answers questions with an engine of its own. own: rank 0's."""
+    """Sampling on all ranks, each with its own engine. `own` is rank 0's engine."""
 
     def __init__(
         self,
@@ -215,18 +218,18 @@ class SharedGeneration:
         self._pool = pool
         self._policy = policy
         self._done: list[Finished] = []
-        """Of other ranks, not handed out yet."""
+        """Finished requests of other ranks that are not yet returned to the caller."""
         self._asked: dict[int, int] = {}
-        """Request under way → the rank that answers it."""
+        """Rank by active request."""
         self._kept: dict[int, int] = {}
-        """Request that others will follow → the rank whose engine keeps its row."""
+        """Rank by finished request that another request will follow: its engine keeps the row."""
         self._new: dict[int, list[Request]] = {rank: [] for rank in pool.others}
         self._cancelled: dict[int, list[int]] = {rank: [] for rank in pool.others}
         self._statistics = {rank: GenerationStatistics(0, 0, 0) for rank in pool.others}
         self._seconds = dict.fromkeys(range(pool.count), 0.0)
-        """By rank: spent on sampling."""
+        """Seconds spent on sampling, by rank."""
         self._tokens = dict.fromkeys(range(pool.count), 0)
-        """By rank: of finished answers."""
+        """Number of tokens of finished answers, by rank."""
         pool.advanced = self._advanced
         with pool.working():
             for rank in pool.others:
@@ -247,8 +250,11 @@ class SharedGeneration:
         self._asked[request.number] = rank
 
     def _free_at(self, rank: int) -> float:
-        """Seconds, in relation to the other ranks, until a rank has answered one more question;
-        until every rank's speed is known, the number of questions that it has."""
+        """Return the time until a rank would finish one more question, for comparing ranks.
+
+        It is in seconds once the speed of every rank is known, and before that the number of
+        questions of the rank.
+        """
         load = 1 + sum(busy == rank for busy in self._asked.values())
         if min(self._tokens.values()) == 0:
             return load
@@ -267,7 +273,7 @@ class SharedGeneration:
         self._pool.broadcast_weights()
         busy = set(self._asked.values())
         for rank in self._pool.others:
-            # a rank that is busy ends what it does, and goes on with what is new
+            # a busy rank finishes its current work and continues with the new requests
             idle = not self._pool.is_busy(rank)
             if self._new[rank] or self._cancelled[rank] or (idle and rank in busy):
                 command = Advance(version, self._new[rank], self._cancelled[rank])

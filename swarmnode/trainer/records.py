@@ -71,11 +71,12 @@ def own_sample(
     group: OwnGroup,
     observations: Sequence[Sequence[str]] = (),
 ) -> Sample:
-    """What the policy answered to one question of a step. The first completions, not the best: what
-    it does, not what it can.
+    """Return the policy's first completions of one question of a step, for display.
+
+    They are not the best ones, so that they show typical behaviour.
 
     Args:
-        observations: The environment's texts of each episode; empty for answers.
+        observations: The environment's texts for each episode; empty for answers.
     """
     surprise = [-completion.logprob / max(completion.tokens, 1) for completion in group.completions]
     answers = _answers(group.completions, group.rewards, group.components, surprise, observations)
@@ -85,8 +86,11 @@ def own_sample(
 
 
 def peers_samples(at: float, step: int, judgement: Judgement, drift: str = "") -> list[Sample]:
-    """The first of a step's groups from peers that was learnt from and the first that was refused,
-    if there are such. drift: in words, the token that peers write more often than this node."""
+    """Return the first trained group and the first refused group from peers, if they exist.
+
+    Args:
+        drift: Description of the token that peers write more often than this node.
+    """
     found: dict[bool, Sample] = {}
     for group, outcome in judgement.outcomes:
         used = outcome == "used"

@@ -1,12 +1,13 @@
-"""Experience replay: while useful groups are rare, a batch is filled with those of the last steps.
+"""Experience replay: while useful groups are rare, recent useful groups fill up the batch.
 
-Where nearly everything that is sampled fails, a group that says something is dear. It still says it
-a few updates later: its ratios are against what was recorded when it was sampled, so that the
-objective's clip ends what has moved far enough. Without that the same completions are pushed on and
-on, and a policy learns less for good. What can be trained on again also leaves room for sampling
-less (`rl.split`). Where useful groups are not rare, replay does harm: on answers of 35 tokens of
-which a quarter is right, a policy learnt nearly nothing with it (benchmarks/RESULTS.md, "second";
-"sapo: groups that are trained on again" has the cases in which it helps).
+When most sampled groups have no learning signal, each useful group is valuable. It stays useful for
+a few updates: its ratios use the log-probabilities recorded at sampling, so the objective's clip
+drops tokens that have moved far enough. Without these ratios, the same completions are reinforced
+without bound, and the policy gets worse permanently. Replay also allows sampling less (`rl.split`).
+
+When useful groups are not rare, replay is harmful: on answers of 35 tokens with a quarter correct,
+a policy learned almost nothing with it (benchmarks/RESULTS.md, "second"). The section "sapo: groups
+that are trained on again" lists the cases in which replay helps.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ STEPS = 8
 """How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under
 corrections: 0.2 where tokens are corrected."""
 RARE = 0.35
-"""Useful share of sampled groups from which on they are not rare: nothing is trained on again until
-the trainer is started anew."""
+"""Share of useful groups among sampled groups above which they are not rare. Replay then stays off
+until the trainer restarts."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
@@ -60,9 +61,12 @@ class ReplayBuffer:
         return len(self._kept) if self._rare else 0
 
     def take(self, count: int) -> list[TrainingGroup]:
-        """At most `count` groups for the present step, those that were used least and the newest
-        first; none where useful groups are not rare. Their ratios are against what was recorded, a
-        group's own sampler included: it is no sample of the present policy any more."""
+        """Return at most `count` groups for the current step; none if useful groups are not rare.
+
+        Groups that were used least come first, and newer groups before older ones. Their ratios use
+        only the recorded log-probabilities, because the groups are not samples of the current
+        policy.
+        """
         if not self._rare:
             return []
         taken = sorted(self._kept, key=lambda kept: (kept.uses, -kept.step))[: max(0, count)]

@@ -96,10 +96,10 @@ class Experience:
     rows: float | None = None
     """Tokens sampled in a decoding step, mean over this sampling."""
     observations: list[list[list[str]]] = field(default_factory=list)
-    """The environment's texts, of each episode of each of `messages`; empty for a group of
+    """The environment's texts for each episode of each of `messages`; empty for a group of
     answers."""
     played: EpisodeTotals = field(default_factory=EpisodeTotals)
-    """Episodes of this sampling."""
+    """Totals of the episodes of this sampling."""
 
 
 class Sampler:
@@ -312,7 +312,7 @@ class Sampler:
 
 
 def _published(completion: Sampled) -> Completion:
-    """A completion as peers get it: of an episode the actions, one behind the other."""
+    """Return the completion that peers receive; for an episode, the actions concatenated."""
     played = completion.turns if isinstance(completion, PlayedEpisode) else []
     turns = played or [completion]
     ids = [i for turn in turns for i in turn.ids]

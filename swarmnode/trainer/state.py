@@ -77,7 +77,7 @@ class Counters(msgspec.Struct):
     generation_tokens: int = 0
     """The same in generation."""
     loss_scale: float = 0.0
-    """Factor of the loss in float16; 0 in a dtype that needs none."""
+    """Loss scale in float16; 0 in a dtype that needs none."""
     groups_per_step: float = 0.0
     """Fitted to this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0

@@ -43,7 +43,7 @@ class UpdateStatistics:
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]."""
     effective_external: float | None = None
     own_gap: float | None = None
-    """Mean |Δ log-probability| of the own tokens between their sampler and this policy, nats."""
+    """Mean |Δ log-probability| of own tokens between the sampler and this policy, in nats."""
     rate_factor: float = 1.0
     """What the learning rate was multiplied by, for how little the weights leave of the samples."""
     skipped: str = ""
@@ -103,37 +103,39 @@ class Passes:
 
 
 class Ranks(Protocol):
-    """This machine's other devices, which run some of an update's micro-batches (ranks.py)."""
+    """The other devices of this machine, which run some micro-batches of an update (ranks.py)."""
 
     def accumulating(self, rows: Rows, passes: Passes) -> AbstractContextManager[Sharing]:
-        """Inside, the other ranks accumulate gradients, too. When left by an exception they have
-        stopped."""
+        """Let the other ranks accumulate gradients during the block.
+
+        If the block raises, the other ranks have stopped when the exception leaves it.
+        """
         ...
 
     def add_gradients(self) -> None:
-        """Add the other ranks' gradients, and what their probes have marked, to those here."""
+        """Add the other ranks' gradients, and their probes' marked gradients, to the local ones."""
         ...
 
 
 class Sharing(Protocol):
-    """The micro-batches of one attempt, which every rank cuts alike."""
+    """The micro-batches of one attempt. Every rank cuts them alike."""
 
     def tokens(self, lengths: Sequence[int]) -> int:
-        """Padded tokens of a micro-batch, so that there are some for every rank."""
+        """Return the padded tokens per micro-batch that give every rank some micro-batches."""
         ...
 
     def take(self, micro_batches: list[list[int]]) -> Iterator[list[int]]:
-        """The next one that no other rank has taken, until there are none."""
+        """Yield micro-batches that no other rank has taken, until none are left."""
         ...
 
     def others(self) -> list[Sums]:
-        """What the other ranks have added up. Raises what a rank's part has raised."""
+        """Return the sums of the other ranks. Raises the error that a rank raised."""
         ...
 
 
 @dataclass(frozen=True)
 class Sums:
-    """(SUMS,) of own rows, and of external ones."""
+    """Sums over own rows, and over external rows, each (SUMS,)."""
 
     own: torch.Tensor
     external: torch.Tensor
@@ -248,7 +250,7 @@ class Updater:
         loss, clipped, kl, entropy, tokens, *_ = totals.tolist()
         return UpdateStatistics(
             stepped=stepped,
-            # a finite loss whose gradient is not: the scale was too large
+            # the loss is finite but its gradient is not, so the loss scale was too large
             skipped=""
             if stepped
             else "overflow"
@@ -267,8 +269,12 @@ class Updater:
         )
 
     def accumulate(self, rows: Rows, passes: Passes, sharing: Sharing | None = None) -> Sums:
-        """Accumulate the gradients of the rows of `passes`; of those that `sharing` hands out, if
-        other ranks work on them as well. Raises as `_step`."""
+        """Accumulate the gradients of the rows of `passes`. Raises the errors of `_step`.
+
+        Args:
+            sharing: Yields the micro-batches for this rank, if other ranks work on the update as
+                well.
+        """
         without = frozenset(passes.refused)
         objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
         external = passes.external
@@ -364,17 +370,17 @@ class Updater:
 
     @property
     def batchers(self) -> tuple[MicroBatcher, MicroBatcher, MicroBatcher]:
-        """Of own rows, of own rows whose layers are run again, and of external ones."""
+        """Batchers of own rows, of own rows with activation checkpointing, and of external rows."""
         return self._batcher, self._recomputing, self._external
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss in float16; 0 in a dtype that needs none."""
+        """Loss scale in float16; 0 in a dtype that needs none."""
         scaler = self._policy.accelerator.scaler
         return min(float(scaler.get_scale()), MOST_LOSS_SCALE) if scaler is not None else 0.0
 
     def restore_loss_scale(self, scale: float) -> None:
-        """Continue with the factor of an earlier process; 0 is none."""
+        """Continue with the loss scale of an earlier process; 0 means none."""
         scaler = self._policy.accelerator.scaler
         if scaler is not None and scale:
             scaler.load_state_dict(scaler.state_dict() | {"scale": scale})
@@ -398,7 +404,8 @@ class Updater:
         return finite and not (scaled and self._accelerated.step_was_skipped)
 
     def _reference_logprobs(self, rows: list[Row], like: torch.Tensor) -> torch.Tensor | None:
-        """(n, T), without gradient; None without a penalty."""
+        """Return the reference policy's log-probabilities (n, T), without gradient; None without a
+        KL penalty."""
         if self._reference is None or self._cfg.beta == 0:
             return None
         return _padded(score(self._reference, rows, self._cfg.temperature), like)
@@ -423,10 +430,12 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
 
 
 MOST_LOSS_SCALE = 2.0**60
-"""Largest factor that is saved: torch does not bound it, and a counter is below 2^63."""
+"""Largest loss scale that is saved. torch does not bound the scale, and a stored counter
+must be below 2^63."""
 SUMS = 8
-"""What each micro-batch adds to: loss, clipped, KL and entropy of its tokens, tokens, weights and
-squares of weights of its tokens, |Δ log-probability| to their sampler."""
+"""Number of sums that each micro-batch adds to: loss, clipped tokens, KL and entropy of its tokens,
+number of tokens, weights and squared weights of its tokens, and |Δ log-probability| to their
+sampler."""
 
 
 def _no_sums() -> torch.Tensor:

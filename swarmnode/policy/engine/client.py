@@ -1,7 +1,8 @@
-"""HTTP calls to an inference server, which is not trusted: `JsonClient.call`.
+"""HTTP client for an inference server that is not trusted: `JsonClient.call`.
 
-One deadline covers a call from connecting to the last byte, an answer's size is bounded before it
-is decoded, only JSON of the expected form is taken, and redirects and proxies are not followed.
+One deadline covers a call from connecting to the last byte. The size of a response is bounded
+before it is decoded, only JSON of the expected type is accepted, and the client follows no
+redirects and uses no proxies.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from swarmnode.config import is_private_address
 
 T = TypeVar("T")
 Reason = Literal["unreachable", "timeout", "status", "answer", "version", "canary", "model", "disk"]
-"""Why a server is not used; a label of a metric."""
+"""Reason why a server is not used; a label of a metric."""
 CONNECT_SECONDS = 5.0
 ANSWER_BYTES = 2**20
-"""Largest accepted body of an answer without completions."""
+"""Maximum body size of a response without completions, in bytes."""
 ERROR_CHARACTERS = 200
-"""Of a server's error message that the log shows."""
+"""Maximum length of a server's error message in the log."""
 READ_BYTES = 2**16
 
 
 class ServerFailed(Exception):
-    """Raised where a server does not do what was asked of it.
+    """Raised when a server does not complete a request.
 
     Attributes:
         reason: One of a closed set.
-        permanent: True if asking again cannot help before somebody changes a setting.
+        permanent: True if a retry fails until the operator changes a setting.
     """
 
     def __init__(self, reason: Reason, detail: str, permanent: bool = False) -> None:
@@ -46,11 +47,11 @@ class ServerFailed(Exception):
 
 
 class JsonClient:
-    """Calls from any thread, each on a connection of its own.
+    """HTTP client that any thread may call; each call opens its own connection.
 
     Args:
-        url: Scheme, host and port, as `policy.server.url` has been checked.
-        allow_public: Connect to addresses that are not private.
+        url: Scheme, host and port; `policy.server.url` has been validated.
+        allow_public: Allow connections to addresses that are not private.
     """
 
     def __init__(self, url: str, allow_public: bool = False) -> None:
@@ -72,11 +73,17 @@ class JsonClient:
         seconds: float,
         limit: int = ANSWER_BYTES,
     ) -> T:
-        """Return the decoded answer; GET where there is no body, else POST.
+        """Send a GET request, or a POST request if there is a body, and return the decoded
+        response.
+
+        Args:
+            answer: Type to decode the JSON response into.
+            seconds: Deadline of the whole call.
+            limit: Maximum body size of the response, in bytes.
 
         Raises:
-            ServerFailed: no complete answer in time, another status than 200, more than `limit`
-                bytes, or not `answer` in JSON.
+            ServerFailed: The response missed the deadline, has a status other than 200, exceeds
+                `limit`, or is not JSON of type `answer`.
         """
         data = self._exchange(target, body, seconds, limit)
         try:
@@ -85,11 +92,11 @@ class JsonClient:
             raise ServerFailed("answer", f"{target} answers in another form: {error}") from None
 
     def order(self, target: str, body: object, seconds: float) -> None:
-        """POST something whose answer says nothing but that it was done. Raises ServerFailed."""
+        """Send a POST request whose response body is ignored. Raises ServerFailed."""
         self._exchange(target, body, seconds, ANSWER_BYTES)
 
     def interrupt(self) -> None:
-        """End all calls under way; they raise ServerFailed."""
+        """Abort all calls in progress; they raise ServerFailed."""
         with self._lock:
             for each in self._open:
                 with contextlib.suppress(OSError):
@@ -116,7 +123,7 @@ class JsonClient:
 
     @contextlib.contextmanager
     def _connected(self, late: float) -> Iterator[socket.socket]:
-        """A connection to an address that was judged; the name is not looked up again."""
+        """Connect to the address that was checked, without a second name lookup."""
         found = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         public = [each for each in addresses if not is_private_address(each)]
@@ -157,7 +164,11 @@ def _connect(addresses: list[str], port: int, late: float) -> socket.socket:
 def _round_trip(
     connected: socket.socket, host: str, target: str, body: object, late: float, limit: int
 ) -> bytes:
-    """Return the body of the answer to one request. Raises ServerFailed, OSError, ProtocolError."""
+    """Send one request and return the response body.
+
+    Raises:
+        ServerFailed, OSError, ProtocolError: The exchange failed.
+    """
     data = b"" if body is None else msgspec.json.encode(body)
     headers = [("Host", host), ("Accept", "application/json"), ("Connection", "close")]
     if body is not None:
@@ -199,6 +210,6 @@ def _left(late: float) -> float:
 
 
 def inert(data: bytes) -> str:
-    """A server's words for a log line: printable characters, and not many."""
+    """Return a server's text shortened and reduced to printable characters, for a log line."""
     words = " ".join(data[: 4 * ERROR_CHARACTERS].decode(errors="replace").split())
     return "".join(each for each in words if each.isprintable())[:ERROR_CHARACTERS]

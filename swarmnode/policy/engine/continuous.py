@@ -1,17 +1,16 @@
-"""Requests that come and go: a completion that has ended makes room at once, so that no step is
-decoded for what is over.
+"""Engine with continuous batching: a finished completion frees its row at once.
 
-A step samples one token of every row under way, takes out the rows that have ended, and runs the
-model on the others. Prompts are prefilled once for all completions of a request, and prompts that
-begin together in one pass. Weights may change between two calls: rows go on with the keys and
-values that they have, and each token is recorded with the log-probability it was sampled with and
-the policy version of that moment, so that a correction by ratio is exact in what it divides by
+Each step samples one token for every active row, removes the rows that have ended, and runs the
+model on the remaining rows. A prompt is prefilled once for all completions of its request, and
+prompts that start together are prefilled in one pass. The weights may change between two calls:
+active rows keep their keys and values. Each token is recorded with its log-probability at sampling
+and the policy version of that moment, so the denominator of the importance ratio is exact
 (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
 
-What the model has made of an episode's row is kept while the environment answers (`Kept`), so that
-the next turn costs its own tokens.
+The keys and values of an episode's row are kept while the environment answers (`Kept`), so that the
+next turn prefills only its new tokens.
 
-Why not transformers' continuous batching: docs/learning.md.
+docs/learning.md explains why this is not transformers' continuous batching.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ BURST = 16
 """Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
 once in a call."""
 WHOLE_BURST = {"cuda": 64}
-"""Decoding steps of one call, whatever ends in it: recording them anew costs as much as launching
-two, which takes as long as replaying ten."""
+"""Number of decoding steps of one call, even if rows end before. Recording the steps again costs as
+much as launching two, which takes as long as replaying ten."""
 AHEAD = 1
 """For each request that is wanted next, so many more are begun, so that rows are in use which would
 wait for a group's longest completion. What is learnt from is older by as many updates."""
@@ -63,7 +62,7 @@ class Group:
     generations: int
     continues: bool = False
     known: Prefilled | None = None
-    """What the model has made of the prompt's first tokens, where it follows another request."""
+    """Keys and values of the prompt's first tokens, if the request follows another one."""
     done: dict[int, Sampled] = field(default_factory=dict)
     """By place."""
     since: int | None = None
@@ -72,10 +71,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Kept:
-    """A finished row that another request will follow."""
+    """A finished row whose keys and values are kept for the request that will follow it."""
 
     ids: list[int]
-    """All tokens but the last, which the model has not seen."""
+    """All tokens of the row except the last, which the model has not processed."""
     known: Prefilled
 
 
@@ -97,7 +96,7 @@ class Continuous:
         self._active: list[Row] = []
         """By slot."""
         self._kept: dict[int, list[Kept]] = {}
-        """Rows that ended, by request; those that ended first come first."""
+        """Kept rows by request, oldest first."""
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
         """(n, V) of the next token of every row under way."""
@@ -125,10 +124,12 @@ class Continuous:
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
-        """Decode until a request is finished, for a burst of steps at most; on CUDA for all of it.
+        """Decode until a request is finished, for at most one burst of steps.
+
+        On CUDA, always decode the whole burst.
 
         Raises:
-            DeviceError: a single row does not fit into memory.
+            DeviceError: A single row does not fit into memory.
         """
         done: list[Finished] = []
         whole = WHOLE_BURST.get(self._policy.device.type)
@@ -202,9 +203,12 @@ class Continuous:
         self._logits = torch.cat([self._logits, logits]) if len(self._logits) else logits
 
     def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
-        """A prompt is run once for all rows of its request, a row that was interrupted with the
-        tokens that it has, and a prompt that follows another request without what is known of
-        it."""
+        """Prefill rows and return their keys and values.
+
+        A prompt is prefilled once for all rows of its request. An interrupted row is prefilled with
+        the tokens sampled so far. A prompt that follows another request is prefilled without its
+        known tokens.
+        """
         wanted: dict[tuple[int, int | None], list[int]] = {}
         key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (
             row.request,
@@ -276,8 +280,11 @@ class Continuous:
         )
 
     def _keep(self, slot: int) -> None:
-        """Keep what the model has made of a row that ends, where another request will follow it;
-        of those rows as many tokens as may be under way, the oldest go first."""
+        """Keep the keys and values of a row that ends, if another request will follow it.
+
+        The number of kept tokens is at most the number that may be active; the oldest rows are
+        dropped first.
+        """
         row = self._active[slot]
         group = self._groups[row.request]
         if not group.continues:
@@ -291,8 +298,10 @@ class Continuous:
                 del self._kept[oldest]
 
     def _take_kept(self, request: int | None, ids: list[int]) -> Prefilled | None:
-        """Return what is known of the row of `request` that `ids` begin with, the longest one: one
-        completion may begin with another."""
+        """Remove and return the kept row of `request` that is the longest prefix of `ids`.
+
+        Several rows may match, since one completion may be a prefix of another.
+        """
         rows = self._kept.get(request, []) if request is not None else []
         fitting = [kept for kept in rows if ids[: len(kept.ids)] == kept.ids]
         if not fitting:

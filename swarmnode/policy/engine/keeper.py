@@ -72,8 +72,14 @@ class Choice:
     def of(
         cls, options: Collection[str], longest: int, obstacle: str, episodes: bool = False
     ) -> Choice:
-        """options: of `training.options`. longest: tokens of a completion, at most. obstacle: to
-        `continuous`, empty for none. episodes: completions are gone on with."""
+        """Choose an engine.
+
+        Args:
+            options: The values of `training.options`.
+            longest: Maximum number of tokens of a completion.
+            obstacle: Reason why `continuous` is impossible; empty if it is possible.
+            episodes: True if requests may follow completions, as in episodes.
+        """
         if "lockstep" in options:
             return cls("lockstep", "as configured")
         if obstacle:

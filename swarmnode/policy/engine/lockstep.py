@@ -14,8 +14,13 @@ Generate = Callable[[Sequence[Prompt], int | None], list[GroupSample]]
 
 
 class Lockstep:
-    """generate: so many completions of each prompt, in order; None is as many as usual. check:
-    raises for a prompt that cannot be answered."""
+    """Engine that answers all requests of a batch together.
+
+    Args:
+        generate: Returns the given number of completions for each prompt, in order; None is the
+            default number.
+        check: Raises an error for a prompt that cannot be answered.
+    """
 
     def __init__(
         self, generate: Generate, check: Callable[[Prompt], object] = lambda prompt: None

@@ -21,19 +21,19 @@ from swarmnode.policy.generate import GroupSample
 
 @dataclass(frozen=True)
 class Request:
-    """One question to be answered, or one episode to be gone on with."""
+    """One question to answer, or the next turn of an episode."""
 
     number: int
     """The caller's name for it, used once."""
     prompt: str | Sequence[int]
-    """The question, or for a later turn of an episode all ids of the episode so far."""
+    """Text of a question; for a later turn of an episode, all ids of the episode so far."""
     generations: int | None = None
-    """Completions; None is as many as the engine's `Sampling` says."""
+    """Number of completions; None is the number in the engine's `Sampling`."""
     follows: int | None = None
-    """The finished request that the prompt begins with, question and completion: an engine that
-    kept it (`continues`) need not run it through the model again."""
+    """Number of the finished request whose prompt and completion this prompt begins with. An engine
+    that kept that request's keys and values (`continues`) prefills only the remaining tokens."""
     continues: bool = False
-    """Requests will follow this one, or it is cancelled."""
+    """True if the caller will submit a request that follows this one, or will cancel this one."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Generation(Protocol):
         ...
 
     def cancel(self, number: int) -> None:
-        """Drop a request, what it has been answered so far, and what is kept of it for others to
-        follow."""
+        """Drop a request, its completions so far, and the state that is kept for following
+        requests."""
         ...
 
     def finished(self, version: int) -> list[Finished]:

@@ -1,10 +1,11 @@
-"""Decoding steps of rows that come and go, as CUDA graphs: one for each shape.
+"""Decoding steps of a changing set of rows as CUDA graphs, one graph per shape.
 
-A graph is of fixed shapes, and rows under way change in number and length. So both are rounded up:
-a step of 13 rows whose longest has 90 tokens is one of 16 rows and 128 columns, and what is beyond
-is masked. A shape is launched the first time, recorded the second time, and replayed from then on
-(`policy.decode` says what that saves). Recordings live for one call of the engine: they read the
-weights as autocast has cast them, and nothing of them has to fit beside training.
+A graph has fixed shapes, but the number and length of active rows change. So both are rounded up:
+with multiples of 16 rows and 256 columns, 13 rows of up to 90 tokens run as 16 rows and 256
+columns, and the excess is masked. A shape is launched without a graph the first time, recorded the
+second time, and replayed afterwards (`policy.decode` measures the gain). A recording lives for one
+call of the engine: it reads the weights that autocast has cast, and it needs no memory during
+training.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from swarmnode.policy.decode import record, recordable, side_stream
 from swarmnode.policy.model import Policy
 
 ROWS = 16
-"""Rows of a recorded step are a multiple of this."""
+"""The number of rows of a recorded step is a multiple of this."""
 COLUMNS = 256
-"""Columns of a recorded step are a multiple of this."""
+"""The number of columns of a recorded step is a multiple of this."""
 
 Step = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 """(tokens (R,), places (R,), width) → (R, V) logits; see `Slots`."""
@@ -30,7 +31,7 @@ Shape = tuple[int, int]
 
 @dataclass
 class Recording:
-    """A step of one shape, with the memory that it reads and writes."""
+    """A recorded step of one shape, with the memory that it reads and writes."""
 
     tokens: torch.Tensor
     places: torch.Tensor
@@ -45,10 +46,10 @@ class RecordedSteps:
         self._policy = policy
         self._recordings: dict[Shape, Recording] = {}
         self._works: bool | None = None
-        """None before the first step."""
+        """True if this policy's steps can be recorded; None before the first step."""
 
     def shape(self, rows: int, columns: int) -> Shape | None:
-        """Return the shape of the step that `rows` with `columns` tokens take; None if steps cannot
+        """Return the rounded-up shape for `rows` rows of `columns` tokens, or None if steps cannot
         be recorded."""
         if self._works is None:
             self._works = recordable(self._policy)
@@ -62,11 +63,13 @@ class RecordedSteps:
     def step(
         self, step: Step, tokens: torch.Tensor, places: torch.Tensor, shape: Shape
     ) -> torch.Tensor:
-        """Run one step of `shape`. Slots beyond the rows are run too: they write column 0 of slots
-        that nobody uses, which whoever takes the slot overwrites.
+        """Run one step of `shape`.
+
+        The step also runs unused slots, to fill the shape. They write column 0 of their memory,
+        which the next row in that slot overwrites.
 
         Returns:
-            (n, V) logits, valid until the next step.
+            Logits (n, V), valid until the next step.
         """
         rows, width = shape
         recording = self._recordings.get(shape)

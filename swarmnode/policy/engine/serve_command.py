@@ -1,4 +1,4 @@
-"""The line that starts an inference server for a configuration: `swarmnode serve-command`."""
+"""Command line that starts a matching inference server: `swarmnode serve-command`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from swarmnode.model_defaults import EMBEDDED
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 QUESTION_TOKENS = 2048
-"""Of the server's context, beside the longest answer."""
+"""Tokens of the server's context that are reserved for the question."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM takes for --max-lora-rank."""
+"""Values that vLLM accepts for --max-lora-rank."""
 SHARED_CARD = 0.4
-"""Share of a card's memory for the server, where the trainer has the rest."""
+"""Share of a GPU's memory that the server gets if the trainer uses the same GPU."""
 CPU_CACHE_GIB = 4
 NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass
 class ServeCommand:
-    """What to type, and what to know about it."""
+    """The command to start a server, with notes for the operator."""
 
     environment: dict[str, str] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
@@ -38,13 +38,13 @@ class ServeCommand:
 
 
 def serve_command(config: Config, cards: Path = NVIDIA_CARDS) -> ServeCommand:
-    """Return how to start the server that `config` names.
+    """Return the command that starts the server for `config`.
 
     Args:
-        cards: Has an entry for each NVIDIA card of this machine.
+        cards: Directory with one entry for each NVIDIA GPU of this machine.
 
     Raises:
-        ConfigError: no such server can serve this policy.
+        ConfigError: No supported server can serve this policy.
     """
     policy, made = config.policy, ServeCommand()
     server = policy.server
@@ -121,7 +121,8 @@ def _revision(config: Config) -> list[str]:
 
 
 def _context(config: Config) -> int:
-    """Tokens of a row: a question and the longest answer, or what the model has if that is less."""
+    """Return the context length in tokens: question plus longest answer, or the model's limit if
+    that is smaller."""
     wanted = QUESTION_TOKENS + config.training.max_completion_length
     path = Path(_model(config)) / "config.json"
     if not path.is_file():

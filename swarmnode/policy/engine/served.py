@@ -1,13 +1,14 @@
-"""An engine that is a vLLM or SGLang server: requests go there as token ids, completions come back
-with log-probabilities, and every update's weights follow by disk.
+"""Engine that samples with a vLLM or SGLang server.
 
-    ServerFirst     samples with the server while that is possible, else with the own engine
+Requests are sent as token ids, completions return with log-probabilities, and the weights of every
+update are passed to the server through a directory.
+
+    ServerFirst     samples with the server if possible, else with the own engine
     Served          the engine: one HTTP request for a group of completions
-    ServedWeights   what the server samples from: writes, loads, checks
-    served_weights.py
+    ServedWeights   writes, loads and checks the weights of the server (served_weights.py)
 
-An answer that cannot be right, or is of weights that are not this node's, is not trained on: it
-ends the use of the server, the own engine answers instead, and the server is tried again later.
+A response that cannot be right, or that comes from weights other than this node's, is not trained
+on. After such a response the own engine takes over, and the server is retried later.
 """
 
 from __future__ import annotations
@@ -36,35 +37,38 @@ from swarmnode.policy.text import PromptTooLong
 log = structlog.get_logger("swarmnode.trainer")
 
 WORKERS = 64
-"""Requests to the server at once."""
+"""Maximum number of concurrent requests to the server."""
 POLL_SECONDS = 0.2
-"""Longest wait for an answer before the trainer shows that it is alive."""
+"""Maximum wait for a response before the trainer reports that it is alive, in seconds."""
 HEALTH_SECONDS = 10.0
-"""Without an answer for so long, the server is asked whether it is there."""
+"""Seconds without a response after which a health check is sent to the server."""
 REQUEST_SECONDS = 3600.0
-"""Deadline of a request, which waits for others at the server and for loads of weights."""
+"""Deadline of one request, which may queue at the server and wait for loads of weights."""
 SILENCE_SECONDS, SILENCE_PER_TOKEN = 60.0, 0.1
-"""Longest wait for the next answer: a minute, and ten tokens a second for the longest answer."""
+"""Maximum wait for the next response, in seconds: 60 s, plus 0.1 s for each token of the longest
+answer."""
 RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
-"""Before a server that failed is tried again; doubled with each failure in a row."""
+"""Delay before a failed server is retried, in seconds; it doubles with each consecutive failure up
+to RETRY_MOST."""
 AHEAD = 1
 """As `continuous.AHEAD`: the server samples the next step's groups while this one is trained."""
 REASON_CHARACTERS = 300
-"""Of a failure, on the status page."""
+"""Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
-"""A log-probability lies between; vLLM sends −9999 for one that is not a number."""
+"""Range of a valid log-probability: LOWEST to ROUNDING. vLLM sends −9999 in place of NaN."""
 
 
 # ---- the server, or the own engine ---------------------------------------------------------------
 
 
 class ServerFirst:
-    """Samples with the server while that is possible, and with the own engine otherwise.
+    """Engine that samples with the server if possible, and with the own engine otherwise.
 
     Args:
-        connect: Connects, and loads the present weights; raises ServerFailed.
-        engine: Makes an engine of a connection and a sampling; the generator seeds its requests.
-        own: Builds the own engine, which nobody needs while the server samples.
+        connect: Connects to the server and loads the current weights. Raises ServerFailed.
+        engine: Makes an engine from a connection and a sampling configuration; the generator seeds
+            its requests.
+        own: Builds the own engine when the server is first unavailable.
     """
 
     def __init__(
@@ -81,13 +85,14 @@ class ServerFirst:
         self._weights: ServedWeights | None = None
         self._served: Served | None = None
         self.own: Keeper | None = None
-        """The own engine, once it was needed."""
+        """The own engine; None until it is first needed."""
         self._requests: dict[int, Request] = {}
-        """Submitted and not finished."""
+        """Submitted requests that are not finished."""
         self._retry_at, self._failures = -math.inf, 0
         self._seen = ServerStatistics(server.client.url, server.name)
 
-    # ---- as any engine ---------------------------------------------------------------------------
+    # ---- the engine protocol
+    # -------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
         self._try_server()
@@ -133,20 +138,23 @@ class ServerFirst:
         return present.ahead(count) if present is not None else 0
 
     def statistics(self) -> GenerationStatistics:
-        """Steps and tokens are the own engine's."""
+        """Return statistics whose steps and tokens count only the own engine."""
         own = self.own.statistics() if self.own is not None else GenerationStatistics(0, 0, 0)
         if self._served is None:
             return own
         served = self._served.statistics()
         return GenerationStatistics(own.steps, own.tokens, served.unfinished, served.oldest)
 
-    # ---- beyond that -----------------------------------------------------------------------------
+    # ---- additional methods
+    # --------------------------------------------------------------------------
 
     def answered(
         self, prompts: Sequence[str | Sequence[int]], sampling: Sampling, rng: torch.Generator
     ) -> list[GroupSample] | None:
-        """Return a group of completions of each prompt, beside what is under way; None where the
-        server does not sample."""
+        """Return a group of completions for each prompt, without disturbing requests in progress.
+
+        Return None if the server is not sampling.
+        """
         self._try_server()
         if self._weights is None:
             return None
@@ -165,7 +173,7 @@ class ServerFirst:
         return [found[number] for number in range(len(prompts))]
 
     def kind(self) -> str:
-        """Return which engine samples."""
+        """Return the name of the engine that samples now."""
         if self._served is not None:
             return "served"
         return self.own.choice.kind if self.own is not None else ""
@@ -187,8 +195,10 @@ class ServerFirst:
         return self.own
 
     def _try_server(self) -> None:
-        """Connect, unless the server samples already or has failed a moment ago; what the own
-        engine has not answered is asked there."""
+        """Connect and move the own engine's unfinished requests to the server.
+
+        Do nothing if the server samples already, or if it failed less than the retry delay ago.
+        """
         if self._served is not None or self._clock() < self._retry_at:
             return
         try:
@@ -219,7 +229,7 @@ class ServerFirst:
         )
 
     def _give_up(self, error: ServerFailed) -> None:
-        """The own engine takes over, and is asked what the server has not answered."""
+        """Switch to the own engine and submit the server's unfinished requests to it."""
         wait = min(RETRY_SECONDS * 2**self._failures, RETRY_MOST)
         self._failures += 1
         self._retry_at = self._clock() + wait
@@ -252,11 +262,12 @@ class _Asked:
     generations: int
     max_tokens: int
     since: int | None = None
-    """Policy version under which it was sent."""
+    """Policy version at the time the request was sent."""
 
 
 class Served:
-    """Requests at a server. Raises ServerFailed from every call that needs it."""
+    """Engine whose requests run on a server. Every call that needs the server may raise
+    ServerFailed."""
 
     def __init__(
         self,
@@ -270,8 +281,8 @@ class Served:
     ) -> None:
         """
         Args:
-            rng: Draws a seed for each request; without it a server draws as it likes, which is
-                faster there.
+            rng: Draws a seed for each request. Without it the server uses its own random numbers,
+                which is faster.
         """
         self._server, self._weights, self._policy = server, weights, policy
         self._sampling, self._alive, self._rng, self._clock = sampling, alive, rng, clock
@@ -283,7 +294,8 @@ class Served:
         )
         self._workers: list[threading.Thread] = []
         self._silent = self._unseen = 0.0
-        """Seconds of waiting since the last answer, and since it was known to be there."""
+        """Seconds of waiting since the last response, and since the last sign that the server is
+        up."""
 
     def submit(self, request: Request) -> None:
         prompt_ids = self._policy.prompt_ids(request.prompt)
@@ -324,7 +336,7 @@ class Served:
         )
 
     def _work(self) -> None:
-        """One of the threads that wait for answers."""
+        """Send queued requests and collect their responses; runs in each worker thread."""
         while (item := self._waiting.get()) is not None:
             number, question = item
             try:
@@ -336,7 +348,8 @@ class Served:
         self._asked.pop(number, None)
 
     def finished(self, version: int | None) -> list[Finished]:
-        """As the protocol's; without a version nothing is trained on what is finished."""
+        """Return finished requests, as the protocol defines. With `version` None, the caller does
+        not train on them."""
         self._weights.follow()
         if version is not None:
             self._weights.name(version)
@@ -357,7 +370,7 @@ class Served:
         return done
 
     def _arrived(self) -> Iterator[tuple[int, list[Completion] | Exception]]:
-        """Wait a moment for an answer, and return all that have arrived."""
+        """Wait up to POLL_SECONDS for a response, then yield all that have arrived."""
         wait = POLL_SECONDS if self._asked else 0.0
         try:
             while True:
@@ -370,8 +383,10 @@ class Served:
         return SILENCE_SECONDS + SILENCE_PER_TOKEN * self._sampling.max_tokens
 
     def _watch(self, has_answered: bool, waited: float) -> None:
-        """Raise ServerFailed for a server that is silent too long, or does not answer at all. Only
-        seconds of waiting count, not those of a step in between."""
+        """Raise ServerFailed if the server is silent for too long or fails the health check.
+
+        Only the time that the trainer spends waiting counts, not the training step in between.
+        """
         if has_answered or not self._asked:
             self._silent = self._unseen = 0.0
             return
@@ -384,8 +399,11 @@ class Served:
             self._unseen = 0.0
 
     def _sample(self, asked: _Asked, answer: Sequence[Completion]) -> GroupSample:
-        """The group that an answer holds. Raises ServerFailed for one that nothing may be trained
-        on."""
+        """Return the group of completions in a response.
+
+        Raises:
+            ServerFailed: The response must not be trained on.
+        """
         if len(answer) != asked.generations:
             raise ServerFailed("answer", f"{len(answer)} completions, not {asked.generations}")
         return GroupSample(
@@ -415,7 +433,7 @@ class Served:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """The server goes on meanwhile, with the weights that it has."""
+        """Let the server continue with its current weights during the pause."""
         try:
             yield
         finally:
@@ -433,7 +451,7 @@ class Served:
         return GenerationStatistics(0, 0, len(self._asked), min(since, default=None))
 
     def close(self) -> None:
-        """Ask nothing more. What is under way is not waited for."""
+        """Stop sending requests, without waiting for those in progress."""
         self._asked.clear()
         with suppress(queue.Empty):
             while True:
@@ -443,6 +461,8 @@ class Served:
 
 
 def unused_ids(policy: Policy) -> list[int]:
-    """Return the rows of the model's head that stand for no token: the trainer gives them no
-    probability, and a server has to be told."""
+    """Return the rows of the model's output head that correspond to no token.
+
+    The trainer gives them probability 0, and the server must be configured to do the same.
+    """
     return sorted(policy.unused_ids) + list(range(policy.vocab_size, head_rows(policy)))

@@ -1,8 +1,8 @@
-"""The weights that a server samples from: written to a directory, loaded there, and checked.
+"""Weights that a server samples from: written to a directory, loaded by the server, and checked.
 
-A server that silently samples other weights than it was given is the one fault that no error
-message tells of; nothing but worse learning would. So a fixed text's log-probabilities are compared
-with the trainer's after each load, and every answer names the version that sampled each token.
+A server that samples from other weights than it was given reports no error; the only symptom would
+be worse learning. So after each load, the log-probabilities of a fixed text are compared with the
+trainer's, and every response states the weight version that sampled each token.
 """
 
 from __future__ import annotations
@@ -31,46 +31,48 @@ from swarmnode.policy.ways import mean_gap, reason
 
 PREFIX = "swarmnode-weights-"
 WRITTEN = re.compile(rf"\.?{PREFIX}[0-9a-f]{{8}}-\d+(\.partial)?")
-"""Names of what is written, and removed again."""
+"""Names of the files and directories that this module writes, and removes again."""
 VERSIONS = 64
-"""Loads of which tokens may still be on their way."""
+"""Number of most recent loads whose tokens may still arrive."""
 ALIVE_SECONDS = 0.2
-"""Between two signs of progress while a server loads."""
+"""Interval between progress reports while a server loads, in seconds."""
 CHECK = (
     "What is 3 + 4?",
     "7, because 3 + 4 = 7. Let's check it step by step: 4 - 3 = 1, so 3 + 4 = 2 * 3 + 1 = 7.",
 )
 CHECK_TOKENS = 24
-"""Of the second text, at most."""
+"""Maximum number of scored tokens of the check's text."""
 CLEAR_SIGMAS = 8.0
-"""A change of the weights is told from rounding where it moves the check's log-probabilities so
-many standard deviations: then a server that has not followed is at least four away."""
+"""A change of weights is distinguishable from rounding if it moves the check's log-probabilities by
+at least this many standard deviations. A server that kept the former weights is then at least four
+standard deviations beyond the midpoint."""
 SMALLEST_SIGMA = 5e-5
-"""Rounding in float32."""
+"""Lower bound of the standard deviation: rounding in float32."""
 
 
 class ServedWeights:
-    """The trained weights, as the server has them. A version is `<run>.<number>`: the run is drawn
-    at random when the trainer connects, so that another trainer's versions are not taken for ours.
+    """The trained weights as the server has them.
+
+    A version is `<run>.<number>`. The run id is drawn at random when the trainer connects, so that
+    the versions of another trainer are not mistaken for this trainer's.
     """
 
     def __init__(
         self, server: Server, policy: Policy, directory: Path, alive: Callable[[], None]
     ) -> None:
-        """Connect, and load the present weights; `alive` is called meanwhile. Raises
-        ServerFailed."""
+        """Connect and load the current weights, calling `alive` meanwhile. Raises ServerFailed."""
         self._server, self._policy, self._directory = server, policy, directory
         self._alive = alive
         self._run = secrets.token_hex(4)
         self._number = 0
         self._named: dict[int, int] = {}
-        """Number of a load → policy version."""
+        """Policy version by number of the load."""
         self._is_behind = True
         self._check = WeightCheck(policy)
         self.gap = 0.0
-        """Mean |Δ log-probability| of the check at the last load, nats."""
+        """Mean |Δ log-probability| in the check of the last load, in nats."""
         self.seconds = 0.0
-        """That the last load took, writing and checking included."""
+        """Duration of the last load, including writing and checking."""
         self.loads = 0
         told: list[About] = []
         self._in_thread(lambda: told.append(server.about()))
@@ -79,18 +81,21 @@ class ServedWeights:
         self.follow()
 
     def changed(self) -> None:
-        """The policy's weights may have moved."""
+        """Note that the policy's weights may have changed."""
         self._is_behind = True
 
     def name(self, version: int) -> None:
-        """What is loaded now is the policy's `version`."""
+        """Record that the loaded weights are the policy's `version`."""
         self._named.setdefault(self._number, version)
         for number in sorted(self._named)[:-VERSIONS]:
             del self._named[number]
 
     def follow(self) -> None:
-        """Load the policy's weights into the server and check them, unless it has them. Raises
-        ServerFailed."""
+        """Load the policy's weights into the server and check them, if they have changed.
+
+        Raises:
+            ServerFailed: The server did not load them, or failed the check.
+        """
         if not self._is_behind:
             return
         started = time.monotonic()
@@ -119,8 +124,10 @@ class ServedWeights:
         self._server.load(target, f"{self._run}.{self._number}")
 
     def _in_thread(self, work: Callable[[], None]) -> None:
-        """Run what takes long while the trainer shows that it is alive; nothing else moves the
-        weights meanwhile."""
+        """Run slow work in a thread while this thread reports progress.
+
+        The weights must not change meanwhile; this thread only waits.
+        """
         failures: list[Exception] = []
 
         def run() -> None:
@@ -138,8 +145,11 @@ class ServedWeights:
             raise failures[0]
 
     def versions(self, found: Completion) -> list[int]:
-        """Return the policy version of each token. Raises ServerFailed where the server cannot say,
-        or had other weights."""
+        """Return the policy version of each token.
+
+        Raises:
+            ServerFailed: The server reports no version, or a version of other weights.
+        """
         made: list[int] = []
         for span in found.spans:
             if span.start != len(made) or not span.start <= span.end <= len(found.ids):
@@ -154,14 +164,16 @@ class ServedWeights:
         number = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 12 else 0
         if run != self._run or not max(0, self._number - VERSIONS) < number <= self._number:
             raise ServerFailed("version", f"it has weights {text[:40]!r}, not this node's")
-        # one that was loaded for an evaluation is named by the step after it
+        # weights that were loaded for an evaluation get their version at the following step
         later = min((each for each in self._named if each >= number), default=0)
         return self._named.get(later, 0)
 
 
 def write_weights(policy: Policy, target: Path) -> None:
-    """Write what is trained to the directory `target`, whole or not at all: the adapter, or all
-    weights in the dtype that is computed in."""
+    """Write the trained weights to the directory `target` atomically.
+
+    The directory holds the adapter, or all weights in the compute dtype.
+    """
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -195,16 +207,17 @@ def head_rows(policy: Policy) -> int:
 
 
 class WeightCheck:
-    """Whether a server computes what the trainer does, on a fixed text.
+    """Check that a server computes the trainer's log-probabilities on a fixed text.
 
-    The mean difference must be within rounding. That alone would let a server pass that ignores an
-    adapter which has hardly moved yet, or in 16 bits for long. So the server's numbers must also be
-    nearer to those of the present weights than to those of the former ones and of the bare base, as
-    soon as these are far enough apart to be told from rounding.
+    The mean difference must be within rounding. This condition alone would accept a server that
+    ignores a new adapter while the adapter has hardly changed, which lasts long in 16-bit dtypes.
+    So there is a second condition: the server's values must be nearer to those of the current
+    weights than to those of the previous weights and of the base model without adapter. It applies
+    once the weights have moved by `CLEAR_SIGMAS` standard deviations of the rounding.
     """
 
     def __init__(self, policy: Policy) -> None:
-        # a server's log-probabilities are over all rows of the head, not only known tokens
+        # a server normalises over all rows of the head, not only over those that are tokens
         policy = replace(policy, vocab_size=head_rows(policy), unused_ids=frozenset())
         self._policy = policy
         prompt, text = (policy.encode_prompt(each) for each in CHECK)
@@ -212,22 +225,25 @@ class WeightCheck:
         if policy.context is not None:
             most = max(1, min(most, policy.context - len(prompt) - 1))
         self.row = Row(list(prompt), list(text[:most]))
-        """What is scored."""
+        """Prompt and completion that are scored."""
         self._former: list[list[float]] = []
-        """Log-probabilities of weights that the server must have left: the base under an adapter,
-        and the load before."""
+        """Log-probabilities under weights that the server must no longer use: the base model
+        without its adapter, and the previous load."""
         if isinstance(policy.model, Adapted):
             self._former = [self._scores(replace(policy, adapter_off=True))]
         self._bare = len(self._former)
         self._sigma = 0.0
-        """Standard deviation of the server's rounding, at the last load that passed."""
+        """Standard deviation of the server's rounding at the last load that passed, in nats."""
 
     def _scores(self, policy: Policy) -> list[float]:
         return score(policy, [self.row], 1.0)[0]
 
     def __call__(self, found: Sequence[float]) -> float:
-        """Return the mean difference of a server's log-probabilities of `row`, in nats. Raises
-        ServerFailed where its weights are not the policy's."""
+        """Check a server's log-probabilities of `row` and return their mean difference, in nats.
+
+        Raises:
+            ServerFailed: The server's weights are not the policy's.
+        """
         expected = self._scores(self._policy)
         gap = mean_gap(found, expected)
         if not gap <= rounding_bound(self._policy):

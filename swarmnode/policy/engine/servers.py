@@ -1,12 +1,13 @@
-"""What is asked of an inference server, in vLLM's words and in SGLang's. Tokens in, tokens out.
+"""Requests to an inference server in the API of vLLM and of SGLang, with tokens in and out.
 
-    about            which program and model it is, and how long a row may be
-    settings         flags that decide whether it is of use, for the doctor
+    about            program, model and maximum row length
+    settings         flags that decide whether the server is usable, for the doctor
     generate         completions of a prompt, with log-probabilities and weight versions
-    score            log-probabilities of given ids: what the weights are checked with
-    load             other weights, from a directory that the server sees; requests continue
+    score            log-probabilities of given ids, to check the weights
+    load             new weights from a directory that the server can read; requests continue
 
-Nothing here needs torch. An answer is checked for its form only; `served.py` checks what it says.
+This module does not need torch. It checks only the form of a response; `served.py` checks the
+content.
 """
 
 from __future__ import annotations
@@ -25,25 +26,25 @@ from swarmnode.config import ServerSettings
 from swarmnode.policy.engine.client import ANSWER_BYTES, JsonClient, ServerFailed
 
 ADAPTER = "swarmnode-adapter"
-"""Name under which a server knows the trained adapter."""
+"""Name of the trained adapter at a server."""
 ABOUT_SECONDS = 10.0
 SCORE_THREADS = 8
 SCORE_SECONDS = 120.0
-"""The first call compiles."""
+"""Deadline of a scoring call, which includes compilation at the first call."""
 LOAD_SECONDS = 600.0
-"""Of a 70 B model from a disk that reads 250 MB/s."""
+"""Deadline of a load: enough for a 70 B model from a disk that reads 250 MB/s."""
 TOKEN_BYTES = 512
-"""Of an answer, for each token; vLLM sends about 150."""
+"""Bound on the response size per token, in bytes; vLLM sends about 150."""
 COMPLETION_BYTES = 2**28
 KEPT_ADAPTERS = 6
-"""Versions of an adapter that SGLang has at once: requests under way are of the latest few."""
+"""Number of adapter versions that SGLang holds at once: active requests use the latest few."""
 UNUSED_BIAS = -100.0
-"""What both servers take as the lowest bias of a logit."""
+"""Lowest logit bias that both servers accept."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt that is answered `count` times."""
+    """A prompt to complete `count` times."""
 
     prompt_ids: Sequence[int]
     count: int
@@ -52,13 +53,14 @@ class Question:
     end_ids: Sequence[int]
     """Tokens that end a completion."""
     unused_ids: Sequence[int] = ()
-    """Rows of the model's head that stand for no token: they are not sampled."""
+    """Rows of the model's output head that correspond to no token; the server must not sample
+    them."""
     seed: int | None = None
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [start, end) of a completion were sampled by weights of this version."""
+    """Tokens [start, end) of a completion, sampled by weights of one version."""
 
     version: str
     start: int
@@ -67,52 +69,52 @@ class Span:
 
 @dataclass(frozen=True)
 class Completion:
-    """As a server has sent it."""
+    """A completion as the server sent it."""
 
     ids: list[int]
     logprobs: list[float]
     was_cut: bool
-    """True if it ended at its length limit."""
+    """True if the completion ended at its length limit."""
     spans: list[Span]
 
 
 @dataclass(frozen=True)
 class About:
-    """What a server says of itself."""
+    """A server's description of itself."""
 
     version: str
     model: str
-    """Directory or name that it was started with."""
+    """Directory or name of the model that the server was started with."""
     context: int | None = None
-    """Most tokens of a row."""
+    """Maximum number of tokens of a row."""
 
 
 class ServerStatistics(msgspec.Struct, frozen=True):
-    """A server as the trainer sees it. Totals are since the trainer started."""
+    """State of a server as the trainer sees it. Totals count from the trainer's start."""
 
     url: str
     kind: str
     """vLLM or SGLang."""
     state: str = "away"
-    """`sampling`, or `away` while the own engine samples."""
+    """`sampling`, or `away` while the own engine samples instead."""
     version: str = ""
-    """Of its program; empty until it has answered, as is `model`."""
+    """Version of the server program. Empty until the server has responded, like `model`."""
     model: str = ""
     reason: str = ""
-    """Why it is away, one line."""
+    """Reason why the server is away, in one line."""
     failures: dict[str, int] = {}
-    """By `client.Reason`."""
+    """Number of failures by `client.Reason`."""
     loads: int = 0
-    """Of weights."""
+    """Number of loads of weights."""
     load_seconds: float = 0.0
-    """That the last load took, until its check had passed."""
+    """Duration of the last load until its check had passed."""
     gap: float | None = None
-    """Mean |Δ log-probability| between server and trainer on the check's text, nats."""
+    """Mean |Δ log-probability| between server and trainer on the check's text, in nats."""
 
 
 class Server(Protocol):
-    """Every call has a deadline, and raises ServerFailed. `generate` may be called from any
-    thread."""
+    """Client of one server. Every call has a deadline and may raise ServerFailed. Any thread may
+    call `generate`."""
 
     name: str
     client: JsonClient
@@ -125,7 +127,11 @@ class Server(Protocol):
 
 
 def server_of(settings: ServerSettings, adapter: bool) -> Server:
-    """The server that is configured. adapter: what is loaded is a LoRA adapter, not all weights."""
+    """Return a client for the configured server.
+
+    Args:
+        adapter: True if the trainer loads a LoRA adapter, False if it loads all weights.
+    """
     client = JsonClient(settings.url, settings.allow_public)
     return Sglang(client, adapter) if settings.kind == "sglang" else Vllm(client, adapter)
 
@@ -199,7 +205,7 @@ class VllmInfo(msgspec.Struct):
 
 
 class Vllm:
-    """vLLM 0.32, started with --enable-scale-out in development mode."""
+    """Client for vLLM 0.32, started with --enable-scale-out in development mode."""
 
     name = "vLLM"
 
@@ -207,7 +213,7 @@ class Vllm:
         self.client = client
         self._adapter = adapter
         self._model = ""
-        """What requests name: the model, or the adapter once it is loaded."""
+        """Model name in requests: the base model, or the adapter once it is loaded."""
         self._version = "none"
 
     def about(self) -> About:
@@ -237,7 +243,7 @@ class Vllm:
             "n": question.count,
             "max_tokens": question.max_tokens,
             "temperature": question.temperature,
-            # a model's generation_config.json may have others
+            # set explicitly, since a model's generation_config.json may have other defaults
             **{"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
             "logprobs": 0,  # of the sampled token alone
             "stop_token_ids": list(question.end_ids),
@@ -262,8 +268,11 @@ class Vllm:
         return [_vllm_completion(choice) for choice in answer.choices]
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float]:
-        """One request for each token, as its prefix's next one. `prompt_logprobs` would take one
-        request for all, and with --enable-lora it kills vLLM 0.32 if others are under way."""
+        """Return the log-probability of each token, from one request per token.
+
+        Each request asks for the next token of a prefix. `prompt_logprobs` would need a single
+        request, but with --enable-lora it crashes vLLM 0.32 if other requests are active.
+        """
         prefixes = [[*prompt_ids, *ids[:place]] for place in range(len(ids))]
         with ThreadPoolExecutor(SCORE_THREADS) as threads:
             return list(threads.map(self._next_logprob, prefixes, ids))
@@ -277,7 +286,7 @@ class Vllm:
                 "cache_salt": self._version,
                 "sampling_params": {
                     **{"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1},
-                    # the answer has the sampled token and all but the last of these
+                    # the response covers the sampled token and all but the last of these
                     **{"logprobs": 2, "logprob_token_ids": [token, token - 1 if token else 1]},
                     "detokenize": False,
                 },
@@ -333,7 +342,7 @@ def _vllm_completion(choice: VllmChoice) -> Completion:
 # ---- SGLang --------------------------------------------------------------------------------------
 
 SglangToken = tuple[float | None, int, str | None]
-"""Log-probability (none at the first token of a prompt), id, text."""
+"""(log-probability, id, text); the log-probability is None at the first token of a prompt."""
 
 
 class SglangFinish(msgspec.Struct):
@@ -372,8 +381,11 @@ class SglangServerInfo(msgspec.Struct):
 
 
 class Sglang:
-    """SGLang 0.5.23. A version of an adapter has a name of its own, since SGLang does not replace
-    one in place: requests under way end with the version they began with."""
+    """Client for SGLang 0.5.23.
+
+    Each version of an adapter has its own name, because SGLang does not replace an adapter in
+    place. Active requests finish with the version they started with.
+    """
 
     name = "SGLang"
 
@@ -454,7 +466,7 @@ class Sglang:
             while len(self._loaded) > KEPT_ADAPTERS:  # unloading waits for what samples with it
                 self._done("/unload_lora_adapter", {"lora_name": self._loaded.pop(0)})
             return
-        # requests under way go back to the queue, and are prefilled anew with the new weights
+        # active requests return to the queue and are prefilled again with the new weights
         self.client.order("/pause_generation", {"mode": "retract"}, LOAD_SECONDS)
         try:
             body = {"model_path": str(directory), "weight_version": version}

@@ -32,11 +32,11 @@ COLUMNS = 128
 full."""
 
 WINDOWS = 4
-"""Parts of the rows in which a CPU attends, each as wide as its longest row: rows are of unlike
-lengths, and what lies beyond the end of a row is read for nothing."""
+"""Number of groups of rows that attend separately on a CPU, each as wide as its longest row. Rows
+differ in length, and reading columns beyond a row's end is wasted work."""
 SORT_FROM = 1.3
-"""Columns read for each column in use from which rows are sorted by length. All rows become longer
-alike, so that only rows that come and go disturb the order."""
+"""Rows are sorted by length if attention reads more than this many columns per filled column. All
+active rows grow at the same rate, so only rows that start or end disturb the order."""
 
 
 def unsuited(policy: Policy) -> str:
@@ -94,12 +94,14 @@ class Prefilled:
 def prefill(
     policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[Prefilled] = ()
 ) -> list[Prefilled]:
-    """Rows of ids, none empty, in one pass, padded on the left, so that all end at the last
-    column.
+    """Prefill rows of ids in one pass and return their keys and values.
+
+    Rows are padded on the left, so that all end at the last column.
 
     Args:
-        known: (Q,) what the model has made of the first tokens of each row, so that it is run on
-            the others only; empty: nothing.
+        rows: Q sequences of ids, none empty.
+        known: (Q,) keys and values of the first tokens of each row, so that only the remaining
+            tokens are run; empty if there are none.
     """
     lengths = [len(each) for each in known] or [0] * len(rows)
     later = [row[length:] for row, length in zip(rows, lengths, strict=True)]
@@ -135,7 +137,7 @@ def prefill(
 
 
 def _left_padded_rows(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-    """(Q, heads, width, D) of tensors (heads, P_i, D), with zeros before them."""
+    """Stack tensors (heads, P_i, D) into (N, heads, width, D), with zeros on the left."""
     first = rows[0]
     out = first.new_zeros(len(rows), first.shape[0], width, first.shape[2])
     for i, row in enumerate(rows):
@@ -190,7 +192,7 @@ class SlotLayer(DynamicLayer):
         return self.keys[:count, :, : window.width], self.values[:count, :, : window.width]
 
     def reorder(self, order: list[int], columns: int) -> None:
-        """Let row i be what row order[i] was, in columns below `columns`."""
+        """Move row order[i] to row i, for columns below `columns`."""
         for tensor in (self.keys, self.values):
             tensor[: len(order), :, :columns] = tensor[order, :, :columns]
 
@@ -228,7 +230,7 @@ class Slots:
         self.lengths.append(length)
 
     def copy(self, slot: int) -> Prefilled:
-        """Return what is known of a row, which has no logits of the next token."""
+        """Return a copy of a row's keys and values, without logits of the next token."""
         length = self.lengths[slot]
         cut = lambda whole: whole[slot, :, :length].clone()
         return Prefilled(
@@ -249,8 +251,11 @@ class Slots:
         self.lengths.pop()
 
     def sort(self) -> list[int] | None:
-        """Put rows in the order of their lengths, if attention over windows of rows would otherwise
-        look at many columns for nothing. Return the former slots in the new order, or None."""
+        """Sort rows by length if attention would otherwise read too many unused columns.
+
+        Returns:
+            The former slots in the new order, or None if the order is unchanged.
+        """
         windows = self._windows()
         looked_at = sum((rows.stop - rows.start) * width for rows, width in windows)
         if len(windows) < 2 or looked_at <= SORT_FROM * sum(self.lengths):
@@ -264,8 +269,11 @@ class Slots:
         return order
 
     def _windows(self) -> list[Window]:
-        """Slots in WINDOWS parts, each with the columns that it needs after the next step; one part
-        where launching kernels costs more than attention, or transformers attends."""
+        """Divide the slots into WINDOWS groups, each with the columns that its next step needs.
+
+        Return a single group if launching kernels costs more than attention, or if transformers
+        computes the attention.
+        """
         count = len(self.lengths)
         apart = self._policy.device.type == "cpu" and writes_out(self._policy)
         part = -(-count // WINDOWS) if apart else count
@@ -295,8 +303,10 @@ class Slots:
         return logits
 
     def forget_recordings(self) -> None:
-        """Drop the recorded steps. Call it before weights change and where autocast ends: they read
-        the weights that it has cast."""
+        """Drop the recorded steps, which read the weights that autocast has cast.
+
+        Call it before weights change and at the end of an autocast context.
+        """
         self._recorded.clear()
 
     def _step(
@@ -306,13 +316,13 @@ class Slots:
         width: int,
         windows: Sequence[Window] = (),
     ) -> torch.Tensor:
-        """Work on tensors only, so that it can be recorded.
+        """Compute one step with tensor operations only, so that it can be recorded.
 
         Args:
-            tokens: (n,), of slots 0 to n − 1.
+            tokens: (n,), newest tokens of slots 0 to n − 1.
             places: (n,), the column that each row writes.
-            width: Columns that are read.
-            windows: Parts of the rows that attend apart; empty for all at once.
+            width: W, number of columns that are read.
+            windows: Groups of rows that attend separately; empty for a single group.
         """
         window, device, dtype = self._window, self._policy.device, self._policy.dtype
         window.width, window.places = width, places
@@ -323,7 +333,8 @@ class Slots:
         return next_logits(self._policy, tokens[:, None], mask, places[:, None], cache, windows)
 
     def _resize(self, rows: int, columns: int) -> None:
-        """Make the memory at least so large. What was recorded reads the old one."""
+        """Allocate memory for at least this many rows and columns, and drop recordings of the old
+        one."""
         have = self._layers[0].keys.shape
         if rows > have[0] or columns > have[2]:
             self._recorded.clear()
