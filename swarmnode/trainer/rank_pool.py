@@ -393,6 +393,8 @@ class RankPool:
         try:
             yield
         except RuntimeError as error:
+            # the kernel resets a killed process's connections before its end can be seen
+            wait([each.process.sentinel for each in self._ranks.values()], GOODBYE_SECONDS)
             for rank, each in self._ranks.items():
                 if not each.process.is_alive():
                     raise self._lost(rank) from error
