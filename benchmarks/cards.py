@@ -1,8 +1,8 @@
-"""What a second device of one machine is worth: `python -m benchmarks.cards`.
+"""Samples and steps per second with one and with two devices: `python -m benchmarks.cards`.
 
 Samples per second (a step's questions) and steps per second (a step's update) of one engine, at 1
 and 2 ranks: on the GPUs of this machine where it has as many, else on its CPU with one thread a
-rank. Two ranks on two cores share caches and memory, and whatever else the machine runs: they are
+rank. Two ranks on two cores share caches and memory, and the machine's other work: they are
 not two cards. Every rank count is run in turn, `--seeds` times.
 """
 

@@ -96,7 +96,7 @@ class Size:
     eval_questions: int = 16
     """Held-out questions of each game, four episodes each."""
     games: str = "lake guess"
-    """What is learnt."""
+    """Names of the games that the policy learns, separated by spaces."""
 
     @property
     def tasks(self) -> list[str]:

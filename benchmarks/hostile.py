@@ -304,7 +304,7 @@ def marked(run: dict[str, Any], kind: str, when: int = -1) -> tuple[float, float
 
 
 def marks_table(results: Sequence[dict[str, Any]]) -> str:
-    """What honest nodes answer before and after each attack."""
+    """Return the table of honest nodes' answers before and after each attack."""
     silent = [r for r in results if r["attack"] == SILENT and r["defence"] == DEFENCES[0]]
     rows = []
     cases = dict.fromkeys((r["attack"], r["defence"]) for r in results)
