@@ -393,11 +393,12 @@ class RankPool:
         try:
             yield
         except RuntimeError as error:
-            # the kernel resets a killed process's connections before its end can be seen
-            wait([each.process.sentinel for each in self._ranks.values()], GOODBYE_SECONDS)
-            for rank, each in self._ranks.items():
-                if not each.process.is_alive():
-                    raise self._lost(rank) from error
+            # The kernel closes a killed process's connections and its sentinel before waitpid
+            # sees its end: is_alive() may still be true here, so the sentinels decide.
+            sentinels = {each.process.sentinel: rank for rank, each in self._ranks.items()}
+            for ended in wait(list(sentinels), GOODBYE_SECONDS):
+                assert isinstance(ended, int)
+                raise self._lost(sentinels[ended]) from error
             raise RankLost(f"the ranks cannot reach each other: {reason(error)}") from error
 
     def _finish(self, work: dist.Work) -> None:
