@@ -27,8 +27,8 @@ from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.envelope import Credentials
+from tests.support.fakes.scorer import InProcessScorer
 from tests.support.hosts import hosts
 
 SWARM = swarm_of()

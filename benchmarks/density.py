@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.report import heading, spread, table
 from swarmnode.config import PolicyConfig, TrainingConfig
-from swarmnode.policy.build_tiny import SETTINGS, questions
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import Policy, load_policy, trainable
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
+from tools.build_tiny import SETTINGS, questions
 
 QUESTIONS, COMPLETIONS, TOKENS = 16, 8, 32
 RATES = (1e-6, 1e-5)

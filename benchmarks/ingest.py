@@ -33,8 +33,8 @@ from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Candidate, Draw, GroupRules, Judged
 from swarmnode.rollouts.scoring import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.testing.network import MemorySwarm
 from swarmnode.wire.envelope import Credentials
+from tests.support.fakes.network import MemorySwarm
 
 AUTHORS = 64
 EPOCH = 1_800_000_000.0

@@ -30,10 +30,10 @@ from benchmarks.report import heading, spread, table, write_json
 from benchmarks.shapes import SHAPES, build
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import logprobs
-from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs
 from swarmnode.policy.micro import micro_batches
+from tools.build_tiny import build_tokenizer
 
 G = 8
 """Answers to a question."""

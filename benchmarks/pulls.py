@@ -44,8 +44,8 @@ from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.envelope import Credentials
+from tests.support.fakes.scorer import InProcessScorer
 
 SWARM = swarm_of("pulls")
 SIZES = (17_000, 2_000)

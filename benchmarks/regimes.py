@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy.build_tiny import SETTINGS, SFT_BLOCK, Question, demonstration, questions
 from swarmnode.policy.load import Policy, load_policy
+from tools.build_tiny import SETTINGS, SFT_BLOCK, Question, demonstration, questions
 
 STEPS, BATCH, PEAK = 80, 64, 1e-3
 QUESTIONS_PER_TASK = 500

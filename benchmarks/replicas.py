@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
-from swarmnode.policy.build_tiny import SETTINGS, questions
+from tools.build_tiny import SETTINGS, questions
 
 D, HEADS, LAYERS, F, T = 40, 4, 4, 112, 32
 EOS = 1

@@ -25,7 +25,6 @@ from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.pull_gossip import Hooks, Server
 from swarmnode.rollouts.sampling import spread
 from swarmnode.rollouts.shelf import Shelf
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -34,6 +33,7 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
+from tests.support.fakes.scorer import InProcessScorer
 
 REWARDS = [1.0] + [0.0] * 7
 LIFE = b"lifetime"

@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.replicas import HELD_OUT_BLOCK, TRAIN_BLOCK
-from swarmnode.policy.build_tiny import SETTINGS, questions
 from swarmnode.stages.wire import stage_specs, swapped_order
+from tools.build_tiny import SETTINGS, questions
 
 STAGES, VOCABULARY = 8, 96
 WIDTH, HEADS, MLP = 32, 2, 88

@@ -53,7 +53,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from benchmarks.report import heading, middle, table, write_json
 from benchmarks.shapes import SHAPES, build
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
@@ -76,6 +75,7 @@ from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
+from tools.build_tiny import build_tokenizer
 
 G, B = 8, 8
 PAGE = 32

@@ -59,13 +59,9 @@ def test_the_search_finds_what_it_is_there_for(tmp_path):
     assert [number for number, text in code_of(bad).items() if DANGEROUS.search(text)] == [1, 2, 3]
 
 
-def test_nothing_that_runs_needs_the_testing_package():
-    product = [path for path in SOURCES if ROOT / "swarmnode" / "testing" not in path.parents]
-    assert [
-        path.name
-        for path in product
-        if "swarmnode.testing" in path.read_text() or "tests.support" in path.read_text()
-    ] == []
+def test_the_product_needs_neither_tests_nor_tools():
+    needs = re.compile(r"\b^\s*(?:from|import) (?:tests|tools|benchmarks)\b", re.MULTILINE)
+    assert [path.name for path in SOURCES if needs.search(path.read_text())] == []
 
 
 def test_no_path_of_somebody_s_machine():

@@ -1,2 +1,2 @@
 """What tests share: hosts, fakes, attackers, simulated swarms. Fakes for users' own tests are in
-`swarmnode.testing`."""
+`tests.support.fakes`."""

@@ -12,8 +12,6 @@ from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, 
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, answers
 from swarmnode.rollouts.sampling import spread
-from swarmnode.testing.network import MemorySwarm
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import (
@@ -24,6 +22,8 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
+from tests.support.fakes.network import MemorySwarm
+from tests.support.fakes.scorer import InProcessScorer
 
 SWARM = swarm_of()
 EPOCH = 1_800_000_000.0

@@ -23,12 +23,12 @@ from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import AsyncScorer
-from swarmnode.testing.network import MemorySwarm
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import Listed
+from tests.support.fakes.network import MemorySwarm
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts
 from tests.support.pulling import Holder, rewards_of

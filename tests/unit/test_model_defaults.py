@@ -12,8 +12,8 @@ from swarmnode.doctor import checks
 from swarmnode.swarm import export as exporting
 from swarmnode.swarm import manifest
 from swarmnode.swarm.membership import Membership
-from swarmnode.testing.policy import write_tiny_policy
 from swarmnode.wire.messages import ModelRef
+from tests.support.fakes.policy import write_tiny_policy
 from tests.support.manifests import founded
 
 EMBEDDED, WHOLE, ADAPTER = (3e-4, 8), (1e-6, 256), (1e-5, 256)

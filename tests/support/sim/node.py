@@ -23,10 +23,10 @@ from swarmnode.p2p.summaries import Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
 from swarmnode.stages.service import NodeCallbacks, StageService
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials, peer_id
 from swarmnode.wire.messages import Summary
+from tests.support.fakes.scorer import InProcessScorer
 from tests.support.sim import determinism
 from tests.support.sim.averaging import Averaging
 from tests.support.sim.learner import TASKS, Learner, Memory, Pace, Tally

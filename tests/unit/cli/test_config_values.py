@@ -6,8 +6,8 @@ import json
 import pytest
 
 from swarmnode import cli, settings
-from swarmnode.testing.policy import write_tiny_policy
 from swarmnode.wire import limits
+from tests.support.fakes.policy import write_tiny_policy
 
 BAD = [
     "policy.devices=gpu",

@@ -29,12 +29,12 @@ from swarmnode.p2p.summaries import ROWS, Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.shelf import MOST_GROUPS
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import codec, envelope, ids
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import Summary, SummaryRequest
 from swarmnode.wire.summary import seal_summary
+from tests.support.fakes.scorer import InProcessScorer
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Declined
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.reputation import BAN
-from swarmnode.testing.network import MemorySwarm
+from tests.support.fakes.network import MemorySwarm
 from tests.support.hosts import hosts
 from tests.support.waiting import until
 

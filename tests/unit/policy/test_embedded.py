@@ -9,11 +9,11 @@ from importlib import resources
 import pytest
 
 from swarmnode.config import TaskConfig
-from swarmnode.policy.build_tiny import SETTINGS, mine_phrases, questions
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskRef
+from tools.build_tiny import SETTINGS, mine_phrases, questions
 
 from swarmnode.policy.generate import Sampling, generate  # isort: skip
 

@@ -15,9 +15,9 @@ from swarmnode.rollouts import groups
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.rollouts.scoring import SCORER_ACTIONS, CandidateQueue
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn
+from tests.support.fakes.scorer import InProcessScorer
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.groups import external_group
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, rewards_of

@@ -12,9 +12,9 @@ from swarmnode.rollouts.groups import Draw, GroupRules, Judged
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import task_seed
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire import limits, tensors
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import InProcessScorer
 from tests.support.pulling import SWARM, Holder, PullSwarm, clock, policy
 
 

@@ -18,8 +18,8 @@ from swarmnode.tasks import determinism, episodes, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question
 from swarmnode.tasks.seeds import evaluation_seed, is_evaluation, seed_of
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import InProcessScorer
 
 GAMES = '''
 import random

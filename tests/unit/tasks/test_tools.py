@@ -15,8 +15,8 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, registry
 from swarmnode.tasks.client import Scorer, ScorerFailed
 from swarmnode.tasks.determinism import transcript_hash
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import InProcessScorer
 
 pytest.importorskip("transformers", reason="its parser reads the calls")
 

@@ -8,7 +8,6 @@ from structlog.testing import capture_logs
 
 from swarmnode.config import TrainingConfig
 from swarmnode.drops import DropCounts, TrainerDrops
-from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.policy.text import PolicyText
@@ -16,6 +15,7 @@ from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
+from tools.build_tiny import build_tokenizer
 
 PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 

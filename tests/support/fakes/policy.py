@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from swarmnode.config import PolicyConfig
-from swarmnode.policy.build_tiny import build_model, build_tokenizer, save
 from swarmnode.policy.load import Policy, load_policy
+from tools.build_tiny import build_model, build_tokenizer, save
 
 
 def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Path:

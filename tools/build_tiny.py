@@ -1,4 +1,4 @@
-"""Builds the embedded policy: `python -m swarmnode.policy.build_tiny --seed 0 --out DIR`. A tool;
+"""Builds the embedded policy: `python -m tools.build_tiny --seed 0 --out DIR`. A tool;
 nothing imports it at run time.
 
 The embedded policy exists so that a laptop can watch reinforcement learning work within a minute.

@@ -10,9 +10,9 @@ from swarmnode.policy.load import load_policy
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import ScorerFailed, TaskUnknown
-from swarmnode.testing.policy import tiny_policy, write_tiny_policy
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.policy import tiny_policy, write_tiny_policy
+from tests.support.fakes.scorer import InProcessScorer
 
 WORDS = """
 def reverse(rng, letters=4):

@@ -22,7 +22,7 @@ from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.addresses import Address
 from swarmnode.p2p.api import Network, RequestHandler
 from swarmnode.p2p.reputation import COST, Reputation, Standing
-from swarmnode.testing.streams import MemoryBulk, MemoryStreams
+from tests.support.fakes.streams import MemoryBulk, MemoryStreams
 
 
 class MemorySwarm:

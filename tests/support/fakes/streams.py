@@ -15,8 +15,8 @@ from swarmnode.wire import bulk
 
 if TYPE_CHECKING:  # loads libp2p
     from swarmnode.p2p.bulk.content import BulkSink, BulkSource
-    from swarmnode.testing.network import MemoryNetwork, MemorySwarm
     from swarmnode.wire.messages import BulkManifest
+    from tests.support.fakes.network import MemoryNetwork, MemorySwarm
 
 CHUNKS_AHEAD = 16
 """Chunks that a sender may be ahead of the receiver."""
