@@ -1,5 +1,4 @@
-"""The tensor half of weight averaging, for the trainer alone: codecs, outer step, gate, LoRA.
-Everything here may import torch.
+"""NoLoCo in the trainer: codecs, outer step, gate and LoRA. Everything here may import torch.
 
-Who averages with whom, and how the bytes travel, is `weights/`, which the network process runs.
+`weights/` chooses partners and transfers the bytes, in the network process.
 """

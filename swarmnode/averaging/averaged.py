@@ -1,5 +1,4 @@
-"""The trained tensors of this node's policy: cut into fragments, copied, and turned into what
-travels and back."""
+"""The trained tensors of this node's policy: split into fragments, copied, encoded and decoded."""
 
 from __future__ import annotations
 
@@ -15,11 +14,14 @@ from swarmnode.weights.layout import Layout, make_layout
 
 
 class AveragedTensors:
-    """Make it before a saved state is restored: payloads are differences to the base weights.
+    """The averaged tensors. Payloads contain differences to the base weights, so create this object
+    before a saved state is restored.
 
-    parameters: by their names in the whole model, those that are averaged. lock: held by whoever
-    moves the weights; hold it to copy or to set them. layers: of the whole model, where not all are
-    here.
+    Args:
+        parameters: Averaged parameters by their names in the whole model.
+        wanted_fragments: Configured number of fragments.
+        lock: Held while weights are changed. Hold it to copy or set them.
+        layers: Layers of the whole model, if this node holds a part of it.
     """
 
     def __init__(
@@ -43,29 +45,34 @@ class AveragedTensors:
         return [spec.name for spec in self.parts[fragment]]
 
     def shared(self, fragment: int, blocks: bytes) -> list[str]:
-        """Names of what of the fragment is in `blocks`, packed."""
+        """Return the names of the fragment's tensors that are in `blocks`, packed."""
         held = fragments.unpack(blocks)
         return [name for name in self.names(fragment) if fragments.block_of(name) in held]
 
     def copy(self, fragment: int) -> Tensors:
-        """The fragment's weights, float32 on the host."""
+        """Return the fragment's weights, float32 on the host."""
         return host_copy(self.parameters, self.names(fragment))
 
     @torch.no_grad()
     def set(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Give some weights other values."""
+        """Overwrite some weights."""
         for name, tensor in tensors.items():
             self.parameters[name].copy_(tensor)
 
     def encode(self, fragment: int, tensors: Tensors, change: float = 0.0) -> bytes:
-        """What partners are served of the fragment: `tensors`, all of it or some. change: ‖θ − φ‖
-        of these, a tenth of which is the largest error."""
+        """Return the payload for partners.
+
+        Args:
+            fragment: Number of the fragment.
+            tensors: All or some of its tensors.
+            change: ‖θ − φ‖ of these tensors; the error is at most a tenth of it.
+        """
         layout, anchor = self._format(fragment, tensors)
         return codecs.encode_smallest(tensors, layout, change, fragment=fragment, anchor=anchor)
 
     def decode(self, fragment: int, data: bytes | memoryview, names: Collection[str]) -> Tensors:
-        """A partner's weights `names` of the fragment. Raises BadMessage; whether the values make
-        sense is the gate's question."""
+        """Decode a partner's weights `names` of the fragment. Raises BadMessage. The gate checks
+        the values."""
         layout, anchor = self._format(fragment, names)
         return codecs.decode(data, layout, fragment=fragment, anchor=anchor)
 

@@ -1,4 +1,4 @@
-"""Exchanges under way in the trainer: one immutable record each, from the copy to the commit, in a
+"""Swaps under way in the trainer: one immutable record each, from the copy to the commit, in a
 table that three threads may use."""
 
 from __future__ import annotations
@@ -10,39 +10,41 @@ from typing import Final
 
 from swarmnode.averaging.outer import Prepared, SlowWeights, Tensors
 
-KEPT: Final = 4
-"""Exchanges whose copies are kept: as many as `weights.exchange.MOST_SWAPS`."""
+MOST_EXCHANGES: Final = 4
+"""Largest number of stored exchanges; equal to `weights.exchange.MOST_SWAPS`."""
 DROPPED: Final = 1024
-"""Swaps that are remembered as given up: more than can begin while the worker writes a state."""
+"""Ids of dropped swaps that are remembered. Fewer swaps can begin while the worker writes a
+state."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One exchange of a fragment, or a solo step, as far as it has come."""
+    """State of one swap of a fragment, or of a solo step."""
 
     session: bytes
     """Empty for a solo step."""
     fragment: int
     snapshot: Tensors
-    """Our weights of the fragment when the copy was made, float32 on the host."""
+    """This node's weights of the fragment at the time of the copy, float32 on the host."""
     shared: Tensors
-    """Those of them that the partner holds too."""
+    """The subset of `snapshot` that the partner holds too."""
     slow: SlowWeights
-    """φ and δ in the same moment."""
+    """φ and δ at the time of the copy."""
     outer_step: int
-    """Outer steps that the fragment had taken; of what is left of the last one, without that."""
+    """Outer steps that the fragment had taken. If only tensors that remain from the last outer step
+    are swapped, that step is not counted."""
     peer: str = ""
     their_outer_step: int | None = None
     """The partner's claim."""
     prepared: Prepared | None = None
-    """The outer step with what the gate made of both; None before."""
+    """The outer step with the tensors that passed the gate; None before."""
     outcome: str = ""
     """The gate's verdict, one of `outcomes.OUTCOMES`."""
 
 
 class ExchangeTable:
-    """Exchanges by session. One that is not in it must not be applied any more. Every method may be
-    called from any thread."""
+    """Exchanges by session. An exchange that is not in the table must not be applied. All methods
+    are thread-safe."""
 
     def __init__(self) -> None:
         self._exchanges: OrderedDict[bytes, Exchange] = OrderedDict()
@@ -50,13 +52,13 @@ class ExchangeTable:
         self._lock = threading.Lock()
 
     def put(self, exchange: Exchange) -> None:
-        """Take in a new exchange, unless it was dropped before; the oldest beyond KEPT are
-        forgotten."""
+        """Add an exchange unless it was dropped before. Of more than MOST_EXCHANGES, remove the
+        oldest."""
         with self._lock:
             if exchange.session in self._dropped:
                 return
             self._exchanges[exchange.session] = exchange
-            while len(self._exchanges) > KEPT:
+            while len(self._exchanges) > MOST_EXCHANGES:
                 self._exchanges.popitem(last=False)
 
     def get(self, session: bytes) -> Exchange | None:
@@ -64,8 +66,7 @@ class ExchangeTable:
             return self._exchanges.get(session)
 
     def update(self, exchange: Exchange) -> bool:
-        """Replace the record of an exchange that has gone on. False where it was dropped
-        meanwhile."""
+        """Replace the record of an exchange. Return False if the exchange was dropped meanwhile."""
         with self._lock:
             if exchange.session not in self._exchanges:
                 return False
@@ -77,7 +78,7 @@ class ExchangeTable:
             return self._exchanges.pop(session, None)
 
     def drop(self, session: bytes) -> None:
-        """Forget it, and whatever is still to come of it."""
+        """Remove an exchange, and refuse it if it is added later."""
         with self._lock:
             self._exchanges.pop(session, None)
             self._dropped.append(session)
@@ -87,8 +88,7 @@ class ExchangeTable:
             return session in self._dropped
 
     def drop_fragment(self, fragment: int) -> None:
-        """Forget all copies of `fragment`: they are of weights that are gone, and nothing may be
-        corrected against them."""
+        """Remove all exchanges of `fragment`: their copies are of weights that no longer exist."""
         with self._lock:
             for session in [
                 s for s, exchange in self._exchanges.items() if exchange.fragment == fragment

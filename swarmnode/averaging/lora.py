@@ -2,9 +2,9 @@
 
     ½ (B₁A₁ + B₂A₂) − ½ (B₁ + B₂) · ½ (A₁ + A₂) = ¼ (B₁ − B₂)(A₁ − A₂)
 
-So either A is the same everywhere, frozen and made from a seed, and averaging B is exact at half
-the bytes (FFA-LoRA, arXiv 2403.12313); or both are averaged while that residual stays under 1 % of
-the mean product. Norms are taken without forming a product: ‖XY‖² = tr(XᵀX · YYᵀ), r × r.
+There are two ways. In FFA-LoRA (arXiv 2403.12313), A is equal on all nodes, frozen and derived from
+a seed; averaging B is then exact at half the bytes. Otherwise both are averaged while the residual
+is below 1 % of the mean product. Norms need no product in full: ‖XY‖² = tr(XᵀX · YYᵀ), r × r.
 """
 
 from __future__ import annotations
@@ -21,30 +21,32 @@ from swarmnode.config import LoraSettings, WeightsConfig
 
 RESIDUAL_LIMIT = 0.01
 A_SEED = 0
-"""Seed of the A that all nodes share."""
+"""Seed of the shared matrix A."""
 A_MARK, B_MARK = ".lora_A.", ".lora_B."
 
 
 def shares_a(lora: LoraSettings, weights: WeightsConfig) -> bool:
-    """Whether a node so configured freezes its adapters' A at the shared values."""
+    """Return True if the configuration freezes A at the shared values."""
     return lora.r > 0 and weights.rule != "off" and weights.lora_a == "shared"
 
 
 @dataclass(frozen=True)
 class Residual:
+    """Relative error of averaging A and B separately."""
+
     ratio: float
     """‖(B₁ − B₂)(A₁ − A₂)‖ / 4 over ‖½ (B₁A₁ + B₂A₂)‖, Frobenius, over all adapters together; 0
     where the A are equal."""
 
     @property
     def allowed(self) -> bool:
-        """Whether A and B may be averaged. Otherwise average nothing: B alone is meaningless under
-        another A."""
+        """True if A and B may be averaged. Otherwise neither is: B is meaningless with another
+        A."""
         return self.ratio < RESIDUAL_LIMIT
 
 
 def pairs(names: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
-    """(A, B) names of every adapter in the tensors, as peft names them."""
+    """Return the pairs of names (A, B) of all adapters, in peft's naming."""
     return [
         (name, name.replace(A_MARK, B_MARK))
         for name in sorted(names)
@@ -53,7 +55,7 @@ def pairs(names: Mapping[str, torch.Tensor]) -> list[tuple[str, str]]:
 
 
 def residual(mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> Residual:
-    """What averaging A and B each by itself would get wrong. A: (r, in), B: (out, r)."""
+    """Return the error of averaging A, (r, in), and B, (out, r), separately."""
     wrong = product = 0.0
     for a, b in pairs(mine):
         a1, a2, b1, b2 = (t.double() for t in (mine[a], theirs[a], mine[b], theirs[b]))
@@ -72,11 +74,16 @@ def _inner(b1: torch.Tensor, a1: torch.Tensor, b2: torch.Tensor, a2: torch.Tenso
 
 
 def shared_a(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
-    """The frozen A of adapter `name`, (r, in), float32: uniform in ±1/√in as peft starts it, from
-    SHAKE-256 of seed and name.
+    """Return the frozen A of adapter `name`, (r, in), float32: uniform in ±1/√in like peft's
+    initial values.
 
-    A hash and not a generator of torch or numpy: their streams are promised for one version only,
-    and nodes of different versions must agree. seed: 0 to 2**63 − 1.
+    The values come from SHAKE-256, because nodes with different versions of torch and numpy must
+    agree, and these do not keep their random streams between versions.
+
+    Args:
+        name: Name of the parameter.
+        shape: (r, in).
+        seed: 0 to 2**63 − 1.
     """
     count = math.prod(shape)
     stream = hashlib.shake_256(
@@ -88,11 +95,13 @@ def shared_a(name: str, shape: tuple[int, int], seed: int) -> torch.Tensor:
 
 @torch.no_grad()
 def freeze_a(parameters: Mapping[str, torch.nn.Parameter], seed: int) -> list[str]:
-    """Set every A to its shared value and stop training it; what is averaged is then what is left
-    trainable. Names of what was frozen.
+    """Set each A to its shared value and freeze it. Only trainable parameters are averaged later.
 
-    Call before the first step and before an optimizer is made: B is zero then, and changing A
-    changes nothing.
+    Call this before the first step and before the optimizer is created: while B is zero, a change
+    of A does not change the policy.
+
+    Returns:
+        Names of the frozen parameters.
     """
     frozen = [a for a, _ in pairs(parameters)]
     for name in frozen:

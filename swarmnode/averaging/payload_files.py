@@ -1,5 +1,5 @@
-"""Payloads as files: what this process writes for the network process to serve, and what that has
-fetched, mapped."""
+"""Payload files: written by the trainer for the network process to serve, or fetched by the network
+process and mapped here."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 FILES: Final = 64
-"""Newest files that are left to the network process; what it has open stays readable without a
-name."""
+"""Number of newest files that are not deleted here. An open file stays readable after its
+deletion."""
 
 
 class PayloadFiles:
-    """Writes below `directory`; for one thread."""
+    """Writes payload files into `directory`. For one thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._written: deque[Path] = deque()
 
     def write(self, pieces: Iterable[bytes]) -> str:
-        """Path of a new file; empty when there is no room. Not synced: it is worth nothing after a
-        crash."""
+        """Write a new file and return its path; an empty string if the disk refuses. The file is
+        not synced, because it is useless after a crash."""
         path = self._directory / f"out-{secrets.token_hex(8)}.bin"
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -39,7 +39,7 @@ class PayloadFiles:
                 file.writelines(pieces)
             os.replace(temporary, path)
             self._written.append(path)
-            # the network process deletes what it has served; where there is none, nobody does
+            # the network process deletes served files, but it may not be running
             while len(self._written) > FILES:
                 self._written.popleft().unlink(missing_ok=True)
         except OSError as error:
@@ -49,9 +49,11 @@ class PayloadFiles:
 
 
 def mapped(path: str) -> memoryview:
-    """A file's bytes, not read before they are needed; unmapped with the last view of them.
+    """Map a file. It is unmapped with the last view of it.
 
-    Raises OSError, or ValueError where it is empty.
+    Raises:
+        OSError: The file cannot be opened.
+        ValueError: The file is empty.
     """
     with open(path, "rb") as file:
         return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -1,13 +1,14 @@
-"""Whether averaged weights make the policy worse on sequences that no peer has seen.
+"""The probe: measures whether averaged weights make the policy worse on own completions, which no
+peer has seen.
 
-    own completions that were rewarded    loss: what was learnt must not be unlearnt
-    any own completions, while of these   loss and KL: they were drawn from our policy, so that the
-    mean of log p − log p̄ over their tokens
-    there are too few                     is its KL to the averaged one, and r − 1 − log r (r = p̄ /
-    p) likewise, whichever way p̄ went
+* If enough own completions were rewarded, it compares their loss under both policies: the averaged
+  policy must not unlearn them.
+* Otherwise it takes any own completions and measures the KL divergence too. They were sampled from
+  this node's policy p, so the mean of log p − log p̄ over their tokens estimates KL(p ‖ p̄) for the
+  averaged policy p̄, and so does the mean of r − 1 − log r with r = p̄ / p, which is never negative.
 
-So there is a judgement while nothing has been rewarded yet, where the clip alone lets a hostile
-peer in. Without any own completion nothing is taken.
+The second case covers a policy without any reward, where a hostile peer would otherwise be bounded
+by the gate's clip only. Without own completions, no weights are accepted.
 """
 
 from __future__ import annotations
@@ -26,29 +27,37 @@ from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 
 PROBE_SEQUENCES: Final = 16
-"""Own completions on which averaged weights must not be worse: enough that one of them does not
-decide."""
+"""Own completions that are measured; enough that a single one does not decide."""
 LEAST_PROBE: Final = 8
-"""Sequences below which the probe says nothing."""
+"""Least number of completions for a verdict."""
 LARGEST_LOG_RATIO: Final = 20.0
 
 Answer = Callable[[Losses | None], None]
-"""Takes the verdict, from any thread; None where there is none."""
+"""Receives the losses, from any thread; None if they could not be measured."""
 
 
 class Probe(Protocol):
-    def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
-        """Measure the losses with either in the policy, between two steps; `answer` is called now
-        or later.
+    """Measures averaged weights."""
 
-        False: there is too little to judge by, nobody will answer, and nothing may be taken.
+    def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
+        """Measure the losses of the policy with the weights `mine` and `mean`, between two steps.
+        `answer` is called now or later.
+
+        Returns:
+            False if there are too few completions. `answer` is not called then, and the weights
+            must not be accepted.
         """
         ...
 
 
 def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> Losses:
-    """What log-probabilities of the same tokens under our policy and under the averaged one mean;
-    not empty, and equally many."""
+    """Return the losses of both policies.
+
+    Args:
+        before: Log-probabilities of the tokens under this node's policy, at least one.
+        after: Log-probabilities of the same tokens under the averaged policy.
+        rewarded: True if the completions were rewarded, so that the loss alone decides.
+    """
     count = len(before)
     worse = [ours - theirs for ours, theirs in zip(before, after, strict=True)]
     losses = Losses(-sum(before) / count, -sum(after) / count, error=_error_of_mean(worse))
@@ -61,14 +70,14 @@ def compare(before: Sequence[float], after: Sequence[float], rewarded: bool) -> 
 
 
 def _error_of_mean(values: Sequence[float]) -> float:
-    """Standard error of the mean; 0 where it cannot be known."""
+    """Return the standard error of the mean; 0 if it is not finite."""
     count, mean = len(values), sum(values) / len(values)
     error = math.sqrt(sum((value - mean) ** 2 for value in values) / max(1, count - 1) / count)
     return error if math.isfinite(error) else 0.0
 
 
 class LossProbe:
-    """Measures with a policy that is here as a whole, while the trainer's thread waits."""
+    """Probe for a node that holds the whole policy. The trainer's thread waits for it."""
 
     def __init__(
         self, policy: Policy, batcher: MicroBatcher, temperature: float, tensors: AveragedTensors
@@ -81,8 +90,12 @@ class LossProbe:
         self._own: deque[Row] = deque(maxlen=PROBE_SEQUENCES)
 
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
-        """Keep own completions: those that earned their group's highest reward, which averaged
-        weights must not unlearn, and of all of a batch some."""
+        """Store own completions.
+
+        Args:
+            rewarded: Completions with the highest reward of their group.
+            own: All completions of a batch, of which a sample is stored.
+        """
         completed = [row for row in own if row.tokens]
         self._rewarded.extend(row for row in rewarded if row.tokens)
         self._own.extend(completed[:: max(1, len(completed) // PROBE_SEQUENCES)])
@@ -107,7 +120,7 @@ class LossProbe:
         return False
 
     def _logprobs(self, tensors: Tensors, rows: list[Row]) -> list[float]:
-        """Log-probabilities of the sampled tokens of `rows`, one after the other."""
+        """Return the log-probabilities of the sampled tokens of all `rows`, concatenated."""
         self._tensors.set(tensors)
         scored = self._batcher.score(self._policy, rows, self._temperature)
         return [v for row, values in zip(rows, scored, strict=True) for v in row.at_sampled(values)]

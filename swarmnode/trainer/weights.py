@@ -51,7 +51,7 @@ from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.local import TAKEN
 from swarmnode.weights.manifest import writing_seconds
-from swarmnode.weights.rule import LARGEST_OUTER_STEP, excess, make_rule, next_outer_step
+from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ class Replica:
         lags[exchange.peer] = exchange.outer_step - (exchange.their_outer_step or 0)
         if len(lags) > MET:
             lags.popitem(last=False)
-        wrong = excess(lags.values())
+        wrong = counter_excess(lags.values())
         if wrong:
             believed = [max(0, clock - wrong) for clock in counters.outer_clocks]
             log.warning(

@@ -1,6 +1,6 @@
-"""Averaging weights with one random partner: who with whom, when, and how the bytes travel. NoLoCo,
-arXiv 2506.10911.
+"""NoLoCo (arXiv 2506.10911) in the network process: choice of partners, swaps, and transfers of
+weights.
 
-The network process runs this, so nothing here imports torch; what happens to the tensors is in
-`averaging/`.
+Nothing here imports torch. `averaging/` computes with the tensors in the trainer. Read
+`exchange.py` first, then `averaging/gate.py` and `averaging/outer.py`.
 """

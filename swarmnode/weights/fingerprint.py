@@ -1,9 +1,9 @@
-"""What two nodes must have in common before their weights may be averaged, as 32 bytes. No torch.
+"""Fingerprints: 32 bytes that are equal on two nodes that may average their weights. No torch.
 
-Equal shapes are not enough: two models with the same shapes, or two LoRA adapters with other seeds,
-average to nonsense. Nodes with another fingerprint still share rollouts. Device, learning rate,
-outer rule and codec are left out: replicas may differ in them. So is which layers are held here:
-base and adapter say what a layer's tensors are, and partners average the blocks that both hold.
+Equal shapes are not enough: the mean of two different models, or of two LoRA adapters with
+different seeds, is useless. Nodes with different fingerprints still share rollouts. A fingerprint
+does not cover device, learning rate, outer rule and codec, in which replicas may differ. It does
+not cover the layers that a node holds either: partners average the blocks that both hold.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import msgspec
 from swarmnode.weights.layout import Layout
 
 WEIGHTS_VERSION = 3
-"""Ordinal of the exchange's protocol."""
+"""Version of the swap protocol."""
 STATE_VERSION = 2
-"""The same number in a state's fingerprint."""
+"""Version in the fingerprint of a state."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class LoraShape(msgspec.Struct, frozen=True, array_like=True):
-    """What makes two adapters the same linear map of their parameters."""
+    """Properties that make two adapters the same linear map of their parameters."""
 
     r: int
     alpha: int
     target_modules: tuple[str, ...]
     """Sorted."""
     a_seed: int | None
-    """Seed of the frozen A; None where A is trained and averaged too."""
+    """Seed of the frozen matrix A; None if A is trained and averaged."""
 
 
 def fingerprint(
@@ -41,11 +41,18 @@ def fingerprint(
     fragments: int,
     lora: LoraShape | None = None,
 ) -> bytes:
-    """SHA-256 over the msgpack array of everything that partners must have in common. Of `layout`
-    these are the dtypes.
+    """Return the fingerprint for swaps: SHA-256 of a msgpack array of all properties in which
+    partners must agree.
 
-    swarm, base, tokenizer: 32 bytes each; `base` is `Policy.fingerprint`, which covers
-    architecture, configuration and base weights. Raises ValueError for a hash of another length.
+    Args:
+        swarm, tokenizer: Hashes of 32 bytes.
+        base: `Policy.fingerprint`, 32 bytes: architecture, configuration and base weights.
+        layout: Averaged tensors, of which only the dtypes count.
+        fragments: Number of fragments.
+        lora: The adapter; None if whole weights are averaged.
+
+    Raises:
+        ValueError: A hash has another length.
     """
     return _hashed(
         WEIGHTS_VERSION,
@@ -63,8 +70,8 @@ def state_fingerprint(
     fragments: int,
     lora: LoraShape | None = None,
 ) -> bytes:
-    """The same of everything that a node and the one whose state it takes must have in common: they
-    hold the same layers."""
+    """Return the fingerprint for states. It covers the whole layout, because the source of a state
+    must hold the same layers. Arguments and errors as for `fingerprint`."""
     return _hashed(
         STATE_VERSION,
         (swarm, base, tokenizer),
@@ -78,7 +85,7 @@ def _hashed(
 ) -> bytes:
     for name, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
         if len(value) != 32:
-            raise ValueError(f"{name} has 32 bytes, not {len(value)}")
+            raise ValueError(f"{name} must have 32 bytes, not {len(value)}")
     return hashlib.sha256(
         _encoder.encode(["swarmnode/weights", version, *hashes, what, *how])
     ).digest()

@@ -1,10 +1,10 @@
-"""Which block a tensor belongs to, and which blocks are averaged together. No torch.
+"""Blocks and fragments: which tensors belong together, and which are averaged together. No torch.
 
-A *block* is a layer, or what comes before or after all layers. Its number follows from a tensor's
-name in the whole model, so whoever holds it means the same by it, however its crew is cut. A
-fragment is a set of blocks: strided layers, as in Streaming DiLoCo (arXiv 2501.18512): fragment f
-has layers f, f + P, f + 2P, …, so that each holds early and late ones. Two partners average what of
-a fragment both hold.
+A *block* is one layer, the tensors before all layers, or the tensors after them. Its number follows
+from the names of its tensors in the whole model, so it is the same in every crew, whatever stages
+the crew has. A *fragment* is a set of blocks with strided layers, as in Streaming DiLoCo (arXiv
+2501.18512): of P fragments, fragment f has layers f, f + P, f + 2P, …, early and late ones. Two
+partners average the blocks of a fragment that both hold.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ EMBEDDING: Final = 0
 END: Final = 1
 """Block of the other tensors without a layer: the last norm and the head."""
 BLOCKS: Final = 1024
-"""No block has a higher number; the last one has every layer that would."""
+"""Number of blocks. The last one contains all further layers."""
 
 
 def layer_of(name: str) -> int | None:
-    """Number of the layer that a parameter belongs to: the first number in its dotted name; None
-    for the rest."""
+    """Return the layer of a parameter: the first number in its dotted name, or None."""
     match = _LAYER.search(name)
     return int(match.group(1)) if match else None
 
 
 def block_of(name: str) -> int:
-    """Block of the whole model's tensor `name`."""
+    """Return the block of the whole model's tensor `name`."""
     layer = layer_of(name)
     if layer is None:
         return EMBEDDING if "embed" in name else END
@@ -40,14 +39,15 @@ def block_of(name: str) -> int:
 
 
 def fragment_of(block: int, fragments: int) -> int:
+    """Return the fragment of a block."""
     if block <= END:
         return 0 if block == EMBEDDING else fragments - 1
     return (block - END - 1) % fragments
 
 
 def pack(blocks: Iterable[int]) -> bytes:
-    """A set of blocks as it travels: block b is bit b mod 8 of byte b // 8, and the last byte is
-    not 0; empty for none."""
+    """Encode a set of blocks: block b is bit b mod 8 of byte b // 8. The last byte is not 0; the
+    empty set is the empty string."""
     return _shortest(sum(1 << block for block in set(blocks)))
 
 
@@ -56,39 +56,44 @@ def _shortest(bits: int) -> bytes:
 
 
 def unpack(packed: bytes) -> frozenset[int]:
+    """Decode a packed set of blocks."""
     return frozenset(
         block for block in range(8 * len(packed)) if packed[block // 8] >> block % 8 & 1
     )
 
 
 def blocks_of(names: Iterable[str]) -> bytes:
-    """The blocks, packed, of these tensors."""
+    """Return the blocks of these tensors, packed."""
     return pack(map(block_of, names))
 
 
 def common(one: bytes, other: bytes) -> bytes:
-    """What two packed sets have in common, packed."""
+    """Return the intersection of two packed sets, packed."""
     return _shortest(int.from_bytes(one, "little") & int.from_bytes(other, "little"))
 
 
 def within(blocks: bytes, fragment: int, fragments: int) -> bytes:
-    """Those of a packed set that are in `fragment`, packed."""
+    """Return the subset of a packed set that is in `fragment`, packed."""
     return pack(block for block in unpack(blocks) if fragment_of(block, fragments) == fragment)
 
 
 def count(layout: Layout, wanted: int, layers: int | None = None) -> int:
-    """How many fragments a policy is cut into: `wanted`, but never more than it has layers. layers:
-    of the whole model, where not all of them are in `layout`."""
+    """Return the number of a policy's fragments: `wanted`, at most the number of layers.
+
+    Args:
+        layout: Tensors of the policy or stage.
+        wanted: The configured number.
+        layers: Layers of the whole model if `layout` is that of a stage.
+    """
     if layers is None:
         layers = len({layer for spec in layout if (layer := layer_of(spec.name)) is not None})
     return max(1, min(wanted, layers))
 
 
 def cut(layout: Layout, fragments: int) -> tuple[Layout, ...]:
-    """`fragments` layouts that together are `layout`, each sorted by name; of a stage, one without
-    any of its layers is empty."""
+    """Split a layout into fragments, each sorted by name. A fragment of a stage may be empty."""
     if fragments < 1:
-        raise ValueError("there is at least one fragment")
+        raise ValueError(f"fragments must be at least 1, not {fragments}")
     parts: list[list[TensorSpec]] = [[] for _ in range(fragments)]
     for spec in layout:
         parts[fragment_of(block_of(spec.name), fragments)].append(spec)
@@ -96,17 +101,17 @@ def cut(layout: Layout, fragments: int) -> tuple[Layout, ...]:
 
 
 def check_schedule(sync_every: int, fragments: int) -> None:
-    """Raises ValueError when some step would have to exchange two fragments."""
+    """Raise ValueError if two fragments would be due after one training step."""
     if not 1 <= fragments <= sync_every:
         raise ValueError(f"{fragments} fragments do not fit into sync_every = {sync_every} steps")
 
 
 def due(step: int, sync_every: int, fragments: int) -> int | None:
-    """The fragment whose outer step is due after inner step `step` (1, 2, …), or None.
+    """Return the fragment whose outer step is due after inner step `step` (1, 2, …), or None.
 
-    Each comes up once in `sync_every` steps, evenly staggered, the last one at the multiples of
-    `sync_every`: bandwidth is used all the time instead of in bursts, and no step is stalled by
-    more than a fragment.
+    Each fragment is due once in `sync_every` steps, at even distances; the last one is due at the
+    multiples of `sync_every`. This spreads the traffic, and one step waits for one fragment at
+    most.
     """
     phase = (step - 1) % sync_every + 1  # 1 … sync_every
     fragment = -(-phase * fragments // sync_every) - 1

@@ -1,4 +1,4 @@
-"""Which tensors are averaged: name, shape, dtype, in one order that everybody derives alike. No
+"""The averaged tensors: name, shape and dtype, in an order that is the same on all nodes. No
 torch."""
 
 from __future__ import annotations
@@ -11,19 +11,21 @@ import msgspec
 
 Codec = Literal["int4", "int8", "bfloat16", "float32"]
 CODECS: Final[tuple[Codec, ...]] = get_args(Codec)
-"""Smallest payload first."""
+"""Ordered by the size of a payload."""
 BLOCK: Final = 256
 """Elements that share one scale in the int8 codec."""
 SMALL_BLOCK: Final = 64
-"""Likewise in int4, whose steps are coarser: a block's largest element decides them for fewer
-others."""
+"""Elements that share one scale in the int4 codec. The steps of int4 are coarser, so fewer elements
+share one."""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+    """Name, shape and dtype of one tensor."""
+
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """As the trainer holds it, e.g. `float32`. What travels is the codec's business."""
+    """The trainer's dtype, such as `float32`. The codec decides the dtype on the wire."""
 
     @property
     def elements(self) -> int:
@@ -35,8 +37,11 @@ Layout = tuple[TensorSpec, ...]
 
 
 def make_layout(tensors: Iterable[tuple[str, Iterable[int], str]]) -> Layout:
-    """(name, shape, dtype) of every averaged tensor → their layout. Raises ValueError when a name
-    is there twice or a tensor is empty."""
+    """Return the layout of `(name, shape, dtype)` of all averaged tensors.
+
+    Raises:
+        ValueError: A name occurs twice, or a tensor is empty.
+    """
     layout = tuple(
         sorted(
             (TensorSpec(name, tuple(map(int, shape)), dtype) for name, shape, dtype in tensors),
@@ -55,7 +60,7 @@ def elements(layout: Iterable[TensorSpec]) -> int:
 
 
 def body_bytes(spec: TensorSpec, codec: Codec) -> int:
-    """Length of one encoded tensor, bytes."""
+    """Return the length of an encoded tensor, bytes."""
     if codec == "float32":
         return 4 * spec.elements
     if codec == "bfloat16":
@@ -66,13 +71,17 @@ def body_bytes(spec: TensorSpec, codec: Codec) -> int:
 
 
 def header_limit(layout: Layout) -> int:
-    """No honest payload header of `layout` is longer, bytes."""
+    """Return the longest possible header of a payload of `layout`, bytes."""
     return 256 + sum(len(spec.name.encode()) + 9 * len(spec.shape) + 96 for spec in layout)
 
 
 def payload_limit(layout: Layout, codec: Codec | None = None) -> int:
-    """No honest payload of `layout` is longer, bytes: what may be received before anything is
-    looked at. codec: None where the sender chooses."""
+    """Return the longest possible payload of `layout`, bytes. No more is received before checks.
+
+    Args:
+        layout: Tensors of the payload.
+        codec: None if the sender may choose.
+    """
     codecs = CODECS if codec is None else (codec,)
     longest = sum(max(body_bytes(spec, codec) for codec in codecs) for spec in layout)
     return 4 + header_limit(layout) + longest

@@ -1,10 +1,10 @@
-"""Catching up: which neighbour's state a node without one takes. Pure, no torch; signing is
-`wire.envelope`'s.
+"""Catching up: which neighbour's state a node without one takes. Pure; no torch. `wire.envelope`
+signs.
 
-Replicas of a gossip swarm are never equal, so neighbours cannot agree on hashes. What they can
-agree on is how far the swarm has come: the second highest of the claimed outer steps is one that at
-least two claim to have reached, and a single liar cannot raise it. The state then comes from the
-neighbour that claims just that, is held to the hashes of that neighbour's own manifest, and stays
+Replicas of a swarm are never equal, so neighbours cannot agree on hashes. They can agree on the
+progress of the swarm: at least two neighbours claim to have reached the second highest of the
+claimed outer steps, so a single liar cannot raise it. The state comes from a neighbour that claims
+exactly this outer step. Its tensors must have the hashes of that neighbour's manifest, and it stays
 on probation in the gate.
 """
 
@@ -21,31 +21,32 @@ from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from swarmnode.wire.fields import check_counter, check_length
 
 ASK = 3
-"""Neighbours to ask."""
+"""Number of neighbours that are asked."""
 AGREE = 2
+"""Number of neighbours that must have reached the outer step of the state."""
 HASH_BYTES = 32
 STATE_CODEC: Final[Codec] = "bfloat16"
-"""What slow weights travel in to a newcomer: it errs by about what late replicas differ by. δ is
-not sent: it has grown again after a few outer steps."""
-
+"""Codec of a state. Its error is about as large as the difference between replicas late in
+training. δ is not sent: a few outer steps restore it."""
 WRITTEN_PER_SECOND: Final = 1e8
-"""Bytes of slow weights that a trainer rounds, hashes and writes beside its work, at least."""
+"""Least bytes per second that a trainer rounds, hashes and writes while it trains."""
 
 
 def writing_seconds(layout: Layout) -> float:
-    """How much longer than that of a small policy a neighbour's answer may take, because it has to
-    be written first."""
+    """Return the time that a neighbour needs to write a state of this layout, seconds."""
     return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
 
 
 class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name and hash of one tensor."""
+
     name: str
     phi: bytes
     """32 bytes: SHA-256 of φ, bfloat16 little-endian."""
 
 
 class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
-    """A node's description of its slow weights; it travels signed."""
+    """Description of a node's slow weights, sent in a signed envelope."""
 
     fingerprint: bytes
     """32 bytes."""
@@ -57,8 +58,12 @@ class StateManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag
 
 
 def check_manifest(manifest: StateManifest, names: list[str]) -> None:
-    """Raises BadMessage("bounds") unless `manifest` speaks of exactly our tensors, sorted, with
-    whole hashes and a counter in range."""
+    """Check that a manifest lists exactly the tensors `names`, sorted, with hashes of the right
+    length and counters in range.
+
+    Raises:
+        BadMessage: bounds.
+    """
     check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
     if [tensor.name for tensor in manifest.tensors] != sorted(names):
         raise BadMessage("bounds", "tensors")
@@ -71,10 +76,11 @@ def check_manifest(manifest: StateManifest, names: list[str]) -> None:
 def agreed_source(
     manifests: Mapping[str, StateManifest], fingerprint: bytes, agree: int = AGREE
 ) -> str | None:
-    """The peer to take the state from, or None where fewer than `agree` compatible neighbours made
-    a plausible claim.
+    """Return the peer whose state should be taken, or None if fewer than `agree` compatible
+    neighbours made a plausible claim.
 
-    Among several at the agreed step the lowest peer id; who is asked is the caller's random choice.
+    If several peers claim the agreed outer step, the lowest peer id is returned. The caller chooses
+    at random which peers it asks.
     """
     plausible = {
         peer: m

@@ -1,10 +1,10 @@
-"""One fragment as bytes: a typed header, then one body per tensor. Everything that can be checked
-without arithmetic is checked here.
+"""The encoding of a fragment: a header, then one body per tensor. All checks that need no
+arithmetic on tensors are here.
 
     u32be header length ‖ Header (canonical msgpack) ‖ body of tensor 0 ‖ body of tensor 1 ‖ …
 
-No torch and no copy: bodies are views into what was received. Names, shapes and sizes are compared
-with our own layout; nothing that a peer says decides how much is allocated.
+No torch and no copies: bodies are views into the received bytes. Names, shapes and sizes are
+compared with this node's layout, so no field of a peer decides how much is allocated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     codec: Codec
     fragment: int
     sequence: int
-    """Always 0: every payload stands by itself."""
+    """Always 0: a payload does not depend on another one."""
     anchor: bytes
     """32 bytes: hash of what the values are differences to; empty where they are weights."""
     tensors: list[TensorHeader]
@@ -65,7 +65,7 @@ def parse(
     checksum is verified.
 
     Args:
-        codec: None where the sender chooses.
+        codec: The expected codec; None if the sender may choose.
 
     Raises:
         BadMessage: oversize, malformed, schema, codec, fragment, names, shape, dtype, size,

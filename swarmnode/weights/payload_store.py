@@ -1,5 +1,5 @@
-"""Files of weights: those that peers may fetch from us, for how long, and their end; and those that
-we fetch. trio; no torch."""
+"""Files of weights: this node's, which peers may fetch until an offer expires, and those that this
+node fetches from peers. trio; no torch."""
 
 from __future__ import annotations
 
@@ -23,47 +23,46 @@ log = logging.getLogger(__name__)
 
 MANIFEST_SECONDS: Final = 10.0
 SLOWEST: Final = 1e6
-"""Bytes per second. A transfer that is slower than this all the time is given up, here and where it
-is served."""
+"""Bytes per second. Both sides cancel a transfer that is slower than this on average."""
 OFFER_SECONDS: Final = 600.0
-PATIENCE_SECONDS: Final = 60.0
-"""A transfer may lag behind a steady one by so much: one that sends as little as it may is given up
-then, and not at its deadline."""
+MAX_DELAY_SECONDS: Final = 60.0
+"""Longest delay of a transfer behind a steady one that ends at the deadline. A peer that sends
+almost nothing is thus cancelled after this time instead of at the deadline."""
 PACE_INTERVAL: Final = 5.0
 EXPIRY_SECONDS: Final = 2.0
 RETRY_SECONDS: Final = (0.2, 5.0)
-"""Pause before what broke off is asked for again: the first, doubled each time in which nothing new
-comes, and the longest."""
+"""First and longest pause before a broken transfer is resumed. The pause doubles after each attempt
+without a new chunk."""
 LEFTOVERS: Final = ("out-*", "in-*", "state-*")
 
 
 def offer_seconds(size: int) -> float:
-    """For how long so many bytes of ours can be fetched, at least: in time for whoever is slow, or
-    has them from us slowly."""
+    """Return how long a file of `size` bytes is offered at least, seconds: enough for a transfer at
+    SLOWEST."""
     return OFFER_SECONDS + size / SLOWEST
 
 
 class LocalPayload(msgspec.Struct, frozen=True):
-    """A file of ours, hashed, that can be offered."""
+    """A hashed file of this node."""
 
     source: BulkSource
     path: Path
 
 
 class PayloadOffer(msgspec.Struct, frozen=True):
-    """A file of ours that can be fetched now: `transfer` and `root` are what `network.bulk` knows
-    it by."""
+    """A file of this node that peers can fetch now. `network.bulk` identifies it by `transfer` and
+    `root`."""
 
     transfer: bytes
     root: bytes
     size: int
     path: Path
     until: float
-    """When it ends, on trio's clock."""
+    """End of the offer, on trio's clock."""
 
 
 class RemotePayload(msgspec.Struct, frozen=True):
-    """A file of a peer's, as it was announced."""
+    """A peer's file, as the peer announced it."""
 
     peer: str
     transfer: bytes
@@ -72,36 +71,39 @@ class RemotePayload(msgspec.Struct, frozen=True):
 
 
 class PayloadStore:
-    """Everything in `directory` may be deleted while the node is down. A file that was offered is
-    deleted when its last offer ends."""
+    """Offers, fetches and deletes files of weights in `directory`.
+
+    A file is deleted when its last offer ends. All files in `directory` may be deleted while the
+    node is stopped.
+    """
 
     def __init__(self, bulk: Bulk, directory: Path) -> None:
         self._bulk = bulk
         self._directory = directory
         self._uses: dict[Path, int] = {}
         self._payloads: dict[Path, LocalPayload] = {}
-        """Those of files with a use. Each maps its file, and holds its disk space."""
+        """Payloads with at least one offer. Each maps its file and so keeps its disk space."""
         self._offers: dict[bytes, PayloadOffer] = {}
         self._sinks: dict[Path, FileSink] = {}
 
     async def run(self) -> None:
-        """End offers when their time is over, until cancelled."""
+        """End expired offers until cancelled."""
         while True:
             await trio.sleep(EXPIRY_SECONDS)
             self.expire(trio.current_time())
 
     def clean(self) -> None:
-        """Delete what an earlier process left."""
+        """Delete the files of an earlier process."""
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         for pattern in LEFTOVERS:
             for path in self._directory.glob(pattern):
                 path.unlink(missing_ok=True)
 
-    # ---- ours ------------------------------------------------------------------------------------
+    # ---- this node's files -----------------------------------------------------------------------
 
     async def open(self, name: str) -> LocalPayload | None:
-        """The file that our trainer has written, hashed in a thread; None when it is not there,
-        empty or elsewhere."""
+        """Hash a file that the trainer has written, in a thread. Return None if it is missing,
+        empty or in another directory."""
         path = Path(name)
         if not name or path.parent != self._directory:
             return None
@@ -113,7 +115,8 @@ class PayloadStore:
     def offer(
         self, payload: LocalPayload, until: float, audience: Collection[str] | None
     ) -> PayloadOffer:
-        """Serve it until `until` (trio's clock), to the peers in `audience` or to whoever asks."""
+        """Offer a payload until `until` (trio's clock) to the peers in `audience`, or to every peer
+        if that is None."""
         transfer = secrets.token_bytes(limits.TRANSFER_BYTES)
         offer = PayloadOffer(
             transfer, payload.source.root, payload.source.size, payload.path, until
@@ -127,7 +130,7 @@ class PayloadStore:
     def offer_again(
         self, offer: PayloadOffer, until: float, audience: Collection[str] | None
     ) -> PayloadOffer | None:
-        """Offer the same file to others too. Return None if it is deleted."""
+        """Offer the same file to further peers. Return None if it is deleted."""
         payload = self._payloads.get(offer.path)
         return None if payload is None else self.offer(payload, until, audience)
 
@@ -135,7 +138,7 @@ class PayloadStore:
         return offer.transfer in self._offers
 
     def extend(self, offer: PayloadOffer, until: float) -> bool:
-        """Serve it until `until` at least. False where it has ended."""
+        """Prolong an offer to at least `until`. Return False if it has ended."""
         current = self._offers.get(offer.transfer)
         if current is not None:
             self._offers[offer.transfer] = msgspec.structs.replace(
@@ -153,34 +156,43 @@ class PayloadStore:
             offer.path.unlink(missing_ok=True)
 
     def shorten(self, offer: PayloadOffer, until: float) -> None:
-        """Serve it until `until` at most."""
+        """Shorten an offer to at most `until`."""
         if (current := self._offers.get(offer.transfer)) is not None:
             until = min(current.until, until)
             self._offers[offer.transfer] = msgspec.structs.replace(current, until=until)
 
     def expire(self, now: float) -> None:
-        """End what has been offered for long enough."""
+        """End the offers that have expired."""
         for offer in [offer for offer in self._offers.values() if now >= offer.until]:
             self.withdraw(offer)
 
-    # ---- others' ---------------------------------------------------------------------------------
+    # ---- peers' files ----------------------------------------------------------------------------
 
     def new_path(self) -> Path:
-        """A name for something that is to be fetched."""
+        """Return an unused path for a fetched file."""
         return self._directory / f"in-{secrets.token_hex(8)}.bin"
 
     def discard(self, path: Path) -> None:
-        """Delete what was fetched."""
+        """Delete a fetched file."""
         with contextlib.suppress(OSError):
             os.unlink(path)
 
     async def fetch(self, remote: RemotePayload, path: Path, limit: int, deadline: float) -> None:
-        """Fetch `remote`, at most `limit` bytes, into `path` before `deadline` (trio's clock),
-        taking up again what broke off, for as long as it comes fast enough for that: a connection
-        that is gone may be back in half a minute.
+        """Fetch `remote` into `path`. A broken transfer is resumed while it is on time, because the
+        connection may be restored soon.
 
-        Raises BadMessage for what cannot be honest, Declined, PeerTimeout, PeerError, Unavailable
-        (our disk).
+        Args:
+            remote: The peer's file.
+            path: Where to write it.
+            limit: Most bytes.
+            deadline: On trio's clock.
+
+        Raises:
+            BadMessage: No honest peer sends this.
+            Declined: The peer refuses.
+            PeerTimeout: The transfer is too slow.
+            PeerError: Any other failure of the peer.
+            Unavailable: This node's disk failed.
         """
         manifest = await self._bulk.manifest(
             remote.peer, remote.transfer, deadline=MANIFEST_SECONDS, root=remote.root
@@ -193,25 +205,25 @@ class PayloadStore:
             lambda: FileSink(manifest, path, limit=limit)
         )
         try:
-            await self._at_pace(sink, remote, deadline)
+            await self._fill_in_time(sink, remote, deadline)
         finally:
             del self._sinks[path]
 
-    def lacking(self, path: Path) -> int | None:
-        """Chunks that are still to come of what is being fetched into `path`; None where nothing
-        is."""
+    def missing_chunks(self, path: Path) -> int | None:
+        """Return the number of missing chunks of the transfer into `path`; None without one."""
         sink = self._sinks.get(path)
         return None if sink is None else len(sink.missing())
 
-    async def _at_pace(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
-        """Fill `sink`, or raise what `fetch` raises."""
+    async def _fill_in_time(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
+        """Fill `sink`, and cancel a transfer that is more than MAX_DELAY_SECONDS late. Raises the
+        errors of `fetch`."""
         began, chunks = trio.current_time(), len(sink.missing())
         failures: list[Exception] = []
 
         async def watch() -> None:
             while True:
                 await trio.sleep(PACE_INTERVAL)
-                if trio.current_time() > began + PATIENCE_SECONDS + (deadline - began) * (
+                if trio.current_time() > began + MAX_DELAY_SECONDS + (deadline - began) * (
                     1 - len(sink.missing()) / chunks
                 ):
                     filling.cancel()
@@ -221,13 +233,13 @@ class PayloadStore:
             with trio.CancelScope() as filling:
                 try:
                     await self._fill(sink, remote, deadline)
-                except Exception as failure:  # out of a nursery it would come in a group  # noqa: BLE001
+                except Exception as failure:  # a nursery would wrap it in a group  # noqa: BLE001
                     failures.append(failure)
             nursery.cancel_scope.cancel()
         if failures:
             raise failures[0]
         if filling.cancelled_caught:
-            raise PeerTimeout(f"weights of {remote.peer} come too slowly")
+            raise PeerTimeout(f"transfer of weights from {remote.peer} is too slow")
 
     async def _fill(self, sink: FileSink, remote: RemotePayload, deadline: float) -> None:
         pause = RETRY_SECONDS[0]
@@ -235,7 +247,7 @@ class PayloadStore:
             left = deadline - trio.current_time()
             if left <= 0:
                 raise PeerTimeout(f"weights of {remote.peer} did not arrive in time")
-            lacking = len(sink.missing())
+            missing = len(sink.missing())
             try:
                 usual = self._bulk.deadline(remote.peer, remote.size)
                 await self._bulk.fetch(
@@ -247,10 +259,10 @@ class PayloadStore:
             except PeerError as error:
                 if isinstance(error, Declined) and error.status != "busy":
                     raise
-                log.debug("weights of %s broke off: %s", remote.peer, error)
+                log.debug("transfer of weights broke off: peer=%s error=%s", remote.peer, error)
             pause = (
                 min(2 * pause, RETRY_SECONDS[1])
-                if len(sink.missing()) == lacking
+                if len(sink.missing()) == missing
                 else RETRY_SECONDS[0]
             )
             await trio.sleep(min(pause, max(0.0, deadline - trio.current_time())))

@@ -1,8 +1,7 @@
-"""Whether exchanges made the policy worse, by the only measure that counts: held-out reward. Pure;
-no torch.
+"""Detects swaps that made the policy worse, by held-out reward. Pure; no torch.
 
-A frozen state and two transitions, so that it can be kept with the counters of a trainer and goes
-on where that was killed.
+The state is immutable, so that the trainer can save it with its counters and continue after a
+restart.
 """
 
 from __future__ import annotations
@@ -13,55 +12,53 @@ from typing import Final
 import msgspec
 
 SIGMAS: Final = 3.0
-"""Usual changes of held-out reward beyond which a fall is not chance: one in a thousand, were they
-normal."""
+"""A fall of held-out reward by more than this many standard deviations is no chance event (one in a
+thousand for a normal distribution)."""
 WATCHED: Final = 64
-"""Partners under watch at most, the latest: a stage of a crew never sees a reward."""
+"""Most partners under watch; the latest are kept. A stage of a crew never measures a reward."""
 FLOOR: Final = 0.02
-"""Least σ, units of reward: the same answers to sixteen questions twice do not make a measurement
-exact."""
+"""Least σ, in units of reward. Two equal measurements on sixteen questions do not prove that the
+noise is zero."""
 
 
 class RevertMonitor(msgspec.Struct, frozen=True):
-    """Compares the first held-out reward after exchanges with the last one before them.
+    """Compares the first held-out reward after swaps with the last one before them.
 
-    A fall of more than SIGMAS σ asks for the revert. σ is the root mean square of the changes
-    between successive rewards, which also has in it what the policy learns in between, and is never
-    taken below FLOOR.
+    A fall of more than SIGMAS σ calls for a revert. σ is the root mean square of the changes
+    between successive rewards, which include the progress of learning, but at least FLOOR.
     """
 
     last: float | None = None
-    """Newest held-out reward of a policy that we still have."""
+    """Latest held-out reward of a policy that was not reverted."""
     variance: float = 0.0
     """Mean square of the changes between successive rewards."""
     changes: int = 0
     peers: tuple[str, ...] = ()
-    """Partners of the exchanges under watch."""
+    """Partners of the swaps under watch."""
     before: float | None = None
-    """Reward that these are held to."""
+    """Reward before these swaps."""
 
     @property
     def sigma(self) -> float:
         return max(FLOOR, math.sqrt(self.variance))
 
     def committed(self, peer: str) -> RevertMonitor:
-        """An exchange with `peer` was applied. Several before the next reward: any of them may be
-        why it falls."""
+        """Return the state after a swap with `peer`. If several swaps precede the next reward, any
+        of them may cause a fall."""
         others = tuple(other for other in self.peers if other != peer)
         return msgspec.structs.replace(self, peers=(*others, peer)[-WATCHED:], before=self.last)
 
     def fell(self, reward: float, before: float | None) -> bool:
-        """Whether `reward` is lower than `before` by more than chance."""
+        """Return True if `reward` is below `before` by more than SIGMAS σ."""
         return before is not None and reward < before - SIGMAS * self.sigma
 
     def observed(self, reward: float) -> tuple[RevertMonitor, tuple[str, ...]]:
-        """A held-out reward was measured. Next, and the peers whose exchanges must be taken
-        back."""
+        """Return the state after a measurement, and the peers whose swaps must be reverted."""
         done = msgspec.structs.replace(self, peers=(), before=None)
         if not math.isfinite(reward):
             return done, ()
         if self.peers and self.fell(reward, self.before):
-            return done, self.peers  # and the reward of a policy that is gone is forgotten
+            return done, self.peers  # the reward of the reverted policy is not recorded
         if self.last is None:
             return msgspec.structs.replace(done, last=reward), ()
         changes = self.changes + 1

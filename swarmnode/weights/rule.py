@@ -1,12 +1,10 @@
-"""The outer rule in numbers: when it is stable, what lag costs, how the outer step counter goes on.
-No torch.
+"""The outer rule: its parameters and their stable range, the weight of a lagging partner, and the
+outer step counter. No torch.
 
-    δ ← α δ + β (θ̄ − φ) ;  φ ← φ + δ ;  θ ← φ          θ̄: mean of my θ and my partner's
+    δ ← α δ + β (θ̄ − φ) ;  φ ← φ + δ ;  θ ← φ          θ̄: mean of this node's θ and its partner's
 
-That is NoLoCo (arXiv 2506.10911, equations 1 to 3) with γ = β, in which case the slow weights φ of
-the partner cancel and only θ has to travel. `gossip` is the same line with α = 0 and β = 1. The
-paper's form with two tensors, DiLoCo and the theory of how fast replicas agree are in
-benchmarks/outer_rules.py.
+This is NoLoCo (arXiv 2506.10911, equations 1 to 3) with γ = β, in which case the slow weights φ of
+the partner cancel and only θ has to travel. `gossip` is the same rule with α = 0 and β = 1.
 """
 
 from __future__ import annotations
@@ -21,17 +19,18 @@ RuleName = Literal["noloco", "gossip"]
 ALPHA: Final = 0.5
 BETA: Final = 0.7
 LARGEST_OUTER_STEP: Final = 10**8
-"""No swarm has taken more outer steps: one a second for three years. A newcomer believes no state
-that claims to have."""
-WITNESSES: Final = 3
-"""Partners too far behind us, and most of those met lately, after which our own counter is taken
-for wrong."""
+"""Largest plausible outer step counter: one step per second for three years. A new node ignores a
+state with a larger one."""
+MIN_LAGGING_PARTNERS: Final = 3
+"""Number of recent partners that must be too far behind, besides being the majority, before this
+node corrects its own counter."""
 MAX_LAG: Final = 4.0
-"""Outer steps. A partner further behind is served our weights, and its own are not mixed in."""
+"""Outer steps. A partner further behind receives this node's weights; its own are averaged with
+weight 0."""
 
 
 class Rule(msgspec.Struct, frozen=True):
-    """One way to take an outer step. Make it with `make_rule`, which checks it."""
+    """Parameters of the outer step. `make_rule` checks them."""
 
     name: str
     alpha: float
@@ -41,8 +40,11 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 def make_rule(name: str = "noloco", alpha: float = ALPHA, beta: float = BETA) -> Rule:
-    """The rule `name`; alpha and beta are NoLoCo's. Raises ValueError for an unknown name or an
-    unstable pair."""
+    """Return the rule `name`; `alpha` and `beta` apply to NoLoCo only.
+
+    Raises:
+        ValueError: The name is unknown, or the pair is unstable.
+    """
     if name == "gossip":
         return Rule(name, 0.0, 1.0)
     if name != "noloco":
@@ -52,12 +54,13 @@ def make_rule(name: str = "noloco", alpha: float = ALPHA, beta: float = BETA) ->
 
 
 def check_stability(alpha: float, beta: float) -> None:
-    """Raises ValueError unless 0 ≤ α < 1 and 0 < β < 2(1 − α²): outside, replicas drift apart
-    whatever they learn.
+    """Check that 0 ≤ α < 1 and 0 < β < 2(1 − α²). Outside of this range, replicas diverge.
 
-    The bound follows from the second moments of disagreement and momentum in the mean over random
-    pairs (benchmarks/outer_rules.py). The paper's own bound (its equation 74) is neither necessary
-    nor sufficient.
+    The bound follows from the second moments of disagreement and momentum, averaged over random
+    pairs. The bound of the paper (its equation 74) is neither necessary nor sufficient.
+
+    Raises:
+        ValueError: A parameter is out of range.
     """
     if not 0 <= alpha < 1:
         raise ValueError(f"outer momentum alpha must be in [0, 1), not {alpha}")
@@ -69,36 +72,46 @@ def check_stability(alpha: float, beta: float) -> None:
 
 
 def mixing_weight(lag: float) -> float:
-    """w of θ̄ = θ_i + w (θ_j − θ_i) for a partner `lag` outer steps behind us: ½ / (1 + lag), never
-    above ½ for one that is ahead.
+    """Return w of θ̄ = θ_i + w (θ_j − θ_i): ½ / (1 + max(0, lag)).
 
-    A lag is a peer's claim; lying about it can only lower its own weight.
+    Args:
+        lag: Outer steps by which the partner is behind this node. A peer that lies about it can
+            only lower its own weight.
     """
     return 0.5 / (1.0 + max(0.0, lag))
 
 
 def too_far_behind(lag: float) -> bool:
-    """Whether a partner `lag` outer steps behind has more to gain from us than we from it."""
+    """Return True if a partner's weights are too old to be averaged into this node's."""
     return lag > MAX_LAG
 
 
-def excess(lags: Collection[int]) -> int:
-    """By how much our outer step counter is wrong, where the partners met lately were so many outer
-    steps behind us: 0 where it is right.
+def counter_excess(lags: Collection[int]) -> int:
+    """Return by how much this node's outer step counter exceeds the swarm's, 0 if it does not.
 
-    Whoever was told an absurd one as a newcomer would mix with nobody for ever. WITNESSES of them,
-    and most of them, have to be too far behind, and the one in the middle says how far: a few that
-    agree on a lie must not part us from all the others.
+    A new node that received an absurd counter would otherwise never average again. The excess is
+    the median lag if at least MIN_LAGGING_PARTNERS, and more than half, of the recent partners are
+    too far behind. A few peers that agree on a lie therefore change nothing.
+
+    Args:
+        lags: Outer steps by which the recent partners were behind this node.
     """
     behind = sum(too_far_behind(lag) for lag in lags)
-    return statistics.median_low(lags) if behind >= WITNESSES and 2 * behind > len(lags) else 0
+    return (
+        statistics.median_low(lags)
+        if behind >= MIN_LAGGING_PARTNERS and 2 * behind > len(lags)
+        else 0
+    )
 
 
 def next_outer_step(mine: int, theirs: int | None) -> int:
-    """Our outer step counter after an outer step; `theirs` is the partner's claim, None after a
-    solo step.
+    """Return this node's outer step counter after an outer step.
 
-    One more, and another one while we are behind, so that nodes of unequal speed that keep meeting
-    stay comparable. A liar moves it by one.
+    The counter grows by 1, and by 2 while this node is behind its partner, so that the counters of
+    slow and fast nodes stay comparable. A lie changes it by 1.
+
+    Args:
+        mine: The counter before the step.
+        theirs: The partner's claim; None after a solo step.
     """
     return mine + 1 + int(theirs is not None and theirs > mine)

@@ -1,14 +1,14 @@
-"""When an outer step of which fragment is due, and what of it. Pure, no torch; `step` counts
-training steps.
+"""The schedule of outer steps: which fragment is due after which training step, and which of its
+tensors. Pure; no torch.
 
-    due ─▶ the partner has all of it ───▶ done
-      └──▶ it has some: the rest is left ─▶ midway to the next fragment, one who has that is asked
-      ─▶ averaged, or stepped alone
+    due ─▶ the partner holds all of the fragment ──▶ done
+      └──▶ it holds a part: the other tensors remain ──▶ midway to the next fragment, a partner that
+           holds them is asked ──▶ averaged, or stepped alone
 
-So for each outer step there is at most one exchange more, half a way later, and what is left delays
-no other fragment. A rest that nothing came of until its fragment is due again is part of that. A
-tensor is left once: where something was, the fragment's next outer step is one of all of it, so
-that whatever partners have, claim or hold up, no tensor is passed over twice.
+Each outer step thus causes at most one further swap, half a gap later, and the remaining tensors do
+not delay other fragments. If they are still remaining when their fragment is due again, they join
+that outer step, which then covers all of the fragment. So no tensor is skipped twice, whatever
+partners hold or claim.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import Final
 from swarmnode.weights import fragments
 
 EARLY: Final = 0.5
-"""Share of the time between two outer steps of a fragment: one taken so short a time ago counts for
-the one that is due now."""
+"""An outer step taken within this share of the interval counts as the one that is due now."""
 LEAST_GAP: Final = 4
-"""Training steps between outer steps below which nothing is left for later: there would be no time
-for an exchange in between."""
+"""Least gap between outer steps, in training steps, at which tensors may remain for a later swap. A
+shorter gap has no time for one."""
 
 
 class OuterSchedule:
-    """The fragments of a policy, `count` of them, each due every `every` steps; tensors go by their
-    names.
+    """Schedule of a policy's fragments. The trainer's thread changes it; any thread may read it.
 
-    The trainer's thread changes it; any thread may ask what is left.
+    Args:
+        every: Training steps between two outer steps of one fragment.
+        count: Number of fragments.
     """
 
     def __init__(self, every: int, count: int) -> None:
@@ -39,17 +39,17 @@ class OuterSchedule:
         self._tried: int | None = None
         """The fragment that was due last, until its outer step is taken."""
         self._left: dict[int, frozenset[str]] = {}
-        """What of a fragment its last outer step was not of, longest ago first."""
+        """Fragment → names of the tensors that its last outer step skipped; the oldest first."""
         self._whole: set[int] = set()
-        """Fragments that something is left of and that are due again, all of them."""
+        """Fragments with remaining tensors that are due again as a whole."""
 
     @property
     def _gap(self) -> int:
         return self._every // len(self._stepped_at)
 
     def due(self, step: int) -> int | None:
-        """The fragment to find a partner for after `step`; None where none is, or where a partner
-        that proposed has had us step lately."""
+        """Return the fragment that needs a partner after training step `step`, or None. A swap that
+        a partner proposed recently counts as the outer step."""
         fragment = self._regular(step)
         if fragment is None:
             return self._rest_due(step)
@@ -61,24 +61,23 @@ class OuterSchedule:
         return fragment
 
     def left(self, fragment: int) -> frozenset[str]:
-        """What its last outer step was not of and is still due by itself; empty for all or
-        nothing."""
+        """Return the names of the fragment's tensors that remain from its last outer step; empty if
+        the whole fragment is due or nothing remains."""
         return self._left.get(fragment, frozenset()) if fragment not in self._whole else frozenset()
 
     def takes(self, fragment: int, names: Iterable[str]) -> list[str]:
-        """Those of `names` that an outer step now is of: what is left, if any of it is there, else
-        all."""
+        """Return the subset of `names` that an outer step takes now: the remaining tensors among
+        them, or all of them if none remains."""
         there, left = list(names), self.left(fragment)
         return [name for name in there if name in left] or there
 
     def is_rest(self, fragment: int, names: Collection[str]) -> bool:
-        """Whether an outer step of the tensors `names` would be what is left of the last one, or
-        some of it."""
+        """Return True if all tensors `names` remain from the last outer step."""
         return bool(names) and self.left(fragment).issuperset(names)
 
     def leaves(self, fragment: int, names: Collection[str]) -> bool:
-        """Whether an outer step of the tensors `names`, which a partner has, may leave the others
-        for another partner. Otherwise these take theirs in the same moment, as if alone."""
+        """Return True if an outer step of the tensors `names`, which a partner holds, may leave the
+        other tensors for another partner. Otherwise they take a solo step at the same time."""
         if self._gap < LEAST_GAP or len(self._stepped_at) == 1:
             return False
         return fragment not in self._left or self.is_rest(fragment, names)
@@ -86,8 +85,7 @@ class OuterSchedule:
     def stepped(
         self, fragment: int, names: Collection[str], held: Iterable[str], step: int
     ) -> None:
-        """An outer step of the tensors `names` was taken, of all of the fragment that are
-        `held`."""
+        """Record an outer step of the tensors `names`, of all tensors `held` of the fragment."""
         if self.is_rest(fragment, names):
             left = self._left.pop(fragment).difference(names)
         else:
@@ -100,13 +98,13 @@ class OuterSchedule:
             self._left[fragment] = left
 
     def _rest_due(self, step: int) -> int | None:
-        """The fragment to find a partner for what is left of, where `step` is midway and the one
-        that was due has taken its outer step."""
+        """Return a fragment with remaining tensors if `step` is midway between two outer steps and
+        the first of these is taken, else None."""
         midway = step - (self._gap + 1) // 2
         last = self._regular(midway) if midway > 0 and self._tried is None else None
         if last is None:
             return None
-        # it is due, all of it, before a search for some of it would have to end
+        # the following fragment is due as a whole before a search for a part of it could end
         following = (last + 1) % len(self._stepped_at)
         return next(
             (

@@ -1,9 +1,10 @@
-"""Averaging in the network process: its parts put together, and where the node and the trainer talk
-to them.
+"""Averaging in the network process: creates its parts and connects them with the trainer.
 
-Discovery     which peers average what we do       Exchange      swaps: asks peers and answers them
-PayloadStore  files of weights, ours and theirs    StateSeeker   a neighbour's state for a new node
-                                                   StateServer   ours for a neighbour
+Discovery      peers that average the same policy
+Exchange       swaps: requests them and answers requests
+PayloadStore   files of weights, this node's and peers'
+StateSeeker    fetches a neighbour's state for a new node
+StateServer    serves this node's state to new neighbours
 """
 
 from __future__ import annotations
@@ -28,36 +29,38 @@ from swarmnode.wire.envelope import Credentials
 
 
 class WeightsStatistics(msgspec.Struct, frozen=True):
+    """Counts and state of averaging, for the status page and metrics."""
+
     enabled: bool = False
     phase: str = ""
-    """Of the swap that has been under way for longest: idle, proposing, copying, waiting, fetching
-    or judging."""
+    """Phase of the earliest swap under way: idle, proposing, copying, waiting, fetching or
+    judging."""
     partner: str = ""
     outcomes: dict[str, int] = {}
-    """Outer steps, attempts and swaps by `exchange.OUTCOMES`."""
+    """Outer steps, proposals and swaps by `exchange.OUTCOMES`."""
     failures: dict[str, int] = {}
     """Failed swaps by `exchange.FAILURES`."""
     judged: dict[str, int] = {}
     """Partners' weights by `local.OUTCOMES`."""
     candidates: int = 0
-    """Peers that could be partners now."""
+    """Number of peers that are candidates for a swap."""
     exchange_seconds: float = 0.0
     """Duration of the applied swaps, summed."""
     received_bytes: int = 0
     """Length of the payloads that they fetched, summed."""
     catch_up: CatchUpStatistics = CatchUpStatistics()
     pairs: dict[str, int] = {}
-    """Applied swaps by peer: for people, never a metric's label."""
+    """Number of applied swaps by peer. Shown to the operator, never a metric label."""
 
 
 class WeightService:
     """Averages this node's policy with those of peers.
 
-    Start it with `await nursery.start(service.run)`. `set_policy`, `trainer_left` and `receive` are
-    for the process link.
+    Start it with `await nursery.start(service.run)`. The process link calls `set_policy`,
+    `trainer_left` and `receive`.
 
     Args:
-        budget: As `Meter.allows`; without it no swap is proposed.
+        budget: `Meter.allows`. No swap is proposed while it refuses "fetch".
         may_average: Returns False while no swap may begin.
         unix_time: Returns seconds.
     """
@@ -107,7 +110,7 @@ class WeightService:
         )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Average until cancelled. With averaging off it only waits."""
+        """Average until cancelled. Only wait if averaging is off."""
         if not self._enabled:
             task_status.started()
             await trio.sleep_forever()
@@ -139,8 +142,8 @@ class WeightService:
     # ---- for the trainer -------------------------------------------------------------------------
 
     def set_policy(self, facts: local.ReplicaFacts | None, base: bytes, tokenizer: bytes) -> None:
-        """The trainer (re)started, with this replica: its Hello. What an earlier one was doing is
-        over."""
+        """Take the replica of a trainer that has (re)started, from its Hello. Ends all swaps of the
+        trainer before it."""
         self._has_trainer = True
         if facts is None or not self._enabled:
             self._replica.stop()
@@ -152,13 +155,13 @@ class WeightService:
         self._seeker.trainer_started()
 
     def trainer_left(self) -> None:
-        """It is gone, and may load for minutes: what it was doing is over, and nothing is proposed
-        or accepted until there is another."""
+        """End all swaps: the trainer has disconnected. No swap begins until the next one is ready,
+        which may load for minutes."""
         self._has_trainer = False
         self._exchange.trainer_left()
 
     def receive(self, message: local.FromTrainer) -> None:
-        """Take what the trainer sends."""
+        """Handle a message of the trainer."""
         if self._replica.facts is None:
             return
         match message:

@@ -1,10 +1,10 @@
-"""Getting the swarm's state from neighbours, for a node that is new or has lost its disk.
+"""Fetches the swarm's state from a neighbour, for a node that is new or has lost its disk.
 
-    ask three for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ ─▶ AdoptState ─▶ trainer,
-    on probation
+    ask three neighbours for signed manifests ─▶ `manifest.agreed_source` ─▶ fetch φ
+        ─▶ AdoptState ─▶ trainer, on probation
 
-A running node never takes one: whoever could make it take a state could overwrite it. One that has
-fallen behind is served by those ahead, exchange by exchange, and each of these passes the gate.
+A node that has trained never takes a state, because a peer could otherwise overwrite its weights. A
+node that has fallen behind catches up by swaps, each of which passes the gate.
 """
 
 from __future__ import annotations
@@ -52,44 +52,53 @@ from swarmnode.wire import envelope, ids, strict
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS: Final = 3.0
-"""Time to wait for more neighbours than there are."""
+"""Least duration of a search, in which further neighbours may connect."""
 POLL_INTERVAL: Final = 0.5
-COMES_SECONDS: Final = 30.0
-"""A trainer that waits for a state is told so often that more of it is here."""
+PROGRESS_SECONDS: Final = 30.0
+"""Interval of the progress messages to a trainer that waits for a state."""
 ADOPT_SECONDS: Final = 300.0
-"""Time for our trainer to read a state and to become it."""
+"""Time limit for the trainer to read and adopt a state."""
 
 
 def open_state_manifest(frame: bytes, swarm: bytes) -> tuple[str, StateManifest]:
-    """(peer id of its signer, manifest). Raises BadMessage; whose tensors it speaks of is not
-    looked at."""
+    """Return the signer's peer id and the manifest. The tensors are not compared with a layout.
+
+    Raises:
+        BadMessage: The envelope or the manifest is invalid.
+    """
     signed = envelope.open_raw(frame, ids.DOMAIN_STATE, swarm, STATE_BYTES)
     manifest: StateManifest = strict.decode(signed.payload, StateManifest)
     names = [tensor.name for tensor in manifest.tensors]
     if names != sorted(set(names)):
-        raise BadMessage("bounds", "tensors are sorted, none twice")
+        raise BadMessage("bounds", "tensors must be sorted and unique")
     check_manifest(manifest, names)
     return envelope.peer_id(signed.key), manifest
 
 
 class CatchUpStatistics(msgspec.Struct, frozen=True):
+    """Counts of fetched and served states."""
+
     adoptions: dict[str, int] = {}
     """Neighbours' states by `local.ADOPTIONS`."""
     served: int = 0
-    """Manifests given out."""
+    """Number of manifests sent."""
     source: str = ""
     """Peer whose state was taken last."""
 
 
 class OfferedState(msgspec.Struct, frozen=True):
-    """What a neighbour signs, and where its tensors can be fetched."""
+    """A neighbour's manifest and the file with its tensors."""
 
     manifest: StateManifest
     payload: RemotePayload
 
 
 class StateSeeker:
-    """Takes the section's `join_seconds` and `join_from_one`."""
+    """Searches for a state while the trainer has none.
+
+    Args:
+        cfg: `join_seconds` and `join_from_one` are used.
+    """
 
     def __init__(
         self,
@@ -116,12 +125,13 @@ class StateSeeker:
         self._source = ""
 
     def trainer_started(self) -> None:
-        """A fresh trainer waits for what is found here."""
+        """Start a search if the trainer is new."""
         if self._replica.facts is not None and self._replica.facts.fresh:
             self._wanted.set()
 
     async def run(self) -> None:
-        """Look for a state whenever the trainer has none, until cancelled."""
+        """Run searches until cancelled. Tell the trainer to start with its own weights if a search
+        finds no state."""
         while True:
             await self._wanted.wait()
             self._wanted = trio.Event()
@@ -132,7 +142,7 @@ class StateSeeker:
         return CatchUpStatistics(dict(self._adoptions), served, self._source)
 
     def adopted(self, message: local.StateAdopted) -> None:
-        """The trainer has read a state, and taken it or not."""
+        """Record the trainer's verdict on a state."""
         outcome = message.outcome if message.outcome in ADOPTIONS else "local"
         self._adoptions[outcome] += 1
         if ADOPTIONS[outcome] and message.peer:
@@ -140,7 +150,7 @@ class StateSeeker:
         self._adopted.set()
 
     async def _search(self) -> bool:
-        """Ask, choose, fetch, until a state was adopted or there is none. Whether one was."""
+        """Ask neighbours, choose a source and fetch its state. Return True if one was adopted."""
         began = trio.current_time()
         deadline = began + self._cfg.join_seconds + self._replica.writing_seconds
         asked: set[str] = set()
@@ -169,23 +179,28 @@ class StateSeeker:
                     continue
                 enough = len(offers) >= min(ASK, len(self._network.connected()))
                 if waited and not silent and (enough or not others):
-                    break  # nobody is ahead of us, or too few to agree
+                    break  # no neighbour is ahead of this node, or too few agree
                 await trio.sleep(POLL_INTERVAL)
             nursery.cancel_scope.cancel()
         steps = sorted((offer.manifest.outer_step for offer in offers.values()), reverse=True)
-        log.info("no state to take: %d neighbours asked, their outer steps %s", len(asked), steps)
+        log.info("no state to take: neighbours=%d outer_steps=%s", len(asked), steps)
         if len(offers) == 1 and steps[0] > 0 and not self._cfg.join_from_one:
             (only,) = offers
             log.warning(
-                "starting from the base policy: only neighbour %s offers a state, and a state is"
-                " taken where %d agree; if you trust it, set weights.join_from_one = true",
+                "starting from the base policy: only neighbour %s offers a state, and %d must"
+                " agree; if you trust it, set weights.join_from_one = true",
                 only,
                 AGREE,
             )
         return False
 
     def _source_among(self, offers: dict[str, OfferedState], *, alone: bool) -> str | None:
-        """Whose state to take; alone: a single neighbour's, where that was asked for."""
+        """Return the peer whose state to take, or None.
+
+        Args:
+            offers: The neighbours' answers.
+            alone: True if a single neighbour suffices, given `join_from_one`.
+        """
         agree = 1 if alone and self._cfg.join_from_one and len(offers) == 1 else AGREE
         source = agreed_source(
             {peer: offer.manifest for peer, offer in offers.items()},
@@ -196,13 +211,14 @@ class StateSeeker:
 
     async def _ask(self, peer: str, offers: dict[str, OfferedState], silent: set[str]) -> None:
         try:
-            offer = await self._offer_of(peer)
+            offer = await self._request_offer(peer)
             if offer is not None:
                 offers[peer] = offer
         finally:
             silent.discard(peer)
 
-    async def _offer_of(self, peer: str) -> OfferedState | None:
+    async def _request_offer(self, peer: str) -> OfferedState | None:
+        """Request a peer's manifest. Return None if it has none or an invalid one."""
         try:
             data = await self._network.requests.request(
                 peer,
@@ -214,23 +230,24 @@ class StateSeeker:
                 max_response_bytes=STATE_BYTES,
             )
         except PeerError as error:
-            log.info("no state manifest of %s: %s", peer, error)
+            log.info("no state manifest: peer=%s error=%s", peer, error)
             return None
         try:
             return self._open(peer, data)
         except BadMessage as bad:
-            log.warning("state manifest of %s: %s", peer, bad)
+            log.warning("invalid state manifest: peer=%s reason=%s", peer, bad)
             self._network.rejected(peer, "weights_manifest", PROOF)
             return None
 
     def _open(self, peer: str, data: bytes) -> OfferedState:
-        """Raises BadMessage unless it is `peer` that signed a manifest of exactly our tensors."""
+        """Decode an answer. Raises BadMessage unless `peer` has signed a manifest of exactly this
+        node's tensors."""
         response = decode_state(data)
         if not isinstance(response, StateResponse):
             raise BadMessage("schema", "not a response")
         signer, manifest = open_state_manifest(response.manifest, self._swarm)
         if signer != peer:
-            raise BadMessage("signature", "somebody else's")
+            raise BadMessage("signature", "signed by another peer")
         facts = self._replica.facts
         check_manifest(manifest, [spec.name for spec in facts.layout] if facts is not None else [])
         if response.size > self._limit():
@@ -247,26 +264,26 @@ class StateSeeker:
         )
 
     async def _take(self, offer: OfferedState) -> bool:
-        """Fetch a state, which the trainer waits for, and have it adopted. Whether it was."""
+        """Fetch a state and have the trainer adopt it. Return True if it did."""
         path = self._store.new_path()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._tell_that_it_comes, offer, path)
+            nursery.start_soon(self._report_progress, offer, path)
             taken = await self._fetch(offer, path)
             nursery.cancel_scope.cancel()
         return taken
 
-    async def _tell_that_it_comes(self, offer: OfferedState, path: Path) -> None:
-        """At 7 B a state is ten minutes on a home's line: whoever waits for it shall see that it
-        moves."""
+    async def _report_progress(self, offer: OfferedState, path: Path) -> None:
+        """Send the trainer a message whenever the transfer has progressed. The state of a 7 B model
+        takes ten minutes at home bandwidth."""
         before = 0
         while True:
-            await trio.sleep(COMES_SECONDS)
-            lacking = self._store.lacking(path)
-            if lacking is not None and lacking < before:
+            await trio.sleep(PROGRESS_SECONDS)
+            missing = self._store.missing_chunks(path)
+            if missing is not None and missing < before:
                 self._send_to_trainer(
                     local.AdoptState(offer.payload.peer, "", offer.manifest.outer_step, [])
                 )
-            before = lacking or 0
+            before = missing or 0
 
     async def _fetch(self, offer: OfferedState, path: Path) -> bool:
         remote, manifest = offer.payload, offer.manifest
@@ -285,10 +302,10 @@ class StateSeeker:
                 await self._adopted.wait()
             return self._adoptions["adopted"] > before
         except BadMessage as bad:
-            log.warning("state of %s: %s", remote.peer, bad)
+            log.warning("invalid state: peer=%s reason=%s", remote.peer, bad)
             self._network.rejected(remote.peer, "weights_state", PROOF)
         except (PeerError, LocalError) as error:
-            log.info("state of %s: %s", remote.peer, error)
+            log.info("state not fetched: peer=%s error=%s", remote.peer, error)
         finally:
             self._store.discard(path)
         return False

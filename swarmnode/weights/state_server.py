@@ -1,10 +1,9 @@
-"""Gives our slow weights to neighbours that have none: signed, written once for all who ask.
+"""Serves this node's slow weights φ to new neighbours, signed.
 
-    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign, offer        one file at a time, one
-    offer for all who ask for it
+    request ─▶ WriteState ─▶ trainer ─▶ StateWritten ─▶ sign and offer the file
 
-There is no server of checkpoints. The signature makes a manifest ours: tensors that do not have its
-hashes are held against us.
+One file is written at a time, and one offer serves all requests for it. The signature binds this
+node to its manifest: a receiver counts tensors with other hashes as a lie.
 """
 
 from __future__ import annotations
@@ -33,32 +32,33 @@ from swarmnode.wire import codec, envelope, ids, strict
 from swarmnode.wire.envelope import Credentials
 
 WRITE_SECONDS: Final = 30.0
-"""Time for our trainer to write its state, beside `writing_seconds`."""
+"""Time limit for the trainer to write its state, in addition to `writing_seconds`."""
 MARGIN_SECONDS: Final = 10.0
 ANSWER_SECONDS: Final = 400.0
-"""Nobody waits longer for an answer: at 16 billion weights."""
+"""Longest time until an answer, reached at 16 billion weights."""
 KEEP_SECONDS: Final = 5.0
 KEEP_FACTOR: Final = 20.0
-"""A written state is given out for at least so long, and for so many times as long as it took to
-write: whoever asks how often, our trainer spends no more than a twentieth of its writing on it."""
+"""A written state answers requests for `max(KEEP_SECONDS, KEEP_FACTOR × time to write it)`, so that
+requests cost the trainer at most one twentieth of its time."""
 MOST_STATES: Final = 2
 SMALL_BYTES: Final = 2**30
-"""Written states that can be fetched at a time take two states of disk, or this: whoever asks for
-them, and however often."""
+"""Offered states take at most `max(SMALL_BYTES, MOST_STATES × size)` of disk."""
 
 
 class WrittenState(msgspec.Struct, frozen=True):
-    """Our slow weights in a file, and what we sign of them."""
+    """A file with this node's slow weights, and its signed manifest."""
 
     until: float
-    """Given to whoever asks until then, on trio's clock."""
+    """End of the time in which it answers requests, on trio's clock."""
     manifest: bytes
     """A signed envelope."""
     offer: PayloadOffer
-    """To strangers: it takes none of the slots that are for partners."""
+    """Offer to all peers. It uses none of the slots for partners."""
 
 
 class StateServer:
+    """Answers requests for this node's state."""
+
     def __init__(
         self,
         network: Network,
@@ -68,7 +68,7 @@ class StateServer:
         send_to_trainer: SendToTrainer,
     ) -> None:
         self.served = 0
-        """Manifests given out."""
+        """Number of manifests sent."""
         self._network = network
         self._credentials = credentials
         self._replica = replica
@@ -76,9 +76,9 @@ class StateServer:
         self._send_to_trainer = send_to_trainer
         self._state: WrittenState | None = None
         self._kept: list[PayloadOffer] = []
-        """Written states that can still be fetched."""
+        """Offers of the written states."""
         self._writing: trio.Event | None = None
-        """Set when the state that our trainer is writing is there; None while it writes none."""
+        """Set when the trainer has written the state; None while it writes none."""
         self._asked_at = 0.0
 
     def start(self) -> None:
@@ -94,7 +94,7 @@ class StateServer:
 
     @property
     def is_writing(self) -> bool:
-        """Our trainer is writing a state, and copies nothing else meanwhile."""
+        """True while the trainer writes a state. It makes no copies for swaps meanwhile."""
         return (
             self._writing is not None and trio.current_time() < self._asked_at + self._write_seconds
         )
@@ -107,7 +107,7 @@ class StateServer:
         self._state = self._writing = None
 
     async def written(self, message: local.StateWritten) -> None:
-        """The trainer has written φ: sign what it is."""
+        """Sign and offer the state that the trainer has written."""
         payload = await self._store.open(message.path)
         if payload is not None:
             manifest = StateManifest(
@@ -132,7 +132,7 @@ class StateServer:
             self._writing = None
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
-        """Raises PeerError to reset the stream."""
+        """Answer a request. Raises PeerError, which resets the stream."""
         try:
             request = decode_state(data)
             if not isinstance(request, StateRequest):
@@ -145,26 +145,26 @@ class StateServer:
         state = await self._current()
         offer = state.offer
         if not self._store.extend(offer, trio.current_time() + offer_seconds(offer.size)):
-            raise PeerError("no state any more")
+            raise PeerError("the state has expired")
         self.served += 1
         return encode_message(StateResponse(state.manifest, offer.transfer, offer.root, offer.size))
 
     async def _current(self) -> WrittenState:
-        """A state that is recent enough, or as recent as there is room for on the disk. Raises
-        PeerError."""
+        """Return a state that has not expired, or the last one if the disk has no room for another.
+        Raises PeerError if there is none."""
         if self._state is None or (trio.current_time() >= self._state.until and self._has_room()):
-            if self._writing is None:  # once for all who wait
+            if self._writing is None:  # one file for all waiting requests
                 self._writing, self._asked_at = trio.Event(), trio.current_time()
                 self._send_to_trainer(local.WriteState())
             with trio.move_on_after(self._write_seconds):
                 await self._writing.wait()
         if self._state is None:
-            raise PeerError("no state now")
+            raise PeerError("the state is not ready")
         return self._state
 
     def _has_room(self) -> bool:
-        """Whether one more state may be written: a large one is fetched for hours, and meanwhile
-        anybody may ask for the next."""
+        """Return True if the disk may hold one more state. A large one is fetched for hours, and
+        further requests arrive meanwhile."""
         self._kept = [offer for offer in self._kept if self._store.is_offered(offer)]
         size = max((offer.size for offer in self._kept), default=0)
         return sum(offer.size for offer in self._kept) + size <= max(

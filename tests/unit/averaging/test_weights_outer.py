@@ -23,7 +23,7 @@ from swarmnode.weights.rule import (
     MAX_LAG,
     Rule,
     check_stability,
-    excess,
+    counter_excess,
     make_rule,
     mixing_weight,
     next_outer_step,
@@ -427,4 +427,4 @@ def test_counters_meet_and_a_liar_moves_one_by_one():
     ],
 )
 def test_our_counter_is_wrong_where_most_of_those_met_are_far_behind(lags, wrong):
-    assert excess(lags) == wrong
+    assert counter_excess(lags) == wrong

@@ -160,7 +160,7 @@ async def test_whoever_fetches_states_leaves_room_for_partners(tmp_path, autojum
 
 async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
-    with pytest.raises(PeerError, match="no state now"):
+    with pytest.raises(PeerError, match="the state is not ready"):
         await served.ask()
 
 
