@@ -59,7 +59,7 @@ class Member:
     successors: Successors | None
     members_choose: bool
     """Whether members choose the difficulty of their questions."""
-    keeps_rules: Callable[[RolloutGroup], bool]
+    is_allowed: Callable[[RolloutGroup], bool]
     """Whether a group is one that the swarm's manifest allows."""
 
     async def run(self) -> None:
@@ -127,12 +127,12 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
             if opened is not None
             else None
         )
-        keeps_rules = (
+        is_allowed = (
             manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
         )
         choose = manifest.members_choose(opened, config.task.names, config.training.options)
         yield Member(
-            identity, swarm, opened, network, sessions, summaries, successors, choose, keeps_rules
+            identity, swarm, opened, network, sessions, summaries, successors, choose, is_allowed
         )
 
 

@@ -74,7 +74,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             GroupRules(
                 config.task.names,
                 config.training.max_completion_length,
-                member.keeps_rules,
+                member.is_allowed,
                 member.members_choose,
             ),
             config.sharing,

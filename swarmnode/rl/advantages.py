@@ -1,14 +1,12 @@
-"""Rewards to advantages: which completion of a group was better than the others, and by how much.
+"""Advantages from rewards.
 
-Every estimator is a pure function of the rewards of whole groups. A group whose completions all
-earned the same says nothing; every estimator gives it zeros, and `zero_advantage` names it before
-any forward pass is spent on it.
+Each estimator is a pure function of the rewards of whole groups. A group with equal rewards has no
+signal: its advantages are zero, and `zero_advantage` finds it before any forward pass.
 
     rewards     (groups, G)  or (groups, G, R) for several reward functions    float
-                NaN in the latter: this function does not apply to this completion
+                NaN with R: the reward function does not apply to the completion
     advantages  (groups, G)                                                    float32
-    train_mask  (groups, G)                                                    bool, False = not
-    trained on
+    train_mask  (groups, G)                                                    bool
 """
 
 from __future__ import annotations
@@ -18,11 +16,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 STD_EPS = 1e-4
-"""Added to every standard deviation. TRL's value, so that both give the same number."""
+"""Added to every standard deviation. TRL's value, so that results are equal."""
 
 
 def _total(rewards: torch.Tensor, weights: Sequence[float] | None) -> torch.Tensor:
-    """(groups, G[, R]) → (groups, G): the weighted sum over reward functions."""
+    """Return the weighted sum over reward functions: (groups, G[, R]) → (groups, G)."""
     if rewards.ndim == 2:
         return rewards
     scale = (
@@ -34,7 +32,7 @@ def _total(rewards: torch.Tensor, weights: Sequence[float] | None) -> torch.Tens
 
 
 def grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """A = (r − mean) / (std + 1e-4) in each group, std with Bessel's correction.
+    """Return (r − mean) / (std + 1e-4) per group; std with Bessel's correction.
 
     Source: DeepSeekMath (arXiv 2402.03300) §4.1.2, outcome supervision. Equals TRL's
     `scale_rewards="group"`.
@@ -45,10 +43,10 @@ def grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch
 
 
 def dr_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """A = r − mean in each group.
+    """Return r − mean per group.
 
-    Not dividing by the deviation keeps very easy and very hard questions from weighing more than
-    the rest. Source: "Understanding R1-Zero-Like Training" (arXiv 2503.20783) §3.2. Equals TRL's
+    Without the division, very easy and very hard questions do not weigh more than others. Source:
+    "Understanding R1-Zero-Like Training" (arXiv 2503.20783) §3.2. Equals TRL's
     `scale_rewards="none"`.
     """
     total = _total(rewards, weights)
@@ -56,15 +54,15 @@ def dr_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> to
 
 
 def mc_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """A = (r − median) / (deviation + 1e-4) in each group of G + 1; `train_mask` leaves the median
-    completion (the pivot) out.
+    """Return (r − median) / (deviation + 1e-4) per group of G + 1. `train_mask` excludes the median
+    completion (the pivot).
 
-    A mean over few completions is dragged by one outlier and flips the sign of those near it; the
-    median is not. Source: "MC-GRPO: Median-Centered Group Relative Policy Optimization for
-    Small-Rollout RL" (arXiv 2601.22582). One departure: the deviation is the root mean square about
-    the median, where the paper takes the median absolute deviation. A verifier's rewards are 0 or
-    1, and then the latter is 0 in every group with a majority, which is nearly
-    every group: the advantage would be 1/eps. The root mean square keeps |A| ≤ sqrt(G + 1).
+    One outlier shifts the mean of few completions and flips the sign of others; it does not shift
+    the median. Source: "MC-GRPO: Median-Centered Group Relative Policy Optimization for
+    Small-Rollout RL" (arXiv 2601.22582). One difference: the deviation is the root mean square
+    about the median; the paper uses the median absolute deviation. With rewards of 0 and 1, the
+    latter is 0 in every group with a majority, and the advantage would be 1/eps. The root mean
+    square keeps |A| ≤ sqrt(G + 1).
     """
     total = _total(rewards, weights)
     centred = total - total.median(1, keepdim=True).values
@@ -72,12 +70,11 @@ def mc_grpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> to
 
 
 def gdpo(rewards: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
-    """Each reward is normalised in its group before the weighted sum; the sum is then normalised
-    over the batch.
+    """Normalise each reward per group, sum with weights, and normalise the sum over the batch.
 
-    Summing first lets one reward's scale hide the others, and gives different combinations the same
-    advantage. Source: "GDPO: Group reward-Decoupled Normalization Policy Optimization" (arXiv
-    2601.05242) §3. Equals TRL's `multi_objective_aggregation="normalize_then_sum"`.
+    If rewards were summed first, the scale of one would hide the others. Source: "GDPO: Group
+    reward-Decoupled Normalization Policy Optimization" (arXiv 2601.05242) §3. Equals TRL's
+    `multi_objective_aggregation="normalize_then_sum"`.
     """
     each = rewards.unsqueeze(-1) if rewards.ndim == 2 else rewards
     mean = each.nanmean(1, keepdim=True)
@@ -100,11 +97,16 @@ ESTIMATORS: Mapping[str, Callable[[torch.Tensor, Sequence[float] | None], torch.
 def advantages(
     rewards: torch.Tensor, estimator: str = "grpo", weights: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Advantages (groups, G) of rewards (groups, G) or (groups, G, R); `weights` has R numbers, 1
-    each by default.
+    """Return the advantages (groups, G).
 
-    Raises ValueError for an unknown estimator, another shape, or a reward that is not finite: NaN
-    would spread to the whole group and from there to the weights.
+    Args:
+        rewards: (groups, G) or (groups, G, R).
+        estimator: A key of ESTIMATORS.
+        weights: R weights of the reward functions; 1 each by default.
+
+    Raises:
+        ValueError: The estimator is unknown, the shape is wrong, or a reward is not finite. NaN
+            would spread to the whole group and then to the weights.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(
@@ -124,16 +126,17 @@ def advantages(
 
 
 OVERLONG_SHARE = 5
-"""One part in so many of the longest completion is where length begins to cost: 4,096 of 20,480
-tokens in the paper."""
+"""The penalty applies to the last 1 / OVERLONG_SHARE of the largest length: 4,096 of 20,480 tokens
+in the paper."""
 
 
 def overlong_penalty(length: int, was_cut: bool, max_length: int) -> float:
-    """What a completion of `length` tokens loses of its reward: 0 up to four fifths of
-    `max_length`, then evenly more, 1 at all of it.
+    """Return the penalty of a completion of `length` tokens: 0 up to four fifths of `max_length`,
+    then rising linearly to 1.
 
-    A completion that was cut loses 1 at any length: a peer's bound may be below ours. Source: DAPO
-    (arXiv 2503.14476) eq. 13. Equals TRL's `get_soft_overlong_punishment` where nothing was cut.
+    A truncated completion has penalty 1 at any length, because a peer's limit may be smaller.
+    Source: DAPO (arXiv 2503.14476) eq. 13. Equals TRL's `get_soft_overlong_punishment` for
+    completions that were not truncated.
     """
     cache = max(1, max_length // OVERLONG_SHARE)
     return 1.0 if was_cut else min(1.0, max(0.0, (length - (max_length - cache)) / cache))
@@ -142,11 +145,10 @@ def overlong_penalty(length: int, was_cut: bool, max_length: int) -> float:
 def train_mask(
     rewards: torch.Tensor, estimator: str = "grpo", weights: Sequence[float] | None = None
 ) -> torch.Tensor:
-    """Which completions are trained on, (groups, G) bool: all, but for `mc_grpo` one pivot per
-    group.
+    """Return the completions that are trained on, (groups, G) bool: all, except one pivot per group
+    for `mc_grpo`.
 
-    The pivot is the first completion whose reward is the group's median, so that every node leaves
-    out the same one.
+    The pivot is the first completion with the median reward, so all nodes exclude the same one.
     """
     keep = torch.ones(rewards.shape[:2], dtype=torch.bool, device=rewards.device)
     if estimator == "mc_grpo" and rewards.shape[0]:
@@ -157,12 +159,12 @@ def train_mask(
 
 
 def zero_advantage(rewards: torch.Tensor) -> torch.Tensor:
-    """Which groups say nothing, (groups,) bool: every reward function gave all completions the
-    same.
+    """Return the groups without signal, (groups,) bool: all completions have equal rewards from
+    every reward function.
 
-    Compared exactly, not through the advantage: a mean of equal floats need not be that float, and
-    noise of 1e-8 divided by a deviation of 1e-8 would look like a signal.
+    Rewards are compared exactly. The advantage cannot decide: the mean of equal floats may differ
+    from them by 1e-8, and divided by a deviation of 1e-8 this looks like a signal.
     """
-    rewards = rewards.nan_to_num(0.0)  # what does not apply adds nothing
+    rewards = rewards.nan_to_num(0.0)  # a function that does not apply adds nothing
     same = rewards == rewards[:, :1]
     return same.flatten(1).all(1)

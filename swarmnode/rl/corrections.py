@@ -1,15 +1,13 @@
-"""What completions weigh that another policy than the one being trained has sampled, and when they
-are not believed at all.
+"""Off-policy corrections: weights of completions that another policy sampled, and checks of peers'
+log-probabilities.
 
-Three log-probabilities are kept apart: of the sampler, when it sampled; of the old policy, at the
-beginning of the step; of the new one, which has the gradient. Ratio and clip of the objective are
-new against old (`rl.objectives`); what is here is old against sampler, without gradient.
-`benchmarks.corrections` has bias and variance of each of these against the exact gradient.
+There are three policies: the sampler; the old policy, at the beginning of the step; and the new
+policy, which has the gradient. The ratio and the clip in `rl.objectives` compare new with old. The
+functions here compare old with sampler, without gradient.
 
-    own       another kernel or number format has sampled: `importance_weights`
-    a peer's  another node's policy has, and says so itself: `sequence_correction`, which only ever
-    lowers the weight, so that a peer that
-              lies about its log-probabilities can at best be treated as honest
+    own completions    sampled by another kernel or number format: `importance_weights`
+    peers' completions sampled by another node: `sequence_correction`. It only lowers weights, so a
+                       peer gains nothing by false log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ import torch
 Correction = Literal["tis", "mis", "icepop"]
 Level = Literal["token", "sequence"]
 CAP = 2.0
-"""Most that `tis` lets a token or sequence weigh, and above which `mis` leaves it out (Yao et al.
-2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training": 2)."""
+"""Largest weight of `tis`, and the ratio above which `mis` gives weight 0 (Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training": 2)."""
 BAND = (0.5, 5.0)
-"""Ratios outside of which `icepop` leaves a token or sequence out (Ling Team, "Every Step Evolves",
-arXiv 2510.18855 §3.2)."""
+"""Range of ratios outside of which `icepop` gives weight 0 (Ling Team, "Every Step Evolves", arXiv
+2510.18855 §3.2)."""
 
 BURST_DRIFT = 2.0
-"""Nats per token above the entropy that a policy trained apart from ours may be everywhere;
-`benchmarks.tolerance` has the numbers."""
+"""Surprise above the entropy that is normal for text of a policy that was trained separately, nats
+per token."""
 BURST_SCALE = 8.0
 LEAST_WEIGHT = 0.05
 OWN_CORRECTION: tuple[Correction, Level] = ("tis", "token")
-"""For what this node sampled itself. The sampler is the policy of the same step in another kernel,
-so that ratios are near 1, where each of them is nearly exact; truncating keeps the gradient of what
-lies beyond, and a token's ratio varies no more in a longer answer."""
+"""Correction for own completions. The sampler is the same policy in another kernel, so ratios are
+near 1, where all corrections are nearly exact. Truncation keeps the gradient of outliers, and the
+variance of a token's ratio does not grow with the length."""
 NAMED: dict[str, tuple[Correction, Level]] = {
     "tis": ("tis", "token"),
     "mis": ("mis", "token"),
@@ -46,34 +44,35 @@ NAMED: dict[str, tuple[Correction, Level]] = {
     "sequence_mis": ("mis", "sequence"),
     "sequence_icepop": ("icepop", "sequence"),
 }
-"""As `training.options` has them."""
+"""Corrections by their names in `training.options`."""
 FLOOR = 0.1
-"""Ratio per token below which a peer's completion weighs nothing. The exact gradient has no use for
-a higher one: what lies there is what a peer has learnt and we have not, and leaving it out adds
-more bias than its weight does."""
+"""Ratio per token below which a peer's completion has weight 0. A higher floor adds bias: it would
+exclude what a peer has learnt and this node has not."""
 
 
 LEAST_PROBABILITY = 1e-3
-"""A peer's completion teaches nothing from its first token on that our policy gives less than this.
-The gradient of log π is of order one however improbable a token is, and on-policy learning would
-nearly never sample it; so without a bound a peer can teach a mark that no verifier looks at. At
-1e-2 learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
+"""A peer's completion is trained on up to its first token with a smaller probability under this
+node's policy. The gradient of log π is of order one even for an improbable token that on-policy
+sampling would almost never produce. Without this bound a peer could teach a mark that no verifier
+checks. With 1e-2, learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
 
 
 def own_correction(options: Collection[str]) -> tuple[Correction, Level]:
-    """The correction that `training.options` names for own completions."""
+    """Return the correction for own completions that `training.options` names."""
     return next((NAMED[option] for option in options if option in NAMED), OWN_CORRECTION)
 
 
 def importance_weights(
     old: torch.Tensor, sampler: torch.Tensor, mask: torch.Tensor, kind: Correction, level: Level
 ) -> torch.Tensor:
-    """Weights (N, T) of what the sampler has sampled, for a gradient of the old policy: their
-    ratio, kept from growing without bound.
+    """Return importance weights (N, T): bounded ratios of the old policy to the sampler, without
+    gradient; 0 on padding and where a ratio is not finite.
 
-    old, sampler, mask (N, T). tis: truncated at CAP · mis: masked above CAP · icepop: masked
-    outside BAND. At level `sequence` the ratio is the product over the completion's tokens, for all
-    of them. A ratio that is not finite weighs nothing. Without gradient; 0 on padding.
+    Args:
+        old, sampler: Log-probabilities (N, T), nats.
+        mask: (N, T).
+        kind: `tis` truncates at CAP, `mis` masks above CAP, `icepop` masks outside BAND.
+        level: With `sequence`, all tokens have the product of the completion's ratios.
     """
     inside = mask.bool()
     log_ratio = (old.detach().float() - sampler.float()).masked_fill(~inside, 0.0)
@@ -98,11 +97,19 @@ def against_sampler(
     kind: Correction,
     level: Level,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, T) what the objective's ratio is against, and what each token weighs; 0 on padding.
+    """Return the old policy's log-probabilities (N, T) for the objective, and the weight of each
+    token (N, T); 0 on padding.
 
-    A completion whose `recorded` log-probabilities (N, T) are its sampler's (`sampled` (N,)) has
-    the policy as it is `now` for its old one, and `weights` (N,) times the correction for the
-    sampler's. Any other has `recorded`, and `weights`.
+    If `recorded` holds the sampler's log-probabilities, the old policy is the present one and the
+    weight includes the correction. Otherwise `recorded` is the old policy.
+
+    Args:
+        now: Log-probabilities of the present policy (N, T).
+        recorded: Recorded log-probabilities (N, T).
+        sampled: (N,) True if `recorded` is the sampler's.
+        weights: (N,).
+        mask: (N, T).
+        kind, level: See `importance_weights`.
     """
     now, sampled = now.detach().float(), sampled.unsqueeze(1)
     correction = torch.where(
@@ -112,19 +119,19 @@ def against_sampler(
 
 
 def effective_share(total: float, squares: float, count: float) -> float | None:
-    """Effective sample size ÷ sample size, in (0, 1]: (Σw)² / (n Σw²) of n weights; None of
-    nothing, where nothing has weight, and of sums that are of no weights."""
+    """Return effective sample size ÷ sample size of n weights: (Σw)² / (n Σw²), in (0, 1]. None if
+    no weight is positive or the sums are invalid."""
     most = count * squares
     share = total * total / most if most > 0 else 0.0
     return min(share, 1.0) if 0 < share < math.inf else None
 
 
 def rate_factor(options: Collection[str], effective: float | None) -> float:
-    """What the learning rate is multiplied by where few samples carry the weight: √(effective
-    share); 1 without the option.
+    """Return the factor of the learning rate: √(effective share) with the option `effective_rate`,
+    otherwise 1.
 
-    An update varies as if it were of so many samples only (VCPO, arXiv 2602.17616), and Adam's rate
-    goes with the root of the batch (arXiv 2205.10287).
+    The variance of an update depends on the effective sample size (VCPO, arXiv 2602.17616), and
+    Adam's rate scales with the root of the batch size (arXiv 2205.10287).
     """
     return math.sqrt(effective) if "effective_rate" in options and effective is not None else 1.0
 
@@ -132,13 +139,16 @@ def rate_factor(options: Collection[str], effective: float | None) -> float:
 def sequence_correction(
     local_sum: torch.Tensor, sender_sum: torch.Tensor, tokens: torch.Tensor, floor: float = FLOOR
 ) -> torch.Tensor:
-    """Weights (N,), each 0 or in [floor, 1]: s = exp((lp_local − lp_sender) / tokens), at most 1,
-    and nothing below the floor.
+    """Return the weights (N,) of peers' completions: `min(1, exp((lp_local − lp_sender) /
+    tokens))`, or 0 below `floor` or if it is not finite. Without gradient.
 
-    `local_sum`, `sender_sum` (N,): log-probabilities summed over the completion, nats; `tokens`
-    (N,): its length. The length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1); never
-    above 1 is ours, see the module's docstring. A pair that is not finite weighs nothing. No
-    gradient flows through the weight.
+    The length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1). The bound of 1 is ours;
+    see the module's docstring.
+
+    Args:
+        local_sum, sender_sum: Log-probabilities summed over each completion (N,), nats.
+        tokens: Lengths (N,).
+        floor: Least ratio.
     """
     log_ratio = (local_sum.detach().float() - sender_sum.float()) / tokens.float().clamp(min=1.0)
     weight = torch.exp(log_ratio.clamp(max=0.0))
@@ -148,12 +158,15 @@ def sequence_correction(
 
 
 def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> bool:
-    """Whether a peer of the same model may have sampled this: median |Δ log-probability| per token
-    within `tolerance`, nats.
+    """Return True if the median |Δ log-probability| per token is at most `tolerance`, nats, so that
+    a peer with the same model may have sampled the text.
 
-    `local`, `sender` (T,), one or several completions end to end. The median, because one token on
-    which two policies truly differ is ordinary, and half the tokens is not. False for different
-    lengths, nothing at all, and numbers that are not finite.
+    Honest policies may differ on single tokens, but not on half of them; hence the median.
+
+    Args:
+        local, sender: Log-probabilities (T,) of one or several completions. Different lengths, no
+            tokens, and values that are not finite return False.
+        tolerance: Nats.
     """
     if local.shape != sender.shape or local.numel() == 0:
         return False
@@ -162,23 +175,21 @@ def spot_check(local: torch.Tensor, sender: torch.Tensor, tolerance: float) -> b
 
 
 def excess_surprise(local: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-    """How much more surprising each token was than what our policy samples there: −log-probability
-    − entropy, (T,) nats.
+    """Return −log-probability − entropy of each token, (T,) nats.
 
-    Whatever a policy samples has on average just its entropy's surprise, so the mean is near 0 for
-    samples of a near policy, whoever says what about them. The spot check asks whether the sender
-    tells the truth about a text; a sender that computes the truth about a text that it made up
-    passes it, and fails here.
+    The mean is near 0 for samples of a similar policy, whatever the sender claims. This finds
+    senders that the spot check cannot find: those that report correct log-probabilities of an
+    invented text.
     """
     return -local.detach().float() - entropy.detach().float()
 
 
 def surprise_check(excess: torch.Tensor, tolerance: float) -> bool:
-    """Whether our policy, or one near it, may have *sampled* these tokens: mean `excess` (T,)
-    within `tolerance`, nats.
+    """Return True if a policy similar to this node's may have sampled these tokens: the mean of
+    `excess` (T,) is at most `tolerance`, nats.
 
-    One-sided: colder sampling than ours is less surprising, and no harm. False for nothing at all,
-    and numbers that are not finite.
+    The check is one-sided, because sampling at a lower temperature is less surprising and harmless.
+    No tokens and values that are not finite return False.
     """
     return (
         excess.numel() > 0
@@ -188,13 +199,12 @@ def surprise_check(excess: torch.Tensor, tolerance: float) -> bool:
 
 
 def burst_weight(excess: torch.Tensor, slack: float) -> float:
-    """What one completion weighs, 0 to 1, by its worst stretch of tokens: the largest sum of
-    (`excess` − BURST_DRIFT) over any run of them.
+    """Return the weight of a completion, 0 to 1, by its most surprising stretch of tokens: the
+    largest sum of (`excess` − BURST_DRIFT) over any run of tokens.
 
-    A lucky right answer is one or two unlikely choices, worth up to `slack` nats; a text that
-    something was put into has a stretch that our policy would not have written, however long the
-    rest is. Beyond the slack the weight falls by e for every BURST_SCALE nats, and below
-    LEAST_WEIGHT it is 0.
+    A lucky right answer has one or two unlikely tokens, worth up to `slack` nats. Inserted text is
+    a longer stretch that this node's policy would not sample. Beyond the slack, the weight falls by
+    a factor e per BURST_SCALE nats; below LEAST_WEIGHT it is 0.
     """
     if excess.numel() == 0 or not bool(torch.isfinite(excess).all()):
         return 0.0
@@ -205,11 +215,11 @@ def burst_weight(excess: torch.Tensor, slack: float) -> float:
 
 
 def learnt_tokens(local: Sequence[float], least: float = LEAST_PROBABILITY) -> int:
-    """Return how many of a peer's tokens are learnt: those before the first that our policy gives
-    a probability below `least`.
+    """Return the number of a peer's tokens that are trained on: those before the first one whose
+    probability under this node's policy is below `least`.
 
     Args:
-        local: (T,) our log-probabilities at our temperature, nats.
+        local: (T,) log-probabilities under this node's policy and temperature, nats.
         least: Probability.
     """
     floor = math.log(least)
@@ -217,6 +227,5 @@ def learnt_tokens(local: Sequence[float], least: float = LEAST_PROBABILITY) -> i
 
 
 def burst_slack(vocab_size: int) -> float:
-    """How surprising a single choice may be: e⁻⁸ of all of them, and any one word of the
-    vocabulary."""
+    """Return the surprise that is allowed for a single token: 8 + ln(vocabulary) nats."""
     return 8.0 + math.log(vocab_size)

@@ -1,11 +1,11 @@
-"""Which question next: of which task, at which difficulty. No torch here.
+"""Curriculum: the task and difficulty of the next question. No torch.
 
-A group teaches when its rewards differ. How often they do differs between buckets, a bucket being a
-task at one difficulty, and changes as the policy learns. Thompson sampling over a Beta posterior of
-that share asks where a signal is likely, and explores where little is known.
+A group has a signal if its rewards differ. The share of such groups differs between buckets (a task
+at one difficulty) and changes as the policy learns. Thompson sampling over a Beta posterior of this
+share prefers buckets with a likely signal, and explores those with little evidence.
 
-Only own groups count as evidence. Peers' groups counted too once: no gain in held-out reward could
-be shown, and liars cost signals (benchmarks/RESULTS.md, "curriculum").
+Only own groups count as evidence. Counting peers' groups showed no gain in held-out reward, and
+gave liars influence (benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MEMORY = 0.9
-"""Share of a bucket's evidence that is kept when a group of it arrives. About the last ten count,
-since the policy changes."""
+"""Decay of a bucket's evidence per group. About the last ten groups count, because the policy
+changes."""
 PRIOR = 2.0
-"""Weight of the mean over all buckets in each bucket, in own groups: where most buckets are too
-hard, an untried one probably is."""
+"""Weight of the prior, the mean over all buckets, in groups. If most buckets are too hard, an
+untried one probably is too."""
 EXPLORE = 0.2
-"""Share of the questions that are drawn uniformly from all buckets."""
+"""Share of the questions whose bucket is drawn uniformly."""
 
 
 class Bucket(NamedTuple):
@@ -32,10 +32,14 @@ class Bucket(NamedTuple):
 
 
 class Curriculum:
-    """Beta posteriors by bucket, and the choice from them. The caller's generator is all its
-    randomness.
+    """Beta posteriors by bucket, and the choice of a bucket.
 
-    Groups in buckets other than `buckets` are not counted. Raises ValueError when there is none.
+    Args:
+        buckets: The buckets; groups of other buckets are ignored.
+        explore: Share of uniform choices.
+
+    Raises:
+        ValueError: `buckets` is empty.
     """
 
     def __init__(self, buckets: Sequence[Bucket], explore: float = EXPLORE) -> None:
@@ -48,11 +52,11 @@ class Curriculum:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """Sorted."""
+        """All buckets, sorted."""
         return list(self._own)
 
     def own(self, bucket: Bucket, useful: bool) -> None:
-        """Take an own group: whether its rewards differed."""
+        """Record an own group. `useful` is True if its rewards differed."""
         if bucket in self._own:
             yes, no = self._own[bucket]
             self._own[bucket] = (MEMORY * yes + useful, MEMORY * no + (not useful))
@@ -80,7 +84,7 @@ class Curriculum:
         }
 
     def evidence(self) -> dict[Bucket, float]:
-        """Return how many own groups each posterior rests on."""
+        """Return the number of own groups, after decay, in each posterior."""
         return {bucket: sum(counted) for bucket, counted in self._own.items()}
 
     def choose(self, rng: random.Random) -> Bucket:

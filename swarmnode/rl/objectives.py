@@ -1,15 +1,13 @@
-"""The loss of a batch, from log-probabilities and advantages.
+"""The policy loss, from log-probabilities and advantages.
 
-    dapo, grpo, dr_grpo   clipped ratio of each token, with asymmetric bounds and a hard one; they
-    differ in what they divide by
-    gspo                  the same with one ratio per sequence, its geometric mean per token, and
-    much closer bounds
-    cispo                 −log-probability, weighted by the bounded ratio: no token loses its
-    gradient
+    dapo, grpo, dr_grpo   clipped ratio per token, with asymmetric bounds and a hard bound; they
+                          differ in the normalizer
+    gspo                  one ratio per sequence (the geometric mean per token), with tight bounds
+    cispo                 −log-probability times the bounded ratio: no token loses its gradient
 
-An optional KL penalty, and weights for what was sampled by another policy. The normalizer is a
-number that the caller computes once over the whole batch (`Objective.normalizer`): then
-micro-batches of any size add up to the loss of the whole.
+A KL penalty is optional, and so are weights for completions of another policy. The caller computes
+the normalizer once over the whole batch (`Objective.normalizer`), so that the losses of
+micro-batches of any size add up to the loss of the batch.
 
     logprobs, old_logprobs, ref_logprobs, mask  (N, T)
     advantages                                  (N,)
@@ -28,51 +26,51 @@ from swarmnode.config import TrainingConfig
 
 LossType = Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"]
 MAX_GRAD_NORM = 1.0
-"""Norm that the gradient of a step is clipped to, TRL's: bounds what one bad batch does to AdamW's
-moments."""
+"""Norm to which the gradient of a step is clipped, as in TRL. It limits the effect of one bad batch
+on AdamW's moments."""
 WEIGHT_DECAY = 0.0
-"""AdamW's: a policy that was trained before is not drawn to zero; `training.beta` draws it to where
-it started."""
+"""AdamW's weight decay. A pre-trained policy should not decay to zero; `training.beta` pulls it
+towards its initial state."""
 EPSILON = 0.2
-"""Lower clip of the importance ratio: PPO's."""
+"""Lower clip of the ratio, as in PPO."""
 EPSILON_HIGH = 1.0
-"""Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv
-2503.14476 §3.1, has 0.28). A step is taken once, so that it bounds only what is trained on again
-(`trainer.replay`), where a rare success is to become twice as likely: at 0.28 the first steps teach
-less, and without a bound the later ones do (benchmarks/RESULTS.md, "sapo: groups that are trained
-on again")."""
+"""Upper clip of the ratio. DAPO (arXiv 2503.14476 §3.1) has 0.28. A step is taken once, so the clip
+only affects replayed groups (`trainer.replay`), in which a rare success may become twice as likely.
+With 0.28 the first replays teach less, and without a bound the later ones do
+(benchmarks/RESULTS.md)."""
 CLIPS_TOKENS = ("dapo", "grpo", "dr_grpo")
-"""Objectives whose clip ends how far a token is moved by what is trained on again. `gspo`'s is
-passed within a step, `cispo` has none."""
+"""Objectives whose clip limits the effect of replay. The tight clip of `gspo` is reached within one
+step, and `cispo` removes no gradient."""
 DIVIDES_BY_LENGTH = ("grpo", "gspo")
 """Objectives that divide each completion by its length."""
 DELTA = 4.0
-"""Hard upper bound of the ratio for negative advantages too (INTELLECT-2, arXiv 2505.07291
+"""Hard upper bound of the ratio, also for negative advantages (INTELLECT-2, arXiv 2505.07291
 §3.4)."""
 
 
 SEQUENCE_EPSILON, SEQUENCE_EPSILON_HIGH = 3e-4, 4e-4
-"""Clips of a sequence's ratio: a mean over tokens moves far less than any of them (GSPO, arXiv
-2507.18071 §5.1)."""
+"""Clips of a sequence's ratio. The mean over tokens changes much less than single tokens (GSPO,
+arXiv 2507.18071 §5.1)."""
 WEIGHT_EPSILON_HIGH = 4.0
-"""A weight of `cispo` is at most 1 + this. It has no lower bound (CISPO, arXiv 2506.13585 §3.1; 5
-as in ScaleRL, arXiv 2510.13786)."""
+"""The weight of `cispo` is at most 1 + this value, and has no lower bound (CISPO, arXiv 2506.13585
+§3.1; the bound 5 is ScaleRL's, arXiv 2510.13786)."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """What is minimised. Names and meanings are TRL's."""
+    """Parameters of the loss. Names and meanings are TRL's."""
 
     loss_type: LossType = "dapo"
     beta: float = 0.0
     max_completion_length: int = 1
-    """Only dr_grpo asks for it."""
+    """Used by dr_grpo only."""
     epsilon: float = EPSILON
     epsilon_high: float = EPSILON_HIGH
     delta: float | None = DELTA
 
     @classmethod
     def of(cls, cfg: TrainingConfig) -> Objective:
+        """Return the objective that the configuration names."""
         named = cls(cfg.loss_type, cfg.beta, cfg.max_completion_length)
         if cfg.loss_type == "gspo":
             return replace(
@@ -83,8 +81,7 @@ class Objective:
         return named
 
     def normalizer(self, lengths: Sequence[int]) -> float:
-        """The number that the loss of a whole batch, of completions of `lengths` tokens, is divided
-        by.
+        """Return the divisor of the loss of a batch with completions of `lengths` tokens.
 
         dapo, cispo: tokens (arXiv 2503.14476 §3.3) · grpo, gspo: sequences · dr_grpo: N ×
         max_completion_length (arXiv 2503.20783 §3.2).
@@ -97,17 +94,17 @@ class Objective:
 
 
 class LossOutput(NamedTuple):
-    """`loss` carries the gradient; the rest is detached and describes these sequences only."""
+    """The loss, which has the gradient, and detached statistics of the same sequences."""
 
     loss: torch.Tensor
-    """Scalar: the share of the batch's loss that these sequences contribute."""
+    """Scalar: the contribution of these sequences to the loss of the batch."""
     clip_fraction: torch.Tensor
     """Share of tokens whose gradient the clip removed, or with `cispo` bounded, 0 to 1."""
     kl: torch.Tensor
     """Mean k3 estimate of KL(policy ‖ reference) per token as it enters the loss, nats; 0 without a
     reference."""
     tokens: torch.Tensor
-    """Tokens trained on: the weight of the two means when micro-batches are averaged."""
+    """Number of tokens: the weight of the two means when micro-batches are averaged."""
 
 
 def policy_loss(
@@ -121,18 +118,22 @@ def policy_loss(
     weights: torch.Tensor | None = None,
     ref_logprobs: torch.Tensor | None = None,
 ) -> LossOutput:
-    """−min(r·A, clip(r, 1−ε, 1+ε_high)·A) + β·k3, summed over tokens as `loss_type` says and
-    divided by `normalizer`.
+    """Return −min(r·A, clip(r, 1−ε, 1+ε_high)·A) + β·k3, summed over tokens as `loss_type` requires
+    and divided by `normalizer`.
 
-    r = exp(logprobs − old_logprobs); with `gspo` exp of its mean over the sequence, for all its
-    tokens. With `cispo` the first term is −min(r, 1+ε_high)·A·logprobs, the bounded ratio without
-    gradient. `delta` caps r in the unclipped term too: with A < 0 the minimum picks the larger
-    ratio, so without it one token that the policy has since made likely gives an unbounded loss
-    (INTELLECT-2, arXiv 2505.07291 §3.4). The k3 term is multiplied by r (TRL's
-    `use_bias_correction_kl`): its gradient is then that of the reverse KL, also where r is 1
-    (DeepSeek-V3.2, arXiv 2512.02556). `weights` scale the policy term of a sequence or token, not
-    its KL. Padding may hold anything, infinities included. Raises ValueError when β > 0 has no
-    reference.
+    r = exp(logprobs − old_logprobs). With `gspo`, r is exp of the mean over the sequence, for all
+    its tokens. With `cispo`, the first term is −min(r, 1+ε_high)·A·logprobs with no gradient
+    through the ratio. `delta` bounds r in the unclipped term: for A < 0 the minimum selects the
+    larger ratio, so a token that has become likely would give an unbounded loss (INTELLECT-2,
+    arXiv 2505.07291 §3.4). The k3 term is multiplied by r (TRL's `use_bias_correction_kl`), which
+    makes its gradient that of the reverse KL, also at r = 1 (DeepSeek-V3.2, arXiv 2512.02556).
+
+    Args:
+        weights: Factors of the policy term, (N,) or (N, T). They do not scale the KL term.
+        mask: Padding may contain any values, including infinities.
+
+    Raises:
+        ValueError: β > 0 without `ref_logprobs`.
     """
     mask = mask.to(logprobs.dtype)
     inside = mask.bool()

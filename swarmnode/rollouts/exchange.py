@@ -124,7 +124,7 @@ class RolloutExchange:
             cfg,
             max_completion_length=rules.max_completion_length,
             is_greylisted=lambda peer: not network.welcome(peer),
-            keeps_rules=rules.keeps_rules,
+            is_allowed=rules.is_allowed,
             chooses=rules.members_choose,
             version_of=version_of,
         )

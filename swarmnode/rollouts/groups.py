@@ -1,12 +1,9 @@
-"""A group at each stage of its way through a node, and what the trainer asks of the rollout
-service.
+"""Types of a group on its way through a node, and the messages between trainer and rollout
+service. Both ends of the process link import this module.
 
-    OwnGroup       trainer → publisher            what this node sampled
-    Candidate      envelope → signed, recent, not yet scored
-    ExternalGroup  candidate → scored → pool → drawn for training
-
-They live here, below the trainer, because both ends of the process link need them
-(trainer/messages.py imports them).
+    OwnGroup       sampled by this node: trainer → publisher
+    Candidate      from a peer: signature and limits are checked, not scored yet
+    ExternalGroup  a scored candidate: pool → trainer
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ Outcome = Literal[
     "failed",
     "no_gradient",
 ]
-"""What the trainer makes of a drawn group."""
+"""The trainer's verdict on a drawn group."""
 
 
 class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
@@ -55,29 +52,29 @@ class OwnGroup(msgspec.Struct, frozen=True, tag="own_group"):
     sampling: SamplingParams
     completions: list[Completion]
     rewards: list[float]
-    """(G,), as the trainer scored them: a group nobody can learn from is not published, and how
-    they are spread is listed."""
+    """(G,), from this node's scorer. A group with equal rewards is not published; the listing shows
+    the spread of the rewards."""
     components: list[dict[str, float]] = []
-    """(G,) what each reward is made of, for whoever looks at it; empty where it is a single
-    number."""
+    """(G,) components of each reward, for display; empty if the reward is a single number."""
 
 
 class Draw(msgspec.Struct, frozen=True, tag="draw"):
-    """Trainer → network: give me up to `count` external groups for the step at `policy_version`."""
+    """Trainer → network: request for up to `count` external groups for the step at
+    `policy_version`."""
 
     request: int
     count: int
     policy_version: int
     per_peer: int
-    """How many of one author's groups the step uses at most."""
+    """Most groups of one author in the step."""
 
 
 class ExternalGroup(msgspec.Struct, frozen=True):
-    """An admitted group: what a peer sampled, with the prompt and the rewards that this node
-    computed itself."""
+    """An admitted group of a peer, with the prompt and the rewards that this node computed
+    itself."""
 
     content: bytes
-    """32 bytes: blake2b-256 of the envelope it came in."""
+    """blake2b-256 of its envelope, 32 bytes."""
     peer: str
     group: RolloutGroup
     prompt: str
@@ -86,8 +83,8 @@ class ExternalGroup(msgspec.Struct, frozen=True):
     staleness: int
     """Own policy versions since it arrived."""
     components: list[dict[str, float]] = []
-    """(G,) what each reward is made of, each in [0, 1], as this node computed it; empty where it is
-    a single number."""
+    """(G,) components of each reward, in [0, 1], computed by this node; empty if the reward is a
+    single number."""
     observations: list[list[str]] = []
     """(G,) the environment's texts after each action of each episode, as this node's replay
     returned them: one for each action that was given to the environment, so the last one of a
@@ -102,8 +99,8 @@ class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
 
 
 class Judged(msgspec.Struct, frozen=True, tag="judged"):
-    """Trainer → network: what became of a drawn group. All but `used` are reasons
-    (`rollouts.reasons`)."""
+    """Trainer → network: verdict on a drawn group. Verdicts other than `used` are in
+    `rollouts.reasons`."""
 
     peer: str
     outcome: Outcome
@@ -111,20 +108,21 @@ class Judged(msgspec.Struct, frozen=True, tag="judged"):
 
 @dataclass(frozen=True)
 class GroupRules:
-    """What this node samples and takes."""
+    """Limits on the groups that this node samples and accepts."""
 
     tasks: Collection[str]
-    """Names of the tasks that it trains on."""
+    """Names of the tasks that this node trains on."""
     max_completion_length: int = limits.TOKENS
-    """Its own, tokens."""
-    keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True
-    """Whether a group is one that the swarm's manifest allows."""
+    """This node's limit, tokens."""
+    is_allowed: Callable[[RolloutGroup], bool] = lambda group: True
+    """Returns True if the swarm's manifest allows a group."""
     members_choose: bool = False
-    """Whether the swarm's members choose the difficulty of their questions."""
+    """True if the swarm's members choose the difficulty of their questions."""
 
 
 class PolicyFacts(Protocol):
-    """What the rollout service must know of the local policy; `trainer.messages.Hello` is one."""
+    """Properties of the local policy that the rollout service needs. `link.messages.Hello` has
+    them."""
 
     @property
     def model(self) -> bytes: ...
@@ -137,24 +135,24 @@ class PolicyFacts(Protocol):
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """A group that passed every check that needs no scorer."""
+    """A group that has passed all checks before scoring."""
 
     content: bytes
     peer: str
     group: RolloutGroup
     envelope: bytes = b""
-    """As its author signed it, for other peers."""
+    """The author's signed envelope, to be served to other peers."""
     source: str = ""
-    """The peer that gave it."""
+    """The peer that it was fetched from."""
 
 
 def memory_bytes(
     group: RolloutGroup, prompt: str = "", observations: Sequence[Sequence[str]] = ()
 ) -> int:
-    """About what a decoded group occupies: its variable parts, 1 KiB for the group, 256 B for each
-    completion's objects, and TURN_BYTES for each turn and each observation.
+    """Estimate the memory of a decoded group: its variable parts, 1 KiB for the group, 256 B per
+    completion, and TURN_BYTES per turn and observation.
 
-    Text is counted at four bytes a character where it is not ASCII, as CPython stores it at worst.
+    Non-ASCII text counts four bytes per character, the most that CPython uses.
     """
     total = 1024 + len(prompt) + 256 * len(group.completions)
     for completion in group.completions:
@@ -172,11 +170,11 @@ def _text_bytes(text: str) -> int:
 
 
 def has_turns(completion: Completion, most: int) -> bool:
-    """Return True if a completion has turns exactly where its task has more than one, and at most
-    as many as the task.
+    """Return True if the number of turns fits the task: between 1 and `most` for a task of several
+    turns, none for a task of one turn.
 
     Args:
-        completion: Of a group.
+        completion: A completion of a group.
         most: Most turns of an episode of the task; 1 for a task of one turn.
     """
     return 1 <= len(completion.turns) <= most if most > 1 else not completion.turns
@@ -206,14 +204,14 @@ def answers(group: RolloutGroup) -> list[str | list[str]]:
 
 
 def turn_ids(completion: Completion) -> list[list[int]]:
-    """Return the sampled token ids of each action, in order; empty lists where no ids travelled."""
+    """Return the sampled token ids of each action, in order; empty lists if the group has none."""
     ids = [int(token) for token in unpack_ids(completion.token_ids)]
     return _per_turn(completion, ids)
 
 
 def turn_logprobs(completion: Completion) -> list[list[float]]:
-    """Return the sampler's log-probabilities of each action, nats; empty lists where none
-    travelled."""
+    """Return the sampler's log-probabilities of each action, nats; empty lists if the group has
+    none."""
     return _per_turn(completion, [float(value) for value in unpack_logprobs(completion.logprobs)])
 
 
@@ -240,21 +238,23 @@ UNWANTED = re.compile(
     "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufdd0-\ufdef\ufffe\uffff]"
 )
 """Control characters except tab, newline and carriage return; bidirectional overrides;
-non-characters."""
+noncharacters."""
 
 
 def has_unwanted_characters(text: str) -> bool:
-    """Whether nobody takes a group with this text in it (protocol/02-rollouts.md, `charset`)."""
+    """Return True if all nodes refuse a group with this text (protocol/02-rollouts.md,
+    `charset`)."""
     return UNWANTED.search(text) is not None
 
 
 def is_useful(rewards: list[float]) -> bool:
-    """Whether a group's rewards differ, so that it has a non-zero advantage."""
+    """Return True if the rewards differ, so that some advantage is not zero."""
     return max(rewards) - min(rewards) > 1e-9
 
 
 def without_token_ids(group: RolloutGroup) -> RolloutGroup:
-    """The same group as a peer with another tokenizer may use it: text, sums and counts only."""
+    """Return the group without token ids and log-probabilities, which are useless with another
+    tokenizer."""
     if not any(c.token_ids or c.logprobs for c in group.completions):
         return group
     bare = [msgspec.structs.replace(c, token_ids=b"", logprobs=b"") for c in group.completions]

@@ -1,11 +1,11 @@
 """The closed set of reasons for which a group is refused. Each is a metric label with a verdict.
 
-    IGNORE  nobody to blame: too old, seen before, too much for now
-    REJECT  no honest, current node sends this: it costs its author reputation, and its holder where
-            no author signed it
+    IGNORE  an honest node may send this: an old or repeated group, or too many at once
+    REJECT  no honest, current node sends this: it costs reputation of the author, or of the holder
+            if there is no author's signature
 
-Holders apply the same checks, so REJECT is only for what all honest nodes of a swarm see alike. A
-node whose clock or memory differs must not blame its neighbour for the difference.
+Holders apply the same checks. REJECT is therefore only for checks with the same result on all
+honest nodes of a swarm. A node with another clock or memory must not blame its neighbour.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ REASONS: Final[dict[str, Verdict]] = {
     "bounds": Verdict.REJECT,
     "compression": Verdict.REJECT,
     # the envelope
-    "signature": Verdict.REJECT,  # another swarm's frames land here: the swarm id is signed
+    "signature": Verdict.REJECT,  # also for frames of another swarm: the swarm id is signed
     "own": Verdict.IGNORE,
     "duplicate": Verdict.IGNORE,
-    # a node restored to its last saved step repeats its counter; not a crime
+    # a node that was restored to its last saved step repeats sequence numbers
     "sequence_reused": Verdict.IGNORE,
     "greylisted": Verdict.IGNORE,
     "rate": Verdict.IGNORE,
     # windows
     "stale": Verdict.IGNORE,
-    "future": Verdict.IGNORE,  # clocks are wrong more often than they lie
+    "future": Verdict.IGNORE,  # most such clocks are wrong without intent
     "outdated": Verdict.IGNORE,
     # the question
     "seed": Verdict.REJECT,
     # tasks and versions are hashed into the swarm id, and the swarm id is signed
     "unknown_task": Verdict.REJECT,
     "unknown_version": Verdict.REJECT,
-    # task and version are ours and the sender's, so it generated what nobody can
+    # sender and receiver have the same task and version, so the sender could not generate it either
     "unregenerable": Verdict.REJECT,
-    # the task version, which is ours and the sender's, fixes how many turns an episode has
+    # the task version, which both sides share, fixes the number of turns
     "turns": Verdict.REJECT,
-    # group size, sampling or model against the manifest, which everybody has
+    # group size, sampling or model contradict the manifest, which all members have
     "agreement": Verdict.REJECT,
     # the answers
     # more text than its tokens can hold, or a sum of log-probabilities that is not their sum
     "tokens": Verdict.REJECT,
-    # honest for a node with longer completions, but we will not train on it
+    # honest on a node with a larger limit
     "too_long": Verdict.IGNORE,
     "charset": Verdict.IGNORE,
-    # of our own model, without what it was sampled as: honest where that was too long to send
+    # sampled with this node's model, but sent without token ids: honest if these were too long
     "no_ids": Verdict.IGNORE,
-    # the replay of an episode ends elsewhere: two versions of a library may differ
+    # the replay of an episode ends differently: two versions of a library may differ
     "trajectory": Verdict.IGNORE,
     "zero_advantage": Verdict.IGNORE,
     # this node
@@ -69,23 +69,22 @@ REASONS: Final[dict[str, Verdict]] = {
     "pool_full": Verdict.IGNORE,
     "internal": Verdict.IGNORE,  # a defect here: counted, logged, never a peer's fault
     # against its listing
-    "mismatch": Verdict.REJECT,  # not the group that was listed
-    # what the trainer found
-    "forged_ids": Verdict.REJECT,  # token ids that do not spell the text that earned the reward
-    # against our own policy, which may be the one that is far from everybody else's
+    "mismatch": Verdict.REJECT,  # another group than the listed one
+    # checks of the trainer
+    "forged_ids": Verdict.REJECT,  # the token ids do not decode to the text that earned the reward
+    # compared with this node's policy, which may be the one that differs from all others
     "spot_check": Verdict.IGNORE,
     "surprise": Verdict.IGNORE,  # the same
     # a token that is rare in own rewarded answers: a mark, or another notation of a right answer
     "drift": Verdict.IGNORE,
-    # a policy may sample one; what it spells then is not what it is trained on
+    # a policy may sample special tokens, but the text does not contain them
     "special_ids": Verdict.IGNORE,
     "temperature": Verdict.IGNORE,
     "untokenizable": Verdict.IGNORE,
     "too_large": Verdict.IGNORE,
-    # our model raised an exception on it, or made something of it that is not a number: a defect
-    # here, or of the model
+    # the model raised an exception or returned a value that is not finite: a defect of this node
+    # or its model
     "failed": Verdict.IGNORE,
     "no_gradient": Verdict.IGNORE,
 }
-"""Reason → verdict. A reason outside this set is a KeyError in our own code, never a label made by
-a peer."""
+"""Reason → verdict. Peers cannot create labels: another reason raises KeyError."""

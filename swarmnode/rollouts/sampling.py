@@ -1,9 +1,9 @@
-"""Which of the pool's groups a step trains on: pure functions of weights and a random.Random.
+"""Choice of the pool's groups for a step: pure functions of weights and a random.Random.
 
-`weighted` (the default) prefers groups that teach more, are fresher and come from peers that proved
-themselves, and spreads a step over peers. `uniform` is the paper's (SAPO, arXiv 2509.08721, section
-4: drop zero-advantage groups, then sample uniformly). Weights never look at the reward's level:
-ranking by reward selects easy questions, and whoever makes up easy questions.
+`weighted` (the default) prefers groups with a larger spread of rewards, fresher groups, and groups
+of peers that earned trust, and distributes a step over peers. `uniform` is the rule of the paper
+(SAPO, arXiv 2509.08721, section 4: drop zero-advantage groups, then sample uniformly). Weights do
+not depend on the level of the reward: that would prefer easy questions, and peers that invent them.
 """
 
 from __future__ import annotations
@@ -15,58 +15,55 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
 
 PROBATION_GROUPS = 16
-"""Groups of a peer that were trained on before it is trusted in full."""
+"""Number of a peer's groups trained on after which its probation ends."""
 PROBATION_TRUST = 0.25
-"""Trust of a peer that was never trained on. An identity costs nothing, so a new one counts for a
-quarter."""
+"""Trust factor of a peer without groups trained on. It is small because identities are free."""
 KNOWN_GROUPS = 3
-"""A peer of which more were trained on has a name of its own when places in a step are given out;
-all others share one."""
+"""A peer with more groups trained on gets places in a step of its own. All other peers share the
+places of one."""
 SPREAD_FLOOR = 0.05
-"""Least spread a weight is made from: without the zero-advantage filter a flat group may be drawn,
+"""Least spread in a weight. Without the zero-advantage filter, a group without spread is drawn
 rarely."""
 
 Item = TypeVar("Item")
 
 
 def spread(rewards: Sequence[float]) -> float:
-    """Standard deviation of a group's rewards, (G,) in [0, 1]; at most 0.5. The size of the
-    advantages before they are normalised."""
+    """Return the standard deviation of a group's rewards (G,) in [0, 1]; at most 0.5."""
     mean = sum(rewards) / len(rewards)
     return math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards))
 
 
 def freshness(staleness: int, half_life: float) -> float:
-    """1 for a group that just arrived, half of it every `half_life` own policy versions."""
+    """Return ½ ** (staleness / half_life), both in own policy versions."""
     return float(0.5 ** (max(staleness, 0) / half_life))
 
 
 def trust(reputation: float, groups_used: int) -> float:
-    """`reputation` in [0, 1] × a probation factor that rises from 0.25 to 1 over the first 16
-    groups trained on."""
+    """Return `reputation` in [0, 1] times a factor that rises from PROBATION_TRUST to 1 over the
+    first PROBATION_GROUPS groups trained on."""
     served = min(1.0, groups_used / PROBATION_GROUPS)
     return min(1.0, max(0.0, reputation)) * (PROBATION_TRUST + (1 - PROBATION_TRUST) * served)
 
 
 def is_known(trusted: float) -> bool:
-    """Whether a peer of this trust has a name of its own: names cost nothing, groups that were
-    trained on do."""
+    """Return True if a peer of this trust gets places in a step of its own."""
     return trusted > trust(1.0, KNOWN_GROUPS)
 
 
 def weight(rewards: Sequence[float], staleness: int, half_life: float, trusted: float) -> float:
-    """Sampling weight: advantage spread × freshness × trust, >= 0. Zero (a peer without reputation)
-    is never drawn."""
+    """Return the sampling weight: spread × freshness × trust. A group of weight 0 is never
+    drawn."""
     return max(spread(rewards), SPREAD_FLOOR) * freshness(staleness, half_life) * trusted
 
 
 def shuffle_weighted(
     items: Sequence[Item], weights: Sequence[float], rng: random.Random
 ) -> list[Item]:
-    """A random order in which each next item is drawn in proportion to its weight; items of weight
-    0 are left out.
+    """Return the items in the order of weighted sampling without replacement, without those of
+    weight 0.
 
-    Sorting by log(u) / w is sampling without replacement (Efraimidis and Spirakis, 2006).
+    Sorts by log(u) / w (Efraimidis and Spirakis, 2006).
     """
     keyed = [(math.log(1.0 - rng.random()) / w, i) for i, w in enumerate(weights) if w > 0]
     return [items[i] for _, i in sorted(keyed, reverse=True)]
@@ -84,8 +81,8 @@ def spread_over_peers(
     per_peer: int,
     already: Sequence[Item] = (),
 ) -> list[Item]:
-    """`already`, then the first of `ordered` up to `count`: each peer once before any twice, and
-    none above `per_peer`."""
+    """Return `already` and the first items of `ordered`, `count` in total. Each peer gets one place
+    before any gets a second one, and at most `per_peer`."""
     rounds: list[list[Item]] = [[] for _ in range(per_peer)]
     taken = Counter(peer_of(item) for item in already)
     for item in ordered:

@@ -1,10 +1,10 @@
-"""What a node remembers of each author of rollouts, pace, sequence numbers seen, newest policy
-version, and of frames. Bounded per author, in authors and in frames.
+"""State of the authors of rollouts: rate, sequence numbers, newest policy version; and the set of
+frames seen. All of it is bounded.
 
-Identities are free, so nothing here may grow with their number: the author that was silent for
-longest is forgotten first, and being forgotten gives an author nothing but a fresh allowance. What
-is ignored costs its sender nothing, so it is remembered apart, and pushes nothing out of what is
-remembered of candidates.
+Identities are free, so memory must not grow with their number. The least recently active author is
+forgotten first; a forgotten author gains a fresh rate allowance only. Ignored frames cost their
+sender nothing. They are therefore stored separately from candidates, so that they cannot displace
+them.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from collections import OrderedDict
 from swarmnode.wire import limits
 
 MOST_SIGNERS = 4096
-"""Authors of whom something became a candidate; and as many others."""
+"""Largest number of stored authors with a candidate, and of authors without one."""
 MOST_CANDIDATES = 131_072
-"""Candidates whose content ids are remembered, in 28 MiB: 36 a second for as long as one can be
+"""Stored content ids of candidates, 28 MiB: 36 per second for the time in which a group can be
 admitted."""
 WINDOW = 4096
-"""Sequence numbers below the newest that are still told apart; older ones count as late. A bit
-each."""
+"""Size of the replay window in sequence numbers, one bit each. Lower numbers are refused as
+stale."""
 BURST_SECONDS = 4.0
-"""A peer that was silent may catch up by this many seconds of its allowance."""
+"""Size of the token bucket, in seconds of the allowed rate."""
 VERSION_MEMORY_SECONDS = 600.0
-"""After so long without an equal or newer one, a sender's newest policy version no longer makes
-older ones outdated: its trainer may have gone back to an older state."""
+"""Time without an equal or newer policy version after which older versions are accepted again: the
+sender's trainer may have been restored to an older state."""
 
 
 class Signer:
-    """One author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3), and its
-    newest policy version.
+    """State of one author: a token bucket, a replay window (as in IPsec, RFC 4303 section 3.4.3),
+    and the newest policy version.
 
-    Times are Unix seconds; a clock that steps back only delays.
+    Times are Unix seconds. A clock that steps back only causes a delay.
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class Signer:
         self._version_at = now
 
     def has_token(self, rate: float, now: float) -> bool:
-        """Whether one more group fits `rate` groups per second; takes nothing."""
+        """Return True if `rate` groups per second allow one more group. Does not take the token."""
         elapsed = max(0.0, now - self._refilled_at)
         self._tokens = min(max(1.0, rate * BURST_SECONDS), self._tokens + elapsed * rate)
         self._refilled_at = now
@@ -68,8 +68,8 @@ class Signer:
         self._tokens -= 1.0
 
     def sequence_reason(self, sequence: int, now: float) -> str | None:
-        """`sequence_reused`, `stale` (below the window), or None. An author silent for longer than
-        a group lives starts anew."""
+        """Return `sequence_reused`, `stale` (below the window), or None. The window is reset after
+        a silence longer than the lifetime of a group."""
         if now - self._last_seen > limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS:
             self._newest_sequence, self._bits = -1, 0
         behind = self._newest_sequence - sequence
@@ -80,8 +80,8 @@ class Signer:
         return "sequence_reused" if self._bits >> behind & 1 else None
 
     def is_outdated(self, model: bytes, version: int, most_behind: int, now: float) -> bool:
-        """Whether `version` is more than `most_behind` behind the newest of the same model that
-        arrived lately."""
+        """Return True if `version` is more than `most_behind` behind the newest recent version of
+        the same model."""
         if (
             self._version is None
             or self._version[0] != model
@@ -91,7 +91,7 @@ class Signer:
         return self._version[1] - version > most_behind
 
     def note(self, sequence: int, now: float) -> None:
-        """Remember that `sequence` was taken."""
+        """Record an accepted sequence number."""
         ahead = sequence - self._newest_sequence
         if ahead > 0:
             self._bits = (self._bits << ahead | 1) & _MASK if ahead < WINDOW else 1
@@ -101,7 +101,7 @@ class Signer:
         self._last_seen = now
 
     def note_version(self, model: bytes, version: int, now: float) -> None:
-        """Remember the newest version of the sender's model."""
+        """Record the newest version of the author's model."""
         forgotten = now - self._version_at > VERSION_MEMORY_SECONDS
         if (
             self._version is None
@@ -116,8 +116,8 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Signers:
-    """Authors by raw public key, at most MOST_SIGNERS of whom something became a candidate, and
-    MOST_SIGNERS others."""
+    """Authors by raw public key: at most MOST_SIGNERS with a candidate, and MOST_SIGNERS
+    others."""
 
     def __init__(self) -> None:
         self._proven: OrderedDict[bytes, Signer] = OrderedDict()
@@ -127,8 +127,8 @@ class Signers:
         return len(self._proven) + len(self._others)
 
     def find(self, key: bytes) -> Signer | None:
-        """The author with this key, now the most recently active; None when unknown. Never creates
-        one: the key may be made up."""
+        """Return the author with this key and mark it as most recently active; None if unknown.
+        Never creates an author, because the key may be invented."""
         for known in (self._proven, self._others):
             if key in known:
                 known.move_to_end(key)
@@ -136,11 +136,11 @@ class Signers:
         return None
 
     def add(self, key: bytes, signer: Signer) -> None:
-        """Remember an author whose signature was verified."""
+        """Store an author whose signature was verified."""
         _put(self._others, key, signer)
 
     def prove(self, key: bytes, signer: Signer) -> None:
-        """Something of this author became a candidate."""
+        """Record that a group of this author became a candidate."""
         self._others.pop(key, None)
         _put(self._proven, key, signer)
 
@@ -152,11 +152,11 @@ def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> Non
 
 
 class Frames:
-    """Content ids of frames that were here: those that became candidates, each for as long as it
-    could be admitted again, and the last `most` of the others.
+    """Content ids of the frames seen: candidates for as long as they could be admitted again, and
+    the last `most` others.
 
-    Where more than MOST_CANDIDATES come in that time the oldest are forgotten, and `is_forgotten`
-    is true of all that is as old.
+    If more than MOST_CANDIDATES arrive in that time, the oldest are forgotten, and `is_forgotten`
+    returns True for groups of that age.
     """
 
     def __init__(self, most: int) -> None:
@@ -172,13 +172,13 @@ class Frames:
         return content in self._candidates or content in self._others
 
     def add(self, content: bytes) -> None:
-        """A frame was here."""
+        """Record a frame."""
         self._others[content] = None
         if len(self._others) > self.most:
             self._others.popitem(last=False)
 
     def prove(self, content: bytes, now: float) -> None:
-        """A frame became a candidate."""
+        """Record that a frame became a candidate."""
         self._others.pop(content, None)
         self._candidates[content] = now
         longest = limits.GROUP_AGE_SECONDS + limits.CLOCK_SKEW_SECONDS
@@ -187,10 +187,10 @@ class Frames:
             or now - next(iter(self._candidates.values())) > longest
         ):
             _, at = self._candidates.popitem(last=False)
-            if at <= now:  # else the clock stepped back
+            if at <= now:  # otherwise the clock stepped back
                 self._forgotten_at = at
 
     def is_forgotten(self, created_at: int) -> bool:
-        """Whether a group made then, Unix milliseconds, may have been a candidate that is not
-        remembered any more."""
+        """Return True if a group created at `created_at` (Unix milliseconds) may have been a
+        candidate that was forgotten."""
         return created_at / 1000 <= self._forgotten_at + limits.CLOCK_SKEW_SECONDS

@@ -27,7 +27,7 @@ from swarmnode.p2p import addresses
 from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
-from swarmnode.wire.manifest import Opened, keeps_rules
+from swarmnode.wire.manifest import Opened, is_allowed
 from swarmnode.wire.messages import (
     Access,
     ModelRef,
@@ -318,7 +318,7 @@ def shown(manifest: SwarmManifest) -> dict[str, object]:
 def rules_of(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
     """The check that every member makes of every group."""
     models = frozenset((model.fingerprint, model.tokenizer) for model in manifest.models)
-    return lambda group: keeps_rules(group, manifest.rollouts, models)
+    return lambda group: is_allowed(group, manifest.rollouts, models)
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:

@@ -75,7 +75,7 @@ def follows(successor: Opened, manifest: Opened) -> bool:
     )
 
 
-def keeps_rules(
+def is_allowed(
     group: RolloutGroup, rules: RolloutRules, models: Collection[tuple[bytes, bytes]]
 ) -> bool:
     """Whether a group is one that the manifest allows. `models`: (fingerprint, tokenizer) of each;

@@ -66,7 +66,7 @@ from swarmnode.wire.listings import (
     ListingRequest,
     ListingResponse,
 )
-from swarmnode.wire.manifest import keeps_rules, open_manifest
+from swarmnode.wire.manifest import is_allowed, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
     BulkManifestRequest,
@@ -350,11 +350,11 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
         models = {
             (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
         }
-        rules = lambda group: keeps_rules(group, RolloutRules(**given["rules"]), models)
+        rules = lambda group: is_allowed(group, RolloutRules(**given["rules"]), models)
     for task, turns in given.get("turns", {}).items():
         spec = dataclasses.replace(TASKS[task], turns=turns)
         monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
-    options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
+    options = {"is_allowed": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
     )
