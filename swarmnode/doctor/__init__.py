@@ -1,6 +1,6 @@
-"""`swarmnode doctor`: will this node run, and what to do if not. `probes` looks, `checks` judges,
-`command` prints.
+"""`swarmnode doctor`: checks whether the node will run, and prints remedies. `probes` collects
+facts, `checks` judges them, `command` prints the result.
 
-Neither torch nor libp2p is loaded: `policy.examine` and `p2p.reach` are children with a deadline
-each. Nothing is repaired here.
+This process loads neither torch nor libp2p: `policy.examine` and `p2p.reach` are child processes
+with a deadline. The doctor repairs nothing.
 """

@@ -1,15 +1,14 @@
-"""`swarmnode doctor --bundle`: what somebody who helps needs to see of a node, in one archive, and
-no secret.
+"""`swarmnode doctor --bundle`: an archive for a bug report, without secrets.
 
-    versions.json   this program, Python, the packages that matter, the system
-    doctor.json     what doctor found
-    config.json     every setting with its value and origin
-    status.json     what the running node says of itself; left out where none runs
-    log/*.jsonl     the last lines of each process
+    versions.json   versions of swarmnode, Python, important packages and the system
+    doctor.json     the doctor's verdicts
+    config.json     all settings with value and origin
+    status.json     the running node's status; absent if no node is running
+    log/*.jsonl     the last lines of each process's log
 
-Every text goes through `Redaction`, which knows the secrets of this node by their values. An
-archive that would still hold one of them is not written. Peer ids and addresses are in it: without
-them nobody could help.
+All texts pass through `Redaction`, which knows the values of this node's secrets. An archive that
+would still contain one is not written. Peer ids and addresses are included, because most problems
+cannot be diagnosed without them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from swarmnode.observe.top import fetch
 from swarmnode.settings import Resolved
 
 LOG_BYTES = 2**18
-"""The end of each process's log: some thousand lines."""
+"""Bytes from the end of each log: some thousand lines."""
 KEY_BYTES = 4096
 PACKAGES = (
     "libp2p",
@@ -59,31 +58,35 @@ PACKAGES = (
 )
 SECRET_VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 LEAST_SECRET = 6
-"""Characters: a shorter value is in every text, and blanking it would blank everything."""
+"""Least length of a secret, characters. Shorter values occur in ordinary text."""
 INVITE = re.compile(r"[^\s\"']*/swarm/[0-9a-fA-F]{64}")
-"""An invite lets its holder try to come in, and of a private swarm that is not everybody's
-business."""
+"""An invite names the swarm and its peers, which should stay private for a private swarm."""
 USERINFO = re.compile(r"(?<=://)[^/\s\"'@]+@")
 PRIVATE_SETTINGS = ("swarm.invite",)
 
 
 class Redaction:
-    """Texts without what is secret. secrets: values that occur nowhere in what comes out, however
-    they are written."""
+    """Removes secrets from texts.
+
+    Args:
+        secrets: Values to remove in every spelling.
+    """
 
     def __init__(self, secrets: Iterable[str]) -> None:
         known = {each.strip() for each in secrets if len(each.strip()) >= LEAST_SECRET}
-        known |= {json.dumps(each)[1:-1] for each in known}  # as it stands inside a JSON text
+        known |= {json.dumps(each)[1:-1] for each in known}  # the spelling inside of JSON
         self._secrets = sorted(known, key=len, reverse=True)
 
     def text(self, text: str) -> str:
+        """Return a text without secrets."""
         for secret in self._secrets:
             text = text.replace(secret, HIDDEN)
         text = SECRET_TEXT.sub(HIDDEN, text)
         return USERINFO.sub(f"{HIDDEN}@", INVITE.sub("[invite]", text))
 
     def value(self, found: object) -> object:
-        """The same for everything in a tree, and whatever stands under a name that says secret."""
+        """Return a tree without secrets. Strings under a key that names a secret are removed
+        too."""
         if isinstance(found, Mapping):
             return {
                 self.text(str(key)): HIDDEN
@@ -102,13 +105,13 @@ class Redaction:
         )
 
     def leaks(self, data: bytes) -> bool:
-        """Whether a secret is in there after all."""
+        """Return True if `data` contains a secret."""
         return any(secret.encode() in data for secret in self._secrets)
 
 
-def secrets_of(data_dir: Path, environment: Mapping[str, str]) -> list[str]:
-    """Keys, swarm secrets and tokens that this node could give away, as they would be written: hex,
-    base64, lines of PEM."""
+def find_secrets(data_dir: Path, environment: Mapping[str, str]) -> list[str]:
+    """Return the keys, swarm secrets and tokens of this node in all spellings: hex, base64, PEM
+    lines."""
     found = [value for name, value in environment.items() if SECRET_VARIABLE.search(name)]
     files = [
         *data_dir.glob("*.key"),
@@ -143,14 +146,20 @@ def _spellings(data: bytes) -> list[str]:
 
 
 def write_bundle(resolved: Resolved | None, checks: Sequence[Check], into: Path) -> Path:
-    """A new archive in the directory `into`, which only its owner can read. resolved: None where
-    there is no valid configuration, and so no data directory to look into.
+    """Write a new archive that only its owner can read.
 
-    Raises Unavailable where it cannot be written, Refused where a secret would be in it.
+    Args:
+        resolved: The configuration; None if it is invalid, and no data directory is known.
+        checks: The doctor's verdicts.
+        into: Directory of the archive.
+
+    Raises:
+        Unavailable: The archive cannot be written.
+        Refused: The archive would contain a secret.
     """
     config = resolved.config if resolved is not None else Config()
     data_dir = config.node.data_dir
-    redaction = Redaction(secrets_of(data_dir, os.environ))
+    redaction = Redaction(find_secrets(data_dir, os.environ))
     files: dict[str, object] = {
         "versions.json": _versions(),
         "doctor.json": [asdict(check) for check in checks],
@@ -171,7 +180,7 @@ def write_bundle(resolved: Resolved | None, checks: Sequence[Check], into: Path)
     packed = {name: redaction.text(text).encode() for name, text in texts.items()}
     if leaking := [name for name, data in packed.items() if redaction.leaks(data)]:
         raise Refused(
-            f"doctor --bundle: a secret would stand in {', '.join(leaking)}: nothing was written"
+            f"doctor --bundle: {', '.join(leaking)} would contain a secret: nothing was written"
         )
     file = into / time.strftime("swarmnode-bundle-%Y%m%d-%H%M%S.tar.gz")
     try:
@@ -205,7 +214,7 @@ def _versions() -> dict[str, object]:
 
 
 def _status(data_dir: Path) -> object:
-    """What the node of this directory says; None where none answers."""
+    """Return the status of the directory's node; None if it does not respond."""
     place = where.written(data_dir)
     if place is None:
         return None
@@ -216,7 +225,7 @@ def _status(data_dir: Path) -> object:
 
 
 def _tail(log: Path) -> list[str]:
-    """The last lines, whole ones."""
+    """Return the last complete lines of a log."""
     try:
         with log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
-"""From what was seen to what it means. Pure: facts in, verdicts out, each with what is wrong, why,
-and what to do.
+"""Verdicts from facts. Pure. Each verdict states the problem, its cause and the remedy.
 
-ok     as it should be           warn   the node runs, but look at it           fail   it will not
-run, or not as configured
+ok     no problem
+warn   the node runs, but the operator should look at it
+fail   the node does not run, or not as configured
 """
 
 from __future__ import annotations
@@ -21,27 +21,29 @@ from swarmnode.settings import CUDA_TORCH, unsuited
 from swarmnode.wire.limits import CLOCK_SKEW_SECONDS
 
 UNAVAILABLE, RETRY, REFUSED, CONFIGURATION = 69, 75, 77, 78
-GRAVEST = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
-"""The exit code tells the first of these that failed: what a person has to mend comes before what
-may mend itself."""
+SEVERITY = (CONFIGURATION, REFUSED, UNAVAILABLE, RETRY)
+"""Exit codes by severity. Problems that the operator must fix come before those that may end by
+themselves."""
 
-NOT_OURS = "not an address of this machine"
-TAKEN = "another process listens there"
+NOT_LOCAL = "not an address of this machine"
+IN_USE = "another process listens there"
 LEAST_FREE_BYTES = 256 * 2**20
 COMFORTABLE_FREE_BYTES = 5 * 2**30
 FUTURE_SECONDS = 60.0
 SPARE_FILES = 512
-"""Descriptors beside connections: files, scorers, HTTP."""
+"""File descriptors in addition to connections: files, scorers, HTTP."""
 
 
 @dataclass(frozen=True)
 class Check:
+    """One verdict."""
+
     name: str
     level: Literal["ok", "warn", "fail"]
     what: str
     todo: str = ""
     exit_code: int = 0
-    """What a failure ends `doctor` with."""
+    """Exit code of `doctor` if this check fails."""
 
 
 def ok(name: str, what: str) -> Check:
@@ -57,9 +59,9 @@ def fail(name: str, what: str, todo: str, exit_code: int) -> Check:
 
 
 def exit_code(checks: Sequence[Check]) -> int:
-    """0 without failures, else the gravest of their codes."""
+    """Return the most severe exit code of the failures; 0 without failures."""
     codes = {check.exit_code for check in checks if check.level == "fail"}
-    return next((code for code in GRAVEST if code in codes), min(codes, default=0))
+    return next((code for code in SEVERITY if code in codes), min(codes, default=0))
 
 
 # ---- data directory and key ----------------------------------------------------------------------
@@ -69,13 +71,13 @@ def exit_code(checks: Sequence[Check]) -> int:
 class DirectoryFacts:
     path: str
     problem: str = ""
-    """Why a file cannot be written there."""
+    """Reason why no file can be written there; empty if one can."""
     mode: int = 0o700
     free_bytes: int = 0
     state_bytes: int = 0
-    """Size of the trainer's state, which is written beside the old one."""
+    """Size of the trainer's state. A new state is written before the old one is deleted."""
     running_pid: int | None = None
-    """Process id of the node that runs in it."""
+    """Process id of the node that uses the directory."""
 
 
 def check_directory(f: DirectoryFacts) -> Check:
@@ -84,13 +86,15 @@ def check_directory(f: DirectoryFacts) -> Check:
         return fail(
             name,
             f"{f.path}: {f.problem}",
-            "give it to this user, or set node.data_dir to one that is writable",
+            "change its owner to this user, or set node.data_dir to a writable directory",
             UNAVAILABLE,
         )
     running = f", used by the node with pid {f.running_pid}" if f.running_pid else ""
     if f.mode & 0o022:
         return warn(
-            name, f"{f.path}: others may write to it (mode {f.mode:04o})", f"chmod 700 {f.path}"
+            name,
+            f"{f.path}: other users can write to it (mode {f.mode:04o})",
+            f"chmod 700 {f.path}",
         )
     return ok(name, f"{f.path} is writable{running}")
 
@@ -103,14 +107,14 @@ def check_disk(f: DirectoryFacts) -> Check:
         return fail(
             name,
             f"{free} free at {f.path}",
-            "free some space: training goes on without, but nothing would be saved",
+            "free some space: training would continue, but nothing would be saved",
             UNAVAILABLE,
         )
     if f.free_bytes < 2 * f.state_bytes:
         return warn(
             name,
-            f"{free} free, the trainer's state takes {size(f.state_bytes)} and is written beside"
-            " the old one",
+            f"{free} free; a new trainer state of {size(f.state_bytes)} is written before the old"
+            " one is deleted",
             "free some space",
         )
     if f.free_bytes < COMFORTABLE_FREE_BYTES:
@@ -133,11 +137,11 @@ class KeyFacts:
 def check_key(f: KeyFacts) -> Check:
     name = "key"
     if f.state == "absent":
-        return ok(name, "none yet; made at the first start")
+        return ok(name, "not created yet; the first start creates it")
     if f.mode & 0o077:
         return fail(
             name,
-            f"others can read {f.path} (mode {f.mode:04o}); the node refuses it",
+            f"other users can read {f.path} (mode {f.mode:04o}); the node refuses it",
             f"chmod 600 {f.path}",
             REFUSED,
         )
@@ -149,9 +153,9 @@ def check_key(f: KeyFacts) -> Check:
             UNAVAILABLE,
         )
     if f.state == "damaged":
-        todo = f"restore it (swarmnode key import), or move it away to be a new peer: {f.path}"
+        todo = f"restore it (swarmnode key import), or move {f.path} away to start as a new peer"
         return fail(name, f"{f.path} is not a key: {f.detail}", todo, UNAVAILABLE)
-    return ok(name, "there, and only its owner can read it")
+    return ok(name, "present; only its owner can read it")
 
 
 # ---- ports and reachability ----------------------------------------------------------------------
@@ -163,37 +167,37 @@ class PortFacts:
     """network.listen_addrs or http.port."""
     host: str
     port: int
-    """0: one is chosen at the first start."""
+    """0 if a port is chosen at the first start."""
     problem: str = ""
-    """Why it cannot be listened on; empty when it can."""
-    ours: bool = False
-    """The node of this data directory listens there."""
+    """Reason why the node cannot listen there; empty if it can."""
+    is_own: bool = False
+    """True if the running node of this data directory listens there."""
 
 
 def check_port(f: PortFacts) -> Check:
     name = "port" if f.key.startswith("network") else "http port"
     where = f"{f.host} port {f.port}"
-    if f.ours:
-        return ok(name, f"{where} is this node's, which runs")
-    if f.problem == NOT_OURS and f.key == "network.listen_addrs":
+    if f.is_own:
+        return ok(name, f"{where} is used by this node, which is running")
+    if f.problem == NOT_LOCAL and f.key == "network.listen_addrs":
         every = f"/ip6/::/tcp/{f.port}" if ":" in f.host else f"/ip4/0.0.0.0/tcp/{f.port}"
         return fail(
             name,
             f"{where}: {f.problem}",
-            f"listen on {every}, and name this one in network.announce_addrs",
+            f"listen on {every}, and set network.announce_addrs to this address",
             UNAVAILABLE,
         )
-    if f.problem == TAKEN and f.key == "http.port":
+    if f.problem == IN_USE and f.key == "http.port":
         return warn(
             name,
-            f"{where}: {f.problem}; the page takes the next free port",
-            "swarmnode top finds it; set http.port to a free port to know it beforehand",
+            f"{where}: {f.problem}; the page uses the next free port",
+            "swarmnode top finds that port; set http.port to a free one to fix it",
         )
     if f.problem:
         return fail(
             name,
             f"{where}: {f.problem}",
-            f"stop what listens there, or set {f.key} to another",
+            f"stop that process, or change {f.key}",
             UNAVAILABLE,
         )
     return ok(
@@ -201,7 +205,7 @@ def check_port(f: PortFacts) -> Check:
         (
             f"{where} is free"
             if f.port
-            else f"{f.host}: a free port is chosen at the first start, and kept"
+            else f"{f.host}: the first start chooses a free port and keeps it"
         ),
     )
 
@@ -212,116 +216,109 @@ class ReachFacts:
     announced: Sequence[str]
     own_ips: Sequence[str]
     """Addresses of this machine's interfaces."""
-    wants_others: bool
-    """Peers beyond this machine are configured."""
+    has_remote_peers: bool
+    """True if peers on other machines are configured."""
 
 
 def check_reachability(f: ReachFacts) -> Check:
-    """Which class of reachability this node has, from what it listens on. Whether a firewall is in
-    between is not known from inside."""
+    """Judge reachability by the listen addresses. Firewalls cannot be seen from inside."""
     name = "reachability"
     if f.announced:
-        return ok(name, f"peers are told {', '.join(f.announced)}")
+        return ok(name, f"announces {', '.join(f.announced)}")
     listening = [ipaddress.ip_address(host) for host in f.listen_hosts]
     anywhere = any(ip.is_unspecified for ip in listening)
     if all(ip.is_loopback for ip in listening):
-        if not f.wants_others:
-            return ok(name, "this machine only, and no peers elsewhere are configured")
+        if not f.has_remote_peers:
+            return ok(name, "this machine only; no peers on other machines are configured")
         return warn(
             name,
-            "outbound only: the node listens on loopback, so nobody can dial it",
-            'network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port can be reached; taking'
-            " part works without",
+            "outbound only: the node listens on loopback, so no peer can dial it",
+            'set network.listen_addrs = ["/ip4/0.0.0.0/tcp/9512"] if the port is reachable; the'
+            " node also works without",
         )
     mine = [ipaddress.ip_address(ip) for ip in f.own_ips]
     public = [ip for ip in (mine if anywhere else listening) if ip.is_global]
     if public:
-        return ok(name, f"public address {public[0]}; a firewall has to let its port in")
+        return ok(name, f"public address {public[0]}; a firewall must admit its port")
     return warn(
         name,
-        "behind NAT: no public address here, so peers outside this network reach it through a relay"
-        " or not at all",
-        "map the port and name the outside address in network.announce_addrs, or leave it: dialling"
-        " out works",
+        "behind NAT: no public address, so peers outside of this network need a relay to reach it",
+        "forward the port and set network.announce_addrs to the public address, or do nothing:"
+        " outbound connections work",
     )
 
 
 @dataclass(frozen=True)
 class RouterFacts:
     asked: bool = False
-    """False where a router is not in the way: the node listens on this machine only, or has a
-    public address."""
+    """False if no router matters: the node listens on loopback only, or has a public address."""
     kind: Literal["none", "public", "carrier", "private"] = "none"
-    """What its outside address is, see `p2p.gateway`; of an interface of this machine where there
-    is no router."""
+    """Kind of its external address, see `p2p.gateway`; without a router, of an interface of this
+    machine."""
     outside: str = ""
 
 
 def check_router(f: RouterFacts) -> Check:
-    """What stands between this machine and the internet, as far as the router tells."""
+    """Judge the NAT between this machine and the internet by the router's external address."""
     name = "router"
     if f.kind == "carrier":
         return warn(
             name,
             "carrier-grade NAT: the provider shares one public address among customers"
-            f" ({f.outside} on the outside)",
-            "no port can be forwarded; relays carry calls here. A public address, or IPv6, is the"
-            " provider's to give",
+            f" (external address {f.outside})",
+            "no port can be forwarded, so peers need a relay; ask the provider for a public address"
+            " or IPv6",
         )
     if f.kind == "private":
         return warn(
             name,
-            f"it has another router behind it ({f.outside} on the outside)",
-            "forward the port on both, or leave it: relays carry calls to this node",
+            f"double NAT: the external address {f.outside} is private",
+            "forward the port on both routers, or do nothing: peers use a relay",
         )
     if f.kind == "public":
-        return ok(
-            name, f"its outside address is {f.outside}; a node asks it to forward its port (UPnP)"
-        )
+        return ok(name, f"external address {f.outside}; the node requests a port forwarding (UPnP)")
     return ok(
         name,
         (
-            "none answers to UPnP: a port would have to be forwarded by hand"
+            "no answer to UPnP: forward the port by hand if you want inbound connections"
             if f.asked
-            else "none in the way"
+            else "not involved"
         ),
     )
 
 
 @dataclass(frozen=True)
 class DialBackFacts:
-    """What peers found when they dialled this node back; of the running node, or of a trial at its
-    ports."""
+    """Result of dial-backs by peers, to the running node or to a trial at its ports."""
 
     verdict: Literal["unknown", "public", "private"] = "unknown"
     observed: str = ""
-    """IP address that they see this node at; empty while unknown."""
+    """IP address of this node as peers see it; empty if unknown."""
     relays: int = 0
-    """Peers that relay calls to this node."""
+    """Number of peers that relay connections to this node."""
 
 
 def check_dial_back(f: DialBackFacts) -> Check:
-    """The NAT and relay class, from outside."""
+    """Judge reachability by the dial-backs of peers."""
     name = "dial-back"
     seen = f" at {f.observed}" if f.observed else ""
     if f.verdict == "public":
         return ok(name, f"peers reach this node{seen}")
     if f.verdict == "unknown":
-        return ok(name, "not known: no peer beyond this machine has tried to reach this node")
+        return ok(name, "unknown: no peer on another machine has dialled this node")
     todo = (
-        "forward the port and name the outside address in network.announce_addrs, or leave it:"
-        " dialling out works"
+        "forward the port and set network.announce_addrs to the public address, or do nothing:"
+        " outbound connections work"
     )
     if f.relays:
         return ok(
             name,
-            f"peers cannot dial this node; {f.relays} of them relay{'s' if f.relays == 1 else ''}"
-            " for it",
+            f"peers cannot dial this node; {f.relays} relay{'' if f.relays == 1 else 's'} serve"
+            f"{'s' if f.relays == 1 else ''} it",
         )
     return warn(
         name,
-        "peers cannot dial this node, and none relays for it: it takes part through the connections"
-        " that it makes",
+        "peers cannot dial this node, and no peer relays for it: it uses outbound connections only",
         todo,
     )
 
@@ -334,39 +331,43 @@ class PeerFacts:
 
 
 def check_peers(facts: Sequence[PeerFacts], itself: bool = False) -> list[Check]:
-    """Judge the bootstrap addresses of other nodes, a line each. One that answers is enough for the
-    exit code: the node starts, and keeps dialling the others. `itself`: this node is a bootstrap
-    peer, as a founder is."""
+    """Judge the bootstrap addresses, one line each. They fail only if none responds: the node
+    starts with one, and keeps dialling the others.
+
+    Args:
+        facts: One entry per address.
+        itself: True if this node is a bootstrap peer.
+    """
     name = "bootstrap"
     if not facts and itself:
-        return [ok(name, "this node is the one that newcomers dial; it dials nobody")]
+        return [ok(name, "this node is the bootstrap peer, and dials none")]
     if not facts:
         return [
             warn(
                 name,
                 "no bootstrap peers configured",
-                "set network.initial_peers or join with an invite; on a LAN mDNS is enough",
+                "set network.initial_peers or join with an invite; a LAN needs neither (mDNS)",
             )
         ]
     alive = any(f.outcome == "ok" for f in facts)
     checks = []
     for f in facts:
         if f.outcome == "ok":
-            checks.append(ok(name, f"{f.address} answers{f': {f.detail}' if f.detail else ''}"))
+            checks.append(ok(name, f"{f.address} responds{f': {f.detail}' if f.detail else ''}"))
             continue
         code = REFUSED if f.outcome == "wrong_peer" else UNAVAILABLE
         what, todo = {
             "wrong_peer": (
-                "another peer answers there",
-                "ask its operator: the address is forged, or the key was changed",
+                "another peer responds there",
+                "ask its operator: the address is forged, or the key has changed",
             ),
             "no_handshake": (
-                "something answers, but not as a peer",
-                "check the port, and for a private swarm its secret",
+                "the response is not that of a peer",
+                "check the port and, for a private swarm, its secret",
             ),
             "unreachable": (
                 "cannot be reached",
-                "check name, firewall, and whether it is up; the node keeps trying",
+                "check its name, the firewall, and that it is running; the node keeps trying",
             ),
             "not_tried": ("not tried", ""),
         }[f.outcome]
@@ -388,58 +389,58 @@ class ClockFacts:
     newest_file: float | None = None
     """Unix time of the newest file of an earlier run."""
     synchronised: bool | None = None
-    """What the kernel says; None where it cannot be asked."""
+    """The kernel's answer; None if it has none."""
     received: int = 0
     future: int = 0
     stale: int = 0
-    """Groups that the running node got from peers: all, dated ahead of our clock, dated behind
-    it."""
+    """Numbers of groups that the running node has received: all, those dated in the future, and
+    those too old."""
     offset: float | None = None
-    """Seconds by which peers' clocks are ahead, their median; None where too few have told the
-    running node."""
+    """Median offset of the peers' clocks in seconds, positive if they are ahead; None if too few
+    are known."""
 
 
 def check_clock(f: ClockFacts) -> Check:
-    """Peers take nothing dated more than two minutes ahead of them, or an hour old. Alone, only a
-    clock that was set back or that nobody sets can be noticed; a running node also knows what
-    peers' signed dates are like."""
+    """Judge the clock. Peers refuse groups dated two minutes ahead of their clock, or an hour old.
+
+    Without peers, only a clock that was set back or is not synchronised can be detected. A running
+    node also compares it with the signed dates of peers.
+    """
     name = "clock"
-    mend = "switch time synchronisation on (timedatectl set-ntp true, or chrony)"
+    remedy = "enable time synchronisation (timedatectl set-ntp true, or chrony)"
     if f.offset is not None and abs(f.offset) > FUTURE_SECONDS:
         way = "behind" if f.offset > 0 else "ahead of"
         return fail(
             name,
             f"it is {abs(f.offset):.0f} s {way} the clocks of most peers",
-            mend,
+            remedy,
             UNAVAILABLE,
         )
     for count, way in ((f.future, "behind"), (f.stale, "ahead of")):
         if f.received >= 20 and count > f.received / 2:
             return fail(
                 name,
-                f"{count} of {f.received} groups say that this clock is {way} that of most peers",
-                mend,
+                f"{count} of {f.received} groups show that this clock is {way} those of most peers",
+                remedy,
                 UNAVAILABLE,
             )
     if f.newest_file is not None and f.newest_file > f.now + FUTURE_SECONDS:
         return fail(
             name,
-            f"it is {f.newest_file - f.now:.0f} s behind this node's own files: it was set back",
-            mend,
+            f"it is {f.newest_file - f.now:.0f} s behind this node's files: it was set back",
+            remedy,
             UNAVAILABLE,
         )
     if f.synchronised is False:
         return warn(
             name,
-            "not synchronised, says the kernel; peers ignore what is dated"
-            f" {CLOCK_SKEW_SECONDS:.0f} s ahead of them",
-            mend,
+            "not synchronised, according to the kernel; peers ignore groups dated"
+            f" {CLOCK_SKEW_SECONDS:.0f} s ahead of their clock",
+            remedy,
         )
     if f.synchronised is None and not f.received:
-        return ok(
-            name, "not behind this node's files; whether it is right cannot be told from here"
-        )
-    return ok(name, "synchronised" if f.synchronised else "as peers' clocks are")
+        return ok(name, "not behind this node's files; it cannot be compared with other clocks yet")
+    return ok(name, "synchronised" if f.synchronised else "agrees with the clocks of peers")
 
 
 # ---- device, model -------------------------------------------------------------------------------
@@ -447,21 +448,21 @@ def check_clock(f: ClockFacts) -> Check:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """`hardware`, `driver`: seen without torch. The rest is what `policy.examine` printed, or why
-    it did not."""
+    """Facts about device and model. `hardware` and `driver` are found without torch; the rest is
+    the output of `policy.examine`."""
 
     configured: str = "auto"
     """policy.devices."""
     model: str = "embedded"
     hardware: Sequence[str] = ()
-    """"nvidia", "amd": display or compute devices on the PCI bus."""
+    """Vendors of display and compute devices on the PCI bus: "nvidia", "amd"."""
     driver: str = ""
-    """Version of NVIDIA's kernel driver; empty without."""
+    """Version of NVIDIA's kernel driver; empty without one."""
     torch: str = ""
     built_for: str = ""
     """"CUDA 12.8", "ROCm 6.4", or empty for a CPU build."""
     placement: str = ""
-    """Why this device and dtype, one line."""
+    """Device and dtype, with the reason, in one line."""
     on_cpu: bool = True
     parameters: int = 0
     need_bytes: int = 0
@@ -469,40 +470,40 @@ class DeviceFacts:
     error: str = ""
     error_code: int = 0
     trial: str | None = None
-    """The result of loading the model and trying to train it; empty where it is not here yet, None
-    where that was not tried."""
+    """Result of loading the model and a trial of training; empty if the model is not on this
+    machine, None if there was no trial."""
     trial_warnings: Sequence[str] = ()
     """Settings that an operator should change, one line each."""
     gpu_error: str = ""
-    """What torch says of a GPU that it cannot use."""
+    """torch's error for a GPU that it cannot use."""
     cards: Sequence[str] = ()
-    """Each GPU: name, memory, and the processes that use it."""
+    """One line per GPU: name, memory, and the processes that use it."""
 
 
 def check_device(f: DeviceFacts) -> Check:
-    """Hardware, driver and torch have to be of one kind. Without a GPU, or with `policy.devices =
-    "cpu"`, nothing has to match."""
+    """Check that hardware, driver and torch's build match. Nothing must match without a GPU or with
+    `policy.devices = "cpu"`."""
     name = "device"
     if not f.torch:
         missing = "No module named" in f.error
         remedy = install_command("train") if missing else torch_remedy()
-        todo = f"{remedy}; a bootstrap node does without torch"
+        todo = f"{remedy}; a bootstrap node needs no torch"
         return fail(name, f"torch cannot be loaded: {f.error}", todo, f.error_code or UNAVAILABLE)
-    instead = 'or set policy.devices = "cpu"'
+    alternative = 'or set policy.devices = "cpu"'
     if f.configured != "cpu" and f.on_cpu:
         if "nvidia" in f.hardware and not f.driver:
             return fail(
                 name,
-                "an NVIDIA GPU is here, its driver is not loaded",
-                f"install the driver and restart, {instead}",
+                "there is an NVIDIA GPU, but its driver is not loaded",
+                f"install the driver and restart, {alternative}",
                 UNAVAILABLE,
             )
         if "nvidia" in f.hardware and not f.built_for.startswith("CUDA"):
             return fail(
                 name,
-                f"an NVIDIA GPU is here, but torch {f.torch} is built for"
+                f"there is an NVIDIA GPU, but torch {f.torch} is built for"
                 f" {f.built_for or 'the CPU'}",
-                f"{CUDA_TORCH}; {instead}",
+                f"{CUDA_TORCH}; {alternative}",
                 UNAVAILABLE,
             )
         if "nvidia" in f.hardware:
@@ -510,7 +511,8 @@ def check_device(f: DeviceFacts) -> Check:
                 name,
                 f"torch {f.torch} ({f.built_for}) cannot use the GPU with driver {f.driver}:"
                 f" {f.gpu_error or 'none found'}",
-                f"a driver for {f.built_for} or newer, or a torch for an older CUDA, {instead}",
+                f"install a driver for {f.built_for} or newer, or torch for an older CUDA,"
+                f" {alternative}",
                 UNAVAILABLE,
             )
         if "amd" in f.hardware and f.built_for.startswith("ROCm"):
@@ -518,22 +520,23 @@ def check_device(f: DeviceFacts) -> Check:
                 name,
                 f"torch {f.torch} ({f.built_for}) cannot use the AMD GPU:"
                 f" {f.gpu_error or 'no device found'}",
-                f"membership of the groups render and video, and a supported card; {instead}",
+                "add this user to the groups render and video, and check that the card is"
+                f" supported; {alternative}",
                 UNAVAILABLE,
             )
         if "amd" in f.hardware:
             return warn(
                 name,
-                f"an AMD GPU is here, torch {f.torch} is not built for ROCm",
-                f"install torch's ROCm build if the card has it, {instead}",
+                f"there is an AMD GPU, but torch {f.torch} is not built for ROCm",
+                f"install torch's ROCm build if it supports the card, {alternative}",
             )
     if f.error and not f.placement:
-        return fail(name, f.error, "set policy.devices to what is there", f.error_code)
+        return fail(name, f.error, "set policy.devices to available devices", f.error_code)
     return ok(name, "; ".join([f"torch {f.torch}, {f.placement}", *f.cards]))
 
 
 def check_model(f: DeviceFacts) -> Check:
-    """Whether model and memory fit; needs no weights."""
+    """Judge whether the model fits into memory. Needs no weights."""
     name = "model"
     if not f.placement:
         return warn(name, "not examined: no device", "see above")
@@ -542,7 +545,7 @@ def check_model(f: DeviceFacts) -> Check:
             name,
             f.error,
             (
-                "a smaller model, policy.lora.r, or policy.quantization"
+                "use a smaller model, policy.lora.r, or policy.quantization"
                 if f.error_code == RETRY
                 else "check policy.model"
             ),
@@ -551,27 +554,27 @@ def check_model(f: DeviceFacts) -> Check:
     room = f", {size(f.free_bytes)} free" if f.free_bytes is not None else ""
     fits = f"{f.model}: {f.parameters:,} parameters, about {size(f.need_bytes)} to train{room}"
     if f.on_cpu and f.parameters > 50_000_000:
-        return warn(name, f"{fits}; on the CPU a step takes minutes", "a GPU, or a smaller model")
+        return warn(
+            name, f"{fits}; a step on the CPU takes minutes", "use a GPU or a smaller model"
+        )
     return ok(name, fits)
 
 
 def check_trial(f: DeviceFacts) -> Check:
-    """Result of trying to sample from a model and to train it."""
+    """Judge the trial of sampling and training."""
     name = "trial"
     if f.trial and f.trial_warnings:
         return warn(
-            name, "; ".join([*f.trial_warnings, f.trial]), "a lower training.max_completion_length"
+            name, "; ".join([*f.trial_warnings, f.trial]), "lower training.max_completion_length"
         )
     if f.trial:
         return ok(name, f.trial)
     if f.trial is None:
-        return ok(
-            name, "not tried, because a node runs here with this model, or of what is said above"
-        )
+        return ok(name, "no trial: a node with this model is running, or a check above failed")
     return warn(
         name,
-        f"not tried: {f.model} is not on this machine yet",
-        "the first start downloads it; run doctor again after that",
+        f"no trial: {f.model} is not on this machine yet",
+        "the first start downloads it; run doctor again afterwards",
     )
 
 
@@ -590,7 +593,7 @@ class ServerFacts:
     logprobs: str = ""
     context: int | None = None
     lora_rank: int | None = None
-    """Highest rank of an adapter; 0 where it takes none, None where it does not tell."""
+    """Highest rank of an adapter; 0 if it accepts none, None if it does not report it."""
 
 
 START_SERVER = "start it with the line that `swarmnode serve-command` prints"
@@ -601,18 +604,18 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
     server the node runs with its own engine."""
     name = "server"
     if f.error:
-        return warn(name, f"{f.error}; the own engine samples", START_SERVER)
+        return warn(name, f"{f.error}; the node samples with its own engine", START_SERVER)
     wrong, served = [], Path(f.model).name
-    is_ours = served.startswith("swarmnode-weights-")  # SGLang names what it has loaded last
+    is_ours = served.startswith("swarmnode-weights-")  # SGLang reports the last loaded weights
     if served != Path(policy.model).name and policy.model != EMBEDDED and not is_ours:
         wrong.append(f"it serves {f.model}, not {policy.model}")
     if f.logprobs not in ("", "processed_logprobs"):
         wrong.append(f"its log-probabilities are {f.logprobs}")
     if policy.lora.r and f.lora_rank is not None and f.lora_rank < policy.lora.r:
-        takes = f"adapters up to rank {f.lora_rank}" if f.lora_rank else "no adapters"
-        wrong.append(f"it takes {takes}, policy.lora.r is {policy.lora.r}")
+        accepted = f"adapters up to rank {f.lora_rank}" if f.lora_rank else "no adapters"
+        wrong.append(f"it accepts {accepted}, policy.lora.r is {policy.lora.r}")
     if f.context is not None and f.context <= training.max_completion_length:
-        wrong.append(f"its context of {f.context} tokens is shorter than an answer may be")
+        wrong.append(f"its context of {f.context} tokens is shorter than the longest answer")
     what = f"{f.kind} {f.version} at {f.url}"
     if wrong:
         return warn(name, f"{what}: {'; '.join(wrong)}", START_SERVER)
@@ -620,7 +623,7 @@ def check_server(f: ServerFacts, policy: PolicyConfig, training: TrainingConfig)
 
 
 def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check]:
-    """Judge whether the training values suit the model: a warning for each that does not."""
+    """Judge whether the training settings suit the model; one warning per unsuitable setting."""
     name = "training"
     found = [line.rpartition(": ") for line in unsuited(policy, training)]
     if found:
@@ -639,13 +642,18 @@ def check_training(policy: PolicyConfig, training: TrainingConfig) -> list[Check
 
 
 def check_files(limit: int, connections: int) -> Check:
-    """`limit`: descriptors that a process may open; `connections`: network.max_connections."""
+    """Judge the limit on open files.
+
+    Args:
+        limit: Descriptors that a process may open.
+        connections: `network.max_connections`.
+    """
     if limit < connections + SPARE_FILES:
         return warn(
             "files",
-            f"a process may open {limit} files, {connections} connections want"
+            f"a process may open {limit} files, but {connections} connections need"
             f" {connections + SPARE_FILES}",
-            f"ulimit -n {connections + SPARE_FILES}, or a smaller network.max_connections",
+            f"ulimit -n {connections + SPARE_FILES}, or lower network.max_connections",
         )
     return ok("files", f"a process may open {limit}")
 
@@ -653,7 +661,7 @@ def check_files(limit: int, connections: int) -> Check:
 @dataclass(frozen=True)
 class ConfigFacts:
     problem: str = ""
-    """Why it cannot be read, or honoured."""
+    """Reason why the configuration is invalid; empty if it is valid."""
     problem_code: int = CONFIGURATION
     sources: Sequence[str] = field(default_factory=list)
     http_host: str = "127.0.0.1"
@@ -663,7 +671,7 @@ def check_config(f: ConfigFacts) -> Check:
     name = "configuration"
     if f.problem:
         todo = (
-            "swarmnode config show tells what is set, and where"
+            "swarmnode config show prints all settings and their origin"
             if f.problem_code == CONFIGURATION
             else "join again, or leave the swarm"
         )
@@ -671,12 +679,12 @@ def check_config(f: ConfigFacts) -> Check:
     if not re.fullmatch(r"127\.\d+\.\d+\.\d+|::1|localhost", f.http_host):
         return warn(
             name,
-            f"http.host is {f.http_host}: whoever reaches this machine can read status and logs",
-            "fine inside a container or behind a firewall; else 127.0.0.1",
+            f"http.host is {f.http_host}: anyone who reaches this machine can read status and logs",
+            "safe in a container or behind a firewall; otherwise set it to 127.0.0.1",
         )
     return ok(name, f"valid, from {', '.join(f.sources) or 'defaults'}")
 
 
 def size(count: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

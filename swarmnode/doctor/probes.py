@@ -1,7 +1,7 @@
-"""Looks at this machine and gathers the facts that `checks` judges. Changes nothing but a file that
-is written and removed at once.
+"""Collects the facts that `checks` judges. Changes nothing, except for a temporary file that is
+removed at once.
 
-What needs torch or libp2p is asked of children, which have a deadline and may die of it.
+Child processes with a deadline load torch and libp2p.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ import psutil
 
 from swarmnode.config import Config, HttpConfig, NetworkConfig, ServerSettings
 from swarmnode.doctor.checks import (
-    NOT_OURS,
-    TAKEN,
+    IN_USE,
+    NOT_LOCAL,
     UNAVAILABLE,
     ClockFacts,
     DeviceFacts,
@@ -52,9 +52,9 @@ from swarmnode.policy.engine.servers import server_of
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
-"""torch may come from a cold disk, config.json from the Hub."""
+"""torch may be read from a slow disk, and config.json from the Hub."""
 TRIAL_SECONDS = 900.0
-"""Tens of gigabytes of weights, from a slow disk."""
+"""Tens of gigabytes of weights may be read from a slow disk."""
 REACH_SECONDS = 60.0
 ROUTER_SECONDS = 15.0
 STATUS_SECONDS = 3.0
@@ -69,7 +69,7 @@ PEM = re.compile(rb"-----BEGIN PRIVATE KEY-----\s")
 
 
 def directory(data_dir: Path) -> DirectoryFacts:
-    """Looks at the directory, or at its nearest parent where it does not exist yet."""
+    """Examine the directory, or its nearest existing parent."""
     place = next(path for path in (data_dir, *data_dir.parents) if path.exists())
     problem, mode = "", 0o700
     try:
@@ -95,7 +95,7 @@ def directory(data_dir: Path) -> DirectoryFacts:
 
 
 def running_pid(data_dir: Path) -> int | None:
-    """The process id of the node that holds the directory's lock; None when nobody does."""
+    """Return the process id of the node that holds the directory's lock; None if there is none."""
     try:
         fd = os.open(data_dir / "run" / "lock", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -111,8 +111,7 @@ def running_pid(data_dir: Path) -> int | None:
 
 
 def key(path: Path) -> KeyFacts:
-    """Looks for the frame of a PEM key and lets cryptography judge the rest; libp2p is not needed
-    for that."""
+    """Examine the key file, without libp2p."""
     try:
         mode, data = stat.S_IMODE(path.stat().st_mode), path.read_bytes()[:4097]
     except FileNotFoundError:
@@ -128,7 +127,7 @@ def key(path: Path) -> KeyFacts:
 
     try:
         if locked(path) and passphrase.given() is None:
-            return KeyFacts(str(path), "good", mode)  # asked for when the node starts
+            return KeyFacts(str(path), "good", mode)  # the node asks for it at its start
         loaded = serialization.load_pem_private_key(
             data, password=passphrase.given() if locked(path) else None
         )
@@ -139,8 +138,8 @@ def key(path: Path) -> KeyFacts:
 
 
 def own_peer(data_dir: Path) -> str:
-    """Return this node's peer id; empty where it has no key yet, or one that cannot be read and
-    that no node has run with."""
+    """Return this node's peer id; empty if it has no key yet, or an unreadable key and no earlier
+    run."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     from swarmnode.p2p import passphrase
@@ -156,7 +155,7 @@ def own_peer(data_dir: Path) -> str:
 
 
 def locked(path: Path) -> bool:
-    """Whether the key in a file has a passphrase."""
+    """Return True if the key in a file has a passphrase."""
     from swarmnode.p2p import passphrase
 
     return passphrase.is_locked(path.read_bytes()[:4097])
@@ -168,8 +167,8 @@ LISTEN = re.compile(r"/(ip4|ip6)/([^/]+)/tcp/(\d+)")
 
 
 def listen_addresses(listen: Sequence[str], data_dir: Path) -> list[tuple[str, int]]:
-    """(IP, port) of each listen address; port 0 replaced by the one that was chosen at the first
-    start."""
+    """Return (IP, port) of each listen address. Port 0 is replaced by the port that the first start
+    chose."""
     saved = data_dir / "port"
     text = saved.read_text(errors="replace").strip() if saved.is_file() else ""
     own = int(text) if text.isascii() and text.isdigit() else 0
@@ -178,7 +177,7 @@ def listen_addresses(listen: Sequence[str], data_dir: Path) -> list[tuple[str, i
 
 
 def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) -> list[PortFacts]:
-    """Every port that the node listens on. One that is taken while the node runs is taken by it."""
+    """Examine all ports of the node. While the node runs, it is the one that uses them."""
     wanted = [
         *(("network.listen_addrs", host, port) for host, port in listen),
         ("http.port", http.host, http.port),
@@ -186,13 +185,13 @@ def ports(listen: Sequence[tuple[str, int]], http: HttpConfig, running: bool) ->
     facts = []
     for name, host, port in wanted:
         problem = port_problem(host, port) if port else ""
-        ours = bool(problem) and running and problem == TAKEN
-        facts.append(PortFacts(name, host, port, problem, ours))
+        is_own = running and problem == IN_USE
+        facts.append(PortFacts(name, host, port, problem, is_own))
     return facts
 
 
 def port_problem(host: str, port: int) -> str:
-    """Why nobody can listen there now; empty when one can."""
+    """Return the reason why no process can listen there now; empty if one can."""
     try:
         family, _, _, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -202,8 +201,8 @@ def port_problem(host: str, port: int) -> str:
             probe.bind(address)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return TAKEN
-        return {errno.EACCES: "not allowed for this user", errno.EADDRNOTAVAIL: NOT_OURS}.get(
+            return IN_USE
+        return {errno.EACCES: "not permitted for this user", errno.EADDRNOTAVAIL: NOT_LOCAL}.get(
             error.errno or 0, error.strerror or str(error)
         )
     return ""
@@ -216,20 +215,24 @@ def reachability(listen: Sequence[tuple[str, int]], network: NetworkConfig) -> R
         for a in interface
         if a.family in (socket.AF_INET, socket.AF_INET6)
     ]
-    elsewhere = [
+    remote = [
         text for text in network.initial_peers if not text.startswith(("/ip4/127.", "/ip6/::1/"))
     ]
     return ReachFacts(
         [host for host, _ in listen],
         network.announce_addrs,
         [address.partition("%")[0] for address in own],
-        bool(elsewhere),
+        bool(remote),
     )
 
 
 def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
-    """The router, where there is one in the way. observed: the IP address at which peers see this
-    machine."""
+    """Examine the router, if one matters.
+
+    Args:
+        facts: Result of `reachability`.
+        observed: IP address of this machine as peers see it.
+    """
     listening = [ipaddress.ip_address(host) for host in facts.listen_hosts]
     own = [ipaddress.ip_address(ip) for ip in facts.own_ips]
     if (
@@ -248,8 +251,8 @@ def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
 
 
 def carrier_addresses() -> list[str]:
-    """Addresses of this machine that a provider's NAT gave it. A VPN that uses the same block gives
-    single addresses, /32."""
+    """Return this machine's addresses in the range of carrier-grade NAT. Addresses with netmask /32
+    belong to VPNs that use the same range."""
     return [
         address.address
         for interface in psutil.net_if_addrs().values()
@@ -262,19 +265,19 @@ def carrier_addresses() -> list[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a child needs to try the bootstrap addresses as this node would."""
+    """Request to `p2p.reach`: dial the bootstrap addresses like this node would."""
 
     network: NetworkConfig
     swarm: bytes
     secret: bytes | None
     identity: Path | None
-    """This node's key; None while a node uses it, or before there is one."""
+    """File of this node's key; None while a node uses it, or before it exists."""
     listen: Sequence[str]
-    """Multiaddrs that are free now: they are dialled back."""
+    """Free multiaddrs to listen on. Peers dial them back."""
 
 
 def peers(trial: Trial) -> tuple[list[PeerFacts], DialBackFacts]:
-    """Every bootstrap address, tried by a child."""
+    """Dial all bootstrap addresses in a child process."""
     request = {
         "addresses": trial.network.initial_peers,
         "swarm": trial.swarm.hex(),
@@ -286,31 +289,30 @@ def peers(trial: Trial) -> tuple[list[PeerFacts], DialBackFacts]:
     if not request["addresses"]:
         return [], DialBackFacts()
     try:
-        told = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS, Reached)
+        reached = child("swarmnode.p2p.reach", json.dumps(request).encode(), REACH_SECONDS, Reached)
     except ChildFailed as failed:
         return [
             PeerFacts(address, "not_tried", str(failed)) for address in trial.network.initial_peers
         ], DialBackFacts()
-    return told.peers, told.dial_back
+    return reached.peers, reached.dial_back
 
 
 @dataclass(frozen=True)
 class Reached:
-    """What `p2p.reach` answers."""
+    """Answer of `p2p.reach`."""
 
     peers: list[PeerFacts]
     dial_back: DialBackFacts
 
 
 def free_ports(listen: Sequence[tuple[str, int]]) -> list[str]:
-    """Multiaddrs that a trial can listen on: free ones, not those that are only chosen at the first
-    start."""
+    """Return the multiaddrs that a trial can listen on: those whose port is known and free."""
     free = [(host, port) for host, port in listen if port and not port_problem(host, port)]
     return [f"/ip{6 if ':' in host else 4}/{host}/tcp/{port}" for host, port in free]
 
 
 def dialled_back(node: RunningNode) -> DialBackFacts:
-    """What the running node's peers found."""
+    """Return the dial-back facts of the running node."""
     reach = node.network.nat.reach
     return DialBackFacts(reach.verdict, reach.observed, len(node.network.nat.client.relays))
 
@@ -319,7 +321,12 @@ def dialled_back(node: RunningNode) -> DialBackFacts:
 
 
 def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
-    """node: what the running one says; nothing where none runs."""
+    """Collect facts about the clock.
+
+    Args:
+        data_dir: The data directory.
+        node: Status of the running node; empty if none is running.
+    """
     newest = None
     for path in (
         data_dir / "peers.json",
@@ -341,8 +348,8 @@ def clock(data_dir: Path, node: RunningNode) -> ClockFacts:
 
 
 def kernel_synchronised() -> bool | None:
-    """What the kernel was told by whoever keeps its time; None where there is no adjtimex, or it
-    may not be asked."""
+    """Return True if the kernel's clock is synchronised; None if adjtimex is missing or
+    forbidden."""
     if not sys.platform.startswith("linux"):
         return None
     # struct timex, modes 0: only reads
@@ -354,14 +361,19 @@ def kernel_synchronised() -> bool | None:
 
 
 def device(config: Config, trial: bool = False) -> DeviceFacts:
-    """trial: also try to train the model, which takes as long as loading it, and its memory."""
+    """Examine device and model.
+
+    Args:
+        config: The configuration.
+        trial: Also load the model and try to train it, which takes time and memory.
+    """
     cfg, request = config.policy, config.model_dump_json(include={"policy", "training"})
     hardware, driver = gpus(), nvidia_driver()
     try:
         found = examined(request, *(["--trial"] if trial else []))
     except ChildFailed as failed:
         found = DeviceFacts(error=str(failed))
-        if trial:  # the model may have ended it, and not torch
+        if trial:  # the model may have crashed the child, not torch
             with contextlib.suppress(ChildFailed):
                 error = f"a trial of {cfg.model} ended: {failed}"
                 found = replace(examined(request), error=error, error_code=UNAVAILABLE)
@@ -369,7 +381,7 @@ def device(config: Config, trial: bool = False) -> DeviceFacts:
 
 
 def examined(request: str, *arguments: str) -> DeviceFacts:
-    """Return the result of a child process. Raises ChildFailed."""
+    """Run `policy.examine` in a child process. Raises ChildFailed."""
     return child(
         "swarmnode.policy.examine",
         request.encode(),
@@ -380,8 +392,8 @@ def examined(request: str, *arguments: str) -> DeviceFacts:
 
 
 def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
-    """Vendors of display and compute devices on the PCI bus. A container sees them too, though it
-    may not be given them."""
+    """Return the vendors of display and compute devices on the PCI bus. A container also lists
+    devices that it cannot use."""
     found = set()
     for place in root.glob("*") if root.is_dir() else ():
         with contextlib.suppress(OSError):
@@ -395,7 +407,7 @@ def gpus(root: Path = Path("/sys/bus/pci/devices")) -> list[str]:
 
 
 def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Version of the loaded kernel driver; empty without."""
+    """Return the version of the loaded kernel driver; empty without one."""
     try:
         match = re.search(r"Kernel Module\s+(?:for \S+\s+)?([\d.]+)", path.read_text())
     except OSError:
@@ -404,7 +416,7 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
-    """Ask the configured inference server about itself."""
+    """Query the configured inference server."""
     asked = server_of(settings, adapter)
     facts = ServerFacts(settings.url, asked.name)
     try:
@@ -427,7 +439,7 @@ def driver_cards() -> list[str]:
     """Return one line per NVIDIA card with its memory and compute processes, as the driver reports
     them; empty without a driver. Needs no torch."""
 
-    def asked(what: str) -> list[list[str]]:
+    def query(what: str) -> list[list[str]]:
         try:
             done = subprocess.run(
                 ["nvidia-smi", f"--query-{what}", "--format=csv,noheader,nounits"],
@@ -442,11 +454,11 @@ def driver_cards() -> list[str]:
         return [row for row in rows if len(row) == len(what.split(","))]
 
     users: dict[str, list[str]] = {}
-    for card, pid, mebibytes in asked("compute-apps=gpu_uuid,pid,used_memory"):
+    for card, pid, mebibytes in query("compute-apps=gpu_uuid,pid,used_memory"):
         users.setdefault(card, []).append(f"process {pid} holds {mebibytes} MiB")
     return [
         ", ".join([f"card {index} {name}", f"{free} of {total} MiB free", *users.get(card, [])])
-        for index, card, name, free, total in asked("gpu=index,uuid,name,memory.free,memory.total")
+        for index, card, name, free, total in query("gpu=index,uuid,name,memory.free,memory.total")
     ]
 
 
@@ -454,13 +466,18 @@ def driver_cards() -> list[str]:
 
 
 class ChildFailed(Exception):
-    """Raised when a child gave no answer; says why in one line."""
+    """Raised if a child process gives no answer. The message is one line."""
 
 
 def child(
     module: str, request: bytes, seconds: float, answer: type[Answer], *arguments: str
 ) -> Answer:
-    """What `python -m module` answers to `request`, as JSON in the last line that it prints."""
+    """Run `python -m module` with `request` as input, and decode the last line of its output as
+    JSON.
+
+    Raises:
+        ChildFailed: There is no valid answer within `seconds`.
+    """
     try:
         done = subprocess.run(
             [sys.executable, "-m", module, *arguments],
@@ -476,8 +493,9 @@ def child(
     try:
         return msgspec.json.decode(lines[-1], type=answer)
     except (IndexError, msgspec.MsgspecError):
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise ChildFailed(said[-1][:300] if said else f"ended with {done.returncode}") from None
+        errors = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = errors[-1][:300] if errors else f"ended with {done.returncode}"
+        raise ChildFailed(reason) from None
 
 
 class RunningReach(msgspec.Struct, frozen=True):
@@ -512,7 +530,7 @@ class RunningSwarm(msgspec.Struct, frozen=True):
 
 
 class RunningNode(msgspec.Struct, frozen=True):
-    """What is read of a running node's snapshot."""
+    """The fields that are read from a running node's snapshot."""
 
     network: RunningNetwork = RunningNetwork()
     rollouts: RunningRollouts = RunningRollouts()
@@ -524,8 +542,7 @@ class Status(msgspec.Struct, frozen=True):
 
 
 def status(data_dir: Path) -> RunningNode:
-    """What the node that runs in this data directory says at /status; nothing when there is none,
-    or none that answers."""
+    """Return the status of the node that runs in this data directory; empty if none responds."""
     try:
         place = where.written(data_dir)
         if place is None:
@@ -537,7 +554,7 @@ def status(data_dir: Path) -> RunningNode:
 
 
 def open_files() -> int:
-    """Most descriptors that a process of this user may have."""
+    """Return the limit on file descriptors of a process."""
     import resource
 
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

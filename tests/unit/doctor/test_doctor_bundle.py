@@ -127,7 +127,7 @@ def test_what_would_still_hold_a_secret_is_not_written(node, tmp_path, monkeypat
     monkeypatch.setattr(bundle.Redaction, "text", lambda self, text: text)
     assert cli.run(["doctor", "--bundle", "-d", str(node[0]), "--set", "http.port=0"]) == 77
     assert (
-        "a secret would stand in log/network.jsonl: nothing was written" in capsys.readouterr().err
+        "log/network.jsonl would contain a secret: nothing was written" in capsys.readouterr().err
     )
     assert not list(tmp_path.glob("swarmnode-bundle-*"))
 

@@ -45,7 +45,7 @@ def test_an_address_that_a_router_or_a_cloud_has_is_announced_and_not_listened_o
     todo = checks.check_port(
         PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
     ).todo
-    assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and name this one in network.announce_addrs"
+    assert todo == "listen on /ip4/0.0.0.0/tcp/4001, and set network.announce_addrs to this address"
 
 
 def but(facts, **changes):
@@ -71,7 +71,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (checks.check_disk(DIRECTORY), "ok", 0, "50.0 GiB"),
         (checks.check_disk(but(DIRECTORY, free_bytes=10 * 2**20)), "fail", 69, "10 MiB"),
         (checks.check_disk(but(DIRECTORY, free_bytes=2 * GIB)), "warn", 0, "2.0 GiB"),
-        (checks.check_disk(but(DIRECTORY, state_bytes=30 * GIB)), "warn", 0, "beside the old one"),
+        (checks.check_disk(but(DIRECTORY, state_bytes=30 * GIB)), "warn", 0, "before the old one"),
         (checks.check_key(KeyFacts("/k")), "ok", 0, "first start"),
         (checks.check_key(KeyFacts("/k", "good")), "ok", 0, "only its owner"),
         (checks.check_key(KeyFacts("/k", "good", 0o640)), "fail", 77, "0640"),
@@ -92,18 +92,18 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
             "another process",
         ),
         (
-            checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 9512, checks.TAKEN)),
+            checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 9512, checks.IN_USE)),
             "fail",
             69,
             "another process",
         ),
         (
             checks.check_port(
-                PortFacts("network.listen_addrs", "0.0.0.0", 4001, "taken", ours=True)
+                PortFacts("network.listen_addrs", "0.0.0.0", 4001, "taken", is_own=True)
             ),
             "ok",
             0,
-            "this node's",
+            "used by this node",
         ),
         (
             checks.check_port(PortFacts("network.listen_addrs", "0.0.0.0", 0)),
@@ -116,7 +116,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
         (reach("0.0.0.0"), "warn", 0, "behind NAT"),
         (reach("0.0.0.0", own=("127.0.0.1", "8.8.8.8")), "ok", 0, "8.8.8.8"),
         (reach("0.0.0.0", announced=["/dns4/me.example/tcp/4001"]), "ok", 0, "me.example"),
-        (checks.check_clock(ClockFacts(1000.0)), "ok", 0, "cannot be told"),
+        (checks.check_clock(ClockFacts(1000.0)), "ok", 0, "cannot be compared"),
         (checks.check_clock(ClockFacts(1000.0, synchronised=True)), "ok", 0, "synchronised"),
         (checks.check_clock(ClockFacts(1000.0, synchronised=False)), "warn", 0, "not synchronised"),
         (checks.check_clock(ClockFacts(1000.0, newest_file=5000.0)), "fail", 69, "4000 s behind"),
@@ -149,7 +149,7 @@ def reach(*hosts, own=("127.0.0.1", "192.168.1.7"), announced=(), wants=True):
             checks.check_clock(ClockFacts(1000.0, received=40, future=3)),
             "ok",
             0,
-            "as peers' clocks are",
+            "agrees with the clocks of peers",
         ),
         (checks.check_device(CPU), "ok", 0, "no accelerator"),
         (checks.check_device(GPU), "ok", 0, "compute capability"),
@@ -272,10 +272,10 @@ def test_the_exit_code_is_what_a_person_has_to_mend_first():
     ("facts", "level", "says"),
     [
         (DialBackFacts("public", "203.0.113.7"), "ok", "peers reach this node at 203.0.113.7"),
-        (DialBackFacts("private", "203.0.113.7", 1), "ok", "1 of them relays for it"),
-        (DialBackFacts("private", "203.0.113.7", 2), "ok", "2 of them relay for it"),
-        (DialBackFacts("private"), "warn", "none relays for it"),
-        (DialBackFacts(), "ok", "not known"),
+        (DialBackFacts("private", "203.0.113.7", 1), "ok", "1 relay serves it"),
+        (DialBackFacts("private", "203.0.113.7", 2), "ok", "2 relays serve it"),
+        (DialBackFacts("private"), "warn", "no peer relays for it"),
+        (DialBackFacts(), "ok", "unknown"),
     ],
 )
 def test_who_can_be_dialled_and_who_is_relayed_is_told_apart(facts, level, says):
@@ -301,9 +301,9 @@ def test_a_server_as_the_node_needs_it_is_said_with_its_model():
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        ({"error": "http://127.0.0.1:8000: Connection refused"}, "the own engine samples"),
+        ({"error": "http://127.0.0.1:8000: Connection refused"}, "samples with its own engine"),
         ({"model": "meta/Llama"}, "serves meta/Llama, not Qwen"),
-        ({"lora_rank": 0}, "takes no adapters"),
+        ({"lora_rank": 0}, "accepts no adapters"),
         ({"lora_rank": 8}, "adapters up to rank 8"),
         ({"logprobs": "raw_logprobs"}, "raw_logprobs"),
         ({"context": 1024}, "context of 1024"),

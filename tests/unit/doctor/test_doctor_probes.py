@@ -116,8 +116,8 @@ def test_a_taken_port_is_ours_only_while_our_node_runs(tmp_path):
         (stranger, http), (own, _) = (
             probes.ports(listen, HttpConfig(port=0), running) for running in (False, True)
         )
-    assert (stranger.problem, stranger.ours) == (probes.TAKEN, False)
-    assert own.ours
+    assert (stranger.problem, stranger.is_own) == (probes.IN_USE, False)
+    assert own.is_own
     assert (http.key, http.problem) == ("http.port", "")
     assert probes.ports(listen, HttpConfig(port=0), running=False)[0].problem == ""
 

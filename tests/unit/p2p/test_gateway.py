@@ -67,10 +67,10 @@ def test_what_an_outside_address_means(outside, observed, kind):
     ("facts", "level", "says"),
     [
         (RouterFacts(True, "carrier", "100.64.0.9"), "warn", "carrier-grade NAT"),
-        (RouterFacts(True, "private", "192.168.0.2"), "warn", "another router"),
+        (RouterFacts(True, "private", "192.168.0.2"), "warn", "double NAT"),
         (RouterFacts(True, "public", "8.8.8.8"), "ok", "8.8.8.8"),
         (RouterFacts(True), "ok", "by hand"),
-        (RouterFacts(), "ok", "none in the way"),
+        (RouterFacts(), "ok", "not involved"),
     ],
 )
 def test_the_doctor_tells_carrier_grade_nat_plainly(facts, level, says):
