@@ -443,7 +443,7 @@ def test_operations(world):
 def test_engines(world):
     done = dict(follow(world, "engines"))
     (printed,) = [text for line, text in done.items() if line.startswith("swarmnode serve-command")]
-    assert "vllm serve" in printed
+    assert "--enable-lora --max-lora-rank 16" in printed
 
 
 def test_stages(world):
