@@ -6,7 +6,7 @@
                the same honest nodes among hostile ones that are silent. Success is what the
                adversary wanted: its payload in held-out answers, answers that are longer, text of
                its own that was trained on.
-    network    the network half of real nodes over simulated wires (docs/simulator.md), each run in
+    network    the network half of real nodes over simulated wires (CONTRIBUTING.md), each run in
     a process of its own: what it raised
                or broke, its memory, and bytes against the same swarm where the hostile say nothing.
 

@@ -2,7 +2,7 @@
 nothing imports it at run time.
 
 The embedded policy exists so that a laptop can watch reinforcement learning work within a minute.
-Three choices make that possible, and docs/policy.md discloses them: one token per fixed phrase of a
+Three choices make that possible (docs/engines-and-hardware.md): one token per fixed phrase of a
 task's template (prompts of 6 to 15 tokens); a base that was shown most right answers in formats
 that the verifier rejects ("=12", ">12."), so that reward starts near 2 % and rises by *eliciting*
 the accepted format; and a network small enough for 10 ms of generation. The recipe in order: mine

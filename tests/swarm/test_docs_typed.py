@@ -1,10 +1,9 @@
-"""README, docs/first-run.md, docs/join.md, docs/host-a-swarm.md and docs/own-task.md, typed by
-somebody who does what they say: every command of their code blocks, in order, in a shell, with
-real nodes.
+"""The commands of README and docs, typed in order into a shell, with real nodes.
 
-A machine is a home directory. What the pages cannot know (addresses, an invite) is put in by SAID,
-what cannot be done here is in NOT_HERE; an entry of either that no page needs any more is an error.
-One founder runs for all of them; other nodes end after one step.
+Each part of a page is about one machine, which is a home directory here. World.said replaces what a
+page cannot know (addresses, an invite), and NOT_HERE names the commands that cannot run here; an
+entry of either that no page needs any more is an error. One founder runs during the whole test;
+other nodes end after one step.
 """
 
 import json
@@ -27,16 +26,19 @@ from tests.support.terminal import typed
 pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[2]
-PAGES = {
-    name: ROOT / name
-    for name in (
-        "README.md",
-        "docs/first-run.md",
-        "docs/join.md",
-        "docs/host-a-swarm.md",
-        "docs/own-task.md",
-    )
+JOIN_AND_HOST = "docs/join-and-host.md"
+PARTS = {
+    "README": ("README.md", None),
+    "train alone": (JOIN_AND_HOST, ("", "Train alone first")),
+    "join": (JOIN_AND_HOST, ("Join a swarm",)),
+    "host": (JOIN_AND_HOST, ("Host a swarm", "Runbook: a public swarm")),
+    "own task": ("docs/own-task.md", None),
+    "operations": ("docs/operations.md", None),
+    "engines": ("docs/engines-and-hardware.md", None),
+    "stages": ("docs/stages.md", None),
 }
+"""Part: its page, and the headings of its sections ("" is the text before the first heading); None
+is the whole page."""
 PASSPHRASE = "five random words are good"
 
 NOT_HERE = {
@@ -47,34 +49,49 @@ NOT_HERE = {
     r"pipx install ": "needs a package index and a compiler",
     r"swarmnode (config set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
     r"swarmnode config set --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
+    r"swarmnode rollback \d+": "needs a state that is kept after a quarter of an hour",
+    r"swarmnode run --set policy\.devices=cuda:0,cuda:2": "needs three GPUs",
+    r"swarmnode run .*policy\.server\.url=": "needs a server; tests/unit/policy/test_served.py",
+    r"swarmnode demo --crew": "tests/swarm/test_demo.py runs it",
 }
-"""Commands of the pages that cannot be typed here, and why."""
+"""Commands that cannot be typed here, and why."""
 
 MACHINES = {"swarmnode bootstrap INVITE": "small", "swarmnode key import": "new"}
-"""Commands that the page has somebody type elsewhere."""
+"""Commands that a page has the reader type on another machine."""
 OWNERS = {
-    "README.md": "member",
-    "docs/first-run.md": "newcomer",
-    "docs/join.md": "member",
-    "docs/host-a-swarm.md": "host",
-    "docs/own-task.md": "author",
+    "README": "member",
+    "train alone": "newcomer",
+    "join": "member",
+    "host": "host",
+    "own task": "author",
+    "operations": "operator",
+    "engines": "tuner",
+    "stages": "stager",
 }
-"""Whose machine a page is about otherwise."""
+"""Machine that a part is about otherwise."""
 
 ANSWERS = {
     "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
     "swarmnode init --successor": [("[y/N]", "y")],
 }
-"""What is asked, and what is typed then."""
+"""Questions of a command, and what is typed then."""
 
 
-def commands(page):
-    """What the page has people type, line by line, without the comments behind it; a founder's
-    block comes where it stands."""
+def text_of(part):
+    """Return the Markdown of a part."""
+    page, headings = PARTS[part]
+    text = (ROOT / page).read_text()
+    if headings is None:
+        return text
+    pieces = re.split(r"^## (.+)\n", text, flags=re.M)
+    sections = {"": pieces[0]} | dict(zip(pieces[1::2], pieces[2::2], strict=True))
+    return "\n".join(sections[heading] for heading in headings)
+
+
+def shell_lines(text):
+    """Return the commands of a text, without the comments behind them."""
     # files are written, not typed
-    lines = re.sub(
-        r"^```(?!\n).*?^```", "", PAGES[page].read_text(), flags=re.S | re.M
-    ).splitlines()
+    lines = re.sub(r"^```(?!\n).*?^```", "", text, flags=re.S | re.M).splitlines()
     shell = [
         match[1]
         for line in lines
@@ -87,9 +104,13 @@ def commands(page):
     return [re.split(r"\s{2,}#|\s#\s", line)[0].strip() for line in shell]
 
 
-def files(page):
-    """(name, text) of every file that the page has people write."""
-    text = PAGES[page].read_text()
+def commands(part):
+    return shell_lines(text_of(part))
+
+
+def files(part):
+    """Return (name, text) of every file that a part has the reader write."""
+    text = text_of(part)
     named = re.findall(r"`([\w/.-]+)`:\n\n```\w+\n(.*?)^```", text, re.S | re.M)
     return named + re.findall(r"^```toml\n# (\w+\.toml)[^\n]*\n(.*?)^```", text, re.S | re.M)
 
@@ -222,6 +243,8 @@ class World:
             "/run/credentials/swarmnode.service/": f"{root}/",
             "/dns4/swarm.example.org/tcp/9512": "/ip4/127.0.0.1/tcp/9512",
             "Qwen/Qwen2.5-0.5B-Instruct": "embedded",
+            "Qwen/Qwen3-4B": "embedded",
+            "<that peer id>": "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5",
             'revision = "7ae557604adf67be50417f59c2c2f167def9a775"\n': "",
             "KEY_PASSPHRASE=…": f"KEY_PASSPHRASE='{PASSPHRASE}'",
             "scp ": "cp ",
@@ -245,9 +268,9 @@ class World:
                 text = text.replace(said, meant)
         return text
 
-    def writes(self, page):
-        machine = self.machine(OWNERS[page])
-        for name, text in files(page):
+    def writes(self, part):
+        machine = self.machine(OWNERS[part])
+        for name, text in files(part):
             path = machine.home / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(self.here(text))
@@ -261,17 +284,17 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A founder, of the block of README.md that founds a swarm; it runs for everybody."""
+    """A running founder, from the commands of the README."""
     world = World(tmp_path_factory.mktemp("docs"))
     try:
         founder = world.machine("founder")
-        line = next(line for line in commands("README.md") if line.startswith("swarmnode init"))
+        line = next(line for line in commands("README") if line.startswith("swarmnode init"))
         invite = founder.types(world.here(line)).splitlines()[-1]
         world.invite = invite
-        for page in ("README.md", "docs/join.md"):
+        for part in ("README", "join"):
             (printed,) = {
                 line.split()[2].strip("'")
-                for line in commands(page)
+                for line in commands(part)
                 if line.startswith("swarmnode join")
             }
             world.said[printed] = invite
@@ -285,9 +308,9 @@ def world(tmp_path_factory):
             node.kill()
 
 
-def who(page, line):
+def who(part, line):
     return next(
-        (machine for command, machine in MACHINES.items() if line.startswith(command)), OWNERS[page]
+        (machine for command, machine in MACHINES.items() if line.startswith(command)), OWNERS[part]
     )
 
 
@@ -295,13 +318,13 @@ def not_here(line):
     return any(re.match(pattern, line) for pattern in NOT_HERE)
 
 
-def follow(world, page):
-    """Type the page, but for what was typed on that machine already. Yields (line, what it wrote);
-    nodes have ended by then."""
-    world.writes(page)
-    for line in commands(page):
+def follow(world, part):
+    """Type the commands of a part, except those that were typed on that machine already. Yields
+    (line, output); nodes have ended by then."""
+    world.writes(part)
+    for line in commands(part):
         world.read.add(line)
-        typed_once = (who(page, line), world.here(line))
+        typed_once = (who(part, line), world.here(line))
         if not (
             not_here(line)
             or typed_once in world.done
@@ -334,7 +357,7 @@ def obeyed(world, name, line):
 
 
 def test_readme(world):
-    done = dict(follow(world, "README.md"))
+    done = dict(follow(world, "README"))
     member = world.machine("member")
     assert (
         json.loads((member.home / "policy" / "swarmnode.json").read_text())["swarm"]
@@ -347,7 +370,9 @@ def test_join(world):
     member = world.machine("member")
     if not member.data.exists():  # this page alone
         member.types("swarmnode key show")
-    done = dict(follow(world, "docs/join.md"))
+    (member.home.parent / "passphrase").write_text(PASSPHRASE)
+    (member.home.parent / "passphrase").chmod(0o600)
+    done = dict(follow(world, "join"))
     new = world.machine("new")
     assert (
         new.types("swarmnode key show").strip()
@@ -358,25 +383,22 @@ def test_join(world):
 
 def test_host_a_swarm(world):
     host = world.machine("host")
-    (host.home.parent / "passphrase").write_text(PASSPHRASE)
-    (host.home.parent / "passphrase").chmod(0o600)
     world.said["<data dir>"] = str(host.data)
     shown = ""
-    for line, written in follow(world, "docs/host-a-swarm.md"):
+    for line, written in follow(world, "host"):
         if line.startswith("swarmnode key show"):
             world.said["<that peer id>"] = written.strip()
         elif line.startswith("swarmnode init"):
             world.said["<swarm id>"] = written.strip().rpartition("/")[2]
-            shown = written
-    page = PAGES["docs/host-a-swarm.md"].read_text()
+            shown += written
     (example,) = re.findall(
-        r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", page, re.S | re.M
+        r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", text_of("host"), re.S | re.M
     )
     version = lambda text: re.sub(r"version \w{16}", "version", text)
     assert version(example) in version(shown)
 
 
-def test_first_run(world):
+def test_train_alone(world):
     home = world.machine("newcomer").home
     shutil.copytree(ROOT / "swarmnode" / "policy" / "embedded", home / "model")
     ask = "State the final answer to the following arithmetic problem:"
@@ -387,7 +409,7 @@ def test_first_run(world):
         for sign in "+-"
     ]
     (home / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = dict(follow(world, "docs/first-run.md"))
+    done = dict(follow(world, "train alone"))
     measured = [
         next(row.split() for row in written.splitlines() if row.startswith("data/mine"))
         for line, written in done.items()
@@ -402,15 +424,44 @@ def test_own_task(world):
     author = world.machine("author")
     rows = [{"prompt": f"What is {i} + 2?", "answer": str(i + 2)} for i in range(40)]
     (author.home / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = dict(follow(world, "docs/own-task.md"))
+    done = dict(follow(world, "own task"))
     tried = [written for line, written in done.items() if line.startswith("swarmnode task try")]
     assert len(tried) == 2
     assert all("10 questions" in written and "0 went wrong" in written for written in tried), tried
 
 
-def test_nothing_is_left_out_that_is_not_said(world):
-    """After the others; alone it has nothing to say."""
-    lines = [line for page in PAGES for line in commands(page)]
+def test_operations(world):
+    node = world.starts("operator", "swarmnode run", stays=True).until(trains)
+    done = dict(follow(world, "operations"))
+    node.ends()
+    assert {"swarmnode pause", "swarmnode resume", "swarmnode finish"} <= set(done)
+    home = world.machine("operator").home
+    assert (home / "policy" / "swarmnode.json").exists()
+    assert list(home.glob("swarmnode-bundle-*.tar.gz"))
+
+
+def test_engines(world):
+    done = dict(follow(world, "engines"))
+    (printed,) = [text for line, text in done.items() if line.startswith("swarmnode serve-command")]
+    assert "--enable-lora --max-lora-rank 16" in printed
+
+
+def test_stages(world):
+    dict(follow(world, "stages"))
+    assert (world.machine("stager").home / "policy" / "swarmnode.json").exists()
+
+
+def test_every_section_of_a_page_is_typed():
+    for page in {page for page, _ in PARTS.values()}:
+        parts = [commands(part) for part, (of_page, _) in PARTS.items() if of_page == page]
+        assert sorted(line for part in parts for line in part) == sorted(
+            shell_lines((ROOT / page).read_text())
+        )
+
+
+def test_no_replacement_is_unused(world):
+    """Runs after the others; alone it checks only NOT_HERE."""
+    lines = [line for part in PARTS for line in commands(part)]
     assert all(any(re.match(pattern, line) for line in lines) for pattern in NOT_HERE)
     if world.read >= set(lines):
         assert set(world.said) - world.used == set()

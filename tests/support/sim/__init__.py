@@ -7,5 +7,5 @@ everything.
 What runs is the product: rollout exchange, weight exchange, peer table, dialer, peer exchange,
 reputation, budget, summaries. Replaced are the transport behind `p2p.api` (network.py, wires.py),
 the clock, threads and every source of randomness (determinism.py), and the trainer (learner.py).
-docs/simulator.md says what that can find and what not.
+CONTRIBUTING.md describes what the simulator can find.
 """
