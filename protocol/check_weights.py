@@ -96,8 +96,11 @@ def weights_fingerprint(swarm, base, tokenizer, layout, fragments, adapter):
     hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
     dtypes = sorted({dtype for _, _, dtype in layout})
     packed = (
-        ["swarmnode/weights", *what, fragments, adapter]
-        for what in ((3, *hashes, dtypes), (2, *hashes, sorted(layout)))
+        [*what, fragments, adapter]
+        for what in (
+            ("swarmnode/weights", 1, *hashes, dtypes),
+            ("swarmnode/weights-state", 1, *hashes, sorted(layout)),
+        )
     )
     return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
 

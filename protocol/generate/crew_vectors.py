@@ -19,7 +19,7 @@ KEYS = [
 ]
 PEERS = [peer_id(key.public_key().public_bytes_raw()) for key in KEYS]
 MODEL, LINEAGE = b"\x11" * 32, b"\x22" * 32
-RECORD_DOMAIN = b"swarmnode/crew-record/3"
+RECORD_DOMAIN = b"swarmnode/crew-record/1"
 NAN = float("nan")
 
 

@@ -52,7 +52,7 @@ def polls() -> Iterator[Vector]:
         yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
     for name, frame in (
         ("a patience of 2.5 s", pack({**REQUEST, "patience": 2.5})),
-        ("a request of /swarmnode/listing/1", pack(without(REQUEST, "patience"))),
+        ("a request that lacks its patience", pack(without(REQUEST, "patience"))),
     ):
         yield rejected("schema", name, frame, "listing_request")
     yield rejected(

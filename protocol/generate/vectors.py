@@ -216,7 +216,7 @@ def hostile_signatures() -> Iterator[Vector]:
     )
     yield rejected("signature", "payload emptied", pack({**good, "payload": b""}))
     yield rejected("signature", "another swarm", signed_otherwise(ids.DOMAIN_ROLLOUT, OTHER_SWARM))
-    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/1", SWARM))
+    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/2", SWARM))
     yield rejected(
         "signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()})
     )

@@ -14,10 +14,12 @@ import msgspec
 
 from swarmnode.weights.layout import Layout
 
-WEIGHTS_VERSION = 3
-"""Ordinal of the exchange's protocol."""
-STATE_VERSION = 2
-"""The same number in a state's fingerprint."""
+WEIGHTS_NAME = "swarmnode/weights"
+"""First item of what a swap's fingerprint hashes."""
+STATE_NAME = "swarmnode/weights-state"
+"""First item of what a state's fingerprint hashes."""
+ORDINAL = 1
+"""Second item of both: the ordinal of the protocols that carry them."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -48,7 +50,7 @@ def fingerprint(
     architecture, configuration and base weights. Raises ValueError for a hash of another length.
     """
     return _hashed(
-        WEIGHTS_VERSION,
+        WEIGHTS_NAME,
         (swarm, base, tokenizer),
         sorted({spec.dtype for spec in layout}),
         (fragments, lora),
@@ -66,7 +68,7 @@ def state_fingerprint(
     """The same of everything that a node and the one whose state it takes must have in common: they
     hold the same layers."""
     return _hashed(
-        STATE_VERSION,
+        STATE_NAME,
         (swarm, base, tokenizer),
         sorted(layout, key=lambda s: s.name),
         (fragments, lora),
@@ -74,11 +76,9 @@ def state_fingerprint(
 
 
 def _hashed(
-    version: int, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]
+    name: str, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]
 ) -> bytes:
-    for name, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
+    for field, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
         if len(value) != 32:
-            raise ValueError(f"{name} has 32 bytes, not {len(value)}")
-    return hashlib.sha256(
-        _encoder.encode(["swarmnode/weights", version, *hashes, what, *how])
-    ).digest()
+            raise ValueError(f"{field} has 32 bytes, not {len(value)}")
+    return hashlib.sha256(_encoder.encode([name, ORDINAL, *hashes, what, *how])).digest()
