@@ -1,4 +1,4 @@
-"""The vectors about manifests and sessions: part of what `vectors.py` writes."""
+"""Vectors of manifests and sessions, for `vectors.py`."""
 
 from __future__ import annotations
 
