@@ -1,9 +1,10 @@
-"""A second decoder, written from the documents in this folder, that judges every vector: `python
+"""Judge every vector with a second decoder, written from the documents in this folder: `python
 protocol/check.py`.
 
-It shares no line with swarmnode and needs only msgpack, cryptography and, for compressed vectors,
-zstandard. Exit code 0 when every vector is judged as recorded, else 1. There is a file for each
-document (`check_frames.py` is 00-conventions); where the two disagree, the document is right.
+It shares no code with swarmnode and needs only msgpack, cryptography and, for compressed vectors,
+zstandard. The exit code is 0 if every vector is judged as recorded, else 1. Each document has a
+file of its own (`check_frames.py` is 00-conventions). Where the two disagree, the document is
+right.
 """
 
 import json
@@ -32,15 +33,13 @@ PARTS = (
     check_tasks,
 )
 READERS = {read_as: reader for part in PARTS for read_as, reader in part.READERS.items()}
-"""Name of what a frame is read as → reader of (frame, domain, swarm id), or of (frame, what the
-vector gives)."""
+"""`read_as` of a vector → reader of (frame, domain, swarm id), or of (frame, `given`)."""
 DERIVATIONS = {name: derive for part in PARTS for name, derive in part.DERIVATIONS.items()}
 DERIVATIONS["content_id"] = lambda envelope: digest(bytes.fromhex(envelope)).hex()
 
 
 def judge(read_as, frame, domain, swarm, given=None):
-    """What is made of a frame: {"verdict": "accept", "value": …} or {"verdict": "reject", "reason":
-    …}."""
+    """Return {"verdict": "accept", "value": …} or {"verdict": "reject", "reason": …} of a frame."""
     about = (domain, swarm) if given is None else (given,)
     try:
         return {"verdict": "accept", "value": plain(READERS[read_as](frame, *about))}
@@ -63,7 +62,7 @@ def admitted(vector, document):
 
 
 def plain(value):
-    """`value` as JSON has it: bytes in hex."""
+    """Return `value` for JSON, with bytes in hex."""
     if isinstance(value, dict):
         return {field: plain(item) for field, item in value.items()}
     if isinstance(value, list):

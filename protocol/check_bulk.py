@@ -13,7 +13,7 @@ BULK_RESPONSE = {"status": STATUS, "size": int}
 
 
 def read_bulk(frame, name, shape):
-    """05, sections 2 to 5."""
+    """Read a message of 05."""
     message = decode(frame, BYTES[name], shape)
     require(len(message.get("transfer", bytes(EXACT["transfer"]))) == EXACT["transfer"])
     require(len(message.get("root", bytes(EXACT["chunk_hash"]))) == EXACT["chunk_hash"])

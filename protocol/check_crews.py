@@ -1,5 +1,5 @@
-"""04-stages, sections 7 to 9: streams between members, what their network processes tell each
-other, and who holds which stage."""
+"""04-stages, sections 2 and 3: messages of membership, records, and the first message of a
+stream."""
 
 import math
 
@@ -59,7 +59,7 @@ ANSWERS = (ACCEPT, REFUSE, ALIVE, NOTED)
 
 
 def read_message(frame, shapes):
-    """Section 8."""
+    """Read a request or an answer of section 2.2."""
     message = decode(frame, BYTES["crews_message"], *shapes)
     if "crew" in message:
         require(len(message["crew"]) == EXACT["crew"])
@@ -87,14 +87,14 @@ def amounts(*values):
 
 
 def check_copy(lineage, first, last, step, _where):
-    """Section 9.2."""
+    """Check a held block (section 2.1)."""
     require(len(lineage) == EXACT["record_hash"])
     require(0 <= first < last <= COUNTS["layers"])
     counter(step)
 
 
 def check_record(record):
-    """Section 9.1."""
+    """Check a record (section 2.1)."""
     require(all(len(record[field]) == EXACT["record_hash"] for field in ("lineage", "model")))
     require(len(record["nonce"]) == EXACT["crew_nonce"])
     counter(record["step"])
@@ -110,8 +110,7 @@ def crew_id(record):
 
 
 def read_stream_open(frame, given):
-    """Section 7: what becomes of a stream whose first message, behind its length, is `frame`, from
-    `given["peer"]` to a member."""
+    """Judge a stream by its first message `frame`, from `given["peer"]` to a member (section 3)."""
     opened, crew = decode(frame, BYTES["stage_open"], STREAM_OPEN), given["crew"]
     require(opened["crew"].hex() == crew["crew"], "crew")
     require(
@@ -122,7 +121,7 @@ def read_stream_open(frame, given):
 
 
 def unhexed(record):
-    """A record as it was before its bytes were written in hex."""
+    """Return a record with its bytes decoded from hex."""
     return {
         field: bytes.fromhex(value) if field in ("lineage", "model", "nonce") else value
         for field, value in record.items()

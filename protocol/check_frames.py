@@ -1,4 +1,4 @@
-"""00-conventions: from bytes to a message of a known shape, signatures, and bounds that every
+"""00-conventions: decoding of messages of a known shape, signatures, and limits that every
 document uses.
 
 A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of
@@ -28,7 +28,7 @@ ENVELOPE = {"key": bytes, "payload": bytes, "signature": bytes, "codec": ("raw",
 
 
 class Maybe:
-    """`wanted`, or nil."""
+    """The type `wanted`, or nil."""
 
     def __init__(self, wanted):
         self.wanted = wanted
@@ -42,7 +42,7 @@ class Row:
 
 
 class Refused(Exception):
-    """`args[0]` is the reason."""
+    """Raised for a refused message; `args[0]` is the reason."""
 
 
 def require(condition, reason="bounds"):
@@ -51,7 +51,7 @@ def require(condition, reason="bounds"):
 
 
 def kind(lead):
-    """What a value is, by its first byte."""
+    """Return the kind of a value, from its first byte."""
     require(lead != 0xC1, "malformed")
     if lead <= 0x7F or lead >= 0xE0 or 0xCC <= lead <= 0xD3:
         return int
@@ -74,8 +74,7 @@ def kind(lead):
 
 
 def read(stream, data, wanted):
-    """One value of type `wanted`, looked at before it is read, so that nothing is built that was
-    not asked for."""
+    """Read a value of type `wanted`. Its kind is checked first: no other value is built."""
     require(stream.tell() < len(data), "malformed")
     found = kind(data[stream.tell()])
     if isinstance(wanted, Maybe):
@@ -179,7 +178,7 @@ def verify_signature(key, signature, signed):
 
 
 def is_small_order(key):
-    """Whether 8 times the point (RFC 8032, section 5.1) is the identity (x, y) = (0, 1). Doubling
+    """Return True if 8 times the point (RFC 8032, section 5.1) is the identity (0, 1). Doubling
     needs x² only, which follows from y: y' = (y² + x²) / (1 - d·x²·y²)."""
     prime = 2**255 - 19
     d = -121665 * pow(121666, -1, prime) % prime

@@ -1,5 +1,4 @@
-"""01-identity-and-join: peer ids, swarm ids, manifests, sessions, summaries, and who else is
-there."""
+"""01-identity-and-join: peer ids, swarm ids, the peers protocol, manifests, sessions, summaries."""
 
 import math
 
@@ -77,7 +76,7 @@ def read_peers(frame, cap, shape):
 
 
 def read_manifest(frame):
-    """01, section 6."""
+    """Read a signed manifest (01, section 6)."""
     envelope = decode(frame, BYTES["manifest"], ENVELOPE)
     require(
         len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
@@ -172,7 +171,7 @@ def read_session_response(frame):
 
 
 def read_summary(frame, swarm):
-    """01, section 10."""
+    """Read a signed summary (01, section 10)."""
     envelope = decode(frame, BYTES["summary"], ENVELOPE)
     require(
         len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]

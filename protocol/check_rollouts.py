@@ -1,4 +1,4 @@
-"""02-rollouts: groups, listings, fetches, admission, and which questions are whose."""
+"""02-rollouts: groups, questions, listings, fetches, admission."""
 
 import hashlib
 import math
@@ -92,7 +92,7 @@ def check_group(group):
 
 
 def check_turns(completion, most):
-    """02, section 2. most: tokens of one action, or of an answer."""
+    """Check a completion's turns (02, section 2). most: tokens of an action, or of an answer."""
     turns, text, tokens = completion["turns"], completion["text"].encode(), completion["tokens"]
     require(len(turns) <= COUNTS["turns"])
     if not turns:
@@ -175,8 +175,8 @@ def read_groups_response(frame):
 
 
 def listing(life, last, held, own, reader, request):
-    """02, section 4.1: the positions that are listed, of those that are `held`: [position, author,
-    source]; `last` was the last one given."""
+    """Return the positions that are listed (02, section 4.1). held: [position, author, source] of
+    each group; last: the latest position."""
     since = request["position"] if request["life"] == life and request["position"] <= last else 0
     news = [row for row in sorted(held, reverse=True) if row[0] > since and reader not in row[1:]]
     first = [row for row in news if row[1] == own][: COUNTS["listed"] // 2]
@@ -189,7 +189,7 @@ def listing(life, last, held, own, reader, request):
 
 
 def listed_falsely(listed, frame, domain, swarm):
-    """02, section 4.4: "mismatch" where a listing contradicts the envelope of its group."""
+    """Return "mismatch" if a listing contradicts the envelope of its group (02, section 4.4)."""
     content, author, task, created_at, size, _ = listed
     opened = open_group(frame, domain, swarm)
     true = [
@@ -232,8 +232,8 @@ def choose_task(tasks, swarm, peer, sequence):
 
 
 def admit(frames, given, domain, swarm):
-    """02, section 5.1 to 5.3: the reason for which the last of `frames`, which come one after the
-    other, is refused, or None."""
+    """Return the reason to refuse the last of `frames`, which arrive in order, or None (02,
+    sections 5.1 to 5.3)."""
     contents, sequences, reason = set(), set(), None
     for frame in frames:
         reason = admit_one(frame, given, domain, swarm, contents, sequences)
@@ -265,8 +265,8 @@ def admit_one(frame, given, domain, swarm, contents, sequences):
 
 
 def within(group, rules, models):
-    """Return True if the manifest allows the group. `models`: [fingerprint, tokenizer] in hex of
-    each; none: any."""
+    """Return True if the manifest allows the group. models: [fingerprint, tokenizer] in hex; if
+    empty, any model."""
     sampling = group["sampling"]
     return (
         rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]

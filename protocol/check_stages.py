@@ -1,4 +1,4 @@
-"""04-stages, sections 2 to 6: frames between the members of a crew, the fence, and taking a
+"""04-stages, sections 4 to 9: frames between the members of a crew, the fence, routes, and taking a
 step."""
 
 import itertools
@@ -78,11 +78,11 @@ WAVE = {
     "seed": int,
 }
 F32_OVERFLOW = (2 - 2**-24) * 2.0**127
-"""From here on a number rounds to an infinite f32."""
+"""The least number that rounds to an infinite f32."""
 
 
 def read_frame(data, crew):
-    """One frame, all of `data`, in a crew with `hidden`, `vocab`, `tokens` and `codec`."""
+    """Read the frame `data` in a crew with `hidden`, `vocab`, `tokens` and `codec`."""
     require(len(data) >= 4, "truncated")
     length = int.from_bytes(data[:4], "big")
     require(0 < length <= BYTES["stage_header"], "oversize")
@@ -96,7 +96,7 @@ def read_frame(data, crew):
 
 
 def body_bytes(header, crew):
-    """Section 2.2, and how long the body is."""
+    """Check a header and return the length of its body (section 4)."""
     place, rows = header["place"], header.get("rows", 1)
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
     counter(place[2], header.get("micro_batch", 0), header.get("attempt", 0))
@@ -145,8 +145,8 @@ def hidden_bytes(codec, hidden):
 
 
 def read_body(header, body, crew):
-    """Sections 3 and 4: {"about": …, "values": activations as f32, "ids", "logprobs", …}, as far as
-    there are any."""
+    """Return what a body holds: {"about", "values" (activations as f32), "ids", "logprobs", …}
+    (sections 6 and 7)."""
     tag, rows = header["type"], header.get("rows", 0)
     if tag in ("forward", "prefill"):
         read = read_micro_batch if tag == "forward" else read_wave
@@ -175,7 +175,7 @@ def read_body(header, body, crew):
 
 
 def activations(body, header, crew, codec):
-    """f32, one after the other, in hex as they would be on the wire."""
+    """Return numbers as little-endian f32, in hex."""
     require(header.get("codec", "float32") == codec, "schema")
     count = header["rows"] * crew["hidden"]
     if codec == "float32":
@@ -293,8 +293,8 @@ def positive(*values):
 
 
 def stage_fence(crew, sender, step, place, control):
-    """Section 5: why a frame from `sender` is dropped by a member at `step`, or None. `crew`: its
-    id's half, and how many stages."""
+    """Return why a member at `step` drops a frame from `sender`, or None (section 4). crew: the
+    first half of its id, and its number of stages."""
     ours, stage, at = place
     if ours != crew["crew"]:
         return "crew"
@@ -306,7 +306,7 @@ def stage_fence(crew, sender, step, place, control):
 
 
 def stage_route(stages, swapped, micro_batch, purpose):
-    """Section 2.3: [stage, what of it is run] of each visit."""
+    """Return [stage, part of it] of each visit of a micro-batch (section 5)."""
     if not (swapped and purpose == "learn" and micro_batch % 2):
         return [[stage, "all"] for stage in range(stages)]
     middle = [[stage, "layers"] for stage in range(2, stages - 2)]
@@ -315,7 +315,7 @@ def stage_route(stages, swapped, micro_batch, purpose):
 
 
 def stage_fingerprint(base, place, codec):
-    """Section 3.3."""
+    """Return the fingerprint of a policy (section 8)."""
     parts = [
         bytes.fromhex(base),
         bytes.fromhex(place[0]),
@@ -326,13 +326,13 @@ def stage_fingerprint(base, place, codec):
 
 
 def stage_commit(step, events):
-    """Section 6: what a stage that has taken `step` steps answers to each of `events`."""
+    """Return the answers of a stage that has taken `step` steps to `events` (section 9)."""
     state = {"step": step, "attempt": 0, "missing": None, "prepared": False, "norm": 0.0}
     return [commit_answer(state, *event) for event in events]
 
 
 def commit_answer(state, event, *given):
-    """A list of actions; ["garbage"] for a message that ends the crew."""
+    """Return a list of actions; ["garbage"] for a message that ends the crew."""
     open_proposal = state["missing"] is not None
     if event == "gradient":
         if not open_proposal or given[0] not in state["missing"]:

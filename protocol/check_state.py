@@ -1,4 +1,4 @@
-"""04-stages, section 10: what members send each other on streams of state."""
+"""04-stages, sections 10 and 11: messages on streams of state."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ HEADERS = [
 
 
 def read_message(data, crew):
-    """One message, all of `data`, in a crew with `hidden` and `tokens`."""
+    """Read the message `data` in a crew with `hidden` and `tokens`."""
     require(len(data) >= 4, "truncated")
     length = int.from_bytes(data[:4], "big")
     require(0 < length <= BYTES["stage_header"], "oversize")
@@ -64,7 +64,7 @@ def read_message(data, crew):
 
 
 def state_bytes(shapes, form):
-    """Of a checkpoint of tensors with these shapes."""
+    """Return the bytes of a checkpoint of tensors with these shapes (section 10)."""
     elements = sum(math.prod(shape) for shape in shapes)
     return 12 * elements + 4 * len(shapes) if form == "exact" else 2 * elements
 
@@ -74,7 +74,7 @@ def state_root(body):
 
 
 def copy_plain(base, now):
-    """A matrix's part of a `copy` before it is deflated, hex."""
+    """Return the part of a `copy` for one matrix before compression, in hex (section 11)."""
 
     def rounded(value):
         return struct.unpack("<f", struct.pack("<f", value))[0]

@@ -1,4 +1,4 @@
-"""06-tasks: the questions of the builtin tasks, what an answer is worth, and their versions."""
+"""06-tasks: questions, rewards and versions of the builtin tasks."""
 
 import hashlib
 

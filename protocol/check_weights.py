@@ -1,5 +1,4 @@
-"""03-weights: what partners say, states and their manifests, and what follows from names and
-shapes."""
+"""03-weights: messages of a swap, states and their manifests, payloads, blocks and fragments."""
 
 import hashlib
 import itertools
@@ -48,7 +47,7 @@ STATE_MANIFEST = {
 
 
 def read_weights(frame, cap, shapes):
-    """03, sections 2 and 7."""
+    """Read a message of 03, sections 2 and 7."""
     message = decode(frame, BYTES[cap], *shapes)
     for field, length in (
         ("id", "swap"),
@@ -96,14 +95,17 @@ def weights_fingerprint(swarm, base, tokenizer, layout, fragments, adapter):
     hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
     dtypes = sorted({dtype for _, _, dtype in layout})
     packed = (
-        ["swarmnode/weights", *what, fragments, adapter]
-        for what in ((3, *hashes, dtypes), (2, *hashes, sorted(layout)))
+        [*what, fragments, adapter]
+        for what in (
+            ("swarmnode/weights", 1, *hashes, dtypes),
+            ("swarmnode/weights-state", 1, *hashes, sorted(layout)),
+        )
     )
     return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
 
 
 def weights_fragments(layout, fragments):
-    """03, section 1: names by fragment, and all blocks as they travel."""
+    """Return tensor names by fragment, and all blocks as bytes (03, section 1)."""
     block = {}
     for name, _, _ in layout:
         layer = re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name)
@@ -124,7 +126,7 @@ def weights_fragments(layout, fragments):
 
 
 def weights_int4(elements, body):
-    """03, section 5: the differences, or why there are none."""
+    """Return the decoded differences, or the reason to refuse them (03, section 5)."""
     body, blocks = bytes.fromhex(body), -(-elements // 64)
     scales = [struct.unpack("<f", b"\0\0" + body[2 * i : 2 * i + 2])[0] for i in range(blocks)]
     if not all(math.isfinite(scale) for scale in scales):

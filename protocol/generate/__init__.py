@@ -1,2 +1,1 @@
-"""What writes protocol/vectors and protocol/schema from this implementation: `python -m
-protocol.generate.vectors`."""
+"""Generators of protocol/vectors and protocol/schema: `python -m protocol.generate.vectors`."""

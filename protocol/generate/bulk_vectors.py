@@ -1,4 +1,4 @@
-"""The vectors about transfers: part of what `vectors.py` writes."""
+"""Vectors of bulk transfers, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _requests() -> Iterator[Vector]:
 
 
 def roots() -> Iterator[Vector]:
-    """Of contents that anybody can make: zeros, and bytes that count."""
+    """Yield roots of contents that are easy to make: zeros, and counting bytes."""
     for name, content, chunk_bytes in (
         ("one byte", b"\0", 4096),
         ("a chunk and a byte", bytes(4097), 4096),

@@ -1,4 +1,4 @@
-"""The vectors about who is in a crew and holds what: part of what `vectors.py` writes."""
+"""Vectors of membership, records and held blocks, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEYS = [
 ]
 PEERS = [peer_id(key.public_key().public_bytes_raw()) for key in KEYS]
 MODEL, LINEAGE = b"\x11" * 32, b"\x22" * 32
-RECORD_DOMAIN = b"swarmnode/crew-record/3"
+RECORD_DOMAIN = b"swarmnode/crew-record/1"
 NAN = float("nan")
 
 
@@ -159,7 +159,7 @@ def messages() -> Iterator[Vector]:
 
 
 def copies() -> Iterator[Vector]:
-    """What one copy may be."""
+    """Yield vectors of one held block."""
 
     def bad(reason: str, name: str, *copies: list[Any]) -> Vector:
         return rejected(reason, name, pack({**OFFER, "copies": list(copies)}), "crews_request")
@@ -176,7 +176,7 @@ def copies() -> Iterator[Vector]:
 
 
 def records() -> Iterator[Vector]:
-    """What one record may be."""
+    """Yield vectors of one record."""
 
     def bad(name: str, of: dict[str, Any], reason: str = "bounds") -> Vector:
         return rejected(reason, name, pack({**PROPOSE, "record": of}), "crews_request")
@@ -252,6 +252,6 @@ def stream_peers(crew: dict[str, Any]) -> StreamPeers:
 
 
 def read(message: dict[str, Any], kind: Any) -> Any:
-    """The struct `kind` of a message without its type."""
+    """Return a message without its type as a struct `kind`."""
     tag = kind.__struct_config__.tag
     return msgspec.msgpack.decode(pack({"type": tag, **message} if tag else message), type=kind)

@@ -1,8 +1,8 @@
-"""Frames laid out by hand, right and wrong: what `vectors.py` is made of, and what tests alter.
+"""Valid and invalid frames, for `vectors.py` and for tests that alter them.
 
-Messages are plain dicts and msgpack here, not swarmnode's structs, so that what cannot be said with
-a struct can be said too. zstd frames are laid out by hand (RFC 8878), because a compressor may
-change its mind between releases, and because no compressor writes a bomb.
+Messages are plain dicts and msgpack, not swarmnode's structs, so that invalid messages can be built
+too. zstd frames are laid out by hand (RFC 8878), because a compressor's output may change between
+releases, and because no compressor writes a bomb.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def pack(value: Any) -> bytes:
 
 
 def envelope(payload: bytes, codec: Any = "raw") -> dict[str, Any]:
-    """The fields of a correctly signed envelope."""
+    """Return the fields of a correctly signed envelope."""
     signed = sign(payload, KEY, ids.DOMAIN_ROLLOUT, SWARM, codec)
     return {
         "key": signed.key,
@@ -119,7 +119,7 @@ def is_forged(key: bytes, data: bytes) -> bool:
 
 
 def changed(message: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    """A copy of `message` with another value at a dotted path such as `completions.0.tokens`."""
+    """Return a copy of `message` with another value at a path such as `completions.0.tokens`."""
     result = copy.deepcopy(message)
     place: Any = result
     *parents, last = [int(step) if step.isdigit() else step for step in path.split(".")]
@@ -134,13 +134,13 @@ def without(message: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def pairs(fields: Sequence[tuple[Any, Any]]) -> bytes:
-    """A map of up to 15 entries in any order, with any keys, as often as one likes."""
+    """Return a msgpack map of up to 15 entries, in any order and with repeated keys."""
     return bytes([0x80 | len(fields)]) + b"".join(pack(key) + pack(value) for key, value in fields)
 
 
 def zstd(blocks: bytes, declared: int | None, window: bytes = b"\x50") -> bytes:
-    """A zstd frame around `blocks`: one segment of the `declared` size, or, when None, of unknown
-    size with a window of 1 MiB."""
+    """Return a zstd frame around `blocks`: one segment of the `declared` size, or, if None, of
+    unknown size with a window of 1 MiB."""
     header = b"\x00" + window if declared is None else b"\xe0" + struct.pack("<Q", declared)
     return b"\x28\xb5\x2f\xfd" + header + blocks
 
@@ -154,7 +154,7 @@ def repeat_block(byte: bytes, times: int, last: bool = True) -> bytes:
 
 
 def parts(frame: bytes) -> list[list[Any]]:
-    """`frame` as [hex, times] pairs: runs of more than 64 equal bytes are told by their length."""
+    """Return `frame` as [hex, times] pairs; runs of more than 64 equal bytes are one pair."""
     result: list[list[Any]] = []
     for byte, group in itertools.groupby(frame):
         times = len(list(group))

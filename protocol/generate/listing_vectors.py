@@ -1,4 +1,4 @@
-"""The vectors of protocol/vectors/listings.json; see vectors.py."""
+"""Vectors of listings and fetches, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def polls() -> Iterator[Vector]:
         yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
     for name, frame in (
         ("a patience of 2.5 s", pack({**REQUEST, "patience": 2.5})),
-        ("a request of /swarmnode/listing/1", pack(without(REQUEST, "patience"))),
+        ("a request that lacks its patience", pack(without(REQUEST, "patience"))),
     ):
         yield rejected("schema", name, frame, "listing_request")
     yield rejected(
@@ -246,8 +246,8 @@ def fetches() -> Iterator[Vector]:
 
 
 def derivations() -> Iterator[Vector]:
-    """Which groups a listing has, and which listings contradict their groups."""
-    one = [[position, "a", "a"] for position in range(3, 103)]  # 1 and 2 were pushed out
+    """Yield derivations: which groups a listing has, and which listings contradict their groups."""
+    one = [[position, "a", "a"] for position in range(3, 103)]  # 1 and 2 were dropped
     last14 = list(range(89, 103))
     own = [[position, "me", "me"] for position in range(93, 103)]
     several = [[position, author, author] for position, author in enumerate("bbbc" + 16 * "a", 1)]

@@ -1,4 +1,4 @@
-"""The vectors about manifests and sessions: part of what `vectors.py` writes."""
+"""Vectors of manifests and sessions, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def manifests() -> Iterator[Vector]:
         "created_at": 1_790_000_000_000,
         "predecessor": b"",
         "minimum_version": "0.1.0",
-        "protocols": ["/swarmnode/fetch/1", "/swarmnode/rollouts/1"],
+        "protocols": list(ids.PROTOCOLS),
         "models": [model],
         "tasks": [task, other_task],
         "rollouts": rules,

@@ -1,7 +1,7 @@
-"""JSON Schemas of the messages, generated, for whoever writes another implementation: `python -m
-protocol.generate.schema [DIRECTORY]`.
+"""JSON Schemas of the messages, for other implementations: `python -m protocol.generate.schema
+[DIRECTORY]`.
 
-They tell names, order, types and choices. Bounds are in protocol/registry.toml and in the prose.
+They define names, order, types and choices. Limits are in protocol/registry.toml and in the text.
 JSON has no bytes: where a schema says base64, the wire has msgpack `bin`.
 """
 
@@ -63,12 +63,12 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
 
 
 def schemas() -> dict[str, str]:
-    """File name to its content, as it stands in protocol/schema."""
+    """Return the content of each file of protocol/schema by name."""
     return render(MESSAGES)
 
 
 def render(messages: Mapping[str, type[msgspec.Struct]]) -> dict[str, str]:
-    """Of any messages."""
+    """Return the schema files of `messages`."""
     return {
         f"{name}.json": json.dumps(_schema(message), indent=1) + "\n"
         for name, message in messages.items()
@@ -79,9 +79,9 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
     schema = msgspec.json.schema(message)
     for definition in schema["$defs"].values():
         if "properties" not in definition:
-            continue  # an array: its fields are there by their places
-        # A default is a convenience of our constructors: on the wire every field is there, in this
-        # order.
+            continue  # an array: its fields are identified by position
+        # A default is a convenience of the constructors. On the wire every field is present, in
+        # this order.
         definition["required"] = list(definition["properties"])
         for field in definition["properties"].values():
             field.pop("default", None)
@@ -89,8 +89,7 @@ def _schema(message: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def write(rendered: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """What a command does with its schemas: into the directory that is its one argument, or
-    protocol/schema."""
+    """Write schema files to the directory that is the only argument, or to protocol/schema."""
     directory = Path(arguments[0] if arguments else "protocol/schema")
     for name, content in rendered.items():
         (directory / name).write_text(content)

@@ -1,5 +1,4 @@
-"""JSON Schemas of what the members of a crew say, beside those of `schema`: `python -m
-protocol.generate.schema_stages [DIRECTORY]`."""
+"""JSON Schemas of 04-stages: `python -m protocol.generate.schema_stages [DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
 
 
 def schemas() -> dict[str, str]:
-    """File name to its content, as it stands in protocol/schema."""
+    """Return the content of each schema file of 04-stages by name."""
     return render(MESSAGES)
 
 

@@ -1,5 +1,4 @@
-"""JSON Schemas of what partners say, beside those of `schema`: `python -m
-protocol.generate.schema_weights [DIRECTORY]`."""
+"""JSON Schemas of 03-weights: `python -m protocol.generate.schema_weights [DIRECTORY]`."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
 
 
 def schemas() -> dict[str, str]:
-    """File name to its content, as it stands in protocol/schema."""
+    """Return the content of each schema file of 03-weights by name."""
     return render(MESSAGES)
 
 

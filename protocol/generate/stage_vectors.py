@@ -1,5 +1,4 @@
-"""The vectors about what the members of a crew send each other: part of what `vectors.py`
-writes."""
+"""Vectors of frames between members of a crew, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ WAVE, PRINT = b"\x61" * 16, b"\x62" * 32
 PLACE = [CREW, 1, 40]
 HIDDEN, VOCAB, TOKENS = 4, 50, 64
 GIVEN: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "tokens": TOKENS, "codec": "float32"}
-"""The crew that the frames of these vectors are read in."""
+"""Crew in which the frames of these vectors are read."""
 
 ids = lambda *values: struct.pack(f"<{len(values)}I", *values)
 floats = lambda *values: struct.pack(f"<{len(values)}f", *values)
@@ -45,7 +44,7 @@ BATCH: dict[str, Any] = {
     "loss": LOSS,
 }
 ROWS = 3
-"""Of BATCH: two tokens of the prompt, and one completion's token that has a successor."""
+"""Rows of BATCH: two tokens of the prompt, and the completion token that has a successor."""
 WAVE_ABOUT: dict[str, Any] = {
     "lengths": [2, 1],
     "ids": ids(7, 8, 9),
@@ -71,7 +70,7 @@ def joined(head: dict[str, Any] | bytes, body: bytes = b"") -> bytes:
 
 
 def learn(about: dict[str, Any] = BATCH, values: bytes = floats(*VALUES), **fields: Any) -> bytes:
-    """A `forward` with `about`, everything else right."""
+    """Return a `forward` with `about`, otherwise valid."""
     return joined(header("forward", **{**forward_fields(about), **fields}), pack(about) + values)
 
 
@@ -128,7 +127,7 @@ SMALL: list[dict[str, Any]] = [
     header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
     header("propose", attempt=1, micro_batches=list(range(1024))),
 ]
-"""Without a body."""
+"""Headers of frames without a body."""
 PROPOSE = SMALL[10]
 
 
@@ -629,7 +628,7 @@ COMMITS: dict[str, list[list[Any]]] = {
     ],
 }
 """["propose", attempt, micro-batches, squared norm (None: not finite)], ["gradient", micro-batch],
-["commit", attempt], ["abort", attempt]. A message that is garbage ends the crew, so it is last."""
+["commit", attempt], ["abort", attempt]. Garbage ends the crew, so it is last."""
 
 
 def commits() -> Iterator[Vector]:
@@ -644,7 +643,7 @@ def commits() -> Iterator[Vector]:
 
 
 def answers(step: int, events: list[list[Any]]) -> list[list[Any]]:
-    """What `wire.Participant` answers, in the words of the vectors."""
+    """Return the answers of `wire.Participant` in the form of the vectors."""
     stage, norms = Participant(step), dict[int, Any]()
     return [_answer(stage, norms, *event) for event in events]
 

@@ -1,4 +1,4 @@
-"""The vectors about state between members of a crew: part of what `vectors.py` writes."""
+"""Vectors of state between members of a crew, for `vectors.py`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ COPIES = (
 
 
 def copy_plain(base: list[list[float]], now: list[list[float]]) -> str:
-    """A matrix's part of a copy before it is deflated, hex."""
+    """Return the part of a `copy` for one matrix before compression, in hex."""
     spec, name = StageSpec(0, 2, 0, 1, False), "model.layers.0.mlp.up_proj.weight"
     layout = make_layout([(name, (len(base), len(base[0])), "float32")])
     return zlib.decompress(

@@ -1,4 +1,4 @@
-"""The vectors of protocol/vectors/summaries.json; see vectors.py."""
+"""Vectors of summaries, for `vectors.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vectors of protocol/vectors/tasks.json; see vectors.py."""
+"""Vectors of tasks, for `vectors.py`."""
 
 from __future__ import annotations
 

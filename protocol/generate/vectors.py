@@ -1,8 +1,7 @@
-"""Writes protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The same bytes on
-every machine and in every version.
+"""Write protocol/vectors: `python -m protocol.generate.vectors [DIRECTORY]`. The output is the same
+on every machine.
 
-Hostile frames are signed by the same key as honest ones wherever the fault lies behind the
-signature.
+Hostile frames whose fault is inside the payload are signed by the same key as honest frames.
 """
 
 from __future__ import annotations
@@ -216,7 +215,7 @@ def hostile_signatures() -> Iterator[Vector]:
     )
     yield rejected("signature", "payload emptied", pack({**good, "payload": b""}))
     yield rejected("signature", "another swarm", signed_otherwise(ids.DOMAIN_ROLLOUT, OTHER_SWARM))
-    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/1", SWARM))
+    yield rejected("signature", "another domain", signed_otherwise(b"swarmnode/rollout/2", SWARM))
     yield rejected(
         "signature", "another key", pack({**good, "key": OTHER_KEY.public_key().public_bytes_raw()})
     )
@@ -230,7 +229,7 @@ def hostile_signatures() -> Iterator[Vector]:
     yield rejected(
         "signature",
         "scalar beyond the group order",
-        # what sloppy verifiers take
+        # accepted by lenient verifiers
         pack({**good, "signature": half + (scalar + GROUP_ORDER).to_bytes(32, "little")}),
     )
     domain = ids.DOMAIN_ROLLOUT
@@ -249,7 +248,7 @@ def hostile_signatures() -> Iterator[Vector]:
 
 
 def hostile_payloads() -> Iterator[Vector]:
-    """Correctly signed; the signer is to blame."""
+    """Yield correctly signed frames with faults of their signer."""
     payload = pack(GROUP)
     fields = list(GROUP.items())
     deep = b"\x89" + pack("type") + pack("rollout") + pack("task") + b"\x91" * 100_000
@@ -445,7 +444,7 @@ FALSE_TURNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("a turn of 2**64 - 1 bytes", {"turns": [[2**64 - 1, 2], [0, 1], [8, 3]]}),
     ("more tokens than an episode may have", {"tokens": 16_385, "turns": [[4, 8193], [8, 8192]]}),
 )
-"""name → what differs from EPISODE."""
+"""Name → fields that differ from EPISODE."""
 
 
 def out_of_bounds() -> Iterator[Vector]:
@@ -638,7 +637,7 @@ def asked(sequence: int = 7, task: str = "rg/chain_sum", difficulty: int = 0) ->
 
 
 def admission() -> Iterator[Vector]:
-    """The rules of 02, section 5.1 to 5.3, that need no policy."""
+    """Yield vectors of the rules of 02, sections 5.1 to 5.3."""
     now = GROUP["created_at"] / 1000
     honest = asked()
     other_seed, _ = task_seed(SWARM, OTHER_PEER, GROUP["sequence"], GROUP["task"]["id"])
@@ -945,14 +944,14 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
 
 
 def documents() -> dict[str, str]:
-    """File name to its content, as it stands in protocol/vectors."""
+    """Return the content of each file of protocol/vectors by name."""
     return {
         f"{name}.json": _document(about, sources) for name, (about, sources) in DOCUMENTS.items()
     }
 
 
 def _document(about: str, sources: Sequence[Callable[[], Iterator[Vector]]]) -> str:
-    # One vector a line, so that a change is one line of a diff.
+    # One vector per line, so that a change is one line of a diff.
     vectors = ",\n".join(json.dumps(vector) for source in sources for vector in source())
     head = {"about": about, "domain": ids.DOMAIN_ROLLOUT.decode(), "swarm": SWARM.hex()}
     return json.dumps(head)[:-1] + ', "vectors": [\n' + vectors + "\n]}\n"

@@ -1,4 +1,4 @@
-"""The vectors about averaging: part of what `vectors.py` writes."""
+"""Vectors of averaging, for `vectors.py`."""
 
 from __future__ import annotations
 

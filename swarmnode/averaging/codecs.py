@@ -58,7 +58,7 @@ def make_anchor(tensors: Mapping[str, torch.Tensor]) -> Anchor:
 
 
 def _joined(digests: Mapping[str, bytes]) -> bytes:
-    joined = hashlib.sha256(b"swarmnode/anchor/2")
+    joined = hashlib.sha256(b"swarmnode/anchor/1")
     for name in sorted(digests):
         joined.update(len(name.encode()).to_bytes(2, "big") + name.encode() + digests[name])
     return joined.digest()

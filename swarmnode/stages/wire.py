@@ -1102,7 +1102,7 @@ NONCE_BYTES: Final = 8
 MAX_LAYERS: Final = 1024
 MAX_HELD_BLOCKS: Final = 4 * MAX_MEMBERS
 """Most held blocks in one offer."""
-RECORD_DOMAIN: Final = b"swarmnode/crew-record/3"
+RECORD_DOMAIN: Final = b"swarmnode/crew-record/1"
 MAX_AMOUNT: Final = 1e30
 """The largest memory or speed that a peer may claim."""
 

@@ -39,6 +39,7 @@ from swarmnode.wire.messages import (
 )
 
 AGREED = (
+    "policy.chat",
     "stages.codec",
     "stages.recovery",
     "training.advantage",
@@ -50,9 +51,6 @@ AGREED = (
 )
 """Configuration keys that travel under `settings`. A key that is not here makes a manifest one that
 this version cannot honour."""
-AGREED_IF_SET = ("policy.chat",)
-"""The same, left out where they have their defaults: members of a release before, which do not know
-them, can honour a manifest without."""
 SECRET_FILE = "swarm.secret"
 
 
@@ -130,9 +128,6 @@ def draft(
         )
     if not terms.members and terms.secret is None:
         refuse_environments(config.task.names, "it is founded with --private or --member")
-    said = [
-        key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)
-    ]
     return SwarmManifest(
         name=config.swarm.name,
         founder=founder,
@@ -153,10 +148,7 @@ def draft(
             top_p=training.top_p,
             groups_per_second=config.sharing.groups_per_second,
         ),
-        settings=[
-            Setting(key, _told(settings.value(config, key), key))
-            for key in sorted([*AGREED, *said])
-        ],
+        settings=[Setting(key, _told(settings.value(config, key), key)) for key in AGREED],
         bootstrap=list(terms.bootstrap),
         access=Access(
             sorted(set(terms.members)),
@@ -248,8 +240,9 @@ def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object
         if settings.is_set(config, "training.max_completion_length")
         else rules.max_tokens
     )
-    unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
-    agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
+    # a key that the manifest lacks has its default (protocol/01-identity-and-join.md, section 6)
+    defaults = {key: settings.value(Config(), key) for key in AGREED}
+    agreed = defaults | {setting.key: json.loads(setting.value) for setting in manifest.settings}
     # one completion more than is trained on
     pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
     most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)

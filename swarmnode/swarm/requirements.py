@@ -15,7 +15,6 @@ from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.swarm.manifest import (
     AGREED,
-    AGREED_IF_SET,
     chosen_model,
     commitment,
     members,
@@ -56,7 +55,7 @@ def can_honour(
                     " have"
                 )
         for setting in manifest.settings:
-            if setting.key not in (*AGREED, *AGREED_IF_SET):
+            if setting.key not in AGREED:
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
                 continue
             try:

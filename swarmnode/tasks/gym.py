@@ -9,7 +9,7 @@ else in a process says `import reasoning_gym` gets the whole one.
 Rewards are 1 for the dataset's answer as the dataset writes it, else 0. Its `score_answer` is not
 used: some give full marks for "12." or "+12" as for "12", and strangers can teach any variation
 that changes no reward (docs/security.md). Partial credit is for text that merely contains the
-answer, or for any text at all, and a policy learns to collect it (docs/tasks.md).
+answer, or for any text at all, and a policy learns to collect it (docs/own-task.md).
 """
 
 from __future__ import annotations

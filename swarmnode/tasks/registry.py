@@ -1,5 +1,5 @@
 """The tasks a node may train on. A short list on purpose: each scorer on it has been read
-(docs/tasks.md says what it does with an answer).
+(docs/own-task.md lists the tasks).
 
 This module is imported everywhere and therefore does not import reasoning-gym: only its version is
 looked up. Nor does it import the tasks that the node's owner brings (`install`): their files are
@@ -514,7 +514,7 @@ def check_names(names: Iterable[str]) -> None:
             hint = (
                 f"; the nearest that is: {close[0]!r}"
                 if close
-                else ", which docs/tasks.md has; a dataset is named in task.datasets"
+                else ", which docs/own-task.md has; a dataset is named in task.datasets"
             )
             raise ConfigError(f"task.names: {name!r} is not on the allow-list{hint}")
         if name in seen:

@@ -1,5 +1,5 @@
 """Tasksets of verifiers (v1): their data as rows of a dataset, their rewards in the scorer's child.
-docs/tasks.md says what works of them.
+docs/own-task.md lists what works.
 
 verifiers is imported in two places alone: the child that makes rows (`fetch`), and the scorer child
 before it locks itself in.

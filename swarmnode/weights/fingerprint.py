@@ -14,10 +14,12 @@ import msgspec
 
 from swarmnode.weights.layout import Layout
 
-WEIGHTS_VERSION = 3
-"""Version of the swap protocol."""
-STATE_VERSION = 2
-"""Version in the fingerprint of a state."""
+WEIGHTS_NAME = "swarmnode/weights"
+"""First item of the hashed array of a swap's fingerprint."""
+STATE_NAME = "swarmnode/weights-state"
+"""First item of the hashed array of a state's fingerprint."""
+ORDINAL = 1
+"""Second item of both arrays: the ordinal of the protocols."""
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -55,7 +57,7 @@ def fingerprint(
         ValueError: A hash has another length.
     """
     return _hashed(
-        WEIGHTS_VERSION,
+        WEIGHTS_NAME,
         (swarm, base, tokenizer),
         sorted({spec.dtype for spec in layout}),
         (fragments, lora),
@@ -73,7 +75,7 @@ def state_fingerprint(
     """Return the fingerprint for states. It covers the whole layout, because the source of a state
     must hold the same layers. Arguments and errors as for `fingerprint`."""
     return _hashed(
-        STATE_VERSION,
+        STATE_NAME,
         (swarm, base, tokenizer),
         sorted(layout, key=lambda s: s.name),
         (fragments, lora),
@@ -81,11 +83,9 @@ def state_fingerprint(
 
 
 def _hashed(
-    version: int, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]
+    name: str, hashes: tuple[bytes, bytes, bytes], what: object, how: tuple[object, ...]
 ) -> bytes:
-    for name, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
+    for field, value in zip(("swarm", "base", "tokenizer"), hashes, strict=True):
         if len(value) != 32:
-            raise ValueError(f"{name} must have 32 bytes, not {len(value)}")
-    return hashlib.sha256(
-        _encoder.encode(["swarmnode/weights", version, *hashes, what, *how])
-    ).digest()
+            raise ValueError(f"{field} has 32 bytes, not {len(value)}")
+    return hashlib.sha256(_encoder.encode([name, ORDINAL, *hashes, what, *how])).digest()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-DOMAIN_ROLLOUT = b"swarmnode/rollout/2"
+DOMAIN_ROLLOUT = b"swarmnode/rollout/1"
 """Domain string of a rollout envelope's signature."""
 
 DOMAIN_SWARM = b"swarmnode/swarm/1"
 """Prefix of what is hashed into a swarm id."""
 
-DOMAIN_SWARM_MANIFEST = b"swarmnode/swarm/2"
+DOMAIN_SWARM_MANIFEST = b"swarmnode/swarm-manifest/1"
 """The same for a swarm that has a manifest."""
 
 DOMAIN_MANIFEST = b"swarmnode/manifest/1"
@@ -29,19 +29,19 @@ DOMAIN_BULK = b"swarmnode/bulk/1"
 DOMAIN_STATE = b"swarmnode/state/1"
 """Domain string of the signature of an outer state's manifest."""
 
-DOMAIN_SEED = b"swarmnode/seed/2"
+DOMAIN_SEED = b"swarmnode/seed/1"
 """Prefix of what is hashed into a block of training seeds."""
 
 DOMAIN_EVALUATION = b"swarmnode/evaluation/1"
 """Prefix of what is hashed into a block of evaluation seeds."""
 
-DOMAIN_TASK = b"swarmnode/task/2"
+DOMAIN_TASK = b"swarmnode/task/1"
 """Prefix of what is hashed to choose a question's task."""
 
-LISTING_PROTOCOL = "/swarmnode/listing/2"
+LISTING_PROTOCOL = "/swarmnode/listing/1"
 """Request/response: which groups the responder can give. A poll that may be held open."""
 
-GROUPS_PROTOCOL = "/swarmnode/groups/2"
+GROUPS_PROTOCOL = "/swarmnode/groups/1"
 """Request/response: several groups by their content ids."""
 
 CHOICE_RULE = "/swarmnode/choice/1"
@@ -69,19 +69,19 @@ BULK_PROTOCOL = "/swarmnode/bulk/1"
 BULK_MANIFEST_PROTOCOL = "/swarmnode/bulk-manifest/1"
 """Request/response: what a transfer consists of. Not in `PROTOCOLS`."""
 
-WEIGHTS_PROTOCOL = "/swarmnode/weights/3"
+WEIGHTS_PROTOCOL = "/swarmnode/weights/1"
 """Request/response: what partners say about averaging. Not in `PROTOCOLS`: nodes share rollouts
 without it."""
 
-WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/3"
+WEIGHTS_STATE_PROTOCOL = "/swarmnode/weights-state/1"
 """Request/response: the signed manifest of slow weights, and where to fetch them. Not in
 `PROTOCOLS`."""
 
-CREWS_PROTOCOL = "/swarmnode/crews/10"
+CREWS_PROTOCOL = "/swarmnode/crews/1"
 """Request/response: offers, proposals of crews, heartbeats. Not in `PROTOCOLS`: whoever holds
 a whole policy does without."""
 
-STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/10"
+STAGE_STREAM_PROTOCOL = "/swarmnode/stage-stream/1"
 """A stream between the trainers of two stages of a crew. Not in `PROTOCOLS`."""
 
 PRIVATE_SECURITY = "/swarmnode/noise-xxpsk0/1"

@@ -196,7 +196,7 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
         "96.0 MiB, 24 s of CPU",
         "212.0 GiB free of 476.0 GiB",
         "Example GPU, 20.0 GiB of 24.0 GiB free, 3.0 GiB held by this node",
-        "/swarmnode/groups/2 4.5 MiB",
+        "/swarmnode/groups/1 4.5 MiB",
         "of 186.3 GiB",
         "0.4 s ahead of most peers'",
     ):

@@ -193,8 +193,8 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
     def busy(s: NodeSnapshot) -> NodeSnapshot:
         seconds = int(s.at) % 1000
         traffic = TrafficStatistics(
-            received={"/swarmnode/groups/2": seconds * 700_000},
-            sent={"/swarmnode/groups/2": seconds * 90_000},
+            received={"/swarmnode/groups/1": seconds * 700_000},
+            sent={"/swarmnode/groups/1": seconds * 90_000},
         )
         return replace(s, network=replace(s.network, traffic=traffic))
 

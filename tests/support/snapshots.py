@@ -323,14 +323,14 @@ def example_at(t: float) -> NodeSnapshot:
             ),
             requests=RequestStatistics(
                 requests={
-                    "/swarmnode/groups/2": {"ok": 4, "timeout": 1},
+                    "/swarmnode/groups/1": {"ok": 4, "timeout": 1},
                     "/swarmnode/peers/1": {"ok": 8},
                 },
                 served={"/swarmnode/peers/1": {"ok": 9}},
             ),
             traffic=TrafficStatistics(
-                received={"/swarmnode/groups/2": received * 4100, "/swarmnode/listing/2": 21000},
-                sent={"/swarmnode/groups/2": steps * 16400, "/swarmnode/listing/2": 9000},
+                received={"/swarmnode/groups/1": received * 4100, "/swarmnode/listing/1": 21000},
+                sent={"/swarmnode/groups/1": steps * 16400, "/swarmnode/listing/1": 9000},
             ),
             reputation=ReputationStatistics(peers=4, greylisted=1),
             guards={"slot_released": 7, "window_overrun": 0, "handler_failed": 11},

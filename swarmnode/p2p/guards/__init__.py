@@ -1,14 +1,14 @@
-"""Closes the defects of py-libp2p 0.8.1 that a stranger could use, and those that lose data;
-docs/py-libp2p.md is the list.
+"""Repairs of defects in py-libp2p 0.8.1 that a stranger could exploit or that lose data.
 
     guards.install()                                     once, before a host is built
     host = guards.guard_host(new_host(key_pair=keys, sec_opt=guards.noise_only(keys),
     muxer_opt=guards.YAMUX_ONLY, …))
     async with guards.running(host, addresses): …
 
-The guards replace private methods, so the version is pinned and checked. Each says in its docstring
-which defect it closes, where it is upstream, what it costs and how to know that it is no longer
-needed; tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
+The guards replace private methods, so the version is pinned and checked. Each guard's docstring has
+the sections Defect, Upstream (file), Guard, Cost, Remove when and Tests. `python tools/guards.py`
+makes the table of docs/py-libp2p.md from them. Each test first reproduces the defect on a stock
+host.
 """
 
 import importlib.metadata

@@ -68,15 +68,19 @@ _process_streams = Total(lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound,
 
 
 class Inbox(bytearray):
-    """The unread bytes of one stream; refuses what the peer had no credit for.
+    """The unread bytes of one stream, with limits per stream, connection and process.
 
-    Defect: `handle_incoming` adds whatever arrives and merely logs "peer exceeded receive window":
-    1 GB pushed is 1.2 GB resident, and nothing bounds the sum over streams and connections. Here: a
-    byte beyond the stream's credit closes the connection (go-yamux does the same);
-    `CONNECTION_BYTES` bounds a connection that stays within its credits; when `PROCESS_BYTES` is
-    passed, the connection that holds most is dropped, so that many small hoarders cannot starve an
-    honest peer. Cost: two comparisons per frame. Not needed any more when upstream closes a
-    connection whose peer passes `recv_window`, and has a bound above streams.
+    Defect: The receive window is not enforced: 1 GB pushed into one stream is 1.2 GB resident.
+        There is no limit over the streams of a connection, nor over connections.
+    Upstream: stream_muxer/yamux/yamux.py `handle_incoming`
+    Guard: A byte beyond the stream's credit closes the connection, as in go-yamux. One connection
+        holds at most `CONNECTION_BYTES` (32 MiB). Beyond `PROCESS_BYTES` (256 MiB) in all, the
+        connection that holds most is dropped, so that many small hoarders cannot starve an honest
+        peer.
+    Cost: Two comparisons per frame.
+    Remove when: Upstream closes a connection whose peer exceeds `recv_window`, and has limits above
+        streams.
+    Tests: test_guards_yamux.py
     """
 
     __slots__ = ("connection", "discards", "stream_id")
@@ -104,13 +108,16 @@ class Inbox(bytearray):
 
 
 class Inboxes(dict):
-    """`Yamux.stream_buffers`: turns each new buffer into an `Inbox`, and refuses streams that the
-    peer should not open.
+    """`Yamux.stream_buffers`, which wraps each new buffer in an `Inbox` and limits streams.
 
-    Defect: a peer may open any number of streams, also with ids of our own parity, which our next
-    `open_stream` would then overwrite. Here: at most `CONNECTION_STREAMS` and `PROCESS_STREAMS`,
-    ids of the peer's parity only (yamux specification, "StreamID"). Cost: one comparison per new
-    stream. Not needed any more when `handle_incoming` checks parity and a limit at SYN.
+    Defect: A peer may open any number of streams, also with ids of our own parity, which our next
+        `open_stream` would overwrite.
+    Upstream: stream_muxer/yamux/yamux.py `handle_incoming`
+    Guard: At most `CONNECTION_STREAMS` (512) per peer and `PROCESS_STREAMS` (8192) in all, with ids
+        of the peer's parity only (yamux specification, "StreamID").
+    Cost: One comparison per new stream.
+    Remove when: `handle_incoming` checks parity and a limit at SYN.
+    Tests: test_guards_yamux.py
     """
 
     def __init__(self, connection: upstream.Yamux) -> None:
@@ -174,12 +181,16 @@ def _install_buffers() -> None:
 
 
 def _install_sweep() -> None:
-    """Streams that we closed are forgotten even if the peer never closes its half.
+    """Forget streams that we closed even if the peer never closes its half.
 
-    Defect: only fully closed streams are swept, so a peer that never sends FIN leaves an entry, and
-    up to a window of unread bytes, for every stream. Here: the sweeper (every 30 s) also takes
-    streams marked by `abandon` that are older than `ABANDONED_SECONDS`; later frames for them are
-    ignored upstream. Cost: none. Not needed any more when upstream sweeps half-closed streams.
+    Defect: Only fully closed streams are swept. A peer that never sends FIN leaves an entry, and up
+        to a window of unread bytes, for every stream.
+    Upstream: stream_muxer/yamux/yamux.py `_sweep_stale_streams`
+    Guard: The sweeper (every 30 s) also drops streams that were marked by `abandon` more than
+        `ABANDONED_SECONDS` (30 s) ago. Upstream ignores later frames for them.
+    Cost: None.
+    Remove when: Upstream sweeps half-closed streams.
+    Tests: test_guards_connections.py
     """
     sweep = upstream.Yamux._sweep_stale_streams
 
@@ -197,18 +208,17 @@ def _install_sweep() -> None:
 
 
 def _install_resets() -> None:
-    """What was not read of a stream is forgotten when either side resets it, and whoever waits for
-    more is told.
+    """Drop the unread bytes of a reset stream, and wake its reader.
 
-    Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its
-    window has grown, for 60 to 90 s for its reader, also after a reset, when reading raises or
-    nobody reads any more. A few transfers given up in a minute, by us or by the peer, and
-    `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what
-    came before an end in order (FIN) is still there for its reader. A stream that we reset is taken
-    off the connection without waking our own reader, which waits for ever; and one that was just
-    woken waits again, if the reset has not got as far. Here: it is marked and its reader woken
-    before anything is awaited. Cost: none. Not needed any more when upstream drops them, and a
-    stock reader hears of a reset of its own side.
+    Defect: Unread bytes of a reset stream are kept for 60 to 90 s. A few transfers that are given
+        up in a minute, by either side, fill the connection's limit. A stream that we reset leaves
+        our own reader waiting without end.
+    Upstream: stream_muxer/yamux/yamux.py `_finalize_stream_locked`, `reset`
+    Guard: The bytes are dropped at once, as in go-yamux, and the reader is woken. Bytes before an
+        orderly end (FIN) stay for the reader.
+    Cost: None.
+    Remove when: Upstream drops them, and a stock reader is woken by a reset of its own side.
+    Tests: test_guards_yamux.py
     """
     reset, finalize = upstream.YamuxStream.reset, upstream.Yamux._finalize_stream_locked
 

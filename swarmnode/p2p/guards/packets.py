@@ -18,15 +18,17 @@ READ_BYTES = 256 * 1024
 
 
 class Packets:
-    """Noise packets of one connection, read and written in bulk.
+    """The Noise packets of one connection, read and written in bulk.
 
-    Defect: a packet is read in at least two calls of the socket, and each byte copied nine times on
-    its way to the muxer; a frame of 256 KiB is written in five calls; a packet that arrives in more
-    than a hundred pieces ends the connection. Here: the socket is read 256 KiB at a time and
-    written a frame at a time, and packets are decrypted where they lie: a stream of bulk data takes
-    a seventh of the socket calls. Cost: up to one packet (64 KiB) of memory for a connection whose
-    peer stops in the middle of it. Not needed any more when upstream's Noise reads through a
-    buffer.
+    Defect: A packet is read in at least two socket calls, and each byte is copied nine times on its
+        way to the muxer. A frame of 256 KiB is written in five calls. A packet that arrives in more
+        than a hundred pieces ends the connection.
+    Upstream: security/noise/io.py
+    Guard: The socket is read 256 KiB at a time and written a frame at a time, and packets are
+        decrypted in place. Bulk data takes a seventh of the socket calls.
+    Cost: Up to 64 KiB of memory while a packet is incomplete.
+    Remove when: Upstream's Noise reads through a buffer.
+    Tests: test_guards_packets.py
     """
 
     def __init__(self, transport: NoiseTransportReadWriter) -> None:

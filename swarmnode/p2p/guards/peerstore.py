@@ -19,10 +19,13 @@ IDENTIFY_BYTES = 8 * 1024
 def install() -> None:
     """Refuse long identify messages.
 
-    Defect: identify and identify/push read up to 1 MiB, and identity/update.py
-    `_safe_parse_multiaddr_cached` keeps the last 1000 raw addresses of any length in a process-wide
-    `lru_cache`: 1000 pushes of one 1 MiB "address" are 1 GiB for ever. Here: `IDENTIFY_BYTES`.
-    Cost: none. Not needed any more when upstream reads identify with a limit like go-libp2p's.
+    Defect: identify and identify/push read up to 1 MiB, and the last 1000 raw addresses are cached
+        at any length: 1000 pushes of one 1 MiB "address" hold 1 GiB until the process ends.
+    Upstream: identity/update.py `_safe_parse_multiaddr_cached`
+    Guard: `IDENTIFY_BYTES` (8 KiB).
+    Cost: None.
+    Remove when: Upstream reads identify with a limit, as go-libp2p does.
+    Tests: test_guards_connections.py
     """
 
     async def bounded(stream: INetStream, use_varint_format: bool = True) -> bytes:
@@ -37,14 +40,16 @@ def install() -> None:
 
 
 def guard_peerstore(host: IHost) -> None:
-    """Keep our own entry and those of connected peers when the peer store is full.
+    """Keep this host's keys, and those of connected peers, when the peer store is full.
 
-    Defect: our keys live in the peer store beside everybody else's, in an entry without addresses,
-    and peer/peerstore.py `_enforce_peer_limit` evicts entries without addresses first: once 1001
-    peers have told their address, `host.get_public_key` raises, and no connection can be
-    identified any more. It also sorts the whole store for each newcomer. Here: the oldest entry
-    that is neither ours nor a connected peer's goes. Cost: a scan past those. Not needed any more
-    when a full stock store still has the host's keys.
+    Defect: The host's own keys are an entry without addresses, and such entries are evicted first.
+        Once 1001 peers have sent an address, `host.get_public_key` raises and no connection can be
+        identified any more. Each newcomer also sorts the whole store.
+    Upstream: peer/peerstore.py `_enforce_peer_limit`
+    Guard: The oldest entry goes that is neither this host's nor a connected peer's.
+    Cost: A scan past those entries.
+    Remove when: A full stock store keeps the host's keys.
+    Tests: test_guards_pieces.py
     """
     store, network, own = host.get_peerstore(), host.get_network(), host.get_id()
 

@@ -56,13 +56,16 @@ def _origin(stream: object) -> str:
 
 
 def _install_inbound_slots() -> None:
-    """An inbound connection holds its slot while it lives.
+    """Release the slot of an inbound connection when the connection ends.
 
-    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so a slot and a
-    task are lost with every connection ever accepted; after max_connections - min_connections of
-    them all are refused. Here: it waits for the end of the connection; and one address gets at most
-    `INBOUND_PER_ADDRESS` slots. Cost: none. Not needed any more when 400 sequential connections are
-    served by a stock host.
+    Defect: A slot and a task are kept until shutdown for every connection ever accepted: after 250
+        connections all further ones are refused. One address may take all slots.
+    Upstream: network/swarm.py `_do_handle_inbound_connection`
+    Guard: The slot is released at the end of the connection. One IPv4 address or IPv6 /64 gets at
+        most `INBOUND_PER_ADDRESS` (64) slots.
+    Cost: At most 64 nodes behind one address can connect to one node.
+    Remove when: A stock host serves 400 connections one after another and limits each address.
+    Tests: test_guards_connections.py
     """
     original = Swarm._do_handle_inbound_connection
 
@@ -96,15 +99,18 @@ def _install_inbound_slots() -> None:
 
 
 def _install_handlers() -> None:
-    """No exception of a stream handler reaches the swarm, and no stream outlives its handler.
+    """Contain exceptions of stream handlers, and close each stream with its handler.
 
-    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any
-    handler (ours, identify, ping) ends the host; `StreamEOF` and `StreamReset` end the
-    accept loop, so that all other streams of that peer hang; a handler that returns without `close`
-    leaves entries on both sides, one that returns early leaves up to a window of unread bytes.
-    Here: errors are counted and the stream reset; after a clean return it is closed and its unread
-    bytes are forgotten. Cost: a handler cannot lend its stream to another task. Not needed any more
-    when a stock host survives a handler that raises.
+    Defect: An exception of any handler (ours, identify, ping) ends the host. `StreamEOF` and
+        `StreamReset` end the accept loop, so that all other streams of that peer hang. A handler
+        that returns without `close` leaves entries on both sides, and one that returns early leaves
+        up to a window of unread bytes.
+    Upstream: network/connection/swarm_connection.py `_handle_muxed_stream`
+    Guard: Exceptions are counted and reset the stream. After a clean return the stream is closed
+        and its unread bytes are dropped.
+    Cost: A handler cannot lend its stream to another task.
+    Remove when: A stock host survives a handler that raises.
+    Tests: test_guards_killers.py, test_guards_connections.py
     """
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
@@ -133,12 +139,15 @@ def _install_handlers() -> None:
 
 
 def _install_new_stream() -> None:
-    """A stream that was opened is handed to its caller, or closed.
+    """Hand an opened stream to its caller, or close it.
 
-    Defect: `SwarmConn.new_stream` awaits between opening the stream and registering it; a
-    cancellation there leaves a stream that nobody knows, and one of 256 slots is gone. Here:
-    registering is shielded; what follows in `BasicHost.new_stream` resets the stream by itself.
-    Cost: a cancel scope per stream. Not needed any more when upstream resets the stream there.
+    Defect: A cancellation between opening a stream and registering it leaves a stream without an
+        owner and takes one of 256 slots.
+    Upstream: network/connection/swarm_connection.py `new_stream`
+    Guard: Registration is shielded. `BasicHost.new_stream` resets the stream in later failures.
+    Cost: A cancel scope per stream.
+    Remove when: Upstream resets the stream there.
+    Tests: test_guards_connections.py
     """
 
     async def new_stream(self: SwarmConn) -> NetStream:
@@ -150,12 +159,15 @@ def _install_new_stream() -> None:
 
 
 def _install_connection_tasks() -> None:
-    """An error in a connection's own tasks costs that connection.
+    """Close only the connection whose own task fails.
 
-    Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole
-    service, so that an error in either ends it. Here: their errors are counted and the connection
-    is closed. Cost: none. Not needed any more when `add_conn` starts them under a supervisor of
-    their own.
+    Defect: `Yamux.start` and `SwarmConn.start` run as tasks of the whole service, so an error in
+        either ends the host.
+    Upstream: network/swarm.py `add_conn`
+    Guard: The error is counted and the connection closed.
+    Cost: None.
+    Remove when: `add_conn` supervises these tasks.
+    Tests: test_guards_killers.py
     """
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
@@ -187,13 +199,16 @@ def _install_connection_tasks() -> None:
 
 
 def _install_exclusive_port() -> None:
-    """A listening port belongs to one process.
+    """Give a listening port to one process only.
 
-    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second
-    node started on the same port binds it too, and the kernel deals connections out between them.
-    Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole punching sets
-    SO_REUSEPORT once the port is ours (`Host.share_ports`). Not needed any more when SO_REUSEPORT
-    is an option upstream.
+    Defect: SO_REUSEPORT is set for hole punching. A second node on the same port binds it too, and
+        the kernel distributes connections between both.
+    Upstream: transport/tcp/tcp.py `_set_reuse_flags`
+    Guard: SO_REUSEADDR only, so that the second bind fails. `Host.share_ports` sets SO_REUSEPORT
+        once the port is bound.
+    Cost: None.
+    Remove when: SO_REUSEPORT is an option.
+    Tests: test_guards_connections.py
     """
 
     def _set_reuse_flags(sock: trio.socket.SocketType) -> None:
@@ -212,12 +227,15 @@ def install() -> None:
 
 
 def guard_host(host: IHost) -> IHost:
-    """What is set on one host and has no constructor argument, here and in
-    `peerstore.guard_peerstore`; returns `host`.
+    """Apply the settings of one host that have no constructor argument, and return `host`.
 
-    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts
-    stays unreachable for that long. Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the
-    time is a setting.
+    Defect: A failed dial blocks its peer for 60 s, so a peer that restarts is unreachable for that
+        time.
+    Upstream: network/swarm.py `_NegativePeerCache`
+    Guard: `NEGATIVE_CACHE_SECONDS` (1 s).
+    Cost: None.
+    Remove when: The time is a setting.
+    Tests: test_guards_connections.py
     """
     host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS
     guard_peerstore(host)
@@ -226,12 +244,18 @@ def guard_host(host: IHost) -> IHost:
 
 @contextlib.asynccontextmanager
 async def running(host: IHost, listen_addrs: Sequence[Multiaddr]) -> AsyncIterator[None]:
-    """`host.run(listen_addrs)` that fails when it cannot listen and leaves no socket behind.
+    """Run `host.run(listen_addrs)`, fail if it cannot listen, and leave no socket behind.
 
-    Defects: `Swarm.listen` returns False and logs at debug level when a port is taken, so the host
-    runs deaf; leaving `host.run` without `host.close()` leaks every connection's socket. Here:
-    `Unavailable`, and a close bounded by `CLOSE_SECONDS`. Cost: none. Not needed any more when
-    `host.run` raises and closes by itself.
+    Defect: A port that is taken is logged at debug level only, and the host accepts no connection.
+        Leaving `host.run` without `host.close()` leaks every connection's socket.
+    Upstream: network/swarm.py `listen`; host/basic_host.py `run`
+    Guard: `Unavailable` is raised; the host is closed within `CLOSE_SECONDS` (5 s).
+    Cost: None.
+    Remove when: `host.run` raises and closes by itself.
+    Tests: test_guards_connections.py
+
+    Raises:
+        Unavailable: An address cannot be listened on.
     """
     async with host.run(listen_addrs):
         try:

@@ -1,15 +1,4 @@
-"""What a node offers and accepts on a TCP connection: Noise, then Yamux, nothing else.
-
-Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and
-mplex, whose `NewStream` with a name that is not UTF-8 ends the process (stream_muxer/mplex/mplex.py
-`_handle_new_stream`, C1). Here: neither is offered. Cost: none. Not needed any more when upstream
-drops plaintext, secio and mplex from its defaults.
-
-Of a peer that connects by IPv6 a stock host knows no address: `TrioTCPStream.get_remote_address`
-takes pairs, and IPv6 sockets tell four values. Limits and bans by prefix then see nobody, and all
-IPv6 peers together are one address. Here: the first two. Cost: none. Not needed any more when a
-stock stream over `::1` tells where its peer is.
-"""
+"""Protocols of a TCP connection: Noise, then Yamux, and no others."""
 
 from libp2p.abc import IRawConnection, ISecureConn
 from libp2p.crypto.keys import KeyPair, PrivateKey
@@ -26,11 +15,20 @@ from swarmnode.p2p.guards import packets
 from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
-"""For `new_host(muxer_opt=…)`."""
+"""For `new_host(muxer_opt=…)`. Without it a stock host offers mplex, see `noise_only`."""
 
 
 def install() -> None:
-    """Replace `TrioTCPStream.get_remote_address` for this whole process."""
+    """Record the address of a peer that connects by IPv6.
+
+    Defect: The address of an IPv6 socket has four items, and only pairs are read. So limits and
+        bans by prefix do not apply, and all IPv6 peers together count as one address.
+    Upstream: io/trio.py `get_remote_address`
+    Guard: The first two items are used.
+    Cost: None.
+    Remove when: A stock stream over `::1` has its peer's address.
+    Tests: test_host.py
+    """
     TrioTCPStream.get_remote_address = _remote_address  # type: ignore[method-assign]
 
 
@@ -47,11 +45,21 @@ def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
 
 
 def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol, Transport]:
-    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519
-    key.
+    """Return the security protocols for `new_host(sec_opt=…)`: Noise only.
 
-    `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its
-    first message for whoever does not have it.
+    Defect: A stock host also accepts plaintext and secio, which are unauthenticated, and mplex, in
+        which a stream name that is not UTF-8 ends the process.
+    Upstream: __init__.py `new_host`; stream_muxer/mplex/mplex.py `_handle_new_stream`
+    Guard: Neither is offered: this function and `YAMUX_ONLY`. Garbage, HTTP and half handshakes on
+        the port are closed after 10 s at the latest, as upstream does.
+    Cost: None.
+    Remove when: The defaults have neither plaintext, secio nor mplex.
+    Tests: test_guards_killers.py, test_guards_connections.py
+
+    Args:
+        key_pair: The node's identity. Noise uses a fresh X25519 key beside it.
+        secret: 32 bytes of a private swarm. Another protocol is offered then, and its handshake
+            fails at the first message of a peer without the secret.
     """
     if secret is None:
         return {PROTOCOL_ID: _Transport(key_pair, create_new_key_pair().private_key)}

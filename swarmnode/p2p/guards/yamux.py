@@ -40,21 +40,21 @@ OWED = 1024
 
 
 async def write_frame(self: upstream.Yamux, data: bytes) -> None:
-    """Whole frames or a closed connection, and a loop that never stops reading; replaces
-    `Yamux._write_frame`.
+    """Write a whole frame or close the connection; replaces `Yamux._write_frame`.
 
-    Defect: a cancel scope of the application that fires during this await leaves half a frame, or a
-    used Noise nonce without its frame, on the wire; every stream of the connection is then lost,
-    while it stays listed as connected. And a peer that stops reading its socket blocks every writer
-    for ever. Here: the write is shielded; after `WRITE_STALL_SECONDS` without room the socket is
-    closed. And the loop that reads a connection itself writes what it answers a SYN or a ping with:
-    where both ends have their sockets full, both loops wait for room that only the other one's
-    reading could make, and for ever. Here: it leaves its answers to whoever writes next, or to a
-    task of their own, which write them first; a peer that asks for more than `OWED` while it reads
-    nothing is dropped. Cost: two cancel scopes per frame (about 3 µs), a task for an answer.
-    Cancellation may take effect that much later. Not needed any more when `secured_conn.write` is
-    shielded upstream, yamux has go-yamux's ConnectionWriteTimeout, and `handle_incoming` writes
-    nothing.
+    Defect: A cancelled write leaves half a frame, or a used Noise nonce without its frame, so every
+        stream of the connection is lost. A peer that does not read its socket blocks writers
+        without end. The loop that reads a connection also writes its answers to SYN and ping: if
+        both directions are full, the loops of both ends wait for each other.
+    Upstream: stream_muxer/yamux/yamux.py `_write_frame`, `handle_incoming`
+    Guard: The write is shielded, and after `WRITE_STALL_SECONDS` (15 s) the socket is closed. The
+        reading loop leaves its answers to the next writer or to a task. A peer that causes more
+        than `OWED` (1024) answers without reading is dropped.
+    Cost: Two cancel scopes per frame (3 µs) and a task per answer. A cancellation takes effect
+        after the frame. Peers below 273 B/s are dropped.
+    Remove when: Upstream shields `secured_conn.write`, has go-yamux's ConnectionWriteTimeout, and
+        `handle_incoming` writes nothing.
+    Tests: test_guards_yamux.py
     """
     owed: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
     if data and self.__dict__.get("reader") is trio.lowlevel.current_task():
@@ -133,14 +133,16 @@ class Credit:
 
 
 async def write(self: upstream.YamuxStream, data: bytes) -> None:
-    """Send `data` as the peer grants credit; replaces `YamuxStream.write`. A cancelled call may
-    have sent part of `data`.
+    """Send `data` as the peer grants credit; replaces `YamuxStream.write`.
 
-    Defect: a reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window
-    update after 5 seconds"). Here: the writer waits `WINDOW_STALL_SECONDS`, or what
-    `patience_seconds` of the stream says, asleep; the caller's own watchdog decides earlier if it
-    wants to. Cost: none, less polling. Not needed any more when upstream makes that timeout a
-    setting.
+    Defect: A reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window
+        update after 5 seconds").
+    Upstream: stream_muxer/yamux/yamux.py `write`
+    Guard: The writer waits `WINDOW_STALL_SECONDS` (60 s), or the stream's `patience_seconds`,
+        without polling. A cancelled call may have sent part of `data`.
+    Cost: None.
+    Remove when: That timeout is a setting.
+    Tests: test_guards_yamux.py, test_streams.py
     """
     view = memoryview(data)
     while True:
@@ -173,16 +175,16 @@ async def _wait_for_credit(stream: upstream.YamuxStream) -> None:
 
 
 async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> None:
-    """Tell the peer of new room in our window, once that is half of it; replaces
-    `YamuxStream._auto_tune_and_send_window_update`.
+    """Grant credit once half of the window is free; replaces `_auto_tune_and_send_window_update`.
 
-    Defect: every `read`, also of one byte, sends a window update: a frame of its own that is
-    encrypted, written, read and handled, several of them for a small message, half of what that
-    costs. Here: none before half a window is free, as in go-yamux, whose rule for growing the
-    window is kept; the sender has the other half meanwhile. Nothing is awaited before the update,
-    and that is shielded: upstream loses what `read` took from the buffer when it is cancelled here.
-    Cost: none. Not needed any more when a stock reader of many small messages sends no update for
-    them.
+    Defect: Every read, also of one byte, sends a window update, a frame that is encrypted, written,
+        read and handled. For small messages that is half of the work.
+    Upstream: stream_muxer/yamux/yamux.py `_auto_tune_and_send_window_update`
+    Guard: No update before half a window is free, as in go-yamux. The update is shielded, because
+        upstream loses the bytes that `read` took if it is cancelled here.
+    Cost: None.
+    Remove when: A stock reader of many small messages sends no update for each.
+    Tests: test_guards_yamux.py
     """
     buffered = len(self.conn.stream_buffers.get(self.stream_id, b""))
     free = self.target_recv_window - self.recv_window - buffered
@@ -197,10 +199,13 @@ async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> No
 async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
     """Open a stream, or fail in time; replaces `Yamux.open_stream`.
 
-    Defect: with 256 streams not yet closed the semaphore is awaited for ever; and a cancellation
-    between taking the slot and sending SYN loses the slot. Here: `OPEN_STREAM_SECONDS` for the
-    slot, the rest shielded (it is one frame). Cost: two cancel scopes per stream. Not needed any
-    more when upstream takes a timeout here and gives the slot back in a `finally`.
+    Defect: With 256 open streams the call waits without end. A cancellation between taking the slot
+        and sending SYN loses the slot.
+    Upstream: stream_muxer/yamux/yamux.py `open_stream`
+    Guard: At most `OPEN_STREAM_SECONDS` (10 s) for the slot; the rest, one frame, is shielded.
+    Cost: Two cancel scopes per stream.
+    Remove when: Upstream takes a timeout and releases the slot in a `finally`.
+    Tests: test_guards_connections.py
     """
     with trio.move_on_after(OPEN_STREAM_SECONDS) as patience:
         await self.stream_backlog_semaphore.acquire()
@@ -255,11 +260,14 @@ def install() -> None:
 
 
 def _install_shields() -> None:
-    """A cancelled read keeps its bytes.
+    """Keep the bytes of a cancelled read.
 
-    Defect: `YamuxStream.read` removes bytes from the buffer and then awaits twice (window update,
-    bookkeeping); a cancellation there loses them. Here: both awaits are shielded. Cost: a cancel
-    scope per read. Not needed any more when `read` returns right after removing.
+    Defect: A cancelled read loses the bytes that it has already taken from the buffer.
+    Upstream: stream_muxer/yamux/yamux.py `read`
+    Guard: Both awaits that follow are shielded.
+    Cost: A cancel scope per read.
+    Remove when: `read` returns right after it takes the bytes.
+    Tests: test_guards_yamux.py
     """
     finalize = upstream.Yamux._finalize_stream
 

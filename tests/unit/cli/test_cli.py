@@ -264,7 +264,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
         (
             ["run", "--set", 'task.names=["gsm8k"]'],
             78,
-            "'gsm8k' is not on the allow-list, which docs/tasks.md has",
+            "'gsm8k' is not on the allow-list, which docs/own-task.md has",
         ),
         (
             ["manifest", "show", "--data-dir", "{tmp}/damaged"],

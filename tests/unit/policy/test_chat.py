@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from importlib import resources
 
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
@@ -86,7 +87,7 @@ def founded(chat):
     )
 
 
-def test_a_swarm_agrees_on_it_and_a_manifest_without_it_is_as_before() -> None:
+def test_a_swarm_agrees_on_the_chat_settings() -> None:
     chat = {"system": "Be brief.", "enable_thinking": False}
     opened = founded(chat)
     assert {each.key: json.loads(each.value) for each in opened.manifest.settings}[
@@ -97,8 +98,11 @@ def test_a_swarm_agrees_on_it_and_a_manifest_without_it_is_as_before() -> None:
     assert config.policy.chat == chat
     assert "policy.chat" in [change.key for change in changes]
     plain = founded({})
-    assert "policy.chat" not in [each.key for each in plain.manifest.settings]
     own = Config.model_validate({"policy": {"chat": chat}})
+    without = msgspec.structs.replace(plain.manifest, settings=[])
+    assert (
+        manifest.agreed(own, msgspec.structs.replace(plain, manifest=without))[0].policy.chat == {}
+    )
     assert manifest.agreed(own, plain)[0].policy.chat == {}, (
         "members of a swarm without one have none"
     )

@@ -201,8 +201,8 @@ def test_the_fingerprint_is_pinned():
 
 
 PINNED = [
-    "c6d8da26f7b8fe7cddf243e9df11d92553e4ad04b01e61da65f9b621010dedfe",
-    "0ce00ad9e00b6d507e57433ff60794c294ebc4a9a5b4aa5ff729b7d15ed7f1ad",
+    "db206324b50353c519b62ab3ea9a3ebbc5c7ff666db7d0f0673001c10ca1dce3",
+    "550ee514d8c22cd723ecb5c5b39be939b37618c6cfb792c860b523b34e8e89e1",
 ]
 
 

@@ -55,7 +55,7 @@ def test_any_change_breaks_the_signature(changes):
 
 def test_signature_means_nothing_in_another_swarm_or_domain():
     assert not is_valid(SIGNED, swarm=frames.OTHER_SWARM)
-    assert not is_valid(SIGNED, domain=b"swarmnode/rollout/1")
+    assert not is_valid(SIGNED, domain=b"swarmnode/rollout/2")
 
 
 @pytest.mark.parametrize("key", frames.SMALL_ORDER_KEYS, ids=bytes.hex)
@@ -71,7 +71,7 @@ def test_a_key_of_small_order_signs_nothing(key):
 
 
 def test_signed_bytes_are_laid_out_as_documented():
-    laid_out = b"\x13swarmnode/rollout/2" + SWARM + b"\x00" + b"payload"
+    laid_out = b"\x13swarmnode/rollout/1" + SWARM + b"\x00" + b"payload"
     assert KEY.sign(laid_out) == SIGNED.signature
 
 
