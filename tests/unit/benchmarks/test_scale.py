@@ -5,11 +5,11 @@ import random
 from dataclasses import replace
 
 import pytest
+from benchmarks.scale_events import Setup, simulate
+from benchmarks.scale_hosts import Constants, Cost
 
 from benchmarks import scale, scale_events, scale_model
 from benchmarks.neighbours import rings
-from benchmarks.scale_events import Setup, simulate
-from benchmarks.scale_hosts import Constants, Cost
 
 
 def test_a_simulated_swarm_fills_its_batches_and_repeats_itself():

@@ -1,8 +1,8 @@
 """A tiny Llama in eight stages that can be lost: what `benchmarks.checkfree` trains.
 
-It runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a stage is
-the tensors that `spec.py` gives it. The text is what Python's `help()` knows of the language
-(`pydoc_data`, 0.4 MB of English that every interpreter brings), as characters.
+The model runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a
+stage is the tensors that its `StageSpec` names. The text is Python's own language reference
+(`pydoc_data`, 0.4 MB of English that every interpreter brings), one token per character.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.replicas import HELD_OUT_BLOCK, TRAIN_BLOCK
+from benchmarks.lib.replicas import HELD_OUT_BLOCK, TRAIN_BLOCK
 from swarmnode.policy.build_tiny import SETTINGS, questions
 from swarmnode.stages.wire import stage_specs, swapped_order
 
@@ -44,7 +44,7 @@ class Corpus:
     """(windows, WINDOW + 1)"""
 
     def batch(self, seed: int, iteration: int) -> torch.Tensor:
-        """(BATCH, WINDOW + 1): the same for every run of a seed, whatever happened to it before."""
+        """Return (BATCH, WINDOW + 1), the same for every run of a seed."""
         return windows(self.train, BATCH, random.Random(f"checkfree batch {seed} {iteration}"))
 
 
@@ -54,7 +54,7 @@ def windows(stream: torch.Tensor, count: int, rng: random.Random) -> torch.Tenso
 
 
 def language(held_out: int) -> Corpus:
-    """Python's reference; the last tenth is held out."""
+    """Return Python's reference; the last tenth is held out."""
     from pydoc_data.topics import topics
 
     stream = encode("\n".join(topics[name] for name in sorted(topics)))
@@ -65,7 +65,7 @@ def language(held_out: int) -> Corpus:
 
 
 def tasks(held_out: int, per_task: int) -> Corpus:
-    """Questions and right answers of the embedded policy's nine tasks, in any order."""
+    """Return questions and right answers of the embedded policy's nine tasks, shuffled."""
 
     def stream(count: int, block: int) -> torch.Tensor:
         drawn = list(questions(SETTINGS, count, block))
@@ -80,8 +80,7 @@ def tasks(held_out: int, per_task: int) -> Corpus:
 
 
 def build(seed: int) -> LlamaForCausalLM:
-    """Random weights, as wide relative to the width as the paper's: N(0, 0.02²) at 1024 is N(0,
-    0.64²/width)."""
+    """Return random weights with the paper's spread relative to the width: N(0, 0.64²/width)."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -99,12 +98,12 @@ def build(seed: int) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class StageCopy:
-    """What is kept of a stage somewhere else."""
+    """A stored copy of a stage."""
 
     weights: dict[str, torch.Tensor]
-    """By local name; new memory."""
+    """Tensors by local name, in their own memory."""
     moments: dict[str, dict[str, torch.Tensor]] | None = None
-    """Adam's state of each; None: not kept."""
+    """Adam's state of each tensor; None if it is not stored."""
 
     def without_moments(self, dtype: torch.dtype = torch.float32) -> StageCopy:
         return StageCopy({name: tensor.to(dtype) for name, tensor in self.weights.items()})
@@ -112,15 +111,16 @@ class StageCopy:
 
 @dataclass
 class Staged:
-    """A model in training. `swapped`: half of every batch runs in CheckFree+'s order."""
+    """A model in training. swapped: half of every batch runs in CheckFree+'s order."""
 
     model: Any
     rate: float
     swapped: bool = False
     warmup: int = 20
-    """Steps over which the learning rate rises at the start."""
+    """Warm-up steps at the start."""
     squared_norms: list[float] = field(default_factory=lambda: [0.0] * STAGES)
-    """Of each stage's layers at the last step, before clipping: the paper's ω."""
+    """Squared gradient norm of each stage's layers before clipping, at the last step: the ω of the
+    paper."""
 
     def __post_init__(self) -> None:
         self.specs = stage_specs(self.model.config, [1] * STAGES)
@@ -136,12 +136,12 @@ class Staged:
         )
         self.factors = [1.0] * STAGES
         self.warming = [(0, self.warmup)] * STAGES
-        """Stage → (steps since its optimizer was fresh, steps over which it warms up)."""
+        """Stage → (steps since its optimizer was fresh, warm-up steps)."""
 
     # ---- training
 
     def step(self, tokens: torch.Tensor) -> None:
-        """One step on (BATCH, WINDOW + 1)."""
+        """Take one step on tokens (BATCH, WINDOW + 1)."""
         self.optimizer.zero_grad()
         if self.swapped:
             plain, other = tokens.chunk(2)
@@ -162,7 +162,7 @@ class Staged:
         self.optimizer.step()
 
     def loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Mean next-character loss, nats."""
+        """Return the mean next-character loss in nats."""
         return cross_entropy(self.logits(tokens).flatten(0, 1), tokens[:, 1:].flatten())
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -185,7 +185,7 @@ class Staged:
     # ---- copies, losses
 
     def copy_of(self, stage: int) -> StageCopy:
-        """The stage as it is now, Adam's moments included."""
+        """Return the stage as it is now, with Adam's moments."""
         named = self.trained[stage]
         moments = {
             n: copy.deepcopy(self.optimizer.state[p])
@@ -196,7 +196,7 @@ class Staged:
 
     @torch.no_grad()
     def lose(self, stage: int) -> None:
-        """Nothing of the stage is left: whoever forgets to restore a tensor computes NaN."""
+        """Fill the stage with NaN, so that a tensor that is not restored shows."""
         for parameter in self.trained[stage].values():
             parameter.fill_(float("nan"))
             self.optimizer.state.pop(parameter, None)
@@ -205,10 +205,11 @@ class Staged:
     def put(
         self, stage: int, kept: StageCopy, *, factor: float | None = None, warmup: int = 0
     ) -> None:
-        """Restores a stage. Without moments its optimizer is fresh, and warms up over `warmup`
-        steps.
+        """Restore a stage. Without moments its optimizer is fresh and warms up.
 
-        `factor` of the learning rate from now on; None: as before.
+        Args:
+            factor: Factor of the learning rate from now on; None leaves it.
+            warmup: Warm-up steps of a fresh optimizer.
         """
         for name, parameter in self.trained[stage].items():
             parameter.copy_(kept.weights[name])
@@ -221,7 +222,7 @@ class Staged:
             self.factors[stage] = factor
 
     def checkpoint(self) -> Any:
-        """Everything, for `roll_back`."""
+        """Return everything that `roll_back` needs."""
         copies = [self.copy_of(i) for i in range(STAGES)]
         return copies, list(self.factors), list(self.warming), list(self.squared_norms)
 

@@ -1,17 +1,14 @@
-"""Outer rules that no node runs, and the theory of those that one does: for benchmarks and tests.
+"""Outer rules that no node runs, and the theory of the product's rule, for benchmarks and tests.
 
-noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ as
-well as its θ
+noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ too
 diloco       θ̄ over all replicas at once
-gasloc       GASLoC (arXiv 2606.11081): y = φ + η (θ − φ) travels; φ ← ȳ + γ (y − y of the last
-outer step), ȳ their mean
-off          every replica by itself: θ̄ = θ, so that φ follows θ
+off          no averaging: θ̄ = θ, so that φ follows θ
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import torch
@@ -22,22 +19,19 @@ from swarmnode.weights.rule import Rule
 
 OFF: Final = Rule("off", 0.0, 1.0)
 DILOCO: Final = Rule("diloco", 0.3, 0.7)
-GASLOC: Final = Rule("gasloc", 0.5, 0.7)
-"""γ and η."""
 PAIR: Final = 0.5
-"""Share of the disagreement that averaging with one partner removes in the mean, of many
-replicas."""
+"""Mean share of the disagreement that averaging with one partner removes, of many replicas."""
 
 
 def blend(
     mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], weight: float = 0.5
 ) -> Tensors:
-    """θ_i + w (θ_j − θ_i), which no gate has looked at."""
+    """Return θ_i + w (θ_j − θ_i), without a gate."""
     return {name: t + weight * (theirs[name] - t) for name, t in mine.items()}
 
 
 def average(replicas: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
-    """The mean over replicas."""
+    """Return the mean over replicas."""
     return {name: torch.stack([r[name] for r in replicas]).mean(0) for name in replicas[0]}
 
 
@@ -48,23 +42,10 @@ def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
     )
 
 
-Solo = float | Literal["outer rule", "δ by the rule"]
-"""A step without a partner. A number: φ ← θ and δ ← that number · δ; δ by the rule: φ ← θ and
-δ ← α δ + β (θ − φ); outer rule: as with θ̄ = θ, which nodes did until 2026-11-27."""
-
-
-def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor], solo: Solo) -> None:
-    """Take a step without a partner."""
-    if solo == "outer rule":
-        outer_step(state, theta)
-        return
+def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor]) -> None:
+    """Take a step without a partner, as nodes do: φ ← θ, and δ is unchanged."""
     slow = state.slow(list(theta))
-    delta = (
-        prepare(state.rule, slow, theta).delta
-        if solo == "δ by the rule"
-        else {name: solo * delta for name, delta in slow.delta.items()}
-    )
-    assert state.take(prepare(state.rule, SlowWeights(slow.phi, delta), {}, theta))
+    assert state.take(prepare(state.rule, SlowWeights(slow.phi, slow.delta), {}, theta))
 
 
 def outer_step_of_two_tensors(
@@ -83,17 +64,6 @@ def outer_step_of_two_tensors(
         state.delta[name], state.phi[name] = delta, state.phi[name] + delta
 
 
-def outer_step_of_gasloc(
-    state: OuterState, proposed: Mapping[str, torch.Tensor], mixed: Mapping[str, torch.Tensor]
-) -> None:
-    """φ ← ȳ + γ (y − y of the last outer step), of y = `proposed` and ȳ = `mixed`. δ is φ less the
-    y that it came from, at first 0."""
-    for name, y_mean in mixed.items():
-        before = state.phi[name] - state.delta[name]
-        state.phi[name] = y_mean + state.rule.alpha * (proposed[name] - before)
-        state.delta[name] = state.phi[name] - proposed[name]
-
-
 def judge(
     gate: AveragingGate,
     peer: str,
@@ -105,16 +75,15 @@ def judge(
     probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None,
     probation: bool = False,
 ) -> GateDecision:
-    """`examine`, the probe and `conclude` in one go, where nothing else has to go on meanwhile.
-    probe: loss with these tensors, nats."""
+    """Run `examine`, the probe and `conclude` at once. probe: loss with these tensors, nats."""
     found = gate.examine(peer, mine, theirs, weight=weight, moved=moved, probation=probation)
     losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
     return gate.conclude(found, losses)
 
 
 def stable_bound(alpha: float, share: float = PAIR) -> float:
-    """Largest γ with which the expected squared disagreement does not grow: 2(1 − α²) / (1 + α −
-    2αq), for pairs 2(1 − α²).
+    """Return the largest γ with which the expected squared disagreement does not grow: 2(1 − α²) /
+    (1 + α − 2αq), for pairs 2(1 − α²).
 
     share: q, mean share of the disagreement that one averaging removes; 1/2 for pairs of many,
     N/(2(N−1)) for pairs of N. Follows from the second moments of (x, m), x' = x + m', m' = αm − γQx
@@ -124,8 +93,8 @@ def stable_bound(alpha: float, share: float = PAIR) -> float:
 
 
 def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
-    """Factor of the expected squared disagreement per outer step, without inner steps; below 1
-    exactly within `stable_bound`.
+    """Return the factor of the expected squared disagreement per outer step without inner steps. It
+    is below 1 exactly within `stable_bound`.
 
     Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
     """
