@@ -1,4 +1,4 @@
-"""Bulk transfer between two processes on loopback, against plain TLS.
+"""How fast is a bulk transfer against plain TLS? `python -m benchmarks.exchange [--quick]`
 
     serving process  ─ 256 MB ─▶  this process (fetches, verifies)     each round: plain TLS, bulk
             ▲                          ▲
@@ -6,8 +6,7 @@
 
 Plain TLS is the fastest that Python's ssl module reads and writes: a blocking socket in a thread at
 either end, 1 MiB writes, received into the destination, nothing hashed. A bulk transfer shares the
-libp2p connection, and hashes every chunk. Goals (benchmarks of weights.md): 0.6 of plain TLS; and
-training stands still for less than 1 % of the time (benchmarks/stalls.py).
+libp2p connection and hashes every chunk. Goal: 0.6 of plain TLS.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ import psutil
 import trio
 from libp2p.security.tls.transport import TLSTransport
 
-from benchmarks import report, stalls
+from benchmarks import report
 from swarmnode.errors import PeerError
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
@@ -54,7 +53,7 @@ async def pong(peer: str, data: bytes) -> bytes:
 
 @contextlib.asynccontextmanager
 async def node(directory: Path, known: list[str]) -> Any:
-    """A host that answers pings."""
+    """Open a host that answers pings."""
     async with host(directory, initial_peers=known) as network:
         network.requests.serve(PING, pong, max_request_bytes=64, max_response_bytes=64)
         yield network
@@ -103,8 +102,8 @@ def ping(directory: Path, known: list[str], pipe: Connection) -> None:
 
 
 async def _ping(directory: Path, known: list[str], pipe: Connection) -> None:
-    """Pings both every 20 ms until told to stop, then sends [(start, seconds)] of each, on the
-    clock that processes share."""
+    """Ping both every 20 ms until stopped, then send [(start, seconds)] of each, by the clock that
+    processes share."""
     samples: list[list[tuple[float, float]]] = [[] for _ in known]
     async with node(directory, known) as network, trio.open_nursery() as nursery:
         await network.wait_connected(len(known))
@@ -191,11 +190,10 @@ async def _measure(
     processes: list[psutil.Process],
     rounds: int,
 ) -> dict[str, Any]:
-    """`processes`: the fetching and the serving one, whose CPU time is compared too: it suffers
-    less from what else the machine does."""
+    """Measure `rounds` rounds. processes: the fetching and the serving one, for their CPU time."""
     manifest = await network.bulk.manifest(peer, TRANSFER)
     size = manifest.size
-    # one for all, its pages in place: what the kernel takes to hand them out is not the transport's
+    # one buffer with its pages in place: their allocation is not part of a transfer
     memory = memoryview(bytearray(size))
     seconds: dict[str, list[float]] = {path: [] for path in PATHS}
     cpu: dict[str, list[list[float]]] = {path: [] for path in PATHS}
@@ -240,12 +238,12 @@ async def _measure(
 
 
 def _cpu(processes: list[psutil.Process]) -> list[float]:
-    """Seconds that each process has used, in 10 ms steps."""
+    """Return the CPU seconds of each process, in 10 ms steps."""
     return [times.user + times.system for times in (process.cpu_times() for process in processes)]
 
 
 def _during(spans: list[tuple[float, float]], series: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of the pings that began in one of the spans."""
+    """Return the milliseconds of pings that began in one of the spans."""
     return sorted(
         1000 * seconds
         for at, seconds in series
@@ -312,26 +310,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--quick", action="store_true", help="32 MB instead of 256 MB")
-    parser.add_argument("--rounds", type=int, default=7, help="0 leaves the transfers out")
-    parser.add_argument(
-        "--stall-steps",
-        type=int,
-        help="outer steps of two training nodes; 0 leaves them out (60, with --quick 2)",
-    )
-    parser.add_argument("--stall-seconds", type=float, default=480.0, help="most time for them")
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="32 MB, two rounds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    if arguments.rounds:
-        results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
-        print(show(results), flush=True)
-    outer_steps = (
-        (2 if arguments.quick else 60) if arguments.stall_steps is None else arguments.stall_steps
-    )
-    if outer_steps:
-        results["stalls"] = stalls.measure(outer_steps, arguments.stall_seconds)
-        print(stalls.show(results["stalls"]))
+    megabytes, rounds = (32, 2) if arguments.quick else (256, arguments.rounds)
+    results = trio.run(measure, megabytes * 10**6, rounds)
+    print(show(results))
     if arguments.json:
         report.write_json(arguments.json, results)
 

@@ -1,5 +1,5 @@
-"""Up to a thousand nodes of benchmarks.scale, event by event: the product's own decisions (shelf,
-allowances, puller, offers, claims, pool, sampling, trust), with a simulated network, trainer and
+"""Up to a thousand nodes event by event, for benchmarks.scale: the product's own decisions (shelf,
+allowances, puller, offers, claims, pool, sampling, trust) with a simulated network, trainer and
 clock. The same seed makes the same run.
 
     trainer's step ─▶ draw from the pool ─▶ polls, held open ─▶ fetches ─▶ pool, shelf
@@ -40,27 +40,27 @@ from swarmnode.wire.messages import RolloutGroup, SamplingParams, TaskRef
 SWARM = hashlib.blake2b(b"benchmarks.scale", digest_size=32).digest()
 STEP_SECONDS = 30.0
 JITTER = 0.2
-"""Of a step's length."""
+"""Relative jitter of a step's length."""
 ROOM = 6
-"""Groups of others that a step trains on, J; a batch is 8 and a node samples 2 of them at least."""
+"""Peers' groups that a step trains on, J; a batch is 8, of which at least 2 are own."""
 MADE = 8
-"""Useful groups that a node makes in a step: the most that others have to choose from."""
+"""Useful groups that a node makes in a step."""
 DEGREE = 16
 TURNOVER_SECONDS = 300.0
-"""In which a node exchanges one of its connections for another."""
+"""Time after which a node replaces one of its connections."""
 LIFE_SECONDS = 3600.0
-"""A node stays so long on average, and another comes in its place."""
+"""Mean lifetime of a node; another takes its place."""
 TEND_SECONDS = 10.0
 FETCH_SECONDS = 6.0
 """Deadline of a fetch."""
 LEARNT = 3
-"""Groups that show a behaviour, of which a node must have trained on so many to show it itself."""
+"""Groups with a behaviour that a node must train on until its own groups show it."""
 ENVELOPE = bytes(256)
-"""Stands for every group in memory: what matters of it is the size in its listing."""
+"""Stands for every group in memory; only the size in its listing counts."""
 START = 1_700_000_000.0
 FLAT, POISON = "flat", "poison"
-"""Hostile groups: with a spread that they do not have; with rewards as listed, and refused by every
-trainer."""
+"""Hostile groups. flat: the listed spread is false. poison: the spread is true, and every trainer
+refuses the text."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Setup:
     warm: int = 6
     """Steps before anything is counted."""
     hostile: float = 0.0
-    """Share of identities that are hostile, half of each kind."""
+    """Share of hostile identities, half of each kind."""
     leave: float = 0.0
-    """Share of nodes that leaves at once, without a word, half-way through what is counted."""
+    """Share of nodes that leave at once, half-way through the counted steps."""
     group_bytes: int = 17_000
 
 
 @dataclass
 class Counts:
-    """Of honest nodes, after warming up."""
+    """Counts of honest nodes after the warm-up."""
 
     node_steps: int = 0
     trained: int = 0
@@ -89,14 +89,14 @@ class Counts:
     listed: int = 0
     """Entries in them."""
     listing_bytes: int = 0
-    """Of requests and answers, without what streams add."""
+    """Bytes of requests and answers, without stream overhead."""
     pulls: int = 0
     pulled: int = 0
     hostile_pulled: int = 0
     failed: int = 0
-    """Requests that were not answered."""
+    """Unanswered requests."""
     seconds: float = 0.0
-    """CPU time of this process while counting: decisions, and the simulation itself."""
+    """CPU time of this process while counting: decisions and the simulation."""
     ages: list[float] = field(default_factory=list)
 
 
@@ -111,7 +111,7 @@ class WaitingPoll:
 
 
 class Node:
-    """One member. kind: "" for an honest one, FLAT, POISON."""
+    """A member. kind: "" for an honest one, FLAT or POISON."""
 
     def __init__(self, world: World, index: int, kind: str) -> None:
         self.world, self.index, self.kind = world, index, kind
@@ -126,7 +126,7 @@ class Node:
         """Reader → when its last waiting poll was answered."""
         self.pool, self.trust = Pool(), PeerTrust()
         self.backlog: list[ExternalGroup] = []
-        """Groups that a step had no room for, first in the next: `trainer.external`."""
+        """Groups that a step had no room for; the next step takes them first."""
         self.linked: set[str] = set()
         self.version = self.shown = 0
         self.knows = False
@@ -134,7 +134,7 @@ class Node:
         self.wakes_at = math.inf
 
     def step(self) -> None:
-        """One step of its trainer."""
+        """Take a step of the trainer."""
         world = self.world
         if world.nodes.get(self.peer) is not self:
             return
@@ -182,7 +182,7 @@ class Node:
             world.counts.ages.append(world.now - group.group.created_at / 1000)
 
     def _make(self, count: int) -> None:
-        """Own groups, or a liar's."""
+        """Publish `count` own groups."""
         for _ in range(count):
             width = 0.5 if self.kind else self.rng.uniform(0.1, 0.5)
             rewards = [0.5, 0.5] if self.kind == FLAT else [0.5 - width, 0.5 + width]
@@ -202,13 +202,13 @@ class Node:
     # -- fetching
 
     def decide(self, work: Callable[..., None], *args: object) -> None:
-        """Do `work`, then start what is due."""
+        """Do `work`, then start due polls and fetches."""
         if self.world.nodes.get(self.peer) is self:
             work(*args)
             self._start_due()
 
     def start(self) -> None:
-        """Poll and fetch, once connected."""
+        """Start to poll and fetch."""
         if not self.kind:
             self.decide(lambda: None)
 
@@ -284,8 +284,8 @@ class Node:
     def list_groups(
         self, reader: Node, request: ListingRequest, reply: Callable[[ListingResponse], None]
     ) -> None:
-        """Answer a poll as `pull_gossip.Server` does: at once where the listing is not empty, else
-        when there is news or the patience is over."""
+        """Answer a poll as `pull_gossip.Server` does: at once if the listing is not empty, else at
+        the next news or at the end of the patience."""
         now = self.world.now
         if not self.allowances.has_room(reader.peer, now):
             reply(self.shelf.busy())
@@ -336,7 +336,7 @@ class Node:
 
 
 class Seen:
-    """Content ids that were here, as admission remembers them."""
+    """Content ids that a node has seen, as admission records them."""
 
     def __init__(self) -> None:
         self._of: set[bytes] = set()
@@ -348,7 +348,7 @@ class Seen:
 
 
 class World:
-    """Clock, network and everybody in it."""
+    """Clock, network and all nodes."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -382,7 +382,7 @@ class World:
             node.start()
         self.after(TEND_SECONDS, self._tend)
 
-    # -- what nodes use
+    # -- used by nodes
 
     def author_of(self, key: bytes) -> str:
         return self._keys[key]
@@ -440,7 +440,7 @@ class World:
         self.after(self.rng.uniform(0.02, 0.15), arrive)
         self.after(deadline, lambda: finish(None))
 
-    # -- what happens
+    # -- events
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -450,7 +450,7 @@ class World:
         self.now = end
 
     def leave(self, peer: str) -> None:
-        """Without a word: others notice after a while."""
+        """Remove a node; others notice later."""
         del self.nodes[peer]
 
     def _join(self) -> Node:
@@ -468,7 +468,7 @@ class World:
         return node
 
     def _tend(self) -> None:
-        """Churn, connections that are gone, and connections exchanged for others."""
+        """Churn nodes, drop dead connections and replace some connections."""
         self.after(TEND_SECONDS, self._tend)
         for peer in [
             peer for peer in self.nodes if self.rng.random() < TEND_SECONDS / LIFE_SECONDS
@@ -500,28 +500,27 @@ class World:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one run; `counts` and what follows from who did what."""
+    """Result of one run."""
 
     setup: Setup
     counts: Counts
     minutes: float
     used_share: float
-    """Groups that at least one other node trained on."""
+    """Share of groups that at least one other node trained on."""
     authors: float
-    """Distinct authors that a node has trained on since it came."""
+    """Distinct authors whose groups a node has trained on."""
     spread_steps: float | None
-    """Until a behaviour of one node is shown by 90 % of all."""
+    """Steps until 90 % of the nodes show a behaviour of one node."""
     absorbed_seconds: float | None
-    """From when `leave` of all nodes left until batches are 95 % as full as before; 0: they always
-    were."""
+    """Seconds from the leave until batches are 95 % as full as before; 0 if they always were."""
     least_fill: float
-    """Least mean over 30 s, after that."""
+    """Least mean fill of 30 s after the leave."""
     kilobytes: float
-    """Memory per node, without the groups themselves."""
+    """KiB per node, without the groups."""
 
 
 def simulate(setup: Setup) -> Result:
-    """One run."""
+    """Run one setup."""
     before = _resident()
     world = World(setup)
     world.run(setup.warm * STEP_SECONDS)
@@ -552,15 +551,18 @@ def simulate(setup: Setup) -> Result:
 
 
 def spread_steps(knowing: list[float], began: float, nodes: int) -> float | None:
-    """Steps from `began` until 90 % of `nodes` know, one of which knew; None where they did not.
-    knowing: when each learnt."""
+    """Return the steps from `began` until 90 % of `nodes` show the behaviour, or None.
+
+    Args:
+        knowing: Time at which each node learnt it.
+    """
     needed = max(1, round(0.9 * nodes) - 1)
     return (knowing[needed - 1] - began) / STEP_SECONDS if len(knowing) >= needed else None
 
 
 def absorbed(fills: list[tuple[float, float]], left_at: float) -> tuple[float | None, float]:
-    """Seconds from `left_at` after which no 30 s have a mean below 95 % of what was before; and the
-    least of those means."""
+    """Return the seconds from `left_at` until every window of 30 s has 95 % of the former mean
+    fill, and the least mean of a window."""
     usual = fmean([fill for at, fill in fills if at < left_at] or [1.0])
     after: dict[int, list[float]] = {}
     for at, fill in fills:
@@ -574,5 +576,5 @@ def absorbed(fills: list[tuple[float, float]], left_at: float) -> tuple[float | 
 
 
 def _resident() -> float:
-    """KiB."""
+    """Return the resident memory in KiB."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1024

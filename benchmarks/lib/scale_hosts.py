@@ -1,9 +1,7 @@
-"""What listings, pulls and connections cost between real hosts on loopback: the constants of
-benchmarks.scale.
+"""Costs of listings, fetches and connections between real hosts on loopback, for benchmarks.scale.
 
-Two hosts in this process, so that its CPU time is that of both ends; bytes are those that their
-sockets read. What a node pays for all that it asks and answers is the same sum, as everybody asks
-as often as it is asked.
+Two hosts share this process, so its CPU time is that of both ends. A node pays the same sum for
+what it requests and answers, since nodes request as often as they answer.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from benchmarks.pulls import SETTLE_SECONDS, SWARM, Meter, connected_hosts, group
+from benchmarks.lib.pull_hosts import SETTLE_SECONDS, SWARM, Meter, connected_hosts, group
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author
 from swarmnode.rollouts.admission import Admission
@@ -43,7 +41,7 @@ IDLE_SECONDS = 40.0
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """Of both ends together."""
+    """CPU time and bytes of both ends together."""
 
     cpu_ms: float
     bytes: float
@@ -51,21 +49,21 @@ class Cost(msgspec.Struct, frozen=True):
 
 class Constants(msgspec.Struct, frozen=True):
     listing: Cost
-    """Asking for a listing that is full, and answering."""
+    """Request and answer of a full listing."""
     empty: Cost
-    """The same where nothing is new."""
+    """Request and answer of an empty listing."""
     pull: Cost
-    """One group of `size` bytes in a request: asked for, given, admitted, scored."""
+    """A fetch of one group of `size` bytes, with admission and scoring."""
     more: Cost
-    """Each further one in the same request."""
+    """Each further group of the same fetch."""
     size: float
     """Bytes of an envelope."""
     idle: Cost
-    """A connection, per second, all that is said when nothing is shared; of one end."""
+    """One end of an idle connection, per second."""
 
 
 async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
-    """`Constants` without `idle`, for groups of about `size` bytes."""
+    """Return the fields of `Constants` without `idle`, for groups of about `size` bytes."""
     meter, clock = Meter(), _Clock()
     meter.install()
     with tempfile.TemporaryDirectory() as directory:
@@ -126,7 +124,7 @@ async def requests(size: int) -> tuple[Cost, Cost, Cost, Cost, float]:
 
 
 async def idle() -> Cost:
-    """A connection's share of what a host does while nothing is shared, one end's."""
+    """Return the cost of one end of an idle connection per second."""
     meter = Meter()
     meter.install()
     with tempfile.TemporaryDirectory() as directory:
@@ -142,13 +140,13 @@ async def idle() -> Cost:
 
 
 def measure(size: int) -> Constants:
-    """About a minute."""
+    """Measure all constants, in about a minute."""
     listing, empty, pull, more, actual = trio.run(requests, size)
     return Constants(listing, empty, pull, more, actual, trio.run(idle))
 
 
 class _Clock:
-    """Jumps, so that nobody's allowance is used up."""
+    """A clock that jumps, so that no allowance is used up."""
 
     def __init__(self) -> None:
         self._at = time.time()
