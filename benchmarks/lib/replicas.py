@@ -1,9 +1,8 @@
-"""Eight tiny Llamas in one tensor, and unlike shards of text for them: what `benchmarks.noloco`
-trains.
+"""Replicas of a tiny Llama in one tensor each, and unlike shards of text, for benchmarks.noloco.
 
 R replicas, B windows, T tokens, D hidden, H heads, F MLP, V vocabulary. Every parameter is (R, …):
-one batched matrix product does a layer of all replicas, and gradients stay apart because nothing
-mixes along R.
+one batched matrix product computes a layer of all replicas, and gradients stay apart because no
+operation mixes along R.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ Parameters = dict[str, torch.Tensor]
 
 
 def vocabulary() -> Tokenizer:
-    """The embedded policy's tokenizer: 115 tokens, one per fixed phrase of a task."""
+    """Return the embedded policy's tokenizer: 115 tokens, one per fixed phrase of a task."""
     return Tokenizer.from_str(
         (resources.files("swarmnode.policy") / "embedded" / "tokenizer.json").read_text(
             encoding="utf-8"
@@ -36,7 +35,7 @@ def vocabulary() -> Tokenizer:
 
 
 def initial(seed: int, replicas: int, size: int) -> Parameters:
-    """Equal replicas: a swarm starts from one base policy."""
+    """Return equal replicas, since a swarm starts from one base policy."""
     rng = torch.Generator().manual_seed(seed)
     normal = lambda *shape, std: torch.randn(*shape, generator=rng) * std
     one = {"embed.weight": normal(size, D, std=0.02), "norm.weight": torch.ones(D)}
@@ -53,7 +52,7 @@ def initial(seed: int, replicas: int, size: int) -> Parameters:
 
 
 def losses(parameters: Parameters, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss of each replica, nats: tokens (R, B, T + 1) → (R,)."""
+    """Return the mean next-token loss of each replica in nats: tokens (R, B, T + 1) → (R,)."""
     r, b, t = tokens[:, :, 1:].shape
     flat = tokens[:, :, :-1].reshape(r, b * t)
     # (R, BT, D)
@@ -102,15 +101,14 @@ class Text:
 
     train: list[torch.Tensor]
     held_out: torch.Tensor
-    """(W, T + 1), all tasks alike."""
+    """(W, T + 1), all tasks equally often."""
     probe: torch.Tensor
-    """(W, T + 1), all tasks alike, of questions that are neither trained on nor held out."""
+    """(W, T + 1), all tasks equally often; questions neither trained on nor held out."""
     vocabulary: int
 
 
 def read_text(per_task: int, windows: int, probe_windows: int) -> Text:
-    """Demonstrations of the embedded policy's nine tasks. A window starts anywhere in its task's
-    stream."""
+    """Return demonstrations of the nine tasks. A window starts anywhere in its task's stream."""
     tokenizer = vocabulary()
     rng = random.Random("noloco windows")
 
@@ -141,8 +139,8 @@ def window(stream: torch.Tensor, rng: random.Random) -> torch.Tensor:
 def batches(
     text: Text, replicas: int, steps: int, batch: int, own_share: float, seed: int
 ) -> torch.Tensor:
-    """(steps, R, batch, T + 1). Replica i draws task i with probability `own_share`, else any
-    task."""
+    """Return (steps, R, batch, T + 1). Replica i draws task i with probability `own_share`, else
+    any task."""
     rng = random.Random(f"noloco batches {seed}")
     tasks = len(text.train)
     draw = lambda i: text.train[i % tasks if rng.random() < own_share else rng.randrange(tasks)]
@@ -157,7 +155,7 @@ def batches(
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
-    """Linear warm-up, cosine to a tenth."""
+    """Return the rate of a linear warm-up and a cosine to a tenth."""
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup))))
