@@ -227,7 +227,6 @@ def learning_table(runs: Runs) -> str:
         "groups used by others, %",
         "age when used, s",
         "authors met",
-        "steps until 90 % show it",
         "KiB a node",
     ]
     rows = []
@@ -241,7 +240,6 @@ def learning_table(runs: Runs) -> str:
                 _several([100 * r.used_share for r in results], 0),
                 _several([fmean(r.counts.ages) for r in results], 0),
                 _several([r.authors for r in results], 0),
-                _several([r.spread_steps for r in results], 0),
                 _several([r.kilobytes for r in results], 0),
             ]
         )

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.neighbours import rings
 from swarmnode.p2p.liveness import SILENT_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.offers import Pull
@@ -53,8 +52,6 @@ LIFE_SECONDS = 3600.0
 TEND_SECONDS = 10.0
 FETCH_SECONDS = 6.0
 """Deadline of a fetch."""
-LEARNT = 3
-"""Groups with a behaviour that a node must train on until its own groups show it."""
 ENVELOPE = bytes(256)
 """Stands for every group in memory; only the size in its listing counts."""
 START = 1_700_000_000.0
@@ -128,8 +125,7 @@ class Node:
         self.backlog: list[ExternalGroup] = []
         """Groups that a step had no room for; the next step takes them first."""
         self.linked: set[str] = set()
-        self.version = self.shown = 0
-        self.knows = False
+        self.version = 0
         self.met: set[str] = set()
         self.wakes_at = math.inf
 
@@ -173,10 +169,6 @@ class Node:
     def _train(self, group: ExternalGroup) -> None:
         world = self.world
         self.met.add(group.peer)
-        self.shown += group.content in world.shown
-        if self.shown >= LEARNT and not self.knows:
-            self.knows = True
-            world.knowing.append(world.now)
         if world.counting:
             world.used.add(group.content)
             world.counts.ages.append(world.now - group.group.created_at / 1000)
@@ -361,8 +353,6 @@ class World:
         self.groups: dict[bytes, ExternalGroup] = {}
         self.made: Counter[str] = Counter()
         self.used: set[bytes] = set()
-        self.shown: set[bytes] = set()
-        self.knowing: list[float] = []
         self._keys: dict[bytes, str] = {}
         self._kinds: dict[str, str] = {}
         self._seen: dict[str, Seen] = {}
@@ -400,8 +390,6 @@ class World:
         )
         self.groups[content] = group
         self._seen[author.peer](content, note=True)
-        if author.knows:
-            self.shown.add(content)
         if not author.kind:
             self.made[author.peer] += self.counting
         return group
@@ -509,8 +497,6 @@ class Result:
     """Share of groups that at least one other node trained on."""
     authors: float
     """Distinct authors whose groups a node has trained on."""
-    spread_steps: float | None
-    """Steps until 90 % of the nodes show a behaviour of one node."""
     absorbed_seconds: float | None
     """Seconds from the leave until batches are 95 % as full as before; 0 if they always were."""
     least_fill: float
@@ -519,14 +505,33 @@ class Result:
     """KiB per node, without the groups."""
 
 
+def rings(count: int, neighbours: int, rng: random.Random) -> list[set[int]]:
+    """Return a connected graph: `neighbours` / 2 rings through all `count` nodes, each in another
+    order; or a full graph.
+
+    Returns:
+        The neighbours of each node.
+    """
+    if neighbours >= count - 1:
+        return [set(range(count)) - {index} for index in range(count)]
+    linked: list[set[int]] = [set() for _ in range(count)]
+    for _ in range(max(1, neighbours // 2)):
+        order = list(range(count))
+        rng.shuffle(order)
+        for one, other in zip(order, order[1:] + order[:1], strict=True):
+            if one != other:
+                linked[one].add(other)
+                linked[other].add(one)
+    return linked
+
+
 def simulate(setup: Setup) -> Result:
     """Run one setup."""
     before = _resident()
     world = World(setup)
     world.run(setup.warm * STEP_SECONDS)
     world.counting = True
-    first = next(node for node in world.nodes.values() if not node.kind)
-    first.knows, began, cpu = True, world.now, time.process_time()
+    cpu = time.process_time()
     half = (setup.steps - setup.warm) * STEP_SECONDS / 2
     world.run(half)
     left_at = world.now
@@ -543,21 +548,10 @@ def simulate(setup: Setup) -> Result:
         minutes=world.counts.node_steps * STEP_SECONDS / 60,
         used_share=len(world.used) / max(1, sum(world.made.values())),
         authors=fmean(len(node.met) for node in honest),
-        spread_steps=spread_steps(world.knowing, began, len(honest)),
         absorbed_seconds=seconds if setup.leave else None,
         least_fill=least,
         kilobytes=(_resident() - before) / len(world.nodes),
     )
-
-
-def spread_steps(knowing: list[float], began: float, nodes: int) -> float | None:
-    """Return the steps from `began` until 90 % of `nodes` show the behaviour, or None.
-
-    Args:
-        knowing: Time at which each node learnt it.
-    """
-    needed = max(1, round(0.9 * nodes) - 1)
-    return (knowing[needed - 1] - began) / STEP_SECONDS if len(knowing) >= needed else None
 
 
 def absorbed(fills: list[tuple[float, float]], left_at: float) -> tuple[float | None, float]:

@@ -7,9 +7,8 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.lib import scale_events
-from benchmarks.lib.scale_events import Setup, simulate
+from benchmarks.lib.scale_events import Setup, rings, simulate
 from benchmarks.lib.scale_hosts import Constants, Cost
-from benchmarks.neighbours import rings
 
 
 def test_a_simulated_swarm_fills_its_batches_and_repeats_itself():
@@ -28,9 +27,7 @@ def test_nodes_that_leave_are_noticed_and_liars_are_asked_for_less_than_their_sh
     assert 0 < lied.counts.hostile_pulled < 0.5 * lied.counts.pulled
 
 
-def test_what_has_not_spread_or_not_been_absorbed_has_no_time():
-    assert scale_events.spread_steps([1.0], began=0.0, nodes=10) is None
-    assert scale_events.spread_steps([30.0 * n for n in range(1, 9)], began=0.0, nodes=10) == 8
+def test_recovery_time_is_after_the_last_dip():
     full = [(float(at), 1.0) for at in range(0, 300, 10)]
     assert scale_events.absorbed(full, 150.0) == (0.0, 1.0)
     dip = [(at, 0.5 if 150 <= at < 200 else fill) for at, fill in full]
