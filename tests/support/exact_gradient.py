@@ -1,29 +1,22 @@
-"""How far is each off-policy correction from the exact gradient? `python -m benchmarks.corrections
-[--quick] [--json PATH] [--seeds N]`
+"""The exact gradient of a tiny policy, and mean and variance of every off-policy estimator of it.
 
-A policy so small that all its completions, of at most two tokens, can be enumerated, and with them
-the gradient of its expected reward, and mean and variance of every estimator: nothing is sampled,
-so nothing here is noise but the choice of policy and rewards, which differ by seed. A policy is
-trained by its exact gradient (Adam); completions come from what it was `lag` steps before, and the
-estimators are asked for the gradient as it is now. Through the product's own loss and weights
-(`rl.objectives`, `rl.corrections`).
+All completions, of at most two tokens, are enumerated, so nothing is sampled. The policy is trained
+by its exact gradient (Adam); completions are those of the policy `lag` steps before. The estimators
+are the product's own loss and weights (`rl.objectives`, `rl.corrections`).
 
-    bias       |E[estimate] − exact| / |exact|
-    deviation  sqrt(trace of the covariance of one completion's estimate) / |exact|
+    bias       |E[estimate] − exact| ÷ |exact|
+    deviation  sqrt(trace of the covariance of one completion's estimate) ÷ |exact|
     effective  effective sample size ÷ sample size of the weights, by token
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 
-from benchmarks.report import heading, spread, table, write_json
 from swarmnode.config import TrainingConfig
 from swarmnode.rl.corrections import (
     Correction,
@@ -35,24 +28,24 @@ from swarmnode.rl.corrections import (
 from swarmnode.rl.objectives import Objective, policy_loss
 
 WORDS = 8
-"""Words of the vocabulary, the first of which ends the completion."""
+"""Size of the vocabulary; token 0 ends the completion."""
 LAGS = (0, 1, 2, 4, 8, 16, 32)
+"""Steps between the sampling policy and the trained one."""
 RIGHT = 0.1
-"""Share of the completions that earn a reward."""
+"""Share of rewarded completions."""
 LEARNING_RATE = 0.05
-"""Of Adam: in 32 steps the policy goes from one success in ten to most, as in a run's steepest
-part."""
+"""Adam's. In 32 steps the policy goes from one success in ten to most."""
 FLOORS = (0.1, 0.5, 0.8)
 
 
 @dataclass(frozen=True)
 class World:
-    """All completions, and what they earn."""
+    """All N completions and their rewards."""
 
     first: torch.Tensor
     """(N,)."""
     second: torch.Tensor
-    """(N,) 0 where there is none."""
+    """(N,), 0 where there is no second token."""
     mask: torch.Tensor
     """(N, 2) bool."""
     rewards: torch.Tensor
@@ -60,8 +53,8 @@ class World:
 
 
 def make_world(seed: int) -> tuple[World, torch.Tensor]:
-    """With the logits (WORDS + 1, WORDS) of a policy: of the first token, and of the second by the
-    first."""
+    """Return a world and the logits (WORDS + 1, WORDS) of a policy: row 0 for the first token, row
+    1 + a for the second token after a."""
     generator = torch.Generator().manual_seed(seed)
     pairs = [(0, 0, False)] + [(a, b, True) for a in range(1, WORDS) for b in range(WORDS)]
     first, second = torch.tensor([p[0] for p in pairs]), torch.tensor([p[1] for p in pairs])
@@ -78,15 +71,15 @@ def make_world(seed: int) -> tuple[World, torch.Tensor]:
 
 
 def logprobs_of(world: World, logits: torch.Tensor) -> torch.Tensor:
-    """(N, 2) log-probability of each token; 0 where there is none."""
-    table_ = logits.log_softmax(-1)
+    """Return the log-probability of each token, (N, 2); 0 where there is none."""
+    rows = logits.log_softmax(-1)
     return torch.stack(
-        [table_[0, world.first], table_[1 + world.first, world.second] * world.mask[:, 1]], 1
+        [rows[0, world.first], rows[1 + world.first, world.second] * world.mask[:, 1]], 1
     )
 
 
 def trained(world: World, logits: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """The policy after 0, 1, … `steps` steps of exact gradient ascent."""
+    """Return the policy after 0, 1, … `steps` steps of exact gradient ascent."""
     logits = logits.clone().requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=LEARNING_RATE)
     policies = [logits.detach().clone()]
@@ -100,12 +93,12 @@ def trained(world: World, logits: torch.Tensor, steps: int) -> list[torch.Tensor
 
 @dataclass(frozen=True)
 class Estimator:
-    """What `policy_loss` is given for completions of the policy `sampler` when it is `now`."""
+    """Inputs of `policy_loss` for completions of `sampler` when the policy is `now`."""
 
     old: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    """(now, sampler) (N, T) → what the ratio is against."""
+    """(now, sampler), each (N, T) → denominator of the ratio."""
     weights: Callable[[World, torch.Tensor, torch.Tensor], torch.Tensor]
-    """(now, sampler) → (N, T)."""
+    """(world, now, sampler) → weights (N, T)."""
     objective: Objective
 
 
@@ -153,19 +146,20 @@ def measure(
     jacobian: torch.Tensor,
     estimator: Estimator,
 ) -> dict[str, float]:
-    """Exact bias, deviation and effective share.
+    """Return exact bias, deviation and effective share.
 
-    ours, theirs (N, 2): log-probabilities, now and of the sampler; jacobian (N, 2, P): of ours.
+    Args:
+        ours, theirs: Log-probabilities (N, 2) of the policy and of the sampler.
+        jacobian: (N, 2, P), of `ours`.
     """
-    drawn = theirs.sum(1).exp()  # (N,) probability of each completion under whoever samples
+    drawn = theirs.sum(1).exp()  # (N,) probability of each completion under the sampler
     # a large group's mean is the sampler's expectation
     worth = world.rewards - (drawn * world.rewards).sum()
     exact = torch.einsum("n,n,ntp->p", ours.sum(1).exp(), world.rewards, jacobian)
 
     weights = estimator.weights(world, ours, theirs) * world.mask
     leaf = ours.clone().requires_grad_()
-    # of each completion alone, whatever a loss divides by: (per-token gradient) x its length where
-    # a sequence is averaged
+    # per completion: a loss that averages over a sequence is multiplied by its length
     loss = policy_loss(
         leaf,
         estimator.old(ours, theirs),
@@ -193,7 +187,7 @@ def measure(
 
 
 def run(seed: int, lags: Sequence[int]) -> list[dict[str, Any]]:
-    """Every estimator at every lag, of one seed."""
+    """Return a row for every estimator and lag of one seed."""
     world, start = make_world(seed)
     policies = trained(world, start, max(LAGS))
     ours = logprobs_of(world, policies[-1])
@@ -210,48 +204,3 @@ def run(seed: int, lags: Sequence[int]) -> list[dict[str, Any]]:
         for lag in lags
         for name, estimator in estimators().items()
     ]
-
-
-def tables(results: Sequence[dict[str, Any]], lags: Sequence[int]) -> str:
-    def of(name: str, lag: int, key: str) -> str:
-        return spread([r[key] for r in results if r["estimator"] == name and r["lag"] == lag], 2)
-
-    names = list(estimators())
-    drift = ", ".join(f"{lag}: {of(names[0], lag, 'divergence')}" for lag in lags)
-    lines = [f"KL(sampler ‖ policy), nats per token, by lag: {drift}", ""]
-    for key, title in (
-        ("bias", "Bias"),
-        ("deviation", "Deviation of one completion's estimate"),
-        ("effective", "Effective share"),
-    ):
-        rows = [[name, *(of(name, lag, key) for lag in lags)] for name in names]
-        lines += [f"{title}, by lag:", "", table(["estimator", *map(str, lags)], rows), ""]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.corrections",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="two seeds and three lags")
-    parser.add_argument("--json", type=Path, help="write all results there")
-    parser.add_argument("--seeds", type=int, default=16)
-    args = parser.parse_args()
-    seeds, lags = (2, (0, 4, 32)) if args.quick else (args.seeds, LAGS)
-    torch.set_num_threads(1)
-    print(heading("corrections: how far is each from the exact gradient?"))
-    print(
-        f"{WORDS} words, completions of at most two tokens, Adam at {LEARNING_RATE:g}, {seeds}"
-        " seeds\n",
-        flush=True,
-    )
-    results = [row for seed in range(seeds) for row in run(seed, lags)]
-    print(tables(results, lags), flush=True)
-    if args.json:
-        write_json(args.json, results)
-
-
-if __name__ == "__main__":
-    main()
