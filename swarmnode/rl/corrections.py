@@ -4,7 +4,7 @@ are not believed at all.
 Three log-probabilities are kept apart: of the sampler, when it sampled; of the old policy, at the
 beginning of the step; of the new one, which has the gradient. Ratio and clip of the objective are
 new against old (`rl.objectives`); what is here is old against sampler, without gradient.
-benchmarks/results/corrections.json has bias and variance of each against the exact gradient.
+`benchmarks.corrections` has bias and variance of each of these against the exact gradient.
 
     own       another kernel or number format has sampled: `importance_weights`
     a peer's  another node's policy has, and says so itself: `sequence_correction`, which only ever
@@ -31,7 +31,7 @@ arXiv 2510.18855 §3.2)."""
 
 BURST_DRIFT = 2.0
 """Nats per token above the entropy that a policy trained apart from ours may be everywhere;
-measured in benchmarks/results/tolerance.json."""
+`benchmarks.tolerance` has the numbers."""
 BURST_SCALE = 8.0
 LEAST_WEIGHT = 0.05
 OWN_CORRECTION: tuple[Correction, Level] = ("tis", "token")
@@ -57,7 +57,7 @@ LEAST_PROBABILITY = 1e-3
 """A peer's completion teaches nothing from its first token on that our policy gives less than this.
 The gradient of log π is of order one however improbable a token is, and on-policy learning would
 nearly never sample it; so without a bound a peer can teach a mark that no verifier looks at. At
-1e-2 learning from rare successes was a third slower."""
+1e-2 learning from rare successes is a third slower (benchmarks/RESULTS.md)."""
 
 
 def own_correction(options: Collection[str]) -> tuple[Correction, Level]:

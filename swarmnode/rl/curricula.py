@@ -5,7 +5,7 @@ task at one difficulty, and changes as the policy learns. Thompson sampling over
 that share asks where a signal is likely, and explores where little is known.
 
 Only own groups count as evidence. Peers' groups counted too once: no gain in held-out reward could
-be shown, and liars cost signals (benchmarks/RESULTS.md).
+be shown, and liars cost signals (benchmarks/RESULTS.md, "curriculum").
 """
 
 from __future__ import annotations

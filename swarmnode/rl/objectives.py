@@ -39,7 +39,8 @@ EPSILON_HIGH = 1.0
 """Upper clip: unlikely tokens may become likelier than a symmetric clip lets them (DAPO, arXiv
 2503.14476 §3.1, has 0.28). A step is taken once, so that it bounds only what is trained on again
 (`trainer.replay`), where a rare success is to become twice as likely: at 0.28 the first steps teach
-less, and without a bound the later ones do (benchmarks/RESULTS.md)."""
+less, and without a bound the later ones do (benchmarks/RESULTS.md, "sapo: groups that are trained
+on again")."""
 CLIPS_TOKENS = ("dapo", "grpo", "dr_grpo")
 """Objectives whose clip ends how far a token is moved by what is trained on again. `gspo`'s is
 passed within a step, `cispo` has none."""

@@ -6,7 +6,7 @@ No torch.
 That is NoLoCo (arXiv 2506.10911, equations 1 to 3) with γ = β, in which case the slow weights φ of
 the partner cancel and only θ has to travel. `gossip` is the same line with α = 0 and β = 1. The
 paper's form with two tensors, DiLoCo and the theory of how fast replicas agree are in
-tests/support/outer_rules.py.
+benchmarks/outer_rules.py.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def check_stability(alpha: float, beta: float) -> None:
     whatever they learn.
 
     The bound follows from the second moments of disagreement and momentum in the mean over random
-    pairs (tests/support/outer_rules.py). The paper's own bound (its equation 74) is neither
-    necessary nor sufficient.
+    pairs (benchmarks/outer_rules.py). The paper's own bound (its equation 74) is neither necessary
+    nor sufficient.
     """
     if not 0 <= alpha < 1:
         raise ValueError(f"outer momentum alpha must be in [0, 1), not {alpha}")
