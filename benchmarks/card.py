@@ -326,18 +326,18 @@ def main() -> int:
         "parts", nargs="*", default=["update", "sampling", "engines", "node", "crew"]
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of whole nodes")
+    parser.add_argument("--model", type=Path, help="directory of the model; made if it is missing")
+    parser.add_argument("--minutes", type=float, default=4.0, help="minutes that whole nodes run")
     parser.add_argument("--recipe", default="24gb-7b-lora")
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument(
         "--logs",
         type=int,
         default=0,
-        help="characters of each node's log, its last ones, on stderr",
+        help="print so many last characters of each node's log to stderr",
     )
     parser.add_argument(
-        "--ways", nargs="*", choices=sorted(WAYS), help="to train, of those that `update` has"
+        "--ways", nargs="*", choices=sorted(WAYS), help="training configurations of `update`"
     )
     asked = parser.parse_args()
     well = True

@@ -66,14 +66,18 @@ def timed(engine: Engine, questions: int, tokens: int, steps: int) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short run of each number of ranks"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--hidden", type=int, default=256, help="of a random Llama of 4 layers")
-    parser.add_argument("--questions", type=int, default=8, help="of 8 answers in a step")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the random Llama")
+    parser.add_argument(
+        "--questions", type=int, default=8, help="groups of 8 completions in a step"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.tokens, args.steps, args.seeds, args.hidden = 2, 8, 1, 1, 64

@@ -345,7 +345,7 @@ def main() -> None:
         action="store_true",
         help="fewer groups, 60,000 frames",
     )
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     results = trio.run(measure, arguments.quick)
     print(show(results))

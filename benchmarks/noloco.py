@@ -226,7 +226,7 @@ class Swarm:
         return int(step * SPEEDS[replica]) if self.arm.unequal else step
 
     def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
-        """Take a training step of the replicas whose turn it is; the others stay as they are."""
+        """Take a training step of the replicas that have one; the rest stay as they are."""
         slow = [
             i for i in range(REPLICAS) if self._steps_of(i, step + 1) == self._steps_of(i, step)
         ]
@@ -343,7 +343,7 @@ class Swarm:
         )
 
     def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
-        """Commit what `me` makes of the fragment that `other` sends."""
+        """Commit the average of the fragment that `other` sends."""
         if self.arm.rule == "noloco_two":
             self._exchange_two(me, other, snapshots, fragment)
         else:
@@ -574,15 +574,15 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one seed, seven arms, a third of the steps; under a minute",
+        help="one seed, seven arms, a third of the steps",
     )
-    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--first-seed", type=int, default=1, help="seed 0 was used to look at settings of the gate"
+        "--first-seed", type=int, default=1, help="seed 0 chose the settings of the gate"
     )
     parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--sync-every", type=int, default=20, help="H")
+    parser.add_argument("--sync-every", type=int, default=20, help="H, inner steps per outer step")
     parser.add_argument(
         "--batch", type=int, default=4, help="windows of 32 tokens per replica and step"
     )
@@ -590,7 +590,7 @@ def main() -> None:
         "--own-share",
         type=float,
         default=0.75,
-        help="of a replica's windows from its own task; 0 is IID",
+        help="share of a replica's windows from its own task; 0 is IID",
     )
     parser.add_argument(
         "--arms",

@@ -140,14 +140,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="one case, one group, one seed")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--groups", type=int, default=4, help="of 8 answers in a step")
+    parser.add_argument("--groups", type=int, default=4, help="groups of 8 completions in a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead of the random Llama")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="shape of the model instead of the random Llama"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--columns", type=int, default=logprobs.PACKED_COLUMNS)
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if args.quick:
         args.cases, args.groups, args.seeds = args.cases[:1], 1, 1

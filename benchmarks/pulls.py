@@ -218,11 +218,13 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="4 nodes, groups of 17 KB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 48])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of a group"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
-    parser.add_argument("--json", type=Path, help="also write the outcomes here")
-    parser.add_argument("--one", help="a Run as JSON, run in this process; prints its Outcome")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--one", help="a Run as JSON: run it in this process and print the Outcome")
     arguments = parser.parse_args()
     if arguments.one:
         one = msgspec.json.decode(arguments.one, type=Run)

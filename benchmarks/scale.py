@@ -176,7 +176,7 @@ def _several(values: Sequence[float | None], digits: int = 2) -> str:
 
 
 def cost_table(runs: Runs, constants: Constants) -> str:
-    """Return what a member pays."""
+    """Return the table of costs of a member."""
     headers = [
         "nodes",
         "how",
@@ -219,7 +219,7 @@ def cost_table(runs: Runs, constants: Constants) -> str:
 
 
 def learning_table(runs: Runs) -> str:
-    """Return what a member learns from."""
+    """Return the table of what a member trains on."""
     headers = [
         "nodes",
         "steps",
@@ -336,12 +336,10 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="few nodes, one seed; under a minute of CPU time"
-    )
+    parser.add_argument("--quick", action="store_true", help="few nodes, one seed")
     parser.add_argument("--seeds", type=int, help="seeds of each simulation (3)")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="write all results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(
         "--one",
         help="a Setup as JSON: simulate it and print the result",

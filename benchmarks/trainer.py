@@ -528,9 +528,7 @@ def show_lengths(results: list[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="few steps, without the larger model; under a minute"
-    )
+    parser.add_argument("--quick", action="store_true", help="few steps, without the larger model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
@@ -546,20 +544,23 @@ def main() -> None:
         const=3,
         default=0,
         metavar="STEPS",
-        help="only answers of different lengths",
+        help="only completions of random lengths",
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
         default=[0],
-        help="of weights, questions and draws, with --lengths; below 256",
+        help="seeds of weights, questions and draws, with --lengths; below 256",
     )
     parser.add_argument(
-        "--groups", type=int, default=B, help="of 8 completions in a step, with --lengths"
+        "--groups", type=int, default=B, help="groups of 8 completions in a step, with --lengths"
     )
     parser.add_argument(
-        "--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths"
+        "--engines",
+        nargs="+",
+        default=["lockstep", "continuous"],
+        help="our engines, with --lengths",
     )
     parser.add_argument(
         "--theirs",
@@ -568,7 +569,7 @@ def main() -> None:
         choices=["generate", "continuous batching"],
         help="how TRL samples, with --lengths",
     )
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
