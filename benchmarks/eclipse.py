@@ -244,7 +244,7 @@ def row(attack: Attack, outcome: Outcome) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 nodes, one hour, one seed")
+    parser.add_argument("--quick", action="store_true", help="200 nodes for an hour, 25 %% hostile")
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--minutes", type=int, default=180)
     parser.add_argument("--seeds", type=int, default=1)
@@ -257,8 +257,8 @@ def main() -> None:
         if one
         else [
             Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
-            for share in (0.25, 0.5)
-            for networks in (max(4, nodes // 40), None)
+            for share in ((0.25,) if arguments.quick else (0.25, 0.5))
+            for networks in ((5,) if arguments.quick else (max(4, nodes // 40), None))
             for turns in (True, False)
             for seed in range(arguments.seeds)
         ]
