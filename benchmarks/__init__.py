@@ -1,2 +1,2 @@
-"""One file per claim: `python -m benchmarks.NAME [--quick] [--json PATH]` prints a table and writes
-the same as JSON. See RESULTS.md."""
+"""One command per claim: `python -m benchmarks.NAME [--quick] [--json PATH]` prints a table.
+RESULTS.md and results/ have the results. `lib` has parts that several commands use."""

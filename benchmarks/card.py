@@ -1,20 +1,16 @@
-"""What a model of a published size does on a real card: `python -m benchmarks.card [update]
-[sampling] [engines] [node] [crew]`. CUDA.
+"""What does a model of a published size do on a real card? `python -m benchmarks.card [update]
+[sampling] [engines] [node] [crew]`. CUDA only.
 
-Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Answers
-rarely end before they are as long as they may be.
+Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Nearly all
+completions run to their longest.
 
-    update      one row of a length in an update, layers kept or run again: bytes at the peak
-    against `swarmnode plan`, seconds
-    sampling    tokens a second by how many completions are under way, of the policy by either
-    engine and of the whole int8 copy that a crew samples from
-    engines     answers of unlike lengths, of which only some have room at once, by either engine
-    node        a whole node with a recipe (`--recipe`), as it is, on a card that has so much memory
-    free as the recipe names: what else
-                there is of it is held by this process. Phases, steps, the most memory that it had,
-                whether anything was started again
-    crew        the same model held in stages by `--members` whole nodes that share the card:
-    seconds of a step, copies that sample
+    update     one row in an update, activations stored or recomputed: peak memory against
+               `swarmnode plan`, seconds
+    sampling   tokens per second by completions at once: both engines, and the int8 policy copy
+    engines    completions of unequal lengths, of which only some fit at once, by either engine
+    node       a whole node with a recipe (`--recipe`), with as much free memory as the recipe
+               names; this process holds the rest. Phases, steps, peak memory, restarts
+    crew       the same model in stages of `--members` whole nodes that share the card
 """
 
 from __future__ import annotations
@@ -29,9 +25,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.lib.shapes import SHAPES, build
+from benchmarks.lib.watched import REWARD, ROWS, Watched, run
 from benchmarks.report import heading, table
-from benchmarks.shapes import SHAPES, build
-from benchmarks.slow import REWARD, ROWS, Watched, run
 from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.demo.nodes import START, DemoNode
 from swarmnode.errors import DeviceError, Unavailable
@@ -65,10 +61,10 @@ WAYS: dict[str, tuple[PolicyConfig, tuple[tuple[int, bool], ...]]] = {
     ),
     "all weights": (PolicyConfig(devices="cuda", dtype="bfloat16"), ((2560, True),)),
 }
-"""name → what is trained, and (tokens of the row, whether layers are run again)."""
+"""Name → training configuration, and cases (tokens of the row, activations recomputed)."""
 ROWS_UNDER_WAY = (8, 64)
 END_SECONDS = 15.0
-"""A step may take minutes: a node that does not end by itself is killed."""
+"""A step may take minutes: a node that does not end in this time is killed."""
 KNOWN = (
     "step_seconds",
     "generate_seconds",
@@ -82,14 +78,14 @@ KNOWN = (
     "oom_retries_total",
     "reward_own",
 )
-"""What is told of the trainer's last report."""
+"""Fields of the trainer's latest report that are printed."""
 UPDATE = [
     "trained",
     "tokens",
-    "layers run again",
+    "recomputed",
     "plan, GB",
     "held, GB",
-    "with what the allocator keeps",
+    "reserved, GB",
     "context, GB",
     "held ÷ plan",
     "s",
@@ -100,16 +96,16 @@ QUESTIONS = [f"Tell me about the number {i}." for i in range(32)]
 
 
 def used_bytes() -> int:
-    """Of the card, by all processes."""
+    """Return the bytes of the card that all processes use."""
     free, total = torch.cuda.mem_get_info()
     return total - free
 
 
 def update(
-    name: str, policy: Policy, cfg: PolicyConfig, updater: Updater, length: int, again: bool
+    name: str, policy: Policy, cfg: PolicyConfig, updater: Updater, length: int, recompute: bool
 ) -> list[object]:
-    """A row: what an update with one row of `length` tokens took and how long, the second time."""
-    logprobs.needs_checkpointing = lambda *given: again
+    """Return a row: memory and seconds of the second update with one row of `length` tokens."""
+    logprobs.needs_checkpointing = lambda *given: recompute
     answer = [5 + i % 90 for i in range(length - PROMPT)]
     rows = assemble(
         [
@@ -134,14 +130,14 @@ def update(
     shape = Shape.of_config(policy.base.config.to_dict())
     plan = footprint(
         shape,
-        Method("cuda", "bfloat16", cfg.lora.r, BASE_BITS[cfg.quantization], cfg.optim, again),
+        Method("cuda", "bfloat16", cfg.lora.r, BASE_BITS[cfg.quantization], cfg.optim, recompute),
         length,
     ).total
     gb = [f"{each / 1e9:.1f}" for each in (plan, held, reserved)]
     return [
         name,
         length,
-        "yes" if again else "no",
+        "yes" if recompute else "no",
         *gb,
         f"{context / 1e9:.2f}",
         f"{held / plan:.2f}",
@@ -150,7 +146,7 @@ def update(
 
 
 def updates(model: str, names: Sequence[str]) -> list[list[object]]:
-    """The rows of each way to train."""
+    """Return the rows of each training configuration."""
     rows: list[list[object]] = []
     for name in names:
         cfg, cases = WAYS[name]
@@ -162,7 +158,7 @@ def updates(model: str, names: Sequence[str]) -> list[list[object]]:
                 MicroBatcher(max(length for length, _ in cases)),
                 optim=cfg.optim,
             )
-            rows += [update(name, policy, cfg, updater, length, again) for length, again in cases]
+            rows += [update(name, policy, cfg, updater, *case) for case in cases]
         except (DeviceError, torch.OutOfMemoryError, ImportError, Unavailable) as error:
             rows.append([name, *["–"] * 7, str(error).partition("\n")[0][:80]])
         policy = updater = None  # type: ignore[assignment]
@@ -174,7 +170,7 @@ def updates(model: str, names: Sequence[str]) -> list[list[object]]:
 def continuous(
     policy: Policy, prompts: Sequence[str], asked: Sampling, rng: torch.Generator
 ) -> list[GroupSample]:
-    """As `generate`, by the continuous engine."""
+    """Sample as `generate` does, with the continuous engine."""
     return answered(Continuous(policy, MicroBatcher(2**20), asked, rng), prompts)
 
 
@@ -184,7 +180,7 @@ def sampling(
     rows: int,
     sample: Callable[..., list[GroupSample]] = generate,
 ) -> list[object]:
-    """A row: tokens a second with so many completions under way, the second time."""
+    """Return a row: tokens per second with `rows` completions at once, the second time."""
     count = min(8, rows)
     asked = Sampling(count, TOKENS)
     for _ in range(2):
@@ -200,9 +196,9 @@ def sampling(
 
 
 def engines(policy: Policy) -> list[list[object]]:
-    """A row for each engine: 128 answers of unlike lengths, with room for 32 at once.
+    """Return a row for each engine: 128 completions of unequal lengths, 32 at once.
 
-    Four tokens of some 500 end an answer, so that lengths are geometric."""
+    Four tokens of some 500 end a completion, so that lengths are geometric."""
     ends = replace(policy, eos_ids=frozenset(range(10, 14)))
     asked, prompts = Sampling(8, 512), QUESTIONS[:16]
     room = 32 * (max(len(policy.encode_prompt(p)) for p in prompts) + asked.max_tokens)
@@ -271,8 +267,8 @@ class RecipeNode(DemoNode):
         )
 
 
-class Looked(Watched):
-    """And the most memory of the card that was in use."""
+class WatchedOnCard(Watched):
+    """Also records the peak memory of the card."""
 
     most = 0
 
@@ -282,8 +278,7 @@ class Looked(Watched):
 
 
 def held(gigabytes: float | None) -> torch.Tensor:
-    """What has to be held of this card so that it has as much free as one of so many GB; nothing
-    for None."""
+    """Allocate memory until the card has `gigabytes` free; None allocates nothing."""
     if gigabytes is None:
         return torch.empty(0)
     total = torch.cuda.mem_get_info()[1]
@@ -295,10 +290,10 @@ def held(gigabytes: float | None) -> torch.Tensor:
 def whole(
     title: str, nodes: Sequence[DemoNode], asked: argparse.Namespace, gigabytes: float | None
 ) -> bool:
-    """Run the nodes, tell of them; whether nobody was started again and all made a step."""
+    """Run the nodes and print the results. Return True if all took a step without restarts."""
     kept = held(gigabytes)
     before = used_bytes()
-    watched = run(nodes, asked.minutes, Looked, END_SECONDS)
+    watched = run(nodes, asked.minutes, WatchedOnCard, END_SECONDS)
     print(heading(title), flush=True)
     print(
         table(
@@ -308,15 +303,15 @@ def whole(
     )
     well = True
     for each in watched:
-        report, again = each.report, each.again()
+        report, restarts = each.report, each.restarts()
         known = {name: report.get(name) for name in KNOWN}
         card = (
             f"{(each.most - before) / 1e9:.1f} GB of the card at most, of"
             f" {(torch.cuda.mem_get_info()[1] - before) / 1e9:.1f}"
         )
         steps = f"{each.step} steps in {asked.minutes} minutes, in {each.crews} crews"
-        print(f"\n{each.node.name}: {steps}; started again: {again}; {card}; {known}")
-        well = well and each.step > 0 and not any(again.values())
+        print(f"\n{each.node.name}: {steps}; restarts: {restarts}; {card}; {known}")
+        well = well and each.step > 0 and not any(restarts.values())
         if asked.logs:
             print(each.node.log_file.read_text(errors="replace")[-asked.logs :], file=sys.stderr)
     del kept
@@ -331,18 +326,18 @@ def main() -> int:
         "parts", nargs="*", default=["update", "sampling", "engines", "node", "crew"]
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
-    parser.add_argument("--model", type=Path, help="where the model is, or is to be made")
-    parser.add_argument("--minutes", type=float, default=4.0, help="of whole nodes")
+    parser.add_argument("--model", type=Path, help="directory of the model; made if it is missing")
+    parser.add_argument("--minutes", type=float, default=4.0, help="minutes that whole nodes run")
     parser.add_argument("--recipe", default="24gb-7b-lora")
     parser.add_argument("--members", type=int, default=2)
     parser.add_argument(
         "--logs",
         type=int,
         default=0,
-        help="characters of each node's log, its last ones, on stderr",
+        help="print so many last characters of each node's log to stderr",
     )
     parser.add_argument(
-        "--ways", nargs="*", choices=sorted(WAYS), help="to train, of those that `update` has"
+        "--ways", nargs="*", choices=sorted(WAYS), help="training configurations of `update`"
     )
     asked = parser.parse_args()
     well = True

@@ -1,9 +1,8 @@
-"""Samples and steps per second with one and with two devices: `python -m benchmarks.cards`.
+"""What does a second rank add? `python -m benchmarks.cards [--quick] [--ranks 1 2]`
 
-Samples per second (a step's questions) and steps per second (a step's update) of one engine, at 1
-and 2 ranks: on the GPUs of this machine where it has as many, else on its CPU with one thread a
-rank. Two ranks on two cores share caches and memory, and the machine's other work: they are
-not two cards. Every rank count is run in turn, `--seeds` times.
+Samples per second and steps per second of one engine at each number of ranks: on the GPUs of this
+machine if it has that many, else on its CPU with one thread per rank. Two ranks on two cores share
+caches and memory, so they say little about two cards. Rank counts take turns, `--seeds` times.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.lib.shapes import random_llama
 from benchmarks.report import heading, spread, table, write_json
 from swarmnode.config import Config, PolicyConfig
 from swarmnode.policy.device import devices
@@ -31,23 +30,6 @@ from swarmnode.trainer.state import Counters
 
 G = 8
 """Completions of a question."""
-
-
-def random_model(hidden: int, directory: Path) -> str:
-    """A Llama of 4 layers with random weights and the embedded policy's tokenizer; its name."""
-    tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
 
 
 def configured(model: str, count: int) -> Config:
@@ -66,7 +48,7 @@ def configured(model: str, count: int) -> Config:
 
 
 def timed(engine: Engine, questions: int, tokens: int, steps: int) -> tuple[float, float]:
-    """(samples per second, steps per second), medians of `steps` steps after a first one."""
+    """Return (samples per second, steps per second): medians of `steps` steps after a first one."""
     prompts = [f"What is {n} + {n + 3}?" for n in range(questions)]
     rng = engine.random_generator(7)
     sampled, updated = [], []
@@ -84,21 +66,26 @@ def timed(engine: Engine, questions: int, tokens: int, steps: int) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="seconds instead of minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="one short run of each number of ranks"
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--hidden", type=int, default=256, help="of a random Llama of 4 layers")
-    parser.add_argument("--questions", type=int, default=8, help="of 8 answers in a step")
-    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the random Llama")
+    parser.add_argument(
+        "--questions", type=int, default=8, help="groups of 8 completions in a step"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="most tokens of a completion")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if args.quick:
         args.questions, args.tokens, args.steps, args.seeds, args.hidden = 2, 8, 1, 1, 64
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(args.hidden, Path(folder))
+        tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
+        model = random_llama(tokenizer, Path(folder), args.hidden)
         for seed in range(args.seeds):
             for count in args.ranks:
                 config = configured(model, count)

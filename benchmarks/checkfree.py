@@ -1,385 +1,359 @@
-"""What does it cost to lose a stage? `python -m benchmarks.checkfree [--quick] [--json PATH]
-[--seeds N] [--processes N]`
+"""What does it cost to lose a stage? `python -m benchmarks.checkfree [--quick] [--seeds N]`
 
-A tiny Llama of eight one-layer stages (benchmarks/staged.py), trained from scratch. (a) One loss,
-every way to recover, against the paired run that lost nothing (benchmarks/forks.py). (b) Losses at
-random at the paper's rates, iterations to a target loss (benchmarks/failures.py). (c) As (a) for a
-policy that was fine-tuned from a published base, whole and with LoRA. (d) Inner stages lost again
-and again, made anew each time: loss at equal iterations (benchmarks/repeated.py). The recoveries
-are the product's own functions. `--table PATH …` prints the tables of JSON files again, of several
-as of one.
+A tiny Llama of eight one-layer stages (benchmarks/lib/staged.py) loses one stage, and each source
+restores it. Every fork continues with the same batches as the run that lost nothing, so that a
+difference of a hundredth of a nat is visible.
+
+    from scratch    an inner stage, the first, the last, and two adjacent stages
+    swapped order   half of each batch in CheckFree+'s order, which the copies of the ends need
+    fine-tuned      a policy that was fine-tuned from a published base
+
+`jump` is the held-out loss right after the recovery less the loss before. `gap` is the held-out
+loss less the control's after the same number of further steps. KL is over the whole vocabulary on
+the newest micro-batches. The recoveries are the product's own, `swarmnode.stages.recovery`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import multiprocessing
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.nn.functional import kl_div, log_softmax
 
-from benchmarks import failures, repeated
-from benchmarks import recoveries as ways
-from benchmarks.failures import (
-    ARMS,
-    LONGER,
-    NO_FAILURE,
-    NO_FAILURE_SWAPPED,
-    RATES,
-    schedule,
-    survive,
-)
-from benchmarks.forks import METHODS, PLACES, Size, Trunk, compare, grow
-from benchmarks.recoveries import Recovery
+from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, language, tasks
 from benchmarks.report import heading, signed, table, write_json
-from benchmarks.staged import STAGES, Corpus, Staged, build, language, tasks
-from swarmnode.config import LoraSettings
-
-FULL = Size()
-QUICK = Size(trunk_steps=100, steps=100, tuned_steps=60, repeated=60, marks=(0, 10), quick=True)
-FINER = ("exact, Adam fresh", "checkpoint in bfloat16 without Adam, 20 steps old")
-"""Measured at the inner stage only."""
-QUICK_ARMS = ("checkpoint every 10", "neighbours' checkpoints every 20", "CheckFree", "CheckFree+")
-PARTS = ("single", "failures", "repeated")
-CAP = 2.0
-"""Iterations of (b) at most, in units of those to the target without failures."""
-TUNED = (
-    "exact, with Adam",
-    "checkpoint, 20 steps old",
-    "checkpoint, 50 steps old",
-    "base weights",
-    "CheckFree",
-    "identity",
+from swarmnode.errors import Refused
+from swarmnode.stages.recovery import (
+    LEARNING_RATE_FACTOR,
+    Neighbour,
+    RecoverySettings,
+    neighbour_layers,
+    synthesise,
 )
-ADAPTER = {
-    "exact, with Adam": "exact, with Adam",
-    "checkpoint, 20 steps old": "checkpoint, 20 steps old",
-    "checkpoint, 50 steps old": "checkpoint, 50 steps old",
-    "base weights": "base without its adapter",
-    "CheckFree": "neighbours' adapters averaged (forced)",
+
+SETTINGS = RecoverySettings()
+AGES = (20, 50)
+"""Steps by which a neighbour's checkpoint is older than the loss."""
+INNER, FIRST, LAST = "an inner stage", "the first stage", "the last stage"
+PLACES = {INNER: (3,), FIRST: (0,), LAST: (7,), "two adjacent stages": (3, 4)}
+
+
+@dataclass(frozen=True)
+class Size:
+    trunk_steps: int = 500
+    """Steps before a stage is lost."""
+    tuned_steps: int = 120
+    marks: tuple[int, ...] = (0, 10, 30, 60)
+    """Steps after the loss at which the held-out loss is measured."""
+    rate: float = 3e-3
+    tuned_rate: float = 1e-3
+    windows: int = 64
+    """Held-out windows."""
+    questions: int = 400
+    """Questions of each task that the policy is fine-tuned on."""
+
+
+FULL, QUICK = Size(), Size(100, 60, (0, 10), windows=32, questions=100)
+
+
+# ---- the recoveries
+
+
+@dataclass
+class History:
+    """What peers stored before the loss."""
+
+    now: list[StageCopy]
+    checkpoints: dict[int, list[StageCopy]]
+    """Age in steps → every stage then."""
+    base: list[StageCopy]
+    """Every stage of the published base; from scratch: the weights of half-way."""
+    probes: list[torch.Tensor]
+    """The newest micro-batches, each (BATCH, WINDOW + 1)."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    copy: StageCopy
+    factor: float | None = None
+    """Factor of the learning rate."""
+    warmup: int = SETTINGS.warmup_steps
+    """Warm-up steps of a fresh optimizer. The paper has none."""
+
+
+Recovery = Callable[[Staged, int, tuple[int, ...], History, torch.Generator], Recovered]
+"""(model, stage, all lost stages, history, generator) → the restored stage. Raises Refused."""
+
+
+def exact(staged: Staged, stage: int, lost: object, history: History, rng: object) -> Recovered:
+    return Recovered(history.now[stage])
+
+
+def base(staged: Staged, stage: int, lost: object, history: History, rng: object) -> Recovered:
+    return Recovered(history.base[stage].without_moments())
+
+
+def checkpoint(age: int) -> Recovery:
+    """A neighbour's checkpoint of `age` steps ago, float32 with Adam's moments."""
+    return lambda staged, stage, lost, history, rng: Recovered(history.checkpoints[age][stage])
+
+
+def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Recovery:
+    """Make the layers from the neighbours': fresh optimizer, learning rate × 1.1, no warm-up.
+
+    Embedding, norm and head are true copies.
+
+    Args:
+        method: checkfree (inner stages) and copy (first and last stage) are the product's; uniform
+            is checkfree with equal weights; identity zeroes the ends of the residual branches.
+    """
+
+    def recover(
+        staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
+    ) -> Recovered:
+        spec = staged.specs[stage]
+        before, after = (neighbour(staged, i, lost) for i in (stage - 1, stage + 1))
+        ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
+        if method == "identity":
+            layers = neighbour_layers(before if before is not None else after, spec)
+            return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
+        if (method == "copy") != (spec.has_embedding or spec.has_head):
+            raise Refused(f"{method} is not for stage {stage} of {STAGES}")
+        if method == "uniform":
+            before, after = (near and replace(near, squared_norm=1.0) for near in (before, after))
+        made = synthesise(spec, before, after, ends=ends)
+        return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
+
+    return recover
+
+
+def neighbour(staged: Staged, stage: int, lost: tuple[int, ...]) -> Neighbour | None:
+    if not 0 <= stage < STAGES or stage in lost:
+        return None
+    weights = {n: p.detach() for n, p in staged.trained[stage].items()}
+    return Neighbour(weights, staged.squared_norms[stage])
+
+
+def pass_on(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return layers whose residual branches end in zero."""
+    branch_ends = ("self_attn.o_proj.", "mlp.down_proj.")
+    return {
+        name: torch.zeros_like(t) if any(end in name for end in branch_ends) else t.clone()
+        for name, t in layers.items()
+    }
+
+
+def copied(
+    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
+) -> Recovered:
+    """The papers' baseline: the layers of the stage before, or of the stage after."""
+    sources = [i for i in (stage - 1, stage + 1) if 0 <= i < STAGES and i not in lost]
+    if not sources:
+        raise Refused("no neighbour is left")
+    layers = {n: p.detach().clone() for n, p in staged.trained[sources[0]].items()}
+    return with_layers(history.now[stage], {n: t for n, t in layers.items() if ".layers." in n})
+
+
+def random_layers(
+    staged: Staged, stage: int, lost: object, history: History, rng: torch.Generator
+) -> Recovered:
+    """The papers' baseline: layers as at the start of the run."""
+    std = staged.model.config.initializer_range
+    layers = {
+        n: torch.ones_like(p) if p.dim() == 1 else torch.randn(p.shape, generator=rng) * std
+        for n, p in staged.trained[stage].items()
+        if ".layers." in n
+    }
+    return with_layers(history.now[stage], layers)
+
+
+def with_layers(stage: StageCopy, layers: Mapping[str, torch.Tensor]) -> Recovered:
+    return Recovered(StageCopy({**stage.weights, **layers}), LEARNING_RATE_FACTOR, warmup=0)
+
+
+METHODS: dict[str, Recovery] = {
+    "exact, with Adam": exact,
+    **{f"checkpoint, {age} steps old": checkpoint(age) for age in AGES},
+    "base weights": base,
+    "CheckFree": synthesis("checkfree"),
+    "uniform average": synthesis("uniform"),
+    "identity": synthesis("identity"),
+    "copy of a neighbour": copied,
+    "random": random_layers,
 }
-"""Method → what it is for an adapter."""
+TUNED = (*list(METHODS)[:5], "identity")
+"""Methods that are measured on the fine-tuned policy."""
 
 
-# ---- the parts
+# ---- one loss
 
 
-def text_of(size: Size) -> Corpus:
-    return language(32 if size.quick else 64)
+@dataclass(frozen=True)
+class Trunk:
+    """A run up to the loss, and what it and its neighbours stored."""
+
+    staged: Staged
+    checkpoint: Any
+    history: History
 
 
-def single(seed: int, size: Size) -> list[dict[str, Any]]:
-    """Parts (a) and (c) of one seed."""
+def grow(
+    staged: Staged, corpus: Corpus, seed: int, steps: int, base: list[StageCopy] | None = None
+) -> Trunk:
+    """Train `steps` steps. base: the published weights; None takes those of half-way."""
+    checkpoints: dict[int, list[StageCopy]] = {}
+    copies = lambda: [staged.copy_of(i) for i in range(STAGES)]
+    for i in range(steps):
+        staged.step(corpus.batch(seed, i))
+        if (left := steps - 1 - i) in AGES:
+            checkpoints[left] = copies()
+        if base is None and i + 1 == steps // 2:
+            base = copies()
+    assert base is not None
+    probes = [corpus.batch(seed, i) for i in range(max(0, steps - SETTINGS.probes), steps)]
+    return Trunk(staged, staged.checkpoint(), History(copies(), checkpoints, base, probes))
+
+
+def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:
+    """Return to the end of the trunk, lose the stages `lost` and recover them. Raises Refused."""
+    staged = trunk.staged
+    staged.roll_back(trunk.checkpoint)
+    for stage in lost:
+        staged.lose(stage)
+    rng = torch.Generator().manual_seed(lost[0])
+    found = {stage: recovery(staged, stage, lost, trunk.history, rng) for stage in lost}
+    for stage, recovered in found.items():
+        staged.put(stage, recovered.copy, factor=recovered.factor, warmup=recovered.warmup)
+
+
+def follow(
+    trunk: Trunk, corpus: Corpus, seed: int, first: int, marks: Sequence[int]
+) -> dict[int, float]:
+    """Return the held-out loss after each of `marks` further steps, from batch `first` on."""
+    losses = {}
+    for step in range(max(marks) + 1):
+        if step in marks:
+            losses[step] = trunk.staged.measure(corpus.held_out)
+        if step < max(marks):
+            trunk.staged.step(corpus.batch(seed, first + step))
+    return losses
+
+
+@torch.no_grad()
+def probe(
+    trunk: Trunk, before: list[torch.Tensor] | None = None
+) -> tuple[list[torch.Tensor], float, float]:
+    """Return (log-probabilities at the probes, KL(before ‖ now) per token, loss), in nats."""
+    staged, probes = trunk.staged, trunk.history.probes
+    now = [log_softmax(staged.logits(tokens), -1).flatten(0, 1) for tokens in probes]
+    moved = [
+        float(kl_div(n, b, reduction="batchmean", log_target=True))
+        for n, b in zip(now, before or now, strict=True)
+    ]
+    loss = statistics.fmean(staged.measure(tokens) for tokens in probes)
+    return now, statistics.fmean(moved), loss
+
+
+def compare(
+    trunk: Trunk,
+    corpus: Corpus,
+    seed: int,
+    first: int,
+    marks: Sequence[int],
+    wanted: Iterable[tuple[str, str, Recovery]],
+) -> list[dict[str, Any]]:
+    """Return one row for each of `wanted`: (place, method, recovery)."""
+    trunk.staged.roll_back(trunk.checkpoint)
+    before, _, loss_before = probe(trunk)
+    control = follow(trunk, corpus, seed, first, marks)
+    rows = []
+    for place, name, recovery in wanted:
+        row: dict[str, Any] = {"seed": seed, "place": place, "method": name}
+        rows.append(row)
+        try:
+            fork(trunk, PLACES[place], recovery)
+            _, moved, loss = probe(trunk, before)
+        except Refused as error:
+            row["refused"] = str(error)
+            continue
+        losses = follow(trunk, corpus, seed, first, marks)
+        row |= {
+            "jump": losses[0] - control[0],
+            "gap": {m: losses[m] - control[m] for m in marks if m},
+            "kl": moved,
+            "gate": moved < SETTINGS.gate_kl and loss - loss_before < SETTINGS.gate_nll,
+        }
+    return rows
+
+
+def run_seed(seed: int, size: Size) -> list[dict[str, Any]]:
+    """Return the rows of one seed."""
     torch.set_num_threads(1)
-    text, demonstrations = (
-        text_of(size),
-        tasks(32 if size.quick else 64, 100 if size.quick else 400),
-    )
+    text, questions = language(size.windows), tasks(size.windows, size.questions)
     rows: list[dict[str, Any]] = []
 
-    def part(
-        name: str,
-        trunk: Trunk,
-        corpus: Corpus,
-        first: int,
-        methods: dict[str, Recovery],
-        places: Sequence[str],
-        marks: Sequence[int],
-    ) -> None:
-        wanted = []
-        for place in places:
-            for method, recovery in methods.items():
-                wanted.append((method, PLACES[place], recovery))
-        where = {lost: place for place, lost in PLACES.items()}
-        for row in compare(trunk, corpus, seed, first, marks, wanted):
-            rows.append({"part": name, "place": where[tuple(row["lost"])]} | row)
+    def part(name: str, trunk: Trunk, corpus: Corpus, steps: int, wanted: Any) -> None:
+        compared = compare(trunk, corpus, seed, steps, size.marks, wanted)
+        rows.extend({"part": name} | row for row in compared)
 
-    inner, others = ("an inner stage",), tuple(p for p in PLACES if p != "an inner stage")
-    trunk = grow(Staged(build(seed), size.rate), text, seed, 0, size.trunk_steps)
-    part("from scratch", trunk, text, size.trunk_steps, METHODS, inner, size.marks)
-    if not size.quick:
-        fewer = {name: way for name, way in METHODS.items() if name not in FINER}
-        part("from scratch", trunk, text, size.trunk_steps, fewer, others, size.marks)
+    places = PLACES if size == FULL else {INNER: PLACES[INNER]}
+    trunk = grow(Staged(build(seed), size.rate), text, seed, size.trunk_steps)
+    wanted = [(place, *method) for place in places for method in METHODS.items()]
+    part("from scratch", trunk, text, size.trunk_steps, wanted)
 
-    if not size.quick:
-        swapped = grow(
-            Staged(build(seed), size.rate, swapped=True), text, seed, 0, size.trunk_steps
-        )
-        average, copies = (
-            {"CheckFree": METHODS["CheckFree"]},
-            {"copy (CheckFree+)": ways.synthesis("copy")},
-        )
-        part(
-            "trained with swapped order",
-            swapped,
-            text,
-            size.trunk_steps,
-            average,
-            inner,
-            size.marks,
-        )
-        part(
-            "trained with swapped order",
-            swapped,
-            text,
-            size.trunk_steps,
-            copies,
-            ("the first stage", "the last stage"),
-            size.marks,
-        )
+    swapped = grow(Staged(build(seed), size.rate, swapped=True), text, seed, size.trunk_steps)
+    wanted = [(INNER, "CheckFree", METHODS["CheckFree"])]
+    wanted += [(place, "copy (CheckFree+)", synthesis("copy")) for place in (FIRST, LAST)]
+    part("swapped order", swapped, text, size.trunk_steps, wanted)
 
     trunk.staged.roll_back(trunk.checkpoint)
-    published = copy.deepcopy(trunk.staged.model)
-    tuned = grow(
-        Staged(copy.deepcopy(published), size.tuned_rate),
-        demonstrations,
-        seed,
-        0,
-        size.tuned_steps,
-        [kept.without_moments() for kept in trunk.history.now],
-    )
-    part(
-        "fine-tuned",
-        tuned,
-        demonstrations,
-        size.tuned_steps,
-        {m: METHODS[m] for m in TUNED},
-        inner,
-        size.marks,
-    )
-    if not size.quick:
-        part(
-            "fine-tuned",
-            tuned,
-            demonstrations,
-            size.tuned_steps,
-            {m: METHODS[m] for m in TUNED},
-            others,
-            (0,),
-        )
-    rows.append({"part": "weights moved", "seed": seed, "share": moved(tuned)})
-
-    staged = Staged(adapted(published, size.rank, seed), size.adapter_rate)
-    start = [staged.copy_of(i) for i in range(STAGES)]
-    with_adapter = grow(staged, demonstrations, seed, 0, size.tuned_steps, start)
-    named = {name: METHODS[method] for method, name in ADAPTER.items()}
-    part(
-        "fine-tuned with LoRA",
-        with_adapter,
-        demonstrations,
-        size.tuned_steps,
-        named,
-        inner,
-        size.marks,
-    )
-    if not size.quick:
-        part(
-            "fine-tuned with LoRA",
-            with_adapter,
-            demonstrations,
-            size.tuned_steps,
-            named,
-            others,
-            (0,),
-        )
+    published = [stage.without_moments() for stage in trunk.history.now]
+    staged = Staged(copy.deepcopy(trunk.staged.model), size.tuned_rate)
+    tuned = grow(staged, questions, seed, size.tuned_steps, published)
+    wanted = [(place, method, METHODS[method]) for place in places for method in TUNED]
+    part("fine-tuned", tuned, questions, size.tuned_steps, wanted)
     return rows
-
-
-def adapted(model: Any, rank: int, seed: int) -> Any:
-    """A copy of `model` under a fresh adapter, as `policy.load` makes it."""
-    from peft import LoraConfig, get_peft_model
-
-    from swarmnode.policy.load import LORA_MODULES
-
-    torch.manual_seed(seed)
-    usual = LoraSettings(r=rank)
-    settings = LoraConfig(
-        r=usual.r, lora_alpha=usual.lora_alpha, target_modules=LORA_MODULES, task_type="CAUSAL_LM"
-    )
-    return get_peft_model(copy.deepcopy(model), settings).eval()
-
-
-def moved(trunk: Trunk) -> list[float]:
-    """‖W − W_base‖ / ‖W_base‖ of each stage."""
-    shares = []
-    for now, base in zip(trunk.history.now, trunk.history.base, strict=True):
-        square = lambda tensors: float(sum(t.square().sum() for t in tensors))
-        shares.append(
-            (
-                square(now.weights[n] - t for n, t in base.weights.items())
-                / square(base.weights.values())
-            )
-            ** 0.5
-        )
-    return shares
-
-
-def at_random(seed: int, size: Size, rates: Sequence[str]) -> list[dict[str, Any]]:
-    """Part (b) of one seed. Of each length the run without failures sets the target."""
-    torch.set_num_threads(1)
-    corpus, rows = text_of(size), []
-    for times in dict.fromkeys(LONGER.get(rate, 1) for rate in rates):
-        steps = times * size.steps
-        cap = int(CAP * steps)
-        control, plain = survive(NO_FAILURE, size, corpus, seed, {}, steps, None)
-        target = failures.target_of(plain.curve, steps)
-        control |= {"iterations": failures.first_at(plain.curve, target), "target": target}
-        other, swapped = survive(NO_FAILURE_SWAPPED, size, corpus, seed, {}, cap, target)
-        for rate in (rate for rate in rates if LONGER.get(rate, 1) == times):
-            rows += [control | {"rate": rate}, other | {"rate": rate}]
-            lost = schedule(seed, RATES[rate], cap)
-            for arm in ARMS:
-                if rate in arm.rates and (not size.quick or arm.name in QUICK_ARMS):
-                    row, _ = survive(
-                        arm,
-                        size,
-                        corpus,
-                        seed,
-                        lost,
-                        cap,
-                        target,
-                        swapped if arm.swapped else plain,
-                    )
-                    rows.append(row | {"rate": rate})
-    return rows
-
-
-def again(seed: int, size: Size) -> list[dict[str, Any]]:
-    """Part (d) of one seed."""
-    torch.set_num_threads(1)
-    return repeated.again(seed, size, text_of(size))
 
 
 # ---- the tables
 
 
-def single_tables(rows: list[dict[str, Any]]) -> str:
-    """Where runs were followed one table for each place, else the jumps of all places in one."""
+def tables(rows: list[dict[str, Any]]) -> str:
     lines: list[str] = []
-    rows = [r for r in rows if "method" in r]
-    for part in dict.fromkeys(r["part"] for r in rows):
-        here = [r for r in rows if r["part"] == part]
-        places = list(dict.fromkeys(r["place"] for r in here))
-        followed = [
-            place for place in places if any(r.get("gap") for r in here if r["place"] == place)
-        ]
-        for place in followed:
-            lines += [
-                f"### {part}, lost: {place}",
-                "",
-                place_table([r for r in here if r["place"] == place]),
-                "",
-            ]
-        if jumps := [place for place in places if place not in followed]:
-            some = [r for r in here if r["place"] in jumps]
-            body = []
-            for method in methods_of(some):
-                mine = [r for r in some if r["method"] == method and "jump" in r]
-                body.append(
-                    [
-                        method,
-                        *[with_gate([r for r in mine if r["place"] == place]) for place in jumps],
-                    ]
-                )
-            lines += [
-                f"### {part}, jump (passes the gate), lost:",
-                "",
-                table(["", *jumps], body),
-                "",
-            ]
+    for part, place in dict.fromkeys((r["part"], r["place"]) for r in rows):
+        some = [r for r in rows if (r["part"], r["place"]) == (part, place)]
+        lines += [f"### {part}, lost: {place}", "", place_table(some), ""]
     return "\n".join(lines)
 
 
-def methods_of(rows: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(r["method"] for r in rows))
-
-
-def with_gate(done: list[dict[str, Any]]) -> str:
-    return (
-        f"{signed([r['jump'] for r in done])} ({sum(r['gate'] for r in done)} of {len(done)})"
-        if done
-        else "refused"
-    )
-
-
 def place_table(rows: list[dict[str, Any]]) -> str:
-    marks = sorted({int(m) for r in rows for m in r.get("gap", {})})
+    marks = sorted({m for r in rows for m in r.get("gap", {})})
     body = []
-    for method in methods_of(rows):
+    for method in dict.fromkeys(r["method"] for r in rows):
         done = [r for r in rows if r["method"] == method and "jump" in r]
         if not done:
             body.append([method, "refused", *["–"] * (len(marks) + 2)])
             continue
-        # JSON has text for keys
-        gap = lambda m, done=done: [{int(k): v for k, v in r["gap"].items()}[m] for r in done]
-        kl = statistics.median(r["kl"] for r in done)
-        passed = f"{sum(r['gate'] for r in done)} of {len(done)}"
         body.append(
             [
                 method,
                 signed([r["jump"] for r in done]),
-                *[signed(gap(m)) for m in marks],
-                f"{kl:.4f}",
-                passed,
+                *[signed([r["gap"][m] for r in done]) for m in marks],
+                f"{statistics.median(r['kl'] for r in done):.4f}",
+                f"{sum(r['gate'] for r in done)} of {len(done)}",
             ]
         )
     return table(["", "jump", *[f"gap after {m}" for m in marks], "KL", "passes the gate"], body)
-
-
-def failure_table(runs: list[dict[str, Any]]) -> str:
-    """Iterations to the target over those without failures, by seed; time in the same unit."""
-    alone = {(r["seed"], r["rate"]): r["iterations"] for r in runs if r["arm"] == NO_FAILURE.name}
-    rates = [rate for rate in RATES if any(r["rate"] == rate for r in runs)]
-
-    def cell(arm: str, rate: str) -> str:
-        here = [r for r in runs if (r["arm"], r["rate"]) == (arm, rate)]
-        if not here:
-            return "–"
-        ratios = sorted((r["iterations"] or float("inf")) / alone[r["seed"], rate] for r in here)
-        show = lambda x, r=here[0]: (
-            f"{x:.2f}" if x < float("inf") else f">{r['cap'] / alone[r['seed'], rate]:.1f}"
-        )
-        lost = statistics.median(r["failures"] for r in here)
-        return (
-            f"{show(statistics.median_high(ratios))} [{show(ratios[0])} … {show(ratios[-1])}],"
-            f" {lost:g} losses"
-        )
-
-    body = [[NO_FAILURE.name, *["1"] * len(rates)]]
-    factor = failures.REDUNDANT_SECONDS / failures.PLAIN_SECONDS
-    body += [["redundant computation: time, modelled", *[f"{factor:.2f}"] * len(rates)]]
-    arms = [arm.name for arm in (NO_FAILURE_SWAPPED, *ARMS)]
-    body += [
-        [name, *[cell(name, rate) for rate in rates]]
-        for name in arms
-        if any(r["arm"] == name for r in runs)
-    ]
-    return table(["iterations to the target, of those without failure", *rates], body)
-
-
-def tables(results: dict[str, Any]) -> str:
-    lines = []
-    if results["single"]:
-        share = [s for r in results["single"] if r["part"] == "weights moved" for s in r["share"]]
-        note = (
-            f"Fine-tuning moved a stage's weights by {statistics.median(share):.1%} of their norm"
-            " (median over stages and seeds).\n"
-        )
-        lines += [single_tables(results["single"]), note]
-    if results["failures"]:
-        lines += ["### failures at random", "", failure_table(results["failures"]), ""]
-    if results["repeated"]:
-        lines += ["### lost again and again", "", repeated.tables(results["repeated"])]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -388,81 +362,25 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one seed, short, an inner stage and one failure rate only; under a minute",
-    )
-    parser.add_argument("--json", type=Path, help="write all results there")
-    parser.add_argument(
-        "--table",
-        type=Path,
-        nargs="+",
-        metavar="JSON",
-        help="run nothing: print the tables of these results",
-    )
-    parser.add_argument(
-        "--parts",
-        nargs="+",
-        choices=PARTS,
-        default=PARTS,
-        help="single: (a) and (c); failures: (b); repeated: (d)",
-    )
-    parser.add_argument(
-        "--rates", nargs="+", choices=list(RATES), default=list(RATES), help="of (b)"
-    )
+    parser.add_argument("--quick", action="store_true", help="one seed, short, inner stages only")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--first-seed", type=int, default=1, help="seed 0 was used to choose the sizes"
-    )
-    parser.add_argument("--processes", type=int, default=2, help="one thread each")
+    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 chose the sizes")
+    parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
     args = parser.parse_args()
-    if args.table:
-        read = [json.loads(path.read_text())["results"] for path in args.table]
-        print(
-            tables(
-                {part: [row for results in read for row in results.get(part, [])] for part in PARTS}
-            )
-        )
-        return
-    seeds, size = (1, QUICK) if args.quick else (args.seeds, FULL)
-    args.rates = ["16 %/h"] if args.quick else args.rates
+    count, size = (1, QUICK) if args.quick else (args.seeds, FULL)
+    seeds = range(args.first_seed, args.first_seed + count)
     print(heading("checkfree: what does it cost to lose a stage?"), flush=True)
-    results = run(
-        range(args.first_seed, args.first_seed + seeds),
-        size,
-        args.parts,
-        args.rates,
-        args.processes,
-        args.json,
-    )
-    print(tables(results), flush=True)
-
-
-def run(
-    seeds: Sequence[int],
-    size: Size,
-    parts: Sequence[str],
-    rates: Sequence[str],
-    processes: int,
-    path: Path | None,
-) -> dict[str, Any]:
-    """All parts of all seeds; what there is is written to `path` whenever a piece is done."""
-    results: dict[str, Any] = {"size": vars(size), "cap": CAP} | {part: [] for part in PARTS}
-    started = time.time()
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        work = {"single": single, "failures": partial(at_random, rates=rates), "repeated": again}
-        jobs = [
-            (seed, part, pool.submit(work[part], seed, size)) for seed in seeds for part in parts
-        ]
-        for seed, part, rows in jobs:
-            results[part] += rows.result()
-            print(
-                f"{time.time() - started:5.0f} s  seed {seed}: {part}", file=sys.stderr, flush=True
-            )
-            if path:
-                write_json(path, results)
-    return results
+    rows: list[dict[str, Any]] = []
+    started = time.monotonic()
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
+        for found in pool.map(run_seed, seeds, [size] * count):
+            rows += found
+            print(f"{time.monotonic() - started:.0f} s: {len(rows)} rows", file=sys.stderr)
+            if args.json:
+                write_json(args.json, {"size": vars(size), "rows": rows})
+    print(tables(rows), flush=True)
 
 
 if __name__ == "__main__":

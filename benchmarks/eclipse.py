@@ -1,12 +1,9 @@
-"""How many nodes end up among hostile ones alone: the real peer tables and the real turnover,
-`nodes` of them, without a network.
+"""How many nodes end up with hostile neighbours only? `python -m benchmarks.eclipse [--quick]`
 
-    python -m benchmarks.eclipse            2,000 nodes, 25 % and 50 % hostile, three hours
-    python -m benchmarks.eclipse --quick    200 nodes, one hour
-
-Everybody joins through one honest node. The hostile ones have many identities in few networks, tell
-of nothing but each other, dial honest nodes all the time, and never go away. An honest node asks
-whom it has just dialled, and four of its peers every two minutes; it exchanges one every ten.
+The product's peer tables and turnover, `nodes` of them, without a network. All nodes join through
+one honest bootstrap node. Hostile identities share few networks, return only each other in peer
+exchange, dial honest nodes all the time, and never leave. An honest node asks the peers that it has
+just dialled, and four of its peers every two minutes; it replaces one connection every ten minutes.
 """
 
 from __future__ import annotations
@@ -28,16 +25,20 @@ ROUND_SECONDS = 120.0
 ASKED, TOLD = 4, 32
 ROUNDS_PER_EXCHANGE = 5
 CHURN = 0.002
-"""Share of the honest nodes that leave in a round and come back as new ones."""
+"""Share of the honest nodes that restart as new ones in a round."""
 HOSTILE_DIALS = 4
 """Honest nodes that a hostile identity dials in a round."""
 
 
 @dataclass(frozen=True)
 class Attack:
-    """share: of hostile identities; networks: /24 prefixes that they are in, None for one each;
-    places: connections that a node can have. All come at once: with more nodes than the bootstrap
-    peer has places, some are found by hostile ones first."""
+    """A simulated attack. All nodes arrive at once.
+
+    Attributes:
+        share: Share of hostile identities.
+        networks: /24 prefixes of the hostile identities; None gives each its own.
+        places: Most connections of a node.
+    """
 
     nodes: int = 2000
     share: float = 0.25
@@ -56,9 +57,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Outcome:
-    """hostile_links: share of honest nodes' links that lead to hostile ones; of those that they
-    dialled; surrounded: share of honest nodes without any honest link; met: distinct honest peers
-    that a node was connected with, on average."""
+    """Shares over honest nodes.
+
+    Attributes:
+        hostile_links: Share of links that lead to hostile nodes.
+        hostile_dialled: The same of the links that honest nodes dialled.
+        surrounded: Share of honest nodes without any honest link.
+        met: Mean number of distinct honest peers of a node.
+    """
 
     hostile_links: float
     hostile_dialled: float
@@ -67,7 +73,7 @@ class Outcome:
 
 
 class Swarm:
-    """Node `n` is honest where n < `honest`; node 0 is everybody's bootstrap."""
+    """Nodes below `honest` are honest; node 0 is the bootstrap node."""
 
     def __init__(self, attack: Attack) -> None:
         self.attack = attack
@@ -85,7 +91,7 @@ class Swarm:
         return self._outcome()
 
     def prefix(self, number: int) -> str:
-        """The /24 of a node; honest ones are alone in theirs."""
+        """Return the /24 of a node; each honest node has its own."""
         networks = self.attack.networks
         place = (
             number if number < self.honest or networks is None else self.honest + number % networks
@@ -115,12 +121,12 @@ class Swarm:
                 self._connect(hostile, number)
         for number in order:
             self._make_room(number)
-            heeded = [
+            asked = [
                 other
                 for other in self.nodes[number].links
                 if self.nodes[number].table.heeds(self.names[other])
             ]
-            for other in self.rng.sample(heeded, min(ASKED, len(heeded))):
+            for other in self.rng.sample(asked, min(ASKED, len(asked))):
                 self._ask(number, other)
             if self.attack.turnover and count % ROUNDS_PER_EXCHANGE == number % ROUNDS_PER_EXCHANGE:
                 self._exchange(number)
@@ -137,7 +143,7 @@ class Swarm:
                 self._ask(number, other)
 
     def _connect(self, dialling: int, dialled: int) -> bool:
-        """Whether `dialled` has a place for it."""
+        """Connect two nodes; return False if `dialled` has no place."""
         if (there := self.nodes.get(dialled)) is not None:
             alike = sum(1 for each in there.links.values() if each.group == self.prefix(dialling))
             if (
@@ -238,13 +244,11 @@ def row(attack: Attack, outcome: Outcome) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 nodes, one hour")
+    parser.add_argument("--quick", action="store_true", help="200 nodes for an hour, 25 %% hostile")
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--minutes", type=int, default=180)
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument(
-        "--one", help="an Attack as JSON, that alone, for each seed from its own on"
-    )
+    parser.add_argument("--one", help="an Attack as JSON: run it alone")
     arguments = parser.parse_args()
     nodes, minutes = (200, 60) if arguments.quick else (arguments.nodes, arguments.minutes)
     one = msgspec.json.decode(arguments.one, type=Attack) if arguments.one else None
@@ -253,8 +257,8 @@ def main() -> None:
         if one
         else [
             Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
-            for share in (0.25, 0.5)
-            for networks in (max(4, nodes // 40), None)
+            for share in ((0.25,) if arguments.quick else (0.25, 0.5))
+            for networks in ((5,) if arguments.quick else (max(4, nodes // 40), None))
             for turns in (True, False)
             for seed in range(arguments.seeds)
         ]
@@ -266,7 +270,7 @@ def main() -> None:
         "turnover",
         "seed",
         "hostile links",
-        "of those dialled",
+        "of dialled links",
         "surrounded",
         "peers met",
     ]

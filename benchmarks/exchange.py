@@ -1,13 +1,9 @@
-"""Bulk transfer between two processes on loopback, against plain TLS.
+"""How fast is a bulk transfer against plain TLS? `python -m benchmarks.exchange [--quick]`
 
-    serving process  ─ 256 MB ─▶  this process (fetches, verifies)     each round: plain TLS, bulk
-            ▲                          ▲
-            └── pings ── third process ┘      latency of other requests during a transfer
-
-Plain TLS is the fastest that Python's ssl module reads and writes: a blocking socket in a thread at
+A serving process and this one, on loopback, 256 MB; in each round plain TLS and then bulk. Plain
+TLS is the fastest that Python's ssl module reads and writes: a blocking socket in a thread at
 either end, 1 MiB writes, received into the destination, nothing hashed. A bulk transfer shares the
-libp2p connection, and hashes every chunk. Goals (benchmarks of weights.md): 0.6 of plain TLS; and
-training stands still for less than 1 % of the time (benchmarks/stalls.py).
+libp2p connection and hashes every chunk. Goal: 0.6 of plain TLS.
 """
 
 from __future__ import annotations
@@ -19,7 +15,6 @@ import multiprocessing
 import os
 import socket
 import ssl
-import statistics
 import tempfile
 import threading
 import time
@@ -32,8 +27,7 @@ import psutil
 import trio
 from libp2p.security.tls.transport import TLSTransport
 
-from benchmarks import report, stalls
-from swarmnode.errors import PeerError
+from benchmarks import report
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
 from swarmnode.p2p.network import Libp2pNetwork
@@ -41,23 +35,9 @@ from tests.support.hosts import host
 
 MIB = 2**20
 TRANSFER = b"exchange".ljust(32, b"\0")
-PING = "/benchmark/ping/1"
-PING_SECONDS = 0.02
-PATHS = ("plain TLS", "bulk")
-GOALS = {"bulk": 0.6}
-
-
-async def pong(peer: str, data: bytes) -> bytes:
-    await trio.lowlevel.checkpoint()
-    return data
-
-
-@contextlib.asynccontextmanager
-async def node(directory: Path, known: list[str]) -> Any:
-    """A host that answers pings."""
-    async with host(directory, initial_peers=known) as network:
-        network.requests.serve(PING, pong, max_request_bytes=64, max_response_bytes=64)
-        yield network
+PLAIN, BULK = PATHS = ("plain TLS", "bulk")
+GOAL = 0.6
+"""Goal: speed of bulk ÷ plain TLS in the same round."""
 
 
 def tls_context(directory: Path, *, server: bool) -> ssl.SSLContext:
@@ -75,7 +55,7 @@ def serve(directory: Path, size: int, pipe: Connection) -> None:
 
 async def _serve(directory: Path, size: int, pipe: Connection) -> None:
     source = BulkSource(os.urandom(size))
-    async with node(directory, []) as network:
+    async with host(directory, initial_peers=[]) as network:
         network.bulk.offer(TRANSFER, source)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             threading.Thread(
@@ -93,38 +73,6 @@ def _serve_plain(listener: socket.socket, context: ssl.SSLContext, source: BulkS
         with context.wrap_socket(tcp, server_side=True) as tls:
             for start in range(0, source.size, MIB):
                 tls.sendall(source.chunk(start // MIB))
-
-
-# -- the third process
-
-
-def ping(directory: Path, known: list[str], pipe: Connection) -> None:
-    trio.run(_ping, directory, known, pipe)
-
-
-async def _ping(directory: Path, known: list[str], pipe: Connection) -> None:
-    """Pings both every 20 ms until told to stop, then sends [(start, seconds)] of each, on the
-    clock that processes share."""
-    samples: list[list[tuple[float, float]]] = [[] for _ in known]
-    async with node(directory, known) as network, trio.open_nursery() as nursery:
-        await network.wait_connected(len(known))
-        pipe.send("ready")
-        for peer, series in zip(
-            (address.rpartition("/")[2] for address in known), samples, strict=True
-        ):
-            nursery.start_soon(_ping_one, network, peer, series)
-        await trio.to_thread.run_sync(pipe.recv, abandon_on_cancel=True)
-        nursery.cancel_scope.cancel()
-    pipe.send(samples)
-
-
-async def _ping_one(network: Libp2pNetwork, peer: str, series: list[tuple[float, float]]) -> None:
-    while True:
-        began = time.monotonic()
-        with contextlib.suppress(PeerError):
-            await network.requests.request(peer, PING, b"", deadline=10, max_response_bytes=64)
-            series.append((began, time.monotonic() - began))
-        await trio.sleep(PING_SECONDS)
 
 
 # -- this process
@@ -153,10 +101,8 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
 
         server, pid = start(serve, directory / "server", size)
         address, port = await trio.to_thread.run_sync(server.recv)
-        async with node(directory / "client", [address]) as network:
+        async with host(directory / "client", initial_peers=[address]) as network:
             await network.wait_connected()
-            pinger, _ = start(ping, directory / "pinger", [network.listen_addrs[0], address])
-            await trio.to_thread.run_sync(pinger.recv)
             plain = functools.partial(
                 trio.to_thread.run_sync,
                 fetch_plain,
@@ -170,17 +116,7 @@ async def measure(size: int, rounds: int) -> dict[str, Any]:
                 [psutil.Process(), psutil.Process(pid)],
                 rounds,
             )
-            pinger.send("stop")
-            samples = await trio.to_thread.run_sync(pinger.recv)
             server.send("stop")
-    spans: dict[str, list[tuple[float, float]]] = result.pop("spans")
-    result["pings"] = {
-        path: {
-            who: _during(spans[path], series)
-            for who, series in zip(("fetching", "serving"), samples, strict=True)
-        }
-        for path in spans
-    }
     return result
 
 
@@ -191,24 +127,20 @@ async def _measure(
     processes: list[psutil.Process],
     rounds: int,
 ) -> dict[str, Any]:
-    """`processes`: the fetching and the serving one, whose CPU time is compared too: it suffers
-    less from what else the machine does."""
+    """Measure `rounds` rounds. processes: the fetching and the serving one, for their CPU time."""
     manifest = await network.bulk.manifest(peer, TRANSFER)
     size = manifest.size
-    # one for all, its pages in place: what the kernel takes to hand them out is not the transport's
+    # one buffer with its pages in place: their allocation is not part of a transfer
     memory = memoryview(bytearray(size))
     seconds: dict[str, list[float]] = {path: [] for path in PATHS}
     cpu: dict[str, list[list[float]]] = {path: [] for path in PATHS}
-    spans: dict[str, list[tuple[float, float]]] = {path: [] for path in ("idle", *PATHS)}
     for number in range(rounds + 1):
-        began = time.monotonic()
         await trio.sleep(0.5)
-        spans["idle"].append((began, time.monotonic()))
         for path in PATHS:
             sink = MemorySink(manifest, limit=size, memory=memory)
             used = _cpu(processes)
             began = time.monotonic()
-            if path in GOALS:
+            if path == BULK:
                 await network.bulk.fetch(peer, TRANSFER, manifest, sink, deadline=600)
             else:
                 await plain(memory)
@@ -218,7 +150,6 @@ async def _measure(
                 cpu[path].append(
                     [after - before for after, before in zip(_cpu(processes), used, strict=True)]
                 )
-                spans[path].append((began, ended))
     return {
         "bytes": size,
         "rounds": rounds,
@@ -229,28 +160,13 @@ async def _measure(
             path: dict(zip(("fetching", "serving"), zip(*cpu[path], strict=True), strict=True))
             for path in PATHS
         },
-        "ratios": {
-            path: [
-                plain / each for plain, each in zip(seconds[PATHS[0]], seconds[path], strict=True)
-            ]
-            for path in GOALS
-        },
-        "spans": spans,
+        "ratios": [p / b for p, b in zip(seconds[PLAIN], seconds[BULK], strict=True)],
     }
 
 
 def _cpu(processes: list[psutil.Process]) -> list[float]:
-    """Seconds that each process has used, in 10 ms steps."""
+    """Return the CPU seconds of each process, in 10 ms steps."""
     return [times.user + times.system for times in (process.cpu_times() for process in processes)]
-
-
-def _during(spans: list[tuple[float, float]], series: list[tuple[float, float]]) -> list[float]:
-    """Milliseconds of the pings that began in one of the spans."""
-    return sorted(
-        1000 * seconds
-        for at, seconds in series
-        if any(began <= at < ended for began, ended in spans)
-    )
 
 
 def show(results: dict[str, Any]) -> str:
@@ -259,16 +175,12 @@ def show(results: dict[str, Any]) -> str:
         [
             path,
             report.middle(speed[path], 0),
-            report.middle(ratios[path]) if path in ratios else "1",
-            GOALS.get(path, "–"),
+            report.middle(ratios) if path == BULK else "1",
+            GOAL if path == BULK else "–",
             report.middle(cpu[path]["fetching"]),
             report.middle(cpu[path]["serving"]),
         ]
         for path in PATHS
-    ]
-    pings = [
-        [path, *(_quantiles(results["pings"][path][who]) for who in ("fetching", "serving"))]
-        for path in ("idle", *PATHS)
     ]
     return "\n".join(
         [
@@ -288,23 +200,7 @@ def show(results: dict[str, Any]) -> str:
                 ],
                 rows,
             ),
-            (
-                "\nA third process pings both ends every 20 ms meanwhile; milliseconds, p50 / p99 /"
-                " most (count):\n"
-            ),
-            report.table(
-                ["during", "the fetching node answers in", "the serving node answers in"], pings
-            ),
         ]
-    )
-
-
-def _quantiles(values: list[float]) -> str:
-    if len(values) < 2:
-        return f"too few ({len(values)})"
-    return (
-        f"{statistics.median(values):.1f} / {values[int(0.99 * (len(values) - 1))]:.1f} /"
-        f" {values[-1]:.1f} ({len(values)})"
     )
 
 
@@ -312,26 +208,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.exchange", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--quick", action="store_true", help="32 MB instead of 256 MB")
-    parser.add_argument("--rounds", type=int, default=7, help="0 leaves the transfers out")
-    parser.add_argument(
-        "--stall-steps",
-        type=int,
-        help="outer steps of two training nodes; 0 leaves them out (60, with --quick 2)",
-    )
-    parser.add_argument("--stall-seconds", type=float, default=480.0, help="most time for them")
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--quick", action="store_true", help="32 MB, two rounds")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {}
-    if arguments.rounds:
-        results = trio.run(measure, (32 if arguments.quick else 256) * 10**6, arguments.rounds)
-        print(show(results), flush=True)
-    outer_steps = (
-        (2 if arguments.quick else 60) if arguments.stall_steps is None else arguments.stall_steps
-    )
-    if outer_steps:
-        results["stalls"] = stalls.measure(outer_steps, arguments.stall_seconds)
-        print(stalls.show(results["stalls"]))
+    megabytes, rounds = (32, 2) if arguments.quick else (256, arguments.rounds)
+    results = trio.run(measure, megabytes * 10**6, rounds)
+    print(show(results))
     if arguments.json:
         report.write_json(arguments.json, results)
 

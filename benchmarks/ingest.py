@@ -1,12 +1,11 @@
-"""How many groups a node can admit per second and core, and whether its memory stays flat under a
-flood. `python -m benchmarks.ingest`
+"""How many groups can a node admit per second and core, and does its memory stay flat under a
+flood? `python -m benchmarks.ingest [--quick]`
 
-Full admission: envelope, signature, payload, windows, seed, then regeneration and scoring in the
-sandboxed child, then the pool, through the same RolloutExchange that a node runs; only polls and
-fetches are left out. A core's worth is counted in CPU time of both processes, because the wall
-clock of a shared machine measures the others too.
+Full admission through the product's RolloutExchange: envelope, signature, payload, windows, seed,
+scoring in the sandboxed child, pool; only polls and fetches are missing. A core's worth is CPU time
+of both processes, because wall time depends on the other load of the machine.
 
-Goal: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and
+Goals: 1,000 groups per second and core with builtin tasks; memory flat over a million hostile and
 valid frames.
 """
 
@@ -39,11 +38,11 @@ from tests.support.fakes.network import MemorySwarm
 AUTHORS = 64
 EPOCH = 1_800_000_000.0
 SECONDS_PER_FRAME = 0.002
-"""Virtual time between two frames of the flood: 500 a second, far more than a node fetches."""
+"""Virtual time between two frames: 500 a second, far more than a node fetches."""
 
 
 class Node:
-    """An exchange with the real scorer, fed by hand, on a clock of its own."""
+    """An exchange with the real scorer and a virtual clock, fed frame by frame."""
 
     def __init__(self, tasks: Sequence[str], **cfg: Any) -> None:
         self.swarm = swarm_of("ingest", tasks)
@@ -68,15 +67,14 @@ class Node:
         )
 
     async def feed(self, frames: Iterator[bytes]) -> int:
-        """All of `frames`, no faster than the scorer takes them; returns when the last is scored.
-        Returns how many there were."""
+        """Feed `frames` as fast as the scorer takes them, until the last is scored."""
         count = 0
         for frame in frames:
             candidate = self.exchange.admission.check(frame, self.now)
             if isinstance(candidate, Candidate):
                 self.exchange._enqueue(candidate)
             count += 1
-            while len(self.exchange._scoring) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110 - not worth an event in the node
+            while len(self.exchange._scoring) >= QUEUE_PEER_GROUPS:  # noqa: ASYNC110
                 await trio.sleep(0.001)
             if count % 32 == 0:
                 await trio.lowlevel.checkpoint()
@@ -103,13 +101,13 @@ class Node:
         return self.exchange.admission.statistics().outcomes
 
     def usage(self) -> tuple[float, float]:
-        """CPU seconds of this process and of the scorer child."""
+        """Return CPU seconds of this process and of the scorer child."""
         mine = psutil.Process().cpu_times()
         child = psutil.Process(self.scorer.statistics().pid).cpu_times()
         return mine.user + mine.system, child.user + child.system
 
     def memory(self) -> tuple[float, float]:
-        """MiB resident in this process and in the scorer child."""
+        """Return resident MiB of this process and of the scorer child."""
         return (
             psutil.Process().memory_info().rss / 2**20,
             psutil.Process(self.scorer.statistics().pid).memory_info().rss / 2**20,
@@ -129,8 +127,7 @@ async def running(node: Node) -> AsyncIterator[Node]:
 
 
 def long_texts(author: Author, sequence: int) -> list[str]:
-    """Eight completions of about a kilobyte that think first and answer last; the first two are
-    right where the task is builtin."""
+    """Return eight completions of about a kilobyte that end with an answer; two are right."""
     answers = [c.text for c in author.group(sequence, 0.0).completions]
     thinking = " ".join(str((sequence * 7919 + i * 104_729) % 9973) for i in range(190))
     return [f"{thinking} <answer>{answer}</answer>" for answer in answers]
@@ -139,8 +136,7 @@ def long_texts(author: Author, sequence: int) -> list[str]:
 async def throughput(
     name: str, tasks: Sequence[str], groups: int, rounds: int, texts: Any = None
 ) -> dict[str, Any]:
-    """`rounds` times `groups` valid groups of 8; per round groups per second of CPU time and of
-    wall time."""
+    """Feed `rounds` × `groups` valid groups of 8; return groups per second of CPU and wall time."""
     node = Node(tasks, groups_per_second=1e9)
     authors = [Author(node.swarm, seed=n, tasks=tasks) for n in range(AUTHORS)]
     per_core, per_wall, scorer_share, sizes = [], [], [], []
@@ -162,8 +158,7 @@ async def throughput(
                 per_wall.append(groups / wall)
                 scorer_share.append(child / (mine + child))
                 sizes.append(sum(map(len, frames)) / groups)
-    # guesses at a question of reasoning-gym are seldom right, and then all scored and found to be
-    # worth nothing
+    # guesses at a reasoning-gym question are seldom right: such groups have zero advantage
     outcomes = node.outcomes()
     assert outcomes.get("admitted", 0) + outcomes.get("zero_advantage", 0) == groups * (
         rounds + 1
@@ -178,7 +173,7 @@ async def throughput(
 
 
 def rg_texts(author: Author, sequence: int) -> list[str]:
-    """Short answers to questions that only the scorer knows."""
+    """Return short answers to questions that only the scorer knows."""
     return [str((sequence + i) % 19) for i in range(8)]
 
 
@@ -186,8 +181,8 @@ def rg_texts(author: Author, sequence: int) -> list[str]:
 
 
 def flood(node: Node, count: int, rng: random.Random) -> Iterator[bytes]:
-    """`count` frames: a fifth honest, the rest replays, mutations, a storm, garbage, and hostile
-    frames under ever new identities."""
+    """Yield `count` frames: a fifth honest, the rest replays, mutations, a storm, garbage, and
+    hostile frames of new identities."""
     honest = [Author(node.swarm, seed=n, tasks=node.tasks) for n in range(AUTHORS)]
     storm = Author(node.swarm, seed=500, tasks=node.tasks)
     sequences, storms, strangers = itertools.count(), itertools.count(), itertools.count(10_000)
@@ -229,7 +224,7 @@ def mutated(rng: random.Random, frame: bytes) -> bytes:
 
 
 async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
-    """Resident memory after each part of the flood, and what became of the frames."""
+    """Return resident memory after each part of the flood, and the outcomes of the frames."""
     node = Node(BUILTIN_TASKS)
     rng = random.Random(0)
     part = frames // samples
@@ -257,8 +252,8 @@ async def memory(frames: int, samples: int = 20) -> dict[str, Any]:
 
 
 def growth(series: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
-    """MiB by which each process grew from the end of the first quarter (everything bounded is full
-    by then) to its highest since."""
+    """Return the growth of each process in MiB from the end of the first quarter, when all bounded
+    memories are full, to its highest since."""
     settled = series[len(series) // 4]
     later = series[len(series) // 4 :]
     return max(s[1] for s in later) - settled[1], max(s[2] for s in later) - settled[2]
@@ -266,7 +261,7 @@ def growth(series: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
 
 async def measure(quick: bool) -> dict[str, Any]:
     groups, rounds = (1500, 3) if quick else (10_000, 5)
-    # first: memory that the rest had and freed would hide growth
+    # first, since memory that was freed before would hide growth
     flooded = await memory(60_000 if quick else 1_000_000)
     gym = TaskConfig().names
     speed = [
@@ -348,9 +343,9 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="within a minute: fewer groups, 60,000 frames instead of a million",
+        help="fewer groups, 60,000 frames",
     )
-    parser.add_argument("--json", type=Path, help="also write the results here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     results = trio.run(measure, arguments.quick)
     print(show(results))

@@ -1,9 +1,9 @@
-"""Learning by pull gossip: the nodes of benchmarks.simulator, each connected with few others, whose
-listings it polls and from which it fetches what it draws.
+"""Learning by pull gossip: the nodes of benchmarks.simulator, each with few neighbours that it
+polls and from which it fetches.
 
-Neighbours never change here, which is the worst case for spreading: groups travel from neighbour to
-neighbour as these fetch them, or not at all. Nodes take their steps in turns. A poll is answered at
-once: what a long poll would wait for is there in the next turn.
+Neighbours never change, which is the worst case for spreading: groups travel from neighbour to
+neighbour only when these fetch them. Nodes take their steps in turns. A poll is answered at once,
+since what a long poll would wait for arrives in the next turn.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.lib.scale_events import rings
 from benchmarks.simulator import Node, OwnSample, Swarm
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
@@ -28,31 +29,15 @@ STEP_SECONDS = 30.0
 """Length of a round."""
 
 
-def rings(count: int, neighbours: int, rng: random.Random) -> list[set[int]]:
-    """A connected graph: `neighbours` / 2 rings through all of `count`, each in another order, or
-    all of them. Index → whom it is connected with."""
-    if neighbours >= count - 1:
-        return [set(range(count)) - {index} for index in range(count)]
-    linked: list[set[int]] = [set() for _ in range(count)]
-    for _ in range(max(1, neighbours // 2)):
-        order = list(range(count))
-        rng.shuffle(order)
-        for one, other in zip(order, order[1:] + order[:1], strict=True):
-            if one != other:
-                linked[one].add(other)
-                linked[other].add(one)
-    return linked
-
-
 class PullSwarm(Swarm):
-    """As Swarm; `arm.neighbours` of each node."""
+    """A swarm in which each node has `arm.neighbours` neighbours."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.round_seconds = STEP_SECONDS
         self._groups: dict[bytes, ExternalGroup] = {}
         self.asked_for = 0
-        """Listings, of all nodes."""
+        """Polls of all nodes."""
         linked = rings(
             len(self.nodes), self.arm.neighbours, random.Random(f"neighbours/{self.seed}")
         )
@@ -68,7 +53,7 @@ class PullSwarm(Swarm):
         )
 
     def draw(self, node: Node) -> list[TrainingGroup]:
-        """Draw, and let every node fetch after the last one of a turn has drawn."""
+        """Draw; after the last draw of a turn every node polls and fetches."""
         drawn = super().draw(node)
         assert isinstance(node.pool, Pool)
         waiting = node.pool.waiting(node.trusted.belief)
@@ -78,14 +63,14 @@ class PullSwarm(Swarm):
         return drawn
 
     def _exchange(self) -> None:
-        """Every node polls and fetches what is due, all before anything travels on."""
+        """Poll and fetch for every node before anything is forwarded."""
         came = {peer: self._pull(member) for peer, member in self._members.items()}
         for peer, groups in came.items():
             for listed, frame, holder in groups:
                 self._members[peer].shelf.put(frame, listed, self._members[holder].key)
 
     def share(self, own: dict[int, list[OwnSample]]) -> None:
-        """Everybody's groups on its own shelf."""
+        """Put every node's groups on its shelf."""
         for node in self.stepping:
             for one in own[node.index]:
                 if is_useful(one.rewards):

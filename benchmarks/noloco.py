@@ -1,15 +1,16 @@
 """Does averaging in pairs keep replicas together, and do they learn as well? `python -m
-benchmarks.noloco [--quick] [--json PATH]`
+benchmarks.noloco [--quick] [--arms …]`
 
-Eight tiny Llamas (benchmarks/replicas.py) on unlike shards of demonstrations, one thread, the
-product's own outer rules, codecs, fragments and gate. All arms of a seed have the same start, the
-same batches and the same pairs. Held-out loss is over all tasks, mean over honest replicas. Bytes
-are what a node sends, per parameter: encoded payloads counted for exchanges in pairs, computed for
-a ring all-reduce in bfloat16 where all take part. With a hostile peer the control is `one peer
-silent`: its text is missing there too. `as shipped` is everything at once that a node does or
-meets: fragments, gate, an exchange in ten that fails, steps between copy and commit, and replicas
-of four speeds; there the outer steps of all replicas are due at once. In `swap` and `pairs until
-2026-11-27` each replica follows a schedule of its own, and weighs partners by lag.
+Eight tiny Llamas (benchmarks/lib/replicas.py) on unlike shards of demonstrations, one thread, with
+the product's own outer rules, codecs, fragments and gate. All arms of a seed have the same start,
+the same batches and the same pairs. The held-out loss is over all tasks, mean over honest replicas.
+Bytes are what a node sends per parameter: encoded payloads for exchanges in pairs, computed for a
+ring all-reduce in bfloat16. With a hostile peer the control is `one peer silent`, because the
+hostile peer's text is missing there too.
+
+`swap` is the product: four fragments, gate, measured codec, one failed exchange in ten, two steps
+between copy and commit, replicas of four speeds, each with a schedule of its own. In the other arms
+the outer steps of all replicas are due at once.
 """
 
 from __future__ import annotations
@@ -20,27 +21,13 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks.outer_rules import (
-    DILOCO,
-    GASLOC,
-    OFF,
-    Solo,
-    average,
-    blend,
-    judge,
-    outer_step,
-    outer_step_of_gasloc,
-    outer_step_of_two_tensors,
-    solo_step,
-)
-from benchmarks.replicas import (
-    LAYERS,
+from benchmarks.lib.replicas import (
     Parameters,
     Text,
     batches,
@@ -49,16 +36,14 @@ from benchmarks.replicas import (
     losses,
     read_text,
 )
-from benchmarks.report import heading, mean_interval, spread, table, write_json
-from benchmarks.sparse import ErrorFeedback, sparse_bytes
+from benchmarks.report import heading, spread, table, write_json
 from swarmnode.averaging.codecs import Anchor, decode, encode, encode_smallest, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
-from swarmnode.weights.fragments import EMBEDDING, END, block_of, cut, due
-from swarmnode.weights.layout import Codec, Layout, elements, make_layout
+from swarmnode.weights.fragments import cut, due
+from swarmnode.weights.layout import Codec, elements, make_layout
 from swarmnode.weights.payload import parse
 from swarmnode.weights.rule import (
-    ALPHA,
     Rule,
     make_rule,
     mixing_weight,
@@ -66,6 +51,16 @@ from swarmnode.weights.rule import (
     too_far_behind,
 )
 from swarmnode.weights.schedule import OuterSchedule
+from tests.support.outer_rules import (
+    DILOCO,
+    OFF,
+    average,
+    blend,
+    judge,
+    outer_step,
+    outer_step_of_two_tensors,
+    solo_step,
+)
 
 REPLICAS, HOSTILE = 8, 7
 TRIES = 3
@@ -78,7 +73,7 @@ RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
 SPEEDS = (1.0, 1.0, 1.0, 0.75, 0.75, 0.5, 0.5, 0.25)
 """Share of the steps that each replica takes where they are unequal."""
 Snapshots = list[Tensors] | dict[int, Tensors]
-"""Weights by replica: of all, or of some."""
+"""Copies of weights by replica."""
 
 
 @dataclass(frozen=True)
@@ -91,32 +86,19 @@ class Arm:
     """Codec of the difference to the start. `measured`: the smallest that is exact enough."""
     fragments: int = 1
     dropped: float = 0.0
-    """Share of exchanges in which something fails; all at once or in pairs, both ends then step
-    alone; in a swap, the side that it fails on."""
+    """Share of failed exchanges. A failure costs both sides their exchange; in a swap, one side."""
     gate: bool = False
     in_flight: int = 0
-    """Training steps that pass between the copy and the commit."""
+    """Training steps between the copy and the commit."""
     unequal: bool = False
-    """Replicas take a training step in SPEEDS of the time."""
-    stages: int = 1
-    """Partners hold one of so many equal parts of the layers, another one each time; the rest of a
-    fragment is stepped alone."""
-    later: bool = False
-    """Instead, the rest stays due until midway to the next fragment, when somebody is asked who has
-    it."""
-    outer: tuple[float, float] | None = None
-    """Momentum and step of the rule, where they are not its own."""
-    meeting: Literal["all at once", "pairs", "swap"] = "all at once"
-    """all at once: the outer steps of all are due at the same time, and all find a partner.
-    Otherwise each replica asks up to TRIES others when its own is due; pairs: both sides commit, or
-    neither; swap: each side commits by itself."""
-    solo: Solo = 1.0
-    whole_every: int = 1
-    """One outer step of so many exchanges a fragment whole, the others a 64th of what was learnt,
-    in two bits with error feedback."""
+    """Replicas take SPEEDS of the training steps."""
+    meeting: Literal["all at once", "swap"] = "all at once"
+    """all at once: the outer steps of all replicas are due at the same time, and each finds a
+    partner. swap: a replica asks up to TRIES others when its own outer step is due, and each side
+    commits by itself."""
     hostile: str = ""
-    """What the last replica does: flip sends −θ; informed sends the worst that passes its partner's
-    clip; silent exchanges nothing."""
+    """Behaviour of the last replica. flip sends −θ; informed sends the worst that passes its
+    partner's clip; silent exchanges nothing."""
 
 
 ARMS = (
@@ -136,120 +118,28 @@ ARMS = (
     Arm("one peer sends −θ, no gate", hostile="flip"),
     Arm("one peer sends −θ, gate", gate=True, hostile="flip"),
     Arm("one informed peer, gate", gate=True, hostile="informed"),
-    Arm(
-        "as shipped, int8",
-        codec="int8",
-        fragments=4,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-    ),
-    Arm(
-        "as shipped, int4",
-        codec="int4",
-        fragments=4,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-    ),
-    Arm(
-        "as shipped, GASLoC",
-        "gasloc",
-        codec="int8",
-        fragments=4,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-    ),
-    Arm(
-        "as shipped, sparse",
-        codec="int4",
-        fragments=4,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-        whole_every=8,
-    ),
-    Arm(
-        "as shipped without gate, sparse",
-        codec="int4",
-        fragments=4,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-        whole_every=8,
-    ),
-    Arm(
-        "as shipped, 2 fragments",
-        codec="int8",
-        fragments=2,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-    ),
-    Arm(
-        "as shipped, 2 fragments, half shared",
-        codec="int8",
-        fragments=2,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-        stages=2,
-    ),
-    Arm(
-        "as shipped, 2 fragments, half shared, the rest later",
-        codec="int8",
-        fragments=2,
-        gate=True,
-        dropped=0.1,
-        in_flight=2,
-        unequal=True,
-        stages=2,
-        later=True,
-    ),
-    Arm(
-        "as shipped, 2 fragments, half as often",
-        codec="int8",
-        fragments=2,
-        gate=True,
-        dropped=0.55,
-        in_flight=2,
-        unequal=True,
-    ),
-)
-CONTROL = "pairs until 2026-11-27"
-SHIPPED = Arm("swap", codec="int8", fragments=4, gate=True, dropped=0.1, in_flight=2, unequal=True)
-ARMS += (
-    replace(SHIPPED, name=CONTROL, meeting="pairs", solo="outer rule"),
-    replace(SHIPPED, name="pairs, solo steps record", meeting="pairs"),
-    replace(SHIPPED, name="swap, int8", meeting="swap"),
-    replace(SHIPPED, meeting="swap", codec="measured"),
     *(
-        replace(SHIPPED, name=f"swap, half fail, {name}", meeting="swap", dropped=0.75, solo=solo)
-        for name, solo in (
-            ("outer rule", "outer rule"),
-            ("δ by the rule", "δ by the rule"),
-            ("δ unchanged", 1.0),
-            ("δ × α", ALPHA),
-            ("δ = 0", 0.0),
+        Arm(
+            name,
+            codec=codec,
+            fragments=4,
+            gate=True,
+            dropped=0.1,
+            in_flight=2,
+            unequal=True,
+            meeting="swap",
         )
+        for name, codec in (("swap", "measured"), ("swap, int8", "int8"), ("swap, int4", "int4"))
     ),
 )
-"""The last five lose half of all sides: what happens to the momentum matters most there."""
 QUICK = (
     "no averaging",
     "DDP, every step",
     "DiLoCo, H",
     "gossip",
     "NoLoCo",
-    "one peer sends −θ, no gate",
     "one peer sends −θ, gate",
+    "swap",
 )
 
 
@@ -265,7 +155,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Landing:
-    """An outer step that is taken once its bytes have come."""
+    """An outer step that is taken once its bytes have arrived."""
 
     step: int
     replica: int
@@ -277,7 +167,7 @@ class Landing:
     claim: int | None = None
     """The partner's outer steps."""
     fails: bool = False
-    """Nothing comes, and this replica was not the one whose outer step was due."""
+    """Nothing arrives, and the outer step of this replica was not due."""
 
 
 @dataclass
@@ -307,7 +197,6 @@ class Swarm:
             self.states = [OuterState(view, rule_of(self.arm)) for view in self.views]
         of_weights = self.arm.codec in ("bfloat16", "float32")
         self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
-        self.feedback = [ErrorFeedback(view) for view in self.views]
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
         self.late: deque[Landing] = deque()
         """Outer steps under way, oldest first."""
@@ -318,9 +207,6 @@ class Swarm:
         """By replica, fragment and peer, None for anybody: the step of the last accepted swap."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
-        self.parts = random.Random(f"noloco parts {self.seed}")
-        self.lacked: dict[int, Layout] = {}
-        """By replica: what of the fragment that was due last its partner had not."""
 
     def run(self, data: torch.Tensor) -> None:
         optimizer = torch.optim.Adam(self.parameters.values(), lr=self.size.peak)
@@ -340,8 +226,7 @@ class Swarm:
         return int(step * SPEEDS[replica]) if self.arm.unequal else step
 
     def _step(self, optimizer: torch.optim.Adam, step: int) -> None:
-        """A training step of all replicas whose turn it is: the others' weights and moments stay as
-        they are."""
+        """Take a training step of the replicas that have one; the rest stay as they are."""
         slow = [
             i for i in range(REPLICAS) if self._steps_of(i, step + 1) == self._steps_of(i, step)
         ]
@@ -354,7 +239,7 @@ class Swarm:
             tensor[slow] = then
 
     def _clip(self) -> None:
-        """To norm 1, each replica by itself; after averaging where gradients are averaged."""
+        """Clip each replica's gradient to norm 1, after averaging if the rule averages them."""
         gradients = [p.grad for p in self.parameters.values()]
         if self.arm.rule == "ddp":
             for g in gradients:
@@ -377,13 +262,6 @@ class Swarm:
                 if self._steps_of(me, step) > self._steps_of(me, step - 1):
                     self._meet(me, step)
             return
-        midway = (every // arm.fragments + 1) // 2
-        if (
-            arm.later
-            and step > midway
-            and (fragment := due(step - midway, every, arm.fragments)) is not None
-        ):
-            self._sync_rest(fragment, step)
         fragment = due(step, every, arm.fragments)
         if fragment is None:
             return
@@ -396,8 +274,6 @@ class Swarm:
             for i in range(REPLICAS):
                 self._commit(i, snapshots[i], mean)
             return
-        for feedback, state, copy in zip(self.feedback, self.states, snapshots, strict=True):
-            feedback.add({n: t - state.phi[n] for n, t in copy.items()})
         order = self.rng.sample(range(REPLICAS), REPLICAS)
         for i, j in zip(order[::2], order[1::2], strict=True):
             if self.faults.random() < arm.dropped or (
@@ -406,12 +282,11 @@ class Swarm:
                 self._alone(i, snapshots[i])
                 self._alone(j, snapshots[j])
                 continue
-            shared = self._shared(piece)
             for me, other in ((i, j), (j, i)):
                 if arm.hostile and me == HOSTILE:
                     self._alone(me, snapshots[me])
                 else:
-                    self._exchange(me, other, snapshots, fragment, step, shared)
+                    self._exchange(me, other, snapshots, fragment)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
     def _meet(self, me: int, step: int) -> None:
@@ -432,8 +307,6 @@ class Swarm:
         snapshots = {i: host_copy(self.views[i], names) for i in sides}
         faults = self._random("faults", step, me)
         fails = [faults.random() < 1 - (1 - self.arm.dropped) ** 0.5 for _ in sides]
-        if self.arm.meeting == "pairs":
-            fails = [any(fails)] * 2
         for (i, j), failed in zip(sides.items(), fails, strict=True):
             mine, theirs = self.clocks[i][fragment], self.clocks[j][fragment]
             mean = None
@@ -441,8 +314,7 @@ class Swarm:
                 self.judged["failed" if failed else "lagging"] += 1
             else:
                 weight = mixing_weight(mine - theirs)
-                piece = self.pieces[fragment]
-                mean = self._received(i, j, snapshots, fragment, step, piece, weight)
+                mean = self._received(i, j, snapshots, fragment, weight)
                 self.syncs += 1 / (REPLICAS * self.arm.fragments)
             self._commit(
                 i,
@@ -454,8 +326,7 @@ class Swarm:
             )
 
     def _random(self, *of: object) -> random.Random:
-        """A generator of its own for each event: what one arm does differently leaves the rest of
-        its randomness as in the others."""
+        """Return a generator for one event, so that arms share the randomness of the others."""
         return random.Random(" ".join(map(str, ("noloco", self.seed, *of))))
 
     def _is_busy(self, me: int, fragment: int) -> bool:
@@ -471,84 +342,33 @@ class Swarm:
             and since(peer) >= MEET_SHARE * between * (REPLICAS - 1)
         )
 
-    def _sync_rest(self, fragment: int, step: int) -> None:
-        """What was not averaged when `fragment` was due, among those who lack the same; who finds
-        nobody steps it alone."""
-        lacked, self.lacked = self.lacked, {}
-        snapshots = {
-            i: host_copy(self.views[i], [s.name for s in piece]) for i, piece in lacked.items()
-        }
-        for piece in dict.fromkeys(lacked.values()):
-            order = [i for i in lacked if lacked[i] == piece]
-            self.rng.shuffle(order)
-            while order:
-                i, j = order.pop(), order.pop() if order else None
-                if j is None or self.faults.random() < self.arm.dropped:
-                    for me in (i,) if j is None else (i, j):
-                        self._alone(me, snapshots[me])
-                    continue
-                for me, other in ((i, j), (j, i)):
-                    self._exchange(me, other, snapshots, fragment, step, piece)
-
-    def _shared(self, piece: Layout) -> Layout:
-        """What of a fragment both of a pair hold."""
-        part, ends = self.parts.randrange(self.arm.stages), {0: EMBEDDING, self.arm.stages - 1: END}
-        held = {
-            END + 1 + layer for layer in range(LAYERS) if layer * self.arm.stages // LAYERS == part
-        }
-        held |= {EMBEDDING, END} if self.arm.stages == 1 else {ends.get(part, -1)}
-        return tuple(spec for spec in piece if block_of(spec.name) in held)
-
-    def _exchange(
-        self, me: int, other: int, snapshots: Snapshots, fragment: int, step: int, piece: Layout
-    ) -> None:
-        """Commit what `me` makes of what `other` sends; piece: what of the fragment both hold."""
+    def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
+        """Commit the average of the fragment that `other` sends."""
         if self.arm.rule == "noloco_two":
-            self._exchange_two(me, other, snapshots, fragment, piece)
-            return
-        mean = self._received(me, other, snapshots, fragment, step, piece)
-        snapshot = snapshots[me]
-        if self.arm.later and mean is not None and len(mean) < len(snapshot):
-            self.lacked[me] = tuple(spec for spec in self.pieces[fragment] if spec.name not in mean)
-            snapshot = {name: snapshot[name] for name in mean}
-        self._commit(me, snapshot, mean or {})
+            self._exchange_two(me, other, snapshots, fragment)
+        else:
+            mean = self._received(me, other, snapshots, fragment)
+            self._commit(me, snapshots[me], mean or {})
 
-    def _exchange_two(
-        self, me: int, other: int, snapshots: Snapshots, fragment: int, piece: Layout
-    ) -> None:
+    def _exchange_two(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
         """The paper's form: θ and φ travel."""
-        travel = lambda tensors: self._travel(tensors, piece, fragment, None)
+        travel = lambda tensors: self._travel(tensors, fragment, None)
         mine, slow = snapshots[me], {n: self.states[me].phi[n] for n in snapshots[me]}
         theirs = travel(snapshots[other])
         their_slow = travel({n: self._phi_before[other][n] for n in mine})
         self._commit(me, mine, blend(mine, theirs), mean_phi=blend(slow, their_slow))
 
     def _received(
-        self,
-        me: int,
-        other: int,
-        snapshots: Snapshots,
-        fragment: int,
-        step: int,
-        piece: Layout,
-        weight: float = 0.5,
+        self, me: int, other: int, snapshots: Snapshots, fragment: int, weight: float = 0.5
     ) -> Tensors | None:
-        """The mean of what both hold of the fragment, `piece`; None where the gate refuses."""
-        whole, names = self._proposed(me, snapshots[me]), [spec.name for spec in piece]
-        anchor = self.anchor.of(names) if self.anchor is not None else None
-        mine, sent = (
-            {n: whole[n] for n in names},
-            self._proposed(other, {n: snapshots[other][n] for n in names}),
-        )
+        """Return the mean of both replicas' fragment; None where the gate refuses."""
+        mine, sent = snapshots[me], snapshots[other]
+        anchor = self.anchor.of(list(mine)) if self.anchor is not None else None
         moved = {n: t - self.states[me].phi[n] for n, t in mine.items()}
         if self.arm.hostile and other == HOSTILE:
             sent = self._attack(me, mine, moved)
-        if self._whole(step):
-            change = norm(sent, minus=self.states[other].phi)
-            theirs = self._travel(sent, piece, fragment, anchor, change)
-            self.feedback[other].clear(names)
-        else:
-            theirs = self._travel_sparse(other, mine)
+        change = norm(sent, minus=self.states[other].phi)
+        theirs = self._travel(sent, fragment, anchor, change)
         if not self.arm.gate:
             return blend(mine, theirs, weight)
         judged = judge(
@@ -560,42 +380,18 @@ class Swarm:
             moved=norm(moved),
             probe=lambda tensors: self._probe(me, tensors),
         )
-        self.judged[
-            "hostile " * (other == HOSTILE and bool(self.arm.hostile)) + judged.outcome
-        ] += 1
+        hostile = "hostile " * (other == HOSTILE and bool(self.arm.hostile))
+        self.judged[hostile + judged.outcome] += 1
         return judged.mean
-
-    def _proposed(self, me: int, snapshot: Tensors) -> Tensors:
-        """What is averaged of a copy: θ, or GASLoC's y."""
-        if self.arm.rule != "gasloc":
-            return snapshot
-        state = self.states[me]
-        return blend({n: state.phi[n] for n in snapshot}, snapshot, state.rule.beta)
 
     def _alone(self, me: int, snapshot: Tensors, fragment: int = 0) -> None:
         self._commit(me, snapshot, {}, fragment=fragment)
 
-    def _whole(self, step: int) -> bool:
-        """Whether the outer step that is due exchanges all of its fragment."""
-        return (-(-step // self.size.sync_every)) % self.arm.whole_every == 0
-
-    def _travel_sparse(self, other: int, mine: Tensors) -> Tensors:
-        """What `mine` becomes with the largest of what `other` has learnt added."""
-        self.sent += (
-            sparse_bytes(sum(t.numel() for t in mine.values())) / elements(self.layout) / REPLICAS
-        )
-        learnt = self.feedback[other].send(mine)
-        return {n: t + learnt[n] for n, t in mine.items()}
-
     def _travel(
-        self,
-        tensors: Tensors,
-        piece: Layout,
-        fragment: int,
-        anchor: Anchor | None,
-        change: float = 0.0,
+        self, tensors: Tensors, fragment: int, anchor: Anchor | None, change: float = 0.0
     ) -> Tensors:
         """Return `tensors` as a partner decodes them. change: since the last outer step."""
+        piece = self.pieces[fragment]
         codec = self.arm.codec
         if codec == "measured":
             assert anchor is not None
@@ -608,8 +404,7 @@ class Swarm:
         return decode(payload, piece, codec, fragment=fragment, anchor=anchor)
 
     def _attack(self, me: int, mine: Tensors, moved: Tensors) -> Tensors:
-        """flip: −θ. informed: against what the partner has just learned, exactly as far as its gate
-        lets through whole."""
+        """flip: −θ. informed: against the partner's last update, up to the bound of its gate."""
         if self.arm.hostile == "flip":
             return {n: -t for n, t in host_copy(self.views[HOSTILE], mine).items()}
         length = norm(moved)
@@ -628,7 +423,7 @@ class Swarm:
         self.late.append(Landing(step, me, fragment, snapshot, mean, **rest))
 
     def _land(self, step: int) -> None:
-        """Take the outer steps whose bytes have come by now."""
+        """Take the outer steps whose bytes have arrived by `step`."""
         while self.late and self.late[0].step <= step:
             landing = self.late.popleft()
             if not landing.fails:
@@ -639,13 +434,10 @@ class Swarm:
         state = self.states[me]
         if self.arm.rule == "noloco_two":
             outer_step_of_two_tensors(state, mean, landing.mean_phi or {})
-        elif self.arm.rule == "gasloc":
-            proposed = self._proposed(me, snapshot)
-            outer_step_of_gasloc(state, proposed, {**proposed, **mean})
         else:
             outer_step(state, mean)
             alone = {name: theta for name, theta in snapshot.items() if name not in mean}
-            solo_step(state, alone, self.arm.solo)
+            solo_step(state, alone)
         state.commit(self.views[me], snapshot)
         if self.arm.meeting != "all at once":
             fragment, clocks = landing.fragment, self.clocks[me]
@@ -655,8 +447,7 @@ class Swarm:
 
     @property
     def _phi_before(self) -> list[Tensors]:
-        """φ of all replicas at the last sync: partners exchange at the same time, whoever is looked
-        at first."""
+        """φ of all replicas at the last sync: partners exchange at the same time."""
         if getattr(self, "_phi_at", None) != len(self.curve):
             self._phi_at = len(self.curve)
             self._phi = [dict(state.phi) for state in self.states]
@@ -665,7 +456,7 @@ class Swarm:
     # ---- measuring -------------------------------------------------------------------------------
 
     def deviation(self) -> float:
-        """Standard deviation over honest replicas, root mean square over parameters."""
+        """Return the standard deviation over honest replicas, root mean square over parameters."""
         total = sum(
             float(p.data[self.honest].var(0, unbiased=False).sum())
             for p in self.parameters.values()
@@ -673,7 +464,7 @@ class Swarm:
         return (total / elements(self.layout)) ** 0.5
 
     def held_out(self) -> list[float]:
-        """Of every honest replica, nats."""
+        """Return the held-out loss of every honest replica in nats."""
         with torch.no_grad():
             each = losses(self.parameters, self.text.held_out.expand(REPLICAS, -1, -1))
         return [float(each[i]) for i in self.honest]
@@ -691,8 +482,8 @@ def _moments(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> list[torch
 
 def rule_of(arm: Arm) -> Rule:
     """The paper's two tensors have NoLoCo's numbers."""
-    rules = {"off": OFF, "diloco": DILOCO, "gasloc": GASLOC, "noloco_two": make_rule("noloco")}
-    return Rule(arm.rule, *arm.outer) if arm.outer else rules.get(arm.rule) or make_rule(arm.rule)
+    rules = {"off": OFF, "diloco": DILOCO, "noloco_two": make_rule("noloco")}
+    return rules.get(arm.rule) or make_rule(arm.rule)
 
 
 def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict[str, Any]:
@@ -760,30 +551,17 @@ def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
         "in total",
     ]
     lines = [table(headers, rows)]
-    lines += ["", *paired(by_arm)] if len(by_arm.get(CONTROL, [])) > 1 else []
     counted = [
         (n, sum((Counter(r["judged"]) for r in runs), Counter()))
         for n, runs in by_arm.items()
         if any(r["judged"] for r in runs)
     ]
     if counted:
-        lines += ["", "What the gates said, all seeds:", ""]
+        lines += ["", "Verdicts of the gates, all seeds:", ""]
         lines += [
             f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted
         ]
     return "\n".join(lines)
-
-
-def paired(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Held-out loss of arms less that of CONTROL, by seed."""
-    base = {r["seed"]: r["held_out"] for r in by_arm[CONTROL]}
-    lines = []
-    for name, runs in by_arm.items():
-        less = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
-        if name != CONTROL and len(less) > 1:
-            interval = mean_interval(less)
-            lines.append(f"* {name}, less {CONTROL}: {interval} nats, {len(less)} seeds, 90 %")
-    return lines
 
 
 def main() -> None:
@@ -796,15 +574,15 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="one seed, seven arms, a third of the steps; under a minute",
+        help="one seed, seven arms, a third of the steps",
     )
-    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
-        "--first-seed", type=int, default=1, help="seed 0 was used to look at settings of the gate"
+        "--first-seed", type=int, default=1, help="seed 0 chose the settings of the gate"
     )
     parser.add_argument("--steps", type=int, default=320)
-    parser.add_argument("--sync-every", type=int, default=20, help="H")
+    parser.add_argument("--sync-every", type=int, default=20, help="H, inner steps per outer step")
     parser.add_argument(
         "--batch", type=int, default=4, help="windows of 32 tokens per replica and step"
     )
@@ -812,7 +590,7 @@ def main() -> None:
         "--own-share",
         type=float,
         default=0.75,
-        help="of a replica's windows from its own task; 0 is IID",
+        help="share of a replica's windows from its own task; 0 is IID",
     )
     parser.add_argument(
         "--arms",
@@ -821,13 +599,6 @@ def main() -> None:
         choices=names,
         metavar="ARM",
         help="; ".join(names).replace("%", "%%"),
-    )
-    parser.add_argument(
-        "--outer",
-        nargs=2,
-        type=float,
-        metavar=("MOMENTUM", "STEP"),
-        help="of the outer rule: α β, or γ η",
     )
     args = parser.parse_args()
     if args.quick:
@@ -853,9 +624,7 @@ def main() -> None:
         for arm in ARMS:
             if arm.name not in args.arms:
                 continue
-            results.append(
-                run(replace(arm, outer=args.outer) if args.outer else arm, size, text, data, seed)
-            )
+            results.append(run(arm, size, text, data, seed))
             r = results[-1]
             line = (
                 f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s"

@@ -1,14 +1,12 @@
-"""What rows of unlike lengths gain by lying one behind the other: `python -m benchmarks.packing`.
+"""What does packing rows of unequal lengths save? `python -m benchmarks.packing [--quick]`
 
 CPU seconds of one thread, or with `--device cuda --shape NAME` seconds of a GPU.
 
-    padded    micro-batches of like lengths, prompts once, answers padded: `completion_logprobs`
-    without `_packed`
-    packed    a row for each question, its prompt and all of its answers behind it: `_packed`
-    wherever it is possible
+    padded   micro-batches of similar lengths, prompts once, padded completions
+    packed   one row per question: its prompt and all of its completions behind it
 
-Forward and backward pass over the same rows; lengths of answers are geometric, or all the same. The
-model is a random Llama of 4 layers, or one of `benchmarks.shapes` with random weights.
+Forward and backward pass over the same rows. Lengths of completions are geometric, or all equal.
+The model is a random Llama of 4 layers, or one of benchmarks/lib/shapes.py.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.lib.shapes import SHAPES, build, random_llama
 from benchmarks.report import heading, spread, table, write_json
-from benchmarks.shapes import SHAPES, build
 from swarmnode.config import PolicyConfig
 from swarmnode.policy import logprobs
 from swarmnode.policy.load import Policy, load_policy
@@ -36,7 +34,7 @@ from swarmnode.policy.micro import micro_batches
 from tools.build_tiny import build_tokenizer
 
 G = 8
-"""Answers to a question."""
+"""Completions of a question."""
 CASES = {
     "short": (16, 64, (8, 60)),
     "middle": (60, 255, (17, 185)),
@@ -45,8 +43,7 @@ CASES = {
     "long": (128, 512, (60, 255)),
     "longest": (300, 1024, (60, 255)),
 }
-"""By name: mean and cap of answers (where they are the same, each answer is so long), least and
-greatest prompt, tokens."""
+"""Case → mean and cap of completions in tokens (equal: all of that length), range of prompts."""
 MICRO_TOKENS = 16_384
 
 
@@ -68,7 +65,7 @@ def rows_of(case: str, groups: int, vocabulary: int, seed: int) -> list[Row]:
 
 
 def one_step(policy: Policy, rows: Sequence[Row]) -> list[torch.Tensor]:
-    """Log-probabilities of each row's answer; gradients are added up."""
+    """Return the log-probabilities of each row's completion; gradients accumulate."""
     found: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     groups = [row // G for row in range(len(rows))]
     for batch in micro_batches([len(p) + len(c) for p, c in rows], MICRO_TOKENS, groups):
@@ -82,7 +79,7 @@ def one_step(policy: Policy, rows: Sequence[Row]) -> list[torch.Tensor]:
 
 
 def padded_tokens(rows: Sequence[Row]) -> tuple[int, int]:
-    """(tokens that a pass over prompts and answers runs, those of them that are no padding)."""
+    """Return (tokens of a padded pass, those of them that are not padding)."""
     groups = [row // G for row in range(len(rows))]
     run = real = 0
     for batch in micro_batches([len(p) + len(c) for p, c in rows], MICRO_TOKENS, groups):
@@ -94,17 +91,17 @@ def padded_tokens(rows: Sequence[Row]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One step by one arm."""
+    """A step of one arm."""
 
     seconds: float
     logprobs: list[torch.Tensor]
     gradient: torch.Tensor
     held_bytes: int
-    """Most memory of the GPU beside weights and gradients; 0 on a CPU."""
+    """Peak memory of the GPU beside weights and gradients; 0 on a CPU."""
 
 
 def measure(gain: float, policy: Policy, rows: Sequence[Row]) -> Measured:
-    """Time a step. gain: from which rows are packed."""
+    """Time a step. gain: ratio of tokens from which rows are packed."""
     policy.base.zero_grad(set_to_none=False)
     on_gpu = policy.device.type == "cuda"
     before = 0
@@ -128,30 +125,31 @@ def measure(gain: float, policy: Policy, rows: Sequence[Row]) -> Measured:
 
 
 def model_in(folder: str, asked: argparse.Namespace) -> Policy:
-    """The model that is measured, with random weights."""
+    """Return a policy with random weights."""
+    tokenizer, directory = build_tokenizer(set()), Path(folder) / "model"
     if asked.shape:
-        model = build(asked.shape, build_tokenizer(set()), Path(folder) / "model", asked.device)
+        model = build(asked.shape, tokenizer, directory, asked.device)
     else:
-        from benchmarks.trainer import Case, model_of  # with it TRL
-
-        model = model_of(
-            Case("packing", 0, 0, False, hidden=asked.hidden, long_prompts=True), folder
-        )
-    return load_policy(PolicyConfig(model=model, device=asked.device, dtype=asked.dtype, threads=1))
+        model = random_llama(tokenizer, directory, asked.hidden)
+    return load_policy(
+        PolicyConfig(model=model, devices=asked.device, dtype=asked.dtype, threads=1)
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="one case, one group, one seed")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--groups", type=int, default=4, help="of 8 answers in a step")
+    parser.add_argument("--groups", type=int, default=4, help="groups of 8 completions in a step")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--shape", choices=sorted(SHAPES), help="instead of the random Llama")
+    parser.add_argument(
+        "--shape", choices=sorted(SHAPES), help="shape of the model instead of the random Llama"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--columns", type=int, default=logprobs.PACKED_COLUMNS)
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if args.quick:
         args.cases, args.groups, args.seeds = args.cases[:1], 1, 1
@@ -164,7 +162,7 @@ def main() -> None:
         for case in args.cases:
             for seed in range(args.seeds):
                 rows = rows_of(case, args.groups, policy.vocab_size, seed)
-                if not seed:  # what is only slow once
+                if not seed:  # warm up
                     for gain in arms.values():
                         measure(gain, policy, rows if args.device != "cpu" else rows[:G])
                 done: dict[str, Measured] = {}

@@ -1,15 +1,10 @@
-"""What a group costs that is trained on, between real hosts that exchange groups by pull gossip.
+"""What does a group cost that is trained on? `python -m benchmarks.pulls [--quick]`
 
-    python -m benchmarks.pulls            4, 8, 16 and 48 nodes, groups of 17 KB and of 1.5 KB
-    python -m benchmarks.pulls --quick    4 nodes, groups of 17 KB
-    python -m benchmarks.pulls --nodes 8 --sizes 17000 --seeds 3
-
-Real hosts on loopback and the real exchange, all in one process. In a step each node publishes
-PUBLISHED groups and draws DRAWN. Counted: the CPU time of all hosts, less what idle connections
-take and what making up the groups takes; and all bytes read from sockets, polls among them. Both
-are divided by the groups drawn. The hosts' clock stands still while any of them has something to
-do, so that neither the number of hosts in one process nor other work on the machine makes a request
-time out.
+Real hosts on loopback with the real exchange, all in one process. In a step each node publishes
+PUBLISHED groups and draws DRAWN. Counted are the CPU time of all hosts, without idle connections
+and without making the groups, and all bytes read from sockets; both are divided by the groups
+drawn. The hosts' clock stands still while any host has work, so that neither the number of hosts
+nor other load makes a request time out.
 
 Goals: at most 7 ms of CPU per group; bytes at most 1.1 × its size at 17 KB and 1.6 × at 1.5 KB.
 """
@@ -17,7 +12,6 @@ Goals: at most 7 ms of CPU per group; bytes at most 1.1 × its size at 17 KB and
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import itertools
 import math
@@ -27,47 +21,39 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import msgspec
 import trio
 import trio.testing
-from libp2p.io.trio import TrioTCPStream
 
 from benchmarks import report
-from swarmnode.config import NetworkConfig, SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, answer, swarm_of
+from benchmarks.lib.pull_hosts import SETTLE_SECONDS, SWARM, Meter, connected_hosts, group
+from swarmnode.config import SharingConfig
+from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author
 from swarmnode.link.messages import Hello
-from swarmnode.p2p import guards, identity
-from swarmnode.p2p.host import open_host
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.exchange import RolloutExchange
-from swarmnode.rollouts.groups import Draw, GroupRules, OwnGroup
+from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.wire.envelope import Credentials
 from tests.support.fakes.scorer import InProcessScorer
 
-SWARM = swarm_of("pulls")
 SIZES = (17_000, 2_000)
 """Bytes of a group before compression, about: 17.9 KB and 1.5 KB as sent."""
 PUBLISHED, DRAWN = 8, 6
 STEP_SECONDS = 10.0
 JUMP_SECONDS = 0.005
-"""The clock jumps to the next timer after so much real time in which no host had anything to do."""
-KNOWN_PEERS = 8
-"""Nodes that a node connects to, of those that were there before it; as many connect to it, on
-average."""
-JOIN_SECONDS = 300.0
-SETTLE_SECONDS, IDLE_SECONDS = 6.0, 5.0
+"""Idle real time after which the clock jumps to the next timer."""
+IDLE_SECONDS = 5.0
 MOST_SETTLING = 20
-"""Windows of IDLE_SECONDS after which the hosts count as idle; usually they are much sooner."""
+"""Most windows of IDLE_SECONDS until the hosts count as idle."""
 WARM_STEPS, STEPS = 2, 3
 RUN_SECONDS = 3600.0
 START = time.time()
 
 
 class Run(msgspec.Struct, frozen=True):
-    """One process: `nodes` hosts, groups of about `size` bytes.
+    """A run in one process: `nodes` hosts, groups of about `size` bytes.
 
     Attributes:
         settings: overridden constants, "module.NAME" in swarmnode.rollouts → value.
@@ -98,68 +84,8 @@ class Outcome(msgspec.Struct, frozen=True):
     """Per group drawn: polls and listed polls by outcome, fetches, fetched groups by outcome."""
 
 
-class Meter:
-    """Bytes read from the sockets of this process."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def install(self) -> None:
-        """Count from now on, until the process ends."""
-        read = TrioTCPStream.read
-
-        async def counting(stream: TrioTCPStream, n: int | None = None) -> bytes:
-            data = await read(stream, n)
-            self.bytes += len(data)
-            return data
-
-        TrioTCPStream.read = counting  # type: ignore[assignment, method-assign]
-
-
-@contextlib.asynccontextmanager
-async def connected_hosts(
-    nodes: int, seed: int, directory: Path
-) -> AsyncIterator[list[tuple[Libp2pNetwork, Author]]]:
-    """Open `nodes` hosts, connected with others as they would be after some minutes."""
-    rng = random.Random(seed)
-    guards.install()
-    guards.swarm.INBOUND_PER_ADDRESS = nodes**2  # all are at 127.0.0.1
-    async with contextlib.AsyncExitStack() as stack:
-        opened: list[tuple[Libp2pNetwork, Author]] = []
-        for number in range(nodes):
-            where = directory / str(number)
-            key = identity.load_or_create(where / "identity.key")
-            known = [
-                network.listen_addrs[0]
-                for network, _ in rng.sample(opened, min(len(opened), KNOWN_PEERS))
-            ]
-            cfg = NetworkConfig(mdns=False, relay="off", initial_peers=known)
-            network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
-            opened.append((network, Author(SWARM, key=key.private_key)))
-        with trio.fail_after(JOIN_SECONDS):
-            while any(  # noqa: ASYNC110
-                len(network.connected()) < min(number, KNOWN_PEERS)
-                for number, (network, _) in enumerate(opened)
-            ):
-                await trio.sleep(0.2)
-        yield opened
-
-
-def group(author: Author, sequence: int, size: int, policy_version: int = 0) -> OwnGroup:
-    """Make a group whose frame has about `size` bytes: one right answer, and seven texts of random
-    letters."""
-    rng = random.Random(f"{author.peer} {sequence}")
-    # a letter is a token: its id, its log-probability and itself, compressed
-    letters = max(1, (size - 1_200) // 11)
-    texts = [
-        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=letters)) for _ in range(7)
-    ]
-    right = answer(author.task(sequence))
-    return author.own_group(sequence, texts=[right, *texts], policy_version=policy_version)
-
-
 class Member:
-    """One host with its exchange, and what its trainer does."""
+    """A host with its exchange and a simulated trainer."""
 
     def __init__(self, network: Libp2pNetwork, author: Author, run: Run) -> None:
         self.network, self.author, self.run = network, author, run
@@ -203,7 +129,7 @@ class Member:
 
 
 async def measure(run: Run) -> Outcome:
-    """Run WARM_STEPS and then STEPS steps of all nodes, and count the latter."""
+    """Run WARM_STEPS steps of all nodes, then count STEPS steps."""
     override(run.settings)
     meter, seconds = Meter(), run.step_seconds
     meter.install()
@@ -216,7 +142,7 @@ async def measure(run: Run) -> Outcome:
             members = [Member(network, author, run) for network, author in hosts]
             for number, member in enumerate(members):
                 await nursery.start(member.exchange.run)
-                # evenly over a step: nobody keeps trainers in step with each other
+                # evenly over a step, since trainers are not synchronised
                 nursery.start_soon(member.steps, seconds, seconds * (number + 0.5) / run.nodes)
             await trio.sleep((1 + WARM_STEPS) * seconds)
             for member in members:
@@ -292,11 +218,13 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="4 nodes, groups of 17 KB")
     parser.add_argument("--nodes", type=int, nargs="+", default=[4, 8, 16, 48])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES), help="bytes")
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(SIZES), help="bytes of a group"
+    )
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=STEP_SECONDS)
-    parser.add_argument("--json", type=Path, help="also write the outcomes here")
-    parser.add_argument("--one", help="a Run as JSON, run in this process; prints its Outcome")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--one", help="a Run as JSON: run it in this process and print the Outcome")
     arguments = parser.parse_args()
     if arguments.one:
         one = msgspec.json.decode(arguments.one, type=Run)
@@ -339,7 +267,7 @@ HEAD = [
 
 
 def row(one: Run, got: Outcome) -> list[str]:
-    """One line of the table."""
+    """Return a line of the table."""
     of = lambda name: sum(count for key, count in got.counts.items() if name in key)
     return [
         str(one.nodes),

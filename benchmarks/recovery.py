@@ -1,13 +1,13 @@
-"""What each source of a lost stage costs a crew of four: python -m benchmarks.recovery (a few
-minutes on two cores).
+"""What does each source of a lost stage cost a crew of four? `python -m benchmarks.recovery
+[--quick]`
 
-A Llama of random weights, each layer a function of its own, is the hard case for synthesis:
-neighbours know nothing of what was lost. All members, streams and files are real, in one process.
-KL and NLL are the gate's, of the newest step's micro-batches. Of the own checkpoint they are what
+A Llama of random weights, each layer a function of its own, is the hard case for synthesis: the
+neighbours say nothing of the lost layer. All members, streams and files are real, in one process.
+KL and NLL are the gate's, on the newest step's micro-batches. For the own checkpoint they are what
 the last step itself moved the policy by.
 
-With `--faults` it is real nodes: seconds until a swarm is whole after each fault that processes,
-disks, cables and clocks can have.
+With `--faults`: seconds until a swarm of whole nodes has recovered from each fault of processes,
+disks, cables and clocks (tests/support/chaos).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support.lost_stages import Fleet, quiet
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 CFG = TrainingConfig(per_device_train_tokens=64)
 BASE = RecoverySettings(checkpoint_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
-WAYS = {  # name → (settings, whether the node's disk is left)
+SOURCES = {  # name → (settings, whether the disk survives)
     "own checkpoint": (BASE, True),
     "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
     "neighbour's, of the last step, small": (
@@ -65,7 +65,7 @@ def model_of(seed: int) -> LlamaForCausalLM:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 2:
-                parameter.mul_(4)  # so that the next token is neither certain nor uniform
+                parameter.mul_(4)  # the next token is neither certain nor uniform
     return model
 
 
@@ -81,7 +81,7 @@ def rows_of(seed: int) -> list[LearnRow]:
 async def measure(
     seed: int, settings: RecoverySettings, disk: bool, rate: float
 ) -> tuple[float, float, float, str]:
-    """(KL, NLL rise, seconds of the restoration, what was refused)."""
+    """Return (KL, rise of the NLL, seconds of the recovery, error)."""
     with tempfile.TemporaryDirectory() as directory:
         fleet = Fleet(
             model_of(seed),
@@ -108,19 +108,21 @@ async def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.recovery",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--quick", action="store_true", help="one seed")
     parser.add_argument(
         "--faults",
         action="store_true",
-        help="instead: what every fault of real nodes costs, as `make chaos` makes them",
+        help="instead: faults of whole nodes, as in `make chaos`",
     )
-    parser.add_argument(
-        "--first", type=int, default=1, help="first seed of the schedules of --faults"
-    )
-    parser.add_argument("--nodes", type=int, default=2, help="of --faults")
+    parser.add_argument("--first", type=int, default=1, help="first seed of --faults")
+    parser.add_argument("--nodes", type=int, default=2, help="nodes of --faults")
     chosen = parser.parse_args()
     if chosen.quick:
         chosen.seeds = 1
@@ -142,7 +144,7 @@ def main() -> None:
         f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a checkpoint of"
         f" {state_bytes(layout, 'exact'):,} bytes exact, {state_bytes(layout, 'small'):,} small"
     )
-    for name, (settings, disk) in WAYS.items():
+    for name, (settings, disk) in SOURCES.items():
         results = [
             trio.run(measure, seed, settings, disk, chosen.rate) for seed in range(chosen.seeds)
         ]

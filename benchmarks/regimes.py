@@ -1,9 +1,9 @@
-"""Start policies of different ability: how often a fresh node earns any reward decides what sharing
-can buy.
+"""Start policies of different ability, for benchmarks.sapo: the share of useful groups of a fresh
+node decides what sharing can buy.
 
 Each is the embedded policy after 80 more supervised steps, in which a share of the demonstrations
-has the format that the verifier accepts. Every seed gives another policy and other questions. The
-heterogeneous regime has one policy per node.
+has the format that the verifier accepts. Every seed gives another policy and other questions. In
+the heterogeneous regime every node has a policy of its own.
 """
 
 from __future__ import annotations
@@ -28,16 +28,19 @@ REGIMES: dict[str, float | None] = {
     "dense": 0.5,
     "heterogeneous": None,
 }
-"""Share of accepted format shown in the extra steps; None: node i knows tasks 2i and 2i + 1 (0.3),
-hardly the others (0.005)."""
+"""Share of demonstrations in the accepted format. None: 0.3 for tasks 2i and 2i + 1 of node i, and
+0.005 for the others."""
 
 
 def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -> list[Policy]:
-    """One policy per node, independent copies of one start policy except in the heterogeneous
-    regime.
+    """Return one policy per node: copies of one policy, except in the heterogeneous regime. Takes
+    about 2 s of CPU per distinct policy.
 
-    `base`: what policy.model takes. About 2 s per distinct policy on one core. Raises KeyError for
-    an unknown regime.
+    Args:
+        base: Value of `policy.model`.
+
+    Raises:
+        KeyError: Unknown regime.
     """
     share = REGIMES[regime]
     origin = load_policy(PolicyConfig(model=base, devices="cpu", threads=1))
@@ -64,8 +67,8 @@ def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -
 def adapt(
     policy: Policy, pool: Sequence[Question], share: Callable[[str], float], stream: str
 ) -> None:
-    """Supervised steps on completion tokens: `share(task)` accepted format, 32 % refusals, the rest
-    right values in a rejected format."""
+    """Take STEPS supervised steps on completion tokens: `share(task)` in the accepted format, 32 %
+    refusals, the rest right values in a rejected format."""
     rng = random.Random(stream)
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=PEAK, weight_decay=0.0)
     for step in range(STEPS):

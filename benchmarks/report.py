@@ -1,5 +1,4 @@
-"""What every benchmark ends with: a table that a person can read, and the same as JSON with
-machine, date and command."""
+"""Tables of results for reading, and JSON with machine, date and command."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from typing import Any
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table, padded so that it also reads well in a terminal. Numbers to the right, text
-    to the left."""
+    """Return a Markdown table, padded for a terminal: numbers to the right, text to the left."""
     cells = [[str(c) for c in row] for row in rows]
     widths = [
         max(len(h), *(len(r[i]) for r in cells)) if cells else len(h) for i, h in enumerate(headers)
@@ -40,7 +38,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
-    """`mean ± sample standard deviation`, or the value alone when there is only one."""
+    """Return `mean ± sample standard deviation`, or a single value alone."""
     if not values:
         return "–"
     mean = f"{statistics.fmean(values):.{digits}f}"
@@ -48,7 +46,7 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
 
 
 def signed(values: Sequence[float], digits: int = 3) -> str:
-    """`median [least … greatest]`, signed: for differences."""
+    """Return `median [least … greatest]`, signed: for differences."""
     if not values:
         return "–"
     middle = f"{statistics.median(values):+.{digits}f}"
@@ -59,20 +57,8 @@ def signed(values: Sequence[float], digits: int = 3) -> str:
     )
 
 
-T95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833)
-"""95 % quantile of Student's t with 1 to 9 degrees of freedom; of more, the last is a bound."""
-
-
-def mean_interval(values: Sequence[float], digits: int = 3) -> str:
-    """`mean [90 % interval of the mean]`, signed: for at least two differences by seed."""
-    mean = statistics.fmean(values)
-    quantile = T95[min(len(values) - 1, len(T95)) - 1]
-    half = quantile * statistics.stdev(values) / len(values) ** 0.5
-    return f"{mean:+.{digits}f} [{mean - half:+.{digits}f} … {mean + half:+.{digits}f}]"
-
-
 def middle(values: Sequence[float], digits: int = 2) -> str:
-    """`median [least–greatest]`: for times, which have a long tail."""
+    """Return `median [least–greatest]`: for times, which have a long tail."""
     if not values:
         return "–"
     return (
@@ -82,13 +68,13 @@ def middle(values: Sequence[float], digits: int = 2) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least value that `share` of them do not exceed."""
+    """Return the least value that `share` of the values do not exceed."""
     ranked = sorted(values)
     return ranked[max(0, -(-len(ranked) * int(share * 100) // 100) - 1)]
 
 
 def machine() -> str:
-    """The machine in words: cores this process may use, architecture, GPU."""
+    """Return the machine in words: usable cores, architecture, GPU."""
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -101,7 +87,7 @@ def machine() -> str:
 
 
 def command() -> str:
-    """The command line as a person would type it."""
+    """Return the command line of this process."""
     module = sys.modules["__main__"].__spec__
     name = (
         f"python -m {module.name.removesuffix('.__main__')}" if module else f"python {sys.argv[0]}"
@@ -110,12 +96,12 @@ def command() -> str:
 
 
 def heading(title: str) -> str:
-    """First lines of a printed result and of its section in RESULTS.md."""
+    """Return the first lines of a printed result."""
     return f"## {title}\n\n{time.strftime('%Y-%m-%d')} · {machine()} · `{command()}`\n"
 
 
 def write_json(path: Path, results: Any) -> None:
-    """Results with machine, date, command and versions, written whole or not at all."""
+    """Write results with machine, date, command and version in one atomic step."""
     document = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "machine": machine(),

@@ -1,14 +1,14 @@
-"""What a swarm of N costs each of its members that asks for groups, and what they learn from.
-`python -m benchmarks.scale [--quick]`
+"""What does a swarm of N nodes cost a member, and what does the member learn from? `python -m
+benchmarks.scale [--quick]`
 
-    real hosts     benchmarks.scale_hosts: what a listing, a pull, a connection cost; run here, so
-    that CPU times belong to this machine
-    10 to 1,000    benchmarks.scale_events: the product's own decisions, event by event, with churn,
-    liars, and nodes that leave at once
-    to 10,000      benchmarks.scale_model: the same rules simplified, in numpy
+    costs     benchmarks/lib/scale_hosts.py: a listing, a fetch and a connection between real hosts,
+              measured here so that CPU times are of this machine
+    counts    benchmarks/lib/scale_events.py: the product's own decisions, event by event, for 10 to
+              1,000 nodes, with churn, hostile identities, and nodes that leave at once
 
-Every node makes 8 useful groups in a step of 30 s and trains on 6 of others'. The rows of flooding
-are arithmetic: every node receives every group once, for what one more group in a fetch costs.
+Every node makes 8 useful groups in a step of 30 s and trains on 6 of its peers'. The rows of
+flooding are computed: every node receives every group once, at the cost of one more group in a
+fetch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from benchmarks import report, scale_events, scale_hosts, scale_model
-from benchmarks.scale_events import DEGREE, MADE, ROOM, STEP_SECONDS, Result, Setup
-from benchmarks.scale_hosts import Constants
+from benchmarks import report
+from benchmarks.lib import scale_events, scale_hosts
+from benchmarks.lib.scale_events import DEGREE, MADE, ROOM, STEP_SECONDS, Result, Setup
+from benchmarks.lib.scale_hosts import Constants
 
 SIZES = (2_000, 17_000)
 """Bytes of a group: short answers, and eight of some hundred tokens."""
-LISTED_BYTES = 100
 WARM = 6
 """Steps before anything is counted."""
 BUDGET_CORES, BUDGET_BITS = 0.1, 100_000
@@ -45,7 +45,7 @@ MOST_GROWN = 1.1
 
 @dataclass(frozen=True)
 class Load:
-    """What a node does in a step, on average."""
+    """Mean counts of a node and step."""
 
     listings: float
     listing_bytes: float
@@ -57,24 +57,24 @@ class Load:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one node."""
+    """Cost of one node."""
 
     cpu_ms: float
-    """Of asking, answering, admitting and deciding, for each group trained on."""
+    """CPU of requests, answers, admission and decisions per group trained on."""
     connections_ms: float
-    """Of being connected, per second."""
+    """CPU of idle connections per second."""
     bytes: float
-    """Received, for each byte of a group trained on."""
+    """Bytes received per byte of the groups trained on."""
     kbit: float
-    """Received per second; sent is as much."""
+    """kbit/s received; as much is sent."""
     messages: float
-    """Per minute, there and back counted as two."""
+    """Messages per minute; request and answer are two."""
     cores: float
-    """All of it."""
+    """Share of a core."""
 
 
 def cost(load: Load, constants: Constants, nodes: int) -> Cost:
-    """What `load` costs by `constants`."""
+    """Return the cost of `load`."""
     trained = max(load.trained, 1e-9)
     asking = load.listings * constants.listing.cpu_ms + load.pulls * (
         constants.pull.cpu_ms - constants.more.cpu_ms
@@ -91,13 +91,13 @@ def cost(load: Load, constants: Constants, nodes: int) -> Cost:
         connections_ms=idle_ms,
         bytes=received / (trained * constants.size),
         kbit=8 * (received / STEP_SECONDS + idle_bytes) / 1000,
-        messages=2 * (load.listings + load.pulls) * 60 / STEP_SECONDS * 2,  # asked and answered
+        messages=2 * (load.listings + load.pulls) * 60 / STEP_SECONDS * 2,  # both roles
         cores=(cpu / STEP_SECONDS + idle_ms) / 1000,
     )
 
 
 def load_of(result: Result) -> Load:
-    """Of a run of scale_events."""
+    """Return the mean load of a run."""
     c, steps = result.counts, max(1, result.counts.node_steps)
     return Load(
         c.listings / steps,
@@ -109,95 +109,58 @@ def load_of(result: Result) -> Load:
     )
 
 
-def load_of_model(outcome: scale_model.Outcome, decisions_ms: float) -> Load:
-    """Of a run of scale_model, which decides in another way: `decisions_ms` are those of
-    scale_events."""
-    return Load(
-        outcome.listings,
-        LISTED_BYTES * outcome.entries,
-        outcome.pulls,
-        outcome.pulled,
-        ROOM * outcome.full,
-        decisions_ms,
-    )
-
-
 @dataclass(frozen=True)
 class Plan:
-    """What is run. events, model: nodes → steps."""
+    """Runs of one call."""
 
     events: dict[int, int]
-    model: dict[int, int]
+    """Nodes → steps."""
     troubled: int
-    """Nodes in the runs with liars and with those who leave."""
+    """Nodes of the runs with hostile identities and with a leave."""
     seeds: int
 
     @property
     def troubles(self) -> list[Setup]:
-        """Runs in which something is wrong."""
+        """Runs with a disturbance."""
         base = Setup(self.troubled, steps=max(self.events.values()) // 2 + 6, warm=WARM)
         return [replace(base, leave=0.3), replace(base, hostile=0.25), replace(base, hostile=0.5)]
 
 
-FULL = Plan({10: 36, 100: 30, 1000: 12}, {100: 36, 1_000: 36, 10_000: 26}, 60, 3)
-QUICK = Plan({10: 12, 30: 12}, {100: 16, 1_000: 16}, 20, 1)
-SIMULATED = "simulated"
-One = TypeVar("One")
+FULL = Plan({10: 36, 100: 30, 1000: 12}, 60, 3)
+QUICK = Plan({10: 12, 30: 12}, 20, 1)
 
 
 class Runs:
-    """Results by nodes, one for each seed; printed as they come. Each run is a process of its own,
-    `processes` of them at a time."""
+    """Results of all runs, one for each seed, `processes` at a time."""
 
     def __init__(self, plan: Plan, processes: int) -> None:
-        self.plan = plan
-        # spawn, and one run for each: memory that another run has used is no memory of this one
+        setups = [Setup(nodes, steps=steps, warm=WARM) for nodes, steps in plan.events.items()]
+        # a fresh process for each run, so that memory of one is not counted for the next
         with ProcessPoolExecutor(
             processes, multiprocessing.get_context("spawn"), max_tasks_per_child=1
         ) as pool:
-            simulated = lambda setup: [
-                pool.submit(scale_events.simulate, replace(setup, seed=seed))
-                for seed in range(plan.seeds)
+            jobs = [
+                [
+                    pool.submit(scale_events.simulate, replace(setup, seed=seed))
+                    for seed in range(plan.seeds)
+                ]
+                for setup in (*setups, *plan.troubles)
             ]
-            modelled = lambda nodes, steps: [
-                pool.submit(scale_model.run, nodes, seed, steps, warm=WARM)
-                for seed in range(plan.seeds)
-            ]
-            events = {
-                nodes: simulated(Setup(nodes, steps=steps, warm=WARM))
-                for nodes, steps in plan.events.items()
-            }
-            model = {nodes: modelled(nodes, steps) for nodes, steps in plan.model.items()}
-            troubles = [simulated(setup) for setup in plan.troubles]
-            self.events = {
-                nodes: [_noted(run.result()) for run in some] for nodes, some in events.items()
-            }
-            self.model = {
-                nodes: [_noted(run.result()) for run in some] for nodes, some in model.items()
-            }
-            self.troubles = [[_noted(run.result()) for run in some] for some in troubles]
+            found = [[_noted(job.result()) for job in some] for some in jobs]
+        self.events = dict(zip(plan.events, found, strict=False))
+        self.troubles = found[len(setups) :]
 
-    @property
-    def decisions_ms(self) -> float:
-        return fmean(load_of(result).decisions_ms for result in self.events[max(self.events)])
-
-    def loads(self, kind: str, nodes: int) -> list[Load]:
-        """One for each seed. kind: SIMULATED, or of the model."""
-        if kind == SIMULATED:
-            return [load_of(result) for result in self.events[nodes]]
-        return [load_of_model(outcome, self.decisions_ms) for outcome in self.model[nodes]]
+    def costs(self, nodes: int, constants: Constants) -> list[Cost]:
+        """Return the costs of a swarm of `nodes`, one for each seed."""
+        return [cost(load_of(result), constants, nodes) for result in self.events[nodes]]
 
 
 def note(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
-def _noted(result: One) -> One:
-    note(
-        f"{result.setup}: {result.counts.node_steps} steps of nodes"
-        if isinstance(result, Result)
-        else f"{result}"
-    )
+def _noted(result: Result) -> Result:
+    note(f"{result.setup}: {result.counts.node_steps} steps of nodes")
     return result
 
 
@@ -213,7 +176,7 @@ def _several(values: Sequence[float | None], digits: int = 2) -> str:
 
 
 def cost_table(runs: Runs, constants: Constants) -> str:
-    """What a member pays."""
+    """Return the table of costs of a member."""
     headers = [
         "nodes",
         "how",
@@ -225,15 +188,12 @@ def cost_table(runs: Runs, constants: Constants) -> str:
         "of a core, %",
     ]
     rows = []
-    keys = [(nodes, SIMULATED) for nodes in runs.events] + [
-        (nodes, "model") for nodes in runs.model
-    ]
-    for nodes, kind in sorted(keys, key=lambda key: (key[0], key[1] != SIMULATED)):
-        costs = [cost(load, constants, nodes) for load in runs.loads(kind, nodes)]
+    for nodes in runs.events:
+        costs = runs.costs(nodes, constants)
         rows.append(
             [
                 f"{nodes:,}",
-                f"pull, {kind}",
+                "pull gossip",
                 _several([c.kbit for c in costs], 1),
                 _several([c.bytes for c in costs]),
                 _several([c.messages for c in costs], 0),
@@ -259,15 +219,14 @@ def cost_table(runs: Runs, constants: Constants) -> str:
 
 
 def learning_table(runs: Runs) -> str:
-    """What it gets."""
+    """Return the table of what a member trains on."""
     headers = [
         "nodes",
-        "how",
+        "steps",
         "batches full, %",
         "groups used by others, %",
         "age when used, s",
         "authors met",
-        "steps until 90 % show it",
         "KiB a node",
     ]
     rows = []
@@ -276,39 +235,25 @@ def learning_table(runs: Runs) -> str:
         rows.append(
             [
                 f"{nodes:,}",
-                f"{SIMULATED}, {results[0].setup.steps - results[0].setup.warm} steps",
+                str(results[0].setup.steps - results[0].setup.warm),
                 _several(full, 1),
                 _several([100 * r.used_share for r in results], 0),
                 _several([fmean(r.counts.ages) for r in results], 0),
                 _several([r.authors for r in results], 0),
-                _several([r.spread_steps for r in results], 0),
                 _several([r.kilobytes for r in results], 0),
-            ]
-        )
-    for nodes, outcomes in runs.model.items():
-        rows.append(
-            [
-                f"{nodes:,}",
-                f"model, {runs.plan.model[nodes] - WARM} steps",
-                _several([100 * o.full for o in outcomes], 1),
-                _several([100 * o.used_share for o in outcomes], 0),
-                _several([o.age_seconds for o in outcomes], 0),
-                _several([o.authors for o in outcomes], 0),
-                _several([o.spread_steps for o in outcomes], 0),
-                "–",
             ]
         )
     return report.table(headers, rows)
 
 
 def trouble_table(runs: Runs) -> str:
-    """Liars, and those who leave."""
+    """Return the runs with a disturbance."""
     headers = [
         "nodes",
         "what",
         "batches full, %",
-        "hostile of what was asked for, %",
-        "absorbed after, s",
+        "hostile of the fetched, %",
+        "recovered after, s",
         "least full 30 s, %",
     ]
     rows = []
@@ -335,33 +280,18 @@ def trouble_table(runs: Runs) -> str:
 
 
 def goals(runs: Runs, by_size: dict[int, Constants]) -> list[tuple[bool, str]]:
-    """Whether each goal is met, and by what number."""
+    """Return whether each goal is met, and its figure."""
     lines = []
-    far = 10_000 if 10_000 in runs.model else max(runs.model)
+    most = max(runs.events)
+    few = 100 if 100 in runs.events else min(runs.events)
     for size, constants in by_size.items():
-        most = max(runs.events)
-        few = 100 if 100 in runs.events else min(runs.events)
-        for kind, less, more in ((SIMULATED, few, most), ("model", 100, far)):
-            at = {
-                nodes: [cost(load, constants, nodes) for load in runs.loads(kind, nodes)]
-                for nodes in (less, more)
-            }
-            cpu, kbit = (
-                fmean(getattr(c, what) for c in at[more])
-                / fmean(getattr(c, what) for c in at[less])
-                for what in ("cpu_ms", "kbit")
-            )
-            lines.append(
-                (
-                    max(cpu, kbit) <= MOST_GROWN,
-                    (
-                        f"{size} B: cost at {more:,} ÷ at {less:,} ({kind}), CPU {cpu:.2f}, bytes"
-                        f" {kbit:.2f} (at most {MOST_GROWN})"
-                    ),
-                )
-            )
-        of = [cost(load, constants, most) for load in runs.loads(SIMULATED, most)]
-        cpu, ratio = fmean(c.cpu_ms for c in of), fmean(c.bytes for c in of)
+        mean = lambda nodes, what, c=constants: fmean(
+            getattr(x, what) for x in runs.costs(nodes, c)
+        )
+        cpu, kbit = (mean(most, what) / mean(few, what) for what in ("cpu_ms", "kbit"))
+        told = f"cost at {most:,} ÷ at {few:,}, CPU {cpu:.2f}, bytes {kbit:.2f}"
+        lines.append((max(cpu, kbit) <= MOST_GROWN, f"{size} B: {told} (at most {MOST_GROWN})"))
+        cpu, ratio = mean(most, "cpu_ms"), mean(most, "bytes")
         lines.append(
             (
                 cpu <= MOST_CPU_MS,
@@ -380,7 +310,7 @@ def goals(runs: Runs, by_size: dict[int, Constants]) -> list[tuple[bool, str]]:
                 ),
             )
         )
-        cores, kbit = fmean(c.cores for c in of), fmean(c.kbit for c in of)
+        cores, kbit = mean(most, "cores"), mean(most, "kbit")
         fits = cores <= BUDGET_CORES and 1000 * kbit <= BUDGET_BITS
         lines.append(
             (
@@ -406,17 +336,13 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawTextHelpFormatter,
     )
-    parser.add_argument(
-        "--quick", action="store_true", help="few nodes, one seed; under a minute of CPU time"
-    )
-    parser.add_argument(
-        "--seeds", type=int, help="runs of everything that is simulated; 3 unless told otherwise"
-    )
+    parser.add_argument("--quick", action="store_true", help="few nodes, one seed")
+    parser.add_argument("--seeds", type=int, help="seeds of each simulation (3)")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="write all results there, too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument(
         "--one",
-        help="a Setup of scale_events as JSON, simulated here and now; prints what came of it",
+        help="a Setup as JSON: simulate it and print the result",
     )
     arguments = parser.parse_args()
     if arguments.one:
@@ -447,7 +373,6 @@ def main() -> None:
         results["events"] = [
             _summary(result) for each in [*runs.events.values(), *runs.troubles] for result in each
         ]
-        results["model"] = [asdict(outcome) for each in runs.model.values() for outcome in each]
         report.write_json(arguments.json, results)
 
 

@@ -1,15 +1,17 @@
-"""`python -m benchmarks.served [--steps N] [--seeds N]`: two nodes with one policy, of which one
-samples with a vLLM server and the other with its own engine. Do both learn?
+"""Does a node that samples with vLLM learn like one that samples itself? `python -m
+benchmarks.served [--quick] [--steps N] [--seeds N]`
 
+Two nodes share one policy; one samples with a vLLM server, the other with its own engine.
 SWARMNODE_VLLM names the Python of an environment with vLLM (tests/support/served/install.sh). The
-policy is the embedded one with wider heads (tests.support.served.wide), since vLLM on a CPU has no
-kernel for its own.
+policy is the embedded one with wider heads (tests.support.served.wide), because vLLM on a CPU has
+no kernel for its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 import urllib.request
@@ -51,7 +53,7 @@ def report_of(node: DemoNode) -> dict[str, object]:
 
 
 def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[dict[str, object]]:
-    """The last report of each node."""
+    """Return the latest report of each node."""
     nodes = [
         DemoNode("served", directory / "served", settings_of(policy, url, steps, 2 * seed)),
         DemoNode("own", directory / "own", settings_of(policy, "", steps, 2 * seed + 1)),
@@ -60,7 +62,7 @@ def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[
     try:
         nodes[0].start([])
         nodes[1].start(nodes[0].wait_for_address(time.monotonic() + START_SECONDS)[:1])
-        while any(node.alive() for node in nodes):  # each ends after its last step
+        while any(node.alive() for node in nodes):  # a node ends after max_steps
             time.sleep(POLL_SECONDS)
             for index, node in enumerate(nodes):
                 try:
@@ -78,10 +80,20 @@ def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.served",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="ten steps, one seed")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
+    if options.quick:
+        options.steps, options.seeds = 10, 1
+        if "SWARMNODE_VLLM" not in os.environ:
+            print("skipped: SWARMNODE_VLLM is not set")
+            return
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         policy = widen(directory / "policy")

@@ -1,30 +1,25 @@
-"""How fast is our local step (generate, score, update) against TRL's GRPOTrainer: `python -m
-benchmarks.trainer [--quick] [--json PATH]`.
+"""How fast is a local step (sample, score, update) against TRL's GRPOTrainer? `python -m
+benchmarks.trainer [--quick] [--json PATH]`
 
 Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer
 settings; one thread each on a CPU. The two take turns **step by step in one process**, so that
-whatever else the machine does hits both and the ratio stands. TRL is timed between its
-`on_step_begin` and `on_step_end`, without data loading and logging; both score through the same
-sandboxed scorer; TRL gets its prompts ready made, ours regenerates them. Gradient checkpointing,
-TRL's default, is off.
+other load on the machine affects both. TRL is timed between `on_step_begin` and `on_step_end`,
+without data loading and logging; both score through the same sandboxed scorer; TRL gets its prompts
+ready made. Gradient checkpointing, TRL's default, is off.
 
-    real rewards       what a node does. Most groups earn nothing at first and are then not run
-    through the model again: part of our speed
-    every group useful rewards replaced by 1, 0, 1, 0, …: both train on all 64 completions
-    a larger model     random weights, 32 new tokens: less Python, more arithmetic
-    long prompts       the same, prompts of 17 to 185 tokens (mean 83): ours runs a prompt once, TRL
-    once per completion
-    --lengths          answers that end by chance (geometric, mean 100, at most 512), prompts of 17
-    to 185 tokens, 3.5 M parameters: our two
-                       engines against TRL with `generate`, and against TRL with transformers'
-                       continuous batching. The learning rate is tiny, so that lengths stay what
-                       they are. Lengths of few completions differ by chance: compared are tokens
-                       per CPU second, seed by seed
-    --shape NAME       on a GPU: random weights of that shape (benchmarks/shapes.py) with few, with
-    many prompt tokens, and long completions
+    real rewards         as in a node. Most groups earn nothing at first and are skipped
+    every group useful   rewards 1, 0, 1, 0, …: both train on all 64 completions
+    a larger model       random weights, 32 new tokens: less Python, more arithmetic
+    long prompts         the same with prompts of 17 to 185 tokens (mean 83): our step runs a prompt
+                         once per group, TRL once per completion
+    --lengths            completions that end by chance (geometric, mean 100, at most 512), 3.5 M
+                         parameters: our two engines against TRL with `generate` and with
+                         transformers' continuous batching. The result is tokens per CPU second,
+                         seed by seed, since lengths of few completions differ by chance
+    --shape NAME         on a GPU: random weights of a published shape (benchmarks/lib/shapes.py)
 
 Before the first step, loss and gradient of both are compared on one batch;
-tests/unit/rl/test_trl.py holds them equal, mode by mode.
+tests/unit/rl/test_trl.py holds them equal for every mode.
 """
 
 from __future__ import annotations
@@ -48,10 +43,10 @@ import datasets
 import torch
 import transformers
 import trl
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
+from benchmarks.lib.shapes import SHAPES, build, random_llama
 from benchmarks.report import heading, middle, table, write_json
-from benchmarks.shapes import SHAPES, build
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
@@ -79,10 +74,10 @@ from tools.build_tiny import build_tokenizer
 
 G, B = 8, 8
 PAGE = 32
-"""Tokens of a page in transformers' continuous batching, which gets room for all completions at
-their longest: by default it takes half of the machine's free memory, and clears it, at every
-step."""
-WARM = 2  # steps of each that are not counted
+"""Tokens of a page in transformers' continuous batching. It gets room for all completions at their
+longest; by default it would allocate half of the free memory at every step."""
+WARM = 2
+"""Steps of each that are not counted."""
 
 
 @dataclass(frozen=True)
@@ -92,27 +87,26 @@ class Case:
     new_tokens: int
     real_rewards: bool
     hidden: int = 0
-    """0: the embedded policy. Else a random Llama of this width."""
+    """Width of a random Llama; 0 is the embedded policy."""
     long_prompts: bool = False
-    """Without the embedded tokenizer's phrases: one token per character."""
+    """One token per character, without the embedded tokenizer's phrases."""
     shape: str = ""
-    """A name in benchmarks.shapes, instead of the embedded policy."""
+    """A name in SHAPES, instead of the embedded policy."""
     device: str = "cpu"
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
-    """Bound of a micro-batch, ours; TRL runs its batch in one piece."""
+    """Bound of our micro-batches; TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
-    """Ours, of `training.options`; empty: as the product chooses. Each has a policy of its own and
+    """Our engines (`training.options`); empty lets the product choose. Each has its own policy and
     takes its step after TRL's."""
     paged: bool = False
-    """TRL generates by transformers' continuous batching."""
+    """TRL samples with transformers' continuous batching."""
     even: bool = False
-    """Every token is about as likely as any other, the end token too: lengths are geometric."""
+    """All tokens are about equally likely, so that lengths are geometric."""
     learning_rate: float = TrainingConfig().learning_rate
     groups: int = B
     ahead: int = 0
-    """Steps of ours before the first that is compared, until as much is under way as ever will be;
-    in lockstep nothing ever is."""
+    """Our steps before the first compared one, which fill the continuous engine."""
     warm: int = WARM
     seed: int = 0
 
@@ -130,27 +124,26 @@ class Result:
     ours_cpu_seconds: list[float] = field(default_factory=list)
     trl_cpu_seconds: list[float] = field(default_factory=list)
     ours_generate_seconds: list[float] = field(default_factory=list)
-    """Sampling and scoring; the rest of a step is the update."""
+    """Seconds of sampling and scoring; the rest of a step is the update."""
     ours_generate_cpu_seconds: list[float] = field(default_factory=list)
     trl_generate_cpu_seconds: list[float] = field(default_factory=list)
-    """Until it asks for rewards."""
+    """CPU seconds until TRL requests rewards."""
     ours_tokens: list[float] = field(default_factory=list)
     """Mean length of a completion."""
     trl_tokens: list[float] = field(default_factory=list)
     ours_lag: list[float] = field(default_factory=list)
     """Updates between a group's first token and the step that learns from it, mean."""
     ours_useful_groups: list[float] = field(default_factory=list)
-    """Share of groups that the update ran through the model."""
+    """Share of groups that the update trained on."""
     ours_reward: list[float] = field(default_factory=list)
     trl_reward: list[float] = field(default_factory=list)
     loss_difference: float = 0.0
-    """Between ours and TRL's on one batch, before the first step."""
+    """|our loss − TRL's| on one batch before the first step."""
     gradient_difference: float = 0.0
-    """Norm of the difference over the norm of TRL's gradient, there."""
+    """‖our gradient − TRL's‖ ÷ ‖TRL's‖ on that batch."""
 
     def ratio(self, cpu: bool = False) -> float:
-        """Samples per second, ours over TRL's: equal samples a step, so the ratio of total
-        times."""
+        """Return our samples per second ÷ TRL's, which is the ratio of total times."""
         ours, theirs = (
             (self.ours_cpu_seconds, self.trl_cpu_seconds)
             if cpu
@@ -159,7 +152,7 @@ class Result:
         return sum(theirs) / sum(ours)
 
     def token_rates(self) -> tuple[float, float]:
-        """Tokens sampled and learnt from per CPU second of a step, ours and TRL's."""
+        """Return tokens per CPU second of a step, ours and TRL's."""
         rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
         return rate(self.ours_tokens, self.ours_cpu_seconds), rate(
             self.trl_tokens, self.trl_cpu_seconds
@@ -167,12 +160,12 @@ class Result:
 
 
 def swarm_of(case: Case) -> bytes:
-    """From which questions follow."""
+    """Return the swarm id, from which the questions follow."""
     return bytes([case.seed]) * 32
 
 
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
-    """Our local step, the parts that `swarmnode.trainer.loop` is made of."""
+    """Return our local step, made of the parts of `swarmnode.trainer.loop`."""
     training = TrainingConfig(
         num_generations=G,
         groups_per_step=case.groups,
@@ -213,7 +206,7 @@ def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> 
 
 
 def now() -> float:
-    """Seconds, with everything that was started on a GPU done."""
+    """Return the time after all work on a GPU has completed."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -224,7 +217,7 @@ def alternating(count: int) -> list[float]:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and takes one of each of ours after it."""
+    """Times TRL's steps, and takes a step of each of ours after it."""
 
     def __init__(self, ours: Sequence[Callable[[], None]], result: Result) -> None:
         self._ours = ours
@@ -241,15 +234,15 @@ class Turns(TrainerCallback):
             step()
 
     def sampled(self) -> None:
-        """TRL has its completions."""
+        """Record that TRL has its completions."""
         self._result.trl_generate_cpu_seconds.append(time.process_time() - self._start[1])
 
 
 def trl_trainer(
     case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns
 ) -> trl.GRPOTrainer:
-    """GRPOTrainer with our settings, on an equal copy of the model, on questions of its own from
-    the same tasks."""
+    """Return a GRPOTrainer with our settings, a copy of the model and other questions of the same
+    tasks."""
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
@@ -267,7 +260,7 @@ def trl_trainer(
     def reward(
         completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        """Rows come as B questions × G completions in a row, as TRL's sampler repeats them."""
+        """Score B questions × G completions, in the order of TRL's sampler."""
         turns.sampled()
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
         rewards = [
@@ -328,8 +321,7 @@ def pages(case: Case) -> dict[str, int]:
 
 
 def run(case: Case, scorer: Scorer) -> list[Result]:
-    """`case.steps` steps of each, in turns. A result for each of our engines, all against the same
-    steps of TRL."""
+    """Take `case.steps` steps of each in turns. Return a result for each of our engines."""
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(
             PolicyConfig(model=model_of(case, folder), devices=case.device, dtype=case.dtype)
@@ -367,11 +359,11 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
 
 
 def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
-    """(loss, gradient) on one batch that `policy` sampled: absolute, and relative to TRL's
-    gradient. The weights of both are equal."""
+    """Return the differences of loss (absolute) and gradient (relative) on one batch that `policy`
+    sampled, at equal weights."""
     prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
-    prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template puts it back
-    # TRL gives a chance to rows of the head that are no tokens; ours does not
+    prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template adds it
+    # TRL also samples rows of the head that are no tokens
     rows_of_head = policy.base.get_output_embeddings().weight.shape[0]
     policy = replace(policy, vocab_size=rows_of_head, unused_ids=frozenset())
     groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
@@ -419,42 +411,18 @@ def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[f
 
 
 def model_of(case: Case, folder: str) -> str:
-    """What `policy.model` is to be."""
+    """Make the model of `case` and return its `policy.model`."""
     if not case.hidden and not case.shape:
         return "embedded"
-    tokenizer = (
-        build_tokenizer(set())
-        if case.long_prompts
-        else load_policy(PolicyConfig(devices="cpu")).tokenizer
-    )
-    return (
-        build(case.shape, tokenizer, Path(folder) / "model", case.device)
-        if case.shape
-        else random_model(case, folder, tokenizer)
-    )
-
-
-def random_model(case: Case, folder: str, tokenizer: Any) -> str:
-    """A directory with a random Llama of 4 layers."""
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=case.hidden,
-        intermediate_size=3 * case.hidden,
-        num_hidden_layers=4,
-        num_attention_heads=case.hidden // 32,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    torch.manual_seed(case.seed)
     directory = Path(folder) / "model"
-    model = LlamaForCausalLM(config)
-    if case.even:
-        model.lm_head.weight.data.mul_(0.1)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return str(directory)
+    if case.long_prompts:
+        tokenizer = build_tokenizer(set())
+    else:
+        tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
+    if case.shape:
+        return build(case.shape, tokenizer, directory, case.device)
+    head_scale = 0.1 if case.even else 1.0
+    return random_llama(tokenizer, directory, case.hidden, seed=case.seed, head_scale=head_scale)
 
 
 def show(results: list[Result]) -> str:
@@ -500,7 +468,7 @@ def show(results: list[Result]) -> str:
 
 
 def show_lengths(results: list[Result]) -> str:
-    """Seed by seed, and what is in the middle."""
+    """Return a row for each seed, and the median."""
     headers = [
         "ours against TRL",
         "seed",
@@ -560,9 +528,7 @@ def show_lengths(results: list[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument(
-        "--quick", action="store_true", help="few steps, without the larger model; under a minute"
-    )
+    parser.add_argument("--quick", action="store_true", help="few steps, without the larger model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument(
@@ -578,20 +544,23 @@ def main() -> None:
         const=3,
         default=0,
         metavar="STEPS",
-        help="only answers of different lengths",
+        help="only completions of random lengths",
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
         default=[0],
-        help="of weights, questions and draws, with --lengths; below 256",
+        help="seeds of weights, questions and draws, with --lengths; below 256",
     )
     parser.add_argument(
-        "--groups", type=int, default=B, help="of 8 completions in a step, with --lengths"
+        "--groups", type=int, default=B, help="groups of 8 completions in a step, with --lengths"
     )
     parser.add_argument(
-        "--engines", nargs="+", default=["lockstep", "continuous"], help="ours, with --lengths"
+        "--engines",
+        nargs="+",
+        default=["lockstep", "continuous"],
+        help="our engines, with --lengths",
     )
     parser.add_argument(
         "--theirs",
@@ -600,7 +569,7 @@ def main() -> None:
         choices=["generate", "continuous batching"],
         help="how TRL samples, with --lengths",
     )
-    parser.add_argument("--json", type=Path, help="write the same as JSON")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()

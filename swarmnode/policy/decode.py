@@ -14,7 +14,7 @@ columns that are not filled yet are masked. When the memory is full, it grows (b
 first, by twice as many each further time) and the step is recorded again. A graph lives for one
 call of `generate`, so it needs no memory during training. Recording costs about as much as one
 step. On an H200 with 0.5 B parameters and 64 rows, 32 tokens took 0.19 s instead of 0.85 s
-(benchmarks/RESULTS.md, trainer).
+(benchmarks/RESULTS.md).
 """
 
 from __future__ import annotations

@@ -64,8 +64,8 @@ Score = Callable[[Sequence[Row], float], list[Scored]]
 
 @dataclass(frozen=True)
 class ExternalChecks:
-    """How far a peer's group may be from what our policy would have sampled. Chosen by
-    `benchmarks.tolerance`."""
+    """How far a peer's group may be from what our policy would have sampled. Measured in
+    benchmarks/RESULTS.md, "Rollouts"."""
 
     spot_check_tolerance: float = 3.0
     """Median |difference of log-probability| per token, nats, above which a group is not trained

@@ -6,8 +6,7 @@ drops tokens that have moved far enough. Without these ratios, the same completi
 without bound, and the policy gets worse permanently. Replay also allows sampling less (`rl.split`).
 
 When useful groups are not rare, replay is harmful: on answers of 35 tokens with a quarter correct,
-a policy learned almost nothing with it (benchmarks/RESULTS.md, "second"). The section "sapo: groups
-that are trained on again" lists the cases in which replay helps.
+a policy learned almost nothing with it. Where replay helps is in benchmarks/RESULTS.md, "Rollouts".
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from swarmnode.trainer.batch import TrainingGroup
 USES = 4
 """How often a group is trained on again, at most. More were not tried."""
 STEPS = 8
-"""How long a group is kept. The bias of what is that old is in benchmarks/RESULTS.md, under
-corrections: 0.2 where tokens are corrected."""
+"""How long a group is kept. At that age the corrected gradient of a token has a bias of 0.2
+(benchmarks/RESULTS.md, "Rollouts")."""
 RARE = 0.35
 """Share of useful groups among sampled groups above which they are not rare. Replay then stays off
 until the trainer restarts."""

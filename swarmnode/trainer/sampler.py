@@ -43,7 +43,7 @@ source."""
 MAX_LAG = 4
 """Updates that may pass between a group's first token and the step that learns from it: a step
 waits for whatever would become older, and throws nothing away, which would be the long answers.
-`benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
+The bias at that lag is 0.10 with `OWN_CORRECTION` (benchmarks/RESULTS.md)."""
 
 
 UNSHARED = {

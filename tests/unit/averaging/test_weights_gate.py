@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from benchmarks.outer_rules import judge
 from swarmnode.averaging.gate import EPSILON, FAR, FIRST, AveragingGate, Losses, norm, threshold
 from swarmnode.weights.local import ADOPTIONS, OUTCOMES
 from swarmnode.weights.revert_monitor import RevertMonitor
+from tests.support.outer_rules import judge
 
 W = 0.5
 

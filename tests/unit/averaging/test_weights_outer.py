@@ -6,17 +6,6 @@ import math
 import pytest
 import torch
 
-from benchmarks.outer_rules import (
-    DILOCO,
-    OFF,
-    average,
-    blend,
-    contraction,
-    outer_step,
-    outer_step_of_gasloc,
-    outer_step_of_two_tensors,
-    stable_bound,
-)
 from swarmnode.averaging.outer import OuterState, SlowWeights, host_copy, prepare
 from swarmnode.errors import StateError
 from swarmnode.weights.rule import (
@@ -28,6 +17,16 @@ from swarmnode.weights.rule import (
     mixing_weight,
     next_outer_step,
     too_far_behind,
+)
+from tests.support.outer_rules import (
+    DILOCO,
+    OFF,
+    average,
+    blend,
+    contraction,
+    outer_step,
+    outer_step_of_two_tensors,
+    stable_bound,
 )
 
 
@@ -79,28 +78,6 @@ def test_one_tensor_gives_what_the_paper_gets_from_two(alpha, beta):
     for a, b in zip(one, two, strict=True):
         for name in a:
             torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-5)
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.5, 0.9])
-def test_gasloc_among_all_at_once_moves_the_mean_as_diloco_with_nesterov_does(momentum):
-    eta, replicas = 0.7, [replica(0) for _ in range(4)]
-    states = [OuterState(r, Rule("gasloc", momentum, eta)) for r in replicas]
-    mean = {n: torch.nn.Parameter(p.clone()) for n, p in replicas[0].items()}
-    nesterov = torch.optim.SGD(mean.values(), lr=eta, momentum=momentum, nesterov=momentum > 0)
-    rng = torch.Generator().manual_seed(9)
-    for _ in range(10):
-        for r in replicas:
-            inner_steps(r, rng)
-        for n, p in mean.items():
-            p.grad = average([s.phi for s in states])[n] - average(replicas)[n]
-        nesterov.step()
-        proposed = [blend(s.phi, r, eta) for s, r in zip(states, replicas, strict=True)]
-        for state, r, y in zip(states, replicas, proposed, strict=True):
-            outer_step_of_gasloc(state, y, average(proposed))
-            state.commit(r, host_copy(r))
-        for n, p in mean.items():
-            torch.testing.assert_close(average(replicas)[n], p.data, rtol=0, atol=2e-5)
-    assert (spread_of(replicas) < 1e-9) == (momentum == 0)  # with momentum each keeps its own
 
 
 @pytest.mark.parametrize("name", ["noloco", "gossip"])

@@ -1,5 +1,4 @@
-"""What the benchmarks of averaging count: bytes that an arm may receive, and time that training
-stands still."""
+"""Bytes that an arm of benchmarks.sapo may receive."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import stalls
 from benchmarks.simulator import PAPER, PARTS, Arm, Swarm
 from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.policy.load import load_policy
@@ -58,13 +56,3 @@ def test_groups_are_counted_as_they_would_travel(policy):
     # one group of two short completions from the only other node
     assert all(200 < received < 2000 for received in every.received)
     assert 0.3 < sum(half.received) / sum(every.received) < 0.7
-
-
-def test_the_share_of_time_that_training_stands_still():
-    node = {"at": 200.0, "steps": 1000, "exchanges": 30, "solo": 10, "stalled": 1.0, "fragments": 0}
-    assert stalls.share(node) == 0.005
-    assert stalls.share(node | {"at": 0.0}) == 0
-    shown = stalls.show({"sync_every": 50, "nodes": {"node0": node}})
-    assert "0.50 %" in shown
-    assert "25.0" in shown  # milliseconds each
-    assert "H = 50" in shown

@@ -1,15 +1,16 @@
-"""Every benchmark says what it takes."""
+"""Every benchmark can be imported and describes its options."""
 
 import importlib
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
-COMMANDS = sorted(
-    path.stem for path in FOLDER.glob("*.py") if "ArgumentParser(" in path.read_text()
-)
+MODULES = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
+COMMANDS = sorted(name for name, text in MODULES.items() if "ArgumentParser(" in text)
+LIBRARIES = sorted(path.stem for path in (FOLDER / "lib").glob("[a-z]*.py"))
 
 
 def test_there_are_some():
@@ -23,3 +24,13 @@ def test_help(name, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^0$"):
         module.main()
     assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_every_library_has_a_user(name):
+    module = f"benchmarks.lib.{name}"
+    importlib.import_module(module)
+    texts = [path.read_text() for path in FOLDER.rglob("*.py")]
+    assert any(f"from {module} import" in text for text in texts) or any(
+        re.search(rf"from benchmarks\.lib import .*\b{name}\b", text) for text in texts
+    )

@@ -4,8 +4,8 @@ payloads that are counted."""
 import pytest
 import torch
 
+from benchmarks.lib.replicas import Text, batches, initial, learning_rate, losses
 from benchmarks.noloco import REPLICAS, Arm, Size, Swarm
-from benchmarks.replicas import Text, batches, initial, learning_rate, losses
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def text():
     return Text(streams, rows, rows, 20)
 
 
-def test_a_replica_does_not_feel_the_others():
+def test_replicas_do_not_leak_into_each_other():
     parameters = initial(0, 3, 20)
     for p in parameters.values():
         p += 0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
@@ -64,8 +64,6 @@ def test_the_learning_rate_warms_up_and_ends_at_a_tenth():
         (Arm("int8", codec="int8"), 1.0),
         (Arm("fragments", fragments=4), 2.0),
         (Arm("drop", dropped=1.0), 0.0),
-        (Arm("gasloc", "gasloc"), 2.0),
-        (Arm("sparse", whole_every=2), (2.0 + 116 / 4096) / 2),
     ],
 )
 def test_bytes_are_counted_per_node_and_parameter(arm, per_sync):
@@ -80,11 +78,11 @@ def test_averaging_brings_replicas_together_and_ddp_keeps_them_equal():
     size = Size(steps=8, sync_every=4, batch=1, warmup=1)
     data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
     ends = {}
-    for rule in ("off", "noloco", "gasloc", "diloco", "ddp"):
+    for rule in ("off", "noloco", "diloco", "ddp"):
         swarm = Swarm(Arm(rule, rule), size, text(), 0, initial(0, REPLICAS, 20))
         swarm.run(data)
         ends[rule] = swarm.deviation()
-    assert ends["off"] > max(ends["noloco"], ends["gasloc"]) > 0
+    assert ends["off"] > ends["noloco"] > 0
     assert ends["ddp"] < 1e-6
     assert ends["diloco"] < 1e-6
 
@@ -96,7 +94,7 @@ def swarm_of(arm, steps=16):
     return swarm
 
 
-@pytest.mark.parametrize("meeting", ["all at once", "pairs", "swap"])
+@pytest.mark.parametrize("meeting", ["all at once", "swap"])
 def test_replicas_whose_exchanges_all_fail_train_as_without_averaging(meeting):
     options = {"in_flight": 2, "unequal": True}
     off = swarm_of(Arm("off", "off", **options))
@@ -105,13 +103,10 @@ def test_replicas_whose_exchanges_all_fail_train_as_without_averaging(meeting):
         assert torch.equal(p, alone.parameters[name])
 
 
-def test_a_failure_costs_a_pair_both_sides_and_a_swap_one():
-    commits = {}
-    for meeting in ("pairs", "swap"):
-        swarm = swarm_of(Arm(meeting, meeting=meeting, dropped=0.5, gate=True), steps=64)
-        commits[meeting] = sum(swarm.judged[outcome] for outcome in ("accepted", "clipped"))
-        assert swarm.judged["failed"] > 0
-    assert commits["swap"] > 1.2 * commits["pairs"]
+def test_failures_in_swaps_leave_other_exchanges():
+    swarm = swarm_of(Arm("swap", meeting="swap", dropped=0.5, gate=True), steps=64)
+    assert swarm.judged["failed"] > 0
+    assert swarm.judged["accepted"] + swarm.judged["clipped"] > 0
 
 
 def test_an_accepted_swap_satisfies_the_accepters_own_outer_step():
@@ -119,21 +114,3 @@ def test_an_accepted_swap_satisfies_the_accepters_own_outer_step():
     taken = [clock for clocks in swarm.clocks for clock in clocks]
     assert sum(taken) <= REPLICAS * 64 / 4 * 1.1
     assert min(taken) > 64 / 4 * 0.7
-
-
-def test_what_is_learnt_alone_is_learnt_by_either_rule():
-    size = Size(steps=8, sync_every=4, batch=1, warmup=1)
-    data = batches(text(), REPLICAS, size.steps, size.batch, 0.5, 0)
-    moved = {}
-    for rule in ("noloco", "gasloc"):
-        swarm = Swarm(
-            Arm(rule, rule, dropped=1.0, outer=(0.0, 0.5), solo="outer rule"),
-            size,
-            text(),
-            0,
-            initial(0, REPLICAS, 20),
-        )
-        swarm.run(data)
-        moved[rule] = swarm.parameters["embed.weight"].detach()
-    torch.testing.assert_close(moved["noloco"], moved["gasloc"], rtol=0, atol=1e-5)
-    assert float((moved["noloco"] - initial(0, REPLICAS, 20)["embed.weight"]).abs().max()) > 1e-3

@@ -1,0 +1,1 @@
+"""Parts of benchmarks that are not commands."""

@@ -1,0 +1,104 @@
+"""Outer rules that no node runs, and the theory of the product's rule, for benchmarks and tests.
+
+noloco_two   the paper's form: δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), which needs the partner's φ too
+diloco       θ̄ over all replicas at once
+off          no averaging: θ̄ = θ, so that φ follows θ
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+import torch
+
+from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses
+from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, prepare
+from swarmnode.weights.rule import Rule
+
+OFF: Final = Rule("off", 0.0, 1.0)
+DILOCO: Final = Rule("diloco", 0.3, 0.7)
+PAIR: Final = 0.5
+"""Mean share of the disagreement that averaging with one partner removes, of many replicas."""
+
+
+def blend(
+    mine: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], weight: float = 0.5
+) -> Tensors:
+    """Return θ_i + w (θ_j − θ_i), without a gate."""
+    return {name: t + weight * (theirs[name] - t) for name, t in mine.items()}
+
+
+def average(replicas: Sequence[Mapping[str, torch.Tensor]]) -> Tensors:
+    """Return the mean over replicas."""
+    return {name: torch.stack([r[name] for r in replicas]).mean(0) for name in replicas[0]}
+
+
+def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
+    """Take one outer step at once. Raises ValueError as `outer.prepare` does."""
+    assert state.take(
+        prepare(state.rule, state.slow([name for name in mean if name in state.phi]), mean)
+    )
+
+
+def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor]) -> None:
+    """Take a step without a partner, as nodes do: φ ← θ, and δ is unchanged."""
+    slow = state.slow(list(theta))
+    assert state.take(prepare(state.rule, SlowWeights(slow.phi, slow.delta), {}, theta))
+
+
+def outer_step_of_two_tensors(
+    state: OuterState, mean: Mapping[str, torch.Tensor], mean_phi: Mapping[str, torch.Tensor]
+) -> None:
+    """δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), φ ← φ + δ: the paper's equation 2, with the sign of its
+    proof, and γ = β."""
+    rule = state.rule
+    for name, theta in mean.items():
+        slow = mean_phi[name]
+        delta = (
+            rule.alpha * state.delta[name]
+            + rule.beta * (theta - slow)
+            + rule.beta * (slow - state.phi[name])
+        )
+        state.delta[name], state.phi[name] = delta, state.phi[name] + delta
+
+
+def judge(
+    gate: AveragingGate,
+    peer: str,
+    mine: Tensors,
+    theirs: Tensors,
+    *,
+    weight: float = 0.5,
+    moved: float = 0.0,
+    probe: Callable[[Mapping[str, torch.Tensor]], float] | None = None,
+    probation: bool = False,
+) -> GateDecision:
+    """Run `examine`, the probe and `conclude` at once. probe: loss with these tensors, nats."""
+    found = gate.examine(peer, mine, theirs, weight=weight, moved=moved, probation=probation)
+    losses = None if probe is None or found.mean is None else Losses(probe(mine), probe(found.mean))
+    return gate.conclude(found, losses)
+
+
+def stable_bound(alpha: float, share: float = PAIR) -> float:
+    """Return the largest γ with which the expected squared disagreement does not grow: 2(1 − α²) /
+    (1 + α − 2αq), for pairs 2(1 − α²).
+
+    share: q, mean share of the disagreement that one averaging removes; 1/2 for pairs of many,
+    N/(2(N−1)) for pairs of N. Follows from the second moments of (x, m), x' = x + m', m' = αm − γQx
+    with Q a random projection of mean q.
+    """
+    return 2 * (1 - alpha**2) / (1 + alpha - 2 * alpha * share)
+
+
+def contraction(alpha: float, gamma: float, share: float = PAIR) -> float:
+    """Return the factor of the expected squared disagreement per outer step without inner steps. It
+    is below 1 exactly within `stable_bound`.
+
+    Spectral radius of the recursion of (E‖x‖², E⟨x, m⟩, E‖m‖²); 0.70 at α = 0.5, γ = 0.7.
+    """
+    m = np.array([gamma**2 * share, -2 * alpha * gamma * share, alpha**2])
+    xm = np.array([-gamma * share, alpha, 0.0]) + m
+    x = np.array([1 - 2 * gamma * share, 2 * alpha, 0.0]) + m
+    return float(np.abs(np.linalg.eigvals(np.stack([x, xm, m]))).max())
