@@ -1,2 +1,2 @@
-"""What tests share: hosts, fakes, attackers, simulated swarms. Fakes for users' own tests are in
-`tests.support.fakes`."""
+"""Shared test tools: hosts, fakes, attackers and simulated swarms. Fakes for users' own tests are
+in `tests.support.fakes`."""

@@ -1,15 +1,14 @@
-"""A libp2p client made of sockets, Noise and hand-packed frames, which can send what no library
-would: for tests of the guards.
+"""A libp2p client made of sockets, Noise and hand-packed frames. It can send bytes that no library
+would send.
 
-    async with attacker.connect(address) as peer:                 TCP, multistream, Noise with a
-    fresh identity, multistream, Yamux
-        stream = await peer.open("/test/echo/1")                  SYN and protocol negotiation
+    async with attacker.connect(address) as peer:  # TCP, multistream, Noise, Yamux
+        stream = await peer.open("/test/echo/1")   # SYN and protocol negotiation
         await stream.send(b"…"); await stream.receive(3)
-        await peer.frame(DATA, stream.id, body=…, flags=FIN)      any Yamux frame, whatever the
-        window says
+        # any Yamux frame, also beyond the window
+        await peer.frame(DATA, stream.id, body=…, flags=FIN)
 
-It shares no muxer code with py-libp2p, so it behaves the same whether or not the guards are
-installed in this process.
+The client shares no muxer code with py-libp2p, so it behaves the same with and without the guards
+in this process.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ WINDOW = 256 * 1024
 
 
 def varint(value: int) -> bytes:
-    """Unsigned LEB128."""
+    """Encode `value` as unsigned LEB128."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -49,7 +48,7 @@ def varint(value: int) -> bytes:
 
 
 def line(text: str) -> bytes:
-    """One multistream-select message."""
+    """Encode one multistream-select message."""
     return varint(len(text) + 1) + text.encode() + b"\n"
 
 
@@ -64,7 +63,7 @@ async def _read_line(read) -> str:
 
 
 async def select(read, write, protocol: str) -> None:
-    """Agree on `protocol`; ConnectionError when the other side does not speak it."""
+    """Negotiate `protocol`. Raise ConnectionError when the other side does not support it."""
     await write(line("/multistream/1.0.0") + line(protocol))
     if (
         await _read_line(read) != "/multistream/1.0.0"
@@ -74,7 +73,7 @@ async def select(read, write, protocol: str) -> None:
 
 
 class Stream:
-    """One Yamux stream. `credit`: bytes that the other side still allows us."""
+    """One Yamux stream. credit: bytes that the other side still allows this side to send."""
 
     def __init__(self, peer: Peer, stream_id: int) -> None:
         self.peer, self.id = peer, stream_id
@@ -88,8 +87,14 @@ class Stream:
         self._changed = trio.Event()
 
     async def send(self, data: bytes, until_ended: bool = False) -> None:
-        """As an honest peer: waits for credit. ConnectionError once the stream was reset.
-        `until_ended`: whoever has closed its own side and grants no credit gets no more."""
+        """Send `data` as an honest peer does: wait for credit.
+
+        Args:
+            until_ended: Stop when the other side has closed its half and grants no credit.
+
+        Raises:
+            ConnectionError: The stream was reset.
+        """
         view = memoryview(data)
         while view:
             while not self.credit:
@@ -104,7 +109,7 @@ class Stream:
             view = view[len(part) :]
 
     async def receive(self, size: int) -> bytes:
-        """Exactly `size` bytes; ConnectionError when the stream ends before."""
+        """Return exactly `size` bytes. Raise ConnectionError when the stream ends earlier."""
         while len(self._buffer) < size:
             if self.was_reset or self.ended or self.peer.lost.is_set():
                 raise ConnectionResetError(
@@ -120,8 +125,8 @@ class Stream:
 
 
 class Peer:
-    """Our end of one Yamux connection. `generous`: grant credit for what arrives; else a paused
-    reader."""
+    """The test's end of one Yamux connection. generous: grant credit for received data; otherwise
+    the reader appears paused."""
 
     def __init__(self, session, keys: KeyPair) -> None:
         self.session, self.keys = session, keys
@@ -143,7 +148,7 @@ class Peer:
         length: int | None = None,
         body: bytes = b"",
     ) -> None:
-        """Send one frame as given; `length` defaults to that of `body`."""
+        """Send one frame as given. `length` defaults to the length of `body`."""
         async with self._lock:
             await self.session.write(
                 HEADER.pack(0, kind, flags, stream_id, len(body) if length is None else length)
@@ -151,7 +156,7 @@ class Peer:
             )
 
     async def syn(self, stream_id: int | None = None) -> Stream:
-        """A new stream without negotiation."""
+        """Open a stream without negotiation."""
         if stream_id is None:
             stream_id, self._next = self._next, self._next + 2
         stream = self.streams[stream_id] = Stream(self, stream_id)
@@ -159,13 +164,13 @@ class Peer:
         return stream
 
     async def open(self, protocol: str) -> Stream:
-        """A new stream that speaks `protocol`."""
+        """Open a stream and negotiate `protocol`."""
         stream = await self.syn()
         await select(stream.receive, stream.send, protocol)
         return stream
 
     async def pump(self) -> None:
-        """Reads frames until the connection is lost."""
+        """Read frames until the connection is lost."""
         try:
             while True:
                 _, kind, flags, stream_id, length = HEADER.unpack(await self._exactly(HEADER.size))
@@ -208,13 +213,13 @@ class Peer:
 
 
 def endpoint(address: str) -> tuple[str, int]:
-    """Host and port of `/ip4/…/tcp/…`."""
+    """Return host and port of `/ip4/…/tcp/…`."""
     parts = address.split("/")
     return parts[2], int(parts[4])
 
 
 async def accept(stream: Stream) -> str:
-    """Answer the negotiation of a stream that the host has opened; returns the protocol."""
+    """Answer the negotiation of a stream that the host opened. Return the protocol."""
     for text in ("/multistream/1.0.0", None):
         wanted = await _read_line(stream.receive)
         await stream.send(line(text or wanted))
@@ -225,8 +230,8 @@ async def accept(stream: Stream) -> str:
 async def agreed(
     address: str, protocol: str, *, source: str | None = None
 ) -> AsyncIterator[RawConnection]:
-    """TCP, and agreement on the security `protocol`; ConnectionError when the other side does not
-    speak it."""
+    """Connect by TCP and agree on the security `protocol`. Raise ConnectionError when the other
+    side does not support it."""
     host, port = endpoint(address)
     async with await trio.open_tcp_stream(host, port, local_address=source) as tcp:
         raw = RawConnection(TrioTCPStream(tcp), True)
@@ -249,7 +254,7 @@ async def agreed(
 async def secured(
     address: str, *, source: str | None = None, keys: KeyPair | None = None
 ) -> AsyncIterator[tuple]:
-    """TCP and Noise only: yields (session, keys)."""
+    """Open a connection with TCP and Noise only. Yield (session, keys)."""
     async with agreed(address, "/noise", source=source) as raw:
         keys = keys or create_new_key_pair(os.urandom(32))
         pattern = PatternXX(
@@ -262,8 +267,8 @@ async def secured(
 async def connect(
     address: str, *, source: str | None = None, keys: KeyPair | None = None, seconds: float = 60.0
 ) -> AsyncIterator[Peer]:
-    """A connected `Peer`; `seconds` is for the handshake. Leaving closes the socket without a
-    goodbye."""
+    """Yield a connected `Peer`. seconds: limit of the handshake. On exit the socket closes without
+    a goodbye."""
     async with contextlib.AsyncExitStack() as stack:
         with trio.fail_after(seconds):
             session, keys = await stack.enter_async_context(

@@ -1,5 +1,5 @@
-"""A headless Chromium that does what it is told: a tab over the DevTools protocol. For tests of the
-status page, and screenshots."""
+"""A headless Chromium tab driven over the DevTools protocol, for tests of the status page and for
+screenshots."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ QUIET = (
     "--disable-extensions",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",
 )
-"""It speaks to this machine only."""
+"""The browser may connect to this machine only."""
 START_SECONDS = 60.0
 CALL_SECONDS = 60.0
 
 
 class Tab:
-    """One page. Raises RuntimeError where the browser or the script in it fails."""
+    """One page. Its methods raise RuntimeError when the browser or a script in the page fails."""
 
     def __init__(self, socket: WebSocketConnection) -> None:
         self._socket = socket
         self._calls = 0
         self._loaded = False
         self.errors: list[str] = []
-        """What the page wrote to its console as errors, and exceptions that nobody caught."""
+        """Console errors of the page and its uncaught exceptions."""
 
     async def call(self, method: str, **params: Any) -> dict[str, Any]:
         self._calls += 1
@@ -71,7 +71,7 @@ class Tab:
         return told
 
     async def js(self, expression: str) -> Any:
-        """The value of an expression in the page; a promise's once it is settled."""
+        """Evaluate an expression in the page. A promise is awaited."""
         told = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -80,8 +80,7 @@ class Tab:
         return told["result"].get("value")
 
     async def until(self, condition: str) -> None:
-        """Waits in the page until `condition` holds there. Raises RuntimeError after
-        CALL_SECONDS."""
+        """Wait in the page until `condition` holds. Raise RuntimeError after CALL_SECONDS."""
         turns = (
             f"new Promise((done) => {{ const look = () => ({condition}) ? done(true) :"
             " setTimeout(look, 20); look(); })"
@@ -100,7 +99,7 @@ class Tab:
         return self
 
     async def look(self, width: int, *, dark: bool = False) -> None:
-        """As wide as this, px, in light or dark colours."""
+        """Set the viewport width in px and the colour scheme."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -123,15 +122,15 @@ class Tab:
             )
 
     async def picture(self) -> bytes:
-        """The whole page as PNG."""
+        """Return the whole page as PNG."""
         told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         return base64.b64decode(told["data"])
 
 
 @contextlib.asynccontextmanager
 async def chromium(directory: Path) -> AsyncIterator[Tab]:
-    """A browser with its profile in `directory`, ended on the way out. Raises RuntimeError where
-    there is none."""
+    """Start a browser with its profile in `directory` and end it on exit. Raise RuntimeError where
+    Chromium is not installed."""
     if CHROMIUM is None:
         raise RuntimeError("no Chromium on this machine")
     command = [
@@ -169,7 +168,7 @@ async def _drain(stream: Any) -> None:
 
 
 def _first_tab(url: str) -> str:
-    """The address of its socket."""
+    """Return the WebSocket address of the first tab."""
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(
         url, timeout=START_SECONDS
     ) as answer:

@@ -1,5 +1,5 @@
-"""A cable between TCP sockets on loopback that a test can cut, hold, slow down or garble: a
-listener in a thread, in front of a node."""
+"""A TCP forwarder on loopback that a test can cut, hold, slow down or corrupt. It runs in a thread
+in front of a node."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 CHUNK = 65536
 TICK_SECONDS = 0.005
 ON_THE_WAY = 64
-"""Chunks of one direction that are taken in before they are sent on."""
+"""Chunks buffered per direction before reading stops."""
 RESET = b"\1\0\0\0\0\0\0\0"
-"""SO_LINGER of a socket that is reset when it is closed, as by a machine that is gone."""
+"""SO_LINGER value for a reset on close, as from a machine that lost power."""
 
 
 @dataclass
 class Weather:
-    """What a cable does to what it carries. delay: seconds, each way. rate: bytes per second, each
-    way."""
+    """Faults that a cable applies. delay: seconds each way. rate: bytes per second each way."""
 
     cut: bool = False
     held: bool = False
@@ -30,11 +29,13 @@ class Weather:
 
 
 class Cable:
-    """Forwards what comes to `port` to `target`, a port on loopback.
+    """Forward connections to `port` to `target`, a port on loopback.
 
-    cut: connections are reset, and new ones are too. hold: nothing gets through and nobody is told.
-    slow: each way, so late and no faster. garble: one bit of what comes next, in each connection,
-    is another. mend: as at first; what was cut or garbled stays lost.
+    cut: Reset all connections, new ones included.
+    hold: Deliver nothing, without an error for either side.
+    slow: Add a delay and limit the rate, each way.
+    garble: Flip one bit of the next bytes of each connection.
+    mend: Remove all faults. Lost and corrupted bytes stay lost.
     """
 
     def __init__(self, target: int) -> None:
@@ -65,7 +66,7 @@ class Cable:
         self.weather = Weather()
 
     def garble(self) -> int:
-        """How many connections that is."""
+        """Flip one bit in each connection. Return the number of connections."""
         pairs = list(self._pairs)
         for pair in pairs:
             pair.garbled = True
@@ -110,14 +111,14 @@ class Cable:
 
 @dataclass
 class _Way:
-    """From one socket to the other, and what is between them."""
+    """Bytes in transit from one socket to the other."""
 
     source: socket.socket
     sink: socket.socket
     chunks: deque[tuple[float, bytes]] = field(default_factory=deque)
-    """(when it is due, bytes)."""
+    """(due time, bytes)."""
     free_at: float = 0.0
-    """When the last byte that was taken in has gone through."""
+    """Time at which the last accepted byte has passed."""
     ended: bool = False
 
     def take_in(self, now: float, weather: Weather) -> None:
@@ -139,7 +140,7 @@ class _Way:
 
 
 class _Pair:
-    """A connection that was made to the cable, and the one that the cable made for it."""
+    """An accepted connection and the forwarded connection to the target."""
 
     def __init__(self, *ways: _Way) -> None:
         self.ways = ways
@@ -149,7 +150,7 @@ class _Pair:
             way.source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def move(self, now: float, weather: Weather) -> bool:
-        """False when the connection is over."""
+        """Move bytes in both directions. Return False when the connection has ended."""
         try:
             for way in self.ways:
                 way.take_in(now, weather)

@@ -19,11 +19,11 @@ from swarmnode.stages.wire import Fence, FrameLimits, Place
 
 @dataclass(frozen=True)
 class Crew:
-    """A crew in one process."""
+    """Workers of all stages and the streams between them."""
 
     head: Head
     members: list[StageWorker]
-    """By stage; the first is the head."""
+    """By stage. The first is the head."""
     streams: dict[tuple[int, int], trio.abc.Stream]
     """(stage, other stage) → this stage's end."""
 
@@ -41,10 +41,13 @@ async def open_crew(
     step: int = 0,
     far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:
-    """All stages in this process, over memory streams: Closed on leaving.
+    """Open all stages in this process over memory streams. The streams close on exit.
 
-    With `step` committed steps behind it; the members do nothing before the caller's first wait.
-    far: what lies behind each end.
+    The members do nothing before the caller's first await.
+
+    Args:
+        step: Committed steps at the start.
+        far: Peer behind each stream end.
     """
     count = len(runtimes)
     streams: dict[tuple[int, int], trio.abc.Stream] = {}

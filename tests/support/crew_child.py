@@ -1,5 +1,5 @@
-"""A crew's trainer in a process of its own, to be killed: `python -m swarmnode.trainer`, forked
-from a server that has torch loaded."""
+"""A crew trainer in a child process that a test can kill. It is forked from a server that has torch
+loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tests.support import forked
 
 
 def start(config: Config, log: Path) -> Any:
-    """Start a trainer; `kill()` it. Its output is appended to `log`. A process."""
+    """Start `python -m swarmnode.trainer` and return the process. Its output is appended to
+    `log`."""
     process = forked.context.Process(target=main, args=(config.model_dump_json(), log), daemon=True)
     process.start()
     return process

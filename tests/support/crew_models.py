@@ -1,4 +1,4 @@
-"""What a crew's trainer opens, for a whole configuration."""
+"""The objects that a crew trainer opens for a complete configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def averaging_of(config: Config, stage: Stage, send, **more) -> StageAveraging:
 
 
 def recovery_of(config: Config, model: CrewModel, directory, averaging=lambda: None):
-    """Recovery of a stage, with state streams through the sockets of a network process."""
+    """Return the recovery of a stage, with state streams through the sockets of a network
+    process."""
     return StageRecovery(
         directory,
         recovery_settings(config.stages),

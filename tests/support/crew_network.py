@@ -1,13 +1,13 @@
-"""The network half of a crew without a network: real links and stage sockets to real trainers,
-foundings in between, in one trio program.
+"""The network half of a crew without a network: real links and stage sockets to real trainers, in
+one trio program.
 
-    async with crew_network(directories) as network:        # run `CrewTrainer`s there, in threads
-    or processes
+    # run `CrewTrainer`s there, in threads or processes
+    async with crew_network(directories) as network:
         await until(lambda: network.step >= 5)
 
-It founds a crew of all at the newest step that they offer, resumes as crew control does, and founds
-the next one when a trainer comes; a stage belongs to its directory for ever. What it does not have:
-offers between nodes, spares, failures of its own.
+It founds a crew of all trainers at the newest step that they offer, and resumes as crew control
+does. It founds a new crew when a trainer joins. A stage belongs to one directory until the test
+ends. Offers between nodes, spares and failures of the network are not simulated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SWARM = b"\x08" * 32
 
 @dataclass
 class Node:
-    """One trainer's network process. Is a `link_server.Trainer`."""
+    """The network process of one trainer. Implements `link_server.Trainer`."""
 
     stage: int
     directory: Path
@@ -49,14 +49,14 @@ class Node:
     pid: int = 0
     connected: bool = False
     offering: TrainerOffer | None = None
-    """Of a trainer that is in no crew."""
+    """Set while the trainer is in no crew."""
     status: StageStatus | None = None
     published: list[Any] = field(default_factory=list)
     reports: list[Any] = field(default_factory=list)
     hellos: list[Any] = field(default_factory=list)
     averaging: list[Any] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    """Where its stage came from in each crew, if it was not in memory."""
+    """Source of the stage in each crew that had to restore it."""
     faults: list[StageFault] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -98,16 +98,16 @@ class Node:
 class CrewNetwork:
     def __init__(self, directories: Sequence[Path], layers: Sequence[int]) -> None:
         self.crew = b""
-        """The present one, empty where there is none."""
+        """The current crew. Empty when there is none."""
         self.lineage = LINEAGE
         self.layers = tuple(layers)
         self.nodes = [Node(i, directory, self) for i, directory in enumerate(directories)]
         self.formed = 0
         self.step = 0
-        """Committed, as far as all have said."""
+        """Highest step that all stages report as committed."""
         self.running = False
         self.resumed_at: list[tuple[float, int]] = []
-        """(time, step) of each beginning to run."""
+        """(time, step) of each start of a crew."""
         self._parked: dict[tuple[bytes, int, int, str], trio.SocketStream] = {}
         self._sockets: set[trio.SocketStream] = set()
 
@@ -123,7 +123,7 @@ class CrewNetwork:
         self.end("a trainer is gone")
 
     def end(self, why: str) -> None:
-        """The crew is over; the next one forms when everybody has said what he has."""
+        """End the crew. The next one forms when all trainers have sent their offers."""
         if self.crew:
             self.crew, self.running = b"", False
             for node in self.nodes:
@@ -131,8 +131,8 @@ class CrewNetwork:
                 node.link.send_to_trainer(CrewEnd(why))
 
     def _found(self) -> None:
-        """At the newest step that everybody has, or lacks by one; without one, at the newest that
-        anybody has."""
+        """Found a crew at the newest step that all trainers have or lack by one. Otherwise use the
+        newest step of any trainer."""
         self.formed += 1
         self.crew = self.formed.to_bytes(16, "big") * 2
         for stream in list(self._sockets):
@@ -209,7 +209,7 @@ class CrewNetwork:
             task_status.started()
 
     async def _watch(self, node: Node) -> None:
-        """A link that ends is a trainer that is gone."""
+        """Drop a trainer whose link ends."""
         was = False
         while True:
             await trio.sleep(0.05)

@@ -1,11 +1,11 @@
-"""A node of a crew over a real network, whose trainer only pretends: it opens stage streams,
-reports, and counts steps with the others.
+"""A crew node over a real network with a simulated trainer. The trainer opens stage streams,
+reports, and counts steps.
 
     async with crew_node(network, directory) as node:
-        node.trainer.step                     that its stage has taken
+        node.trainer.step                     # steps that its stage has taken
 
-The step protocol is one u64 through the frames streams: the head says which step is next, the
-others take it and say so.
+The step protocol is one u64 in the frame streams: the head sends the next step, the other stages
+take it and acknowledge it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.pipe_ends import open_pipe
 
 MODEL = b"\x05" * 32
 LAYER = 1e9
-"""Bytes."""
+"""Size of one layer in bytes."""
 QUICK = MembershipSettings(
     tick_seconds=0.25,
     heartbeat_seconds=1.0,
@@ -50,8 +50,8 @@ QUICK = MembershipSettings(
     lost_seconds=25.0,
     strike_seconds=2.0,
 )
-"""About half of real time: a request takes milliseconds of CPU, and all nodes of a test share one
-thread."""
+"""Timeouts of about half their real values. A request takes milliseconds of CPU, and all nodes of a
+test share one thread."""
 STATUS_SECONDS = 0.5
 STEP_SECONDS = 0.1
 _STEP = struct.Struct(">Q")
@@ -59,8 +59,8 @@ _pids = itertools.count(1000)
 
 
 class PretendedTrainer:
-    """One trainer process, of a model of `layers` layers of which it can hold one. `frozen`: it
-    answers nothing more, as one that hangs."""
+    """A trainer process for a model of `layers` layers that can hold one layer. frozen: it sends
+    nothing more, like a hung process."""
 
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
@@ -70,7 +70,7 @@ class PretendedTrainer:
         self.told: list[wire.ToTrainer] = []
         self.frozen = False
         self.keeps: list[tuple[int, int]] = []
-        """(layer, step) that it has of others."""
+        """(layer, step) of its copies of other stages."""
         self._service = service
         self._trainer_offer = wire.TrainerOffer(
             MODEL,
@@ -93,7 +93,7 @@ class PretendedTrainer:
         self._offer()
 
     def _offer(self) -> None:
-        """What is in memory, as of the last step that all have taken."""
+        """Offer the layer in memory, as of the last step that all stages have taken."""
         own = (
             [HeldBlock(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
         )
@@ -109,7 +109,7 @@ class PretendedTrainer:
         self._scope.cancel()
 
     def take_over(self, other: PretendedTrainer) -> None:
-        """Be that process, with what it has in memory."""
+        """Take over the memory of another trainer process."""
         self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
         self._offer()
 
@@ -160,7 +160,7 @@ class PretendedTrainer:
             await trio.sleep(STATUS_SECONDS)
 
     async def _serve(self, assigned: wire.StageAssignment, scope: trio.CancelScope) -> None:
-        """Streams of one crew: all to all."""
+        """Open the streams of one crew, from every stage to every other stage."""
         peers = StreamPeers(assigned.crew, assigned.stage, assigned.members)
         with scope, contextlib.suppress(trio.BrokenResourceError, OSError):
             async with contextlib.AsyncExitStack() as stack:
@@ -198,8 +198,8 @@ class PretendedTrainer:
 
 
 class CrewNode:
-    """A node's network and stage service. `restarts`: reasons with which its trainer was to be
-    ended."""
+    """The network and the stage service of one node. restarts: reasons given for trainer
+    restarts."""
 
     def __init__(
         self,
@@ -251,14 +251,14 @@ class CrewNode:
                 await self._gone.wait()
 
     def kill_trainer(self) -> None:
-        """As kill -9: what it held is gone, and its streams end."""
+        """Simulate kill -9: the memory is lost and the streams end."""
         self._gone = trio.Event()
         self._scope.cancel()
         self.trainer.stop()
         self.service.trainer_left()
 
     def start_trainer(self) -> None:
-        """Another process."""
+        """Start a new trainer process."""
         self.trainer = PretendedTrainer(self.service, self._layers)
         self._gone.set()
 
@@ -272,7 +272,7 @@ async def crew_node(
     layers: int = 3,
     **cfg: Any,
 ) -> AsyncIterator[CrewNode]:
-    """A running node whose trainer offers to hold one of `layers` layers."""
+    """Yield a running node whose trainer offers to hold one of `layers` layers."""
     (directory / "run").mkdir(exist_ok=True)
     node = CrewNode(
         network, directory, settings, StagesConfig(**{"trust": "anyone", **cfg}), layers

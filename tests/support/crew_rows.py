@@ -1,4 +1,4 @@
-"""Small crews of whole models in one process, and rows to train them on."""
+"""Small crews of whole models in one process, and training rows for them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def experience(
 
 
 def grpo(policy: Any, noise: float = 0.1) -> tuple[Any, list[LearnRow]]:
-    """Rows as the unsplit trainer takes them, and as a crew does: an own group, and a peer's."""
+    """Return the same rows for an unsplit trainer and for a crew: an own group and a peer's
+    group."""
     rows, old = experience(policy, noise)
 
     class Sample:

@@ -1,4 +1,4 @@
-"""What `python -m swarmnode.trainer.export` does, in this process."""
+"""Run `python -m swarmnode.trainer.export` in this process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The client of tests/interop, which shares no line with swarmnode, and a network process for it to
-meet, whose trainer is the test."""
+"""The JavaScript client of tests/interop, which shares no code with swarmnode, and a network
+process for it whose trainer is the test."""
 
 from __future__ import annotations
 
@@ -45,14 +45,17 @@ UNREACHABLE = (
     "EHOSTUNREACH",
     "ERR_SOCKET_TIMEOUT",
 )
-"""What npm says of a registry that is not there."""
+"""Messages of npm when the registry cannot be reached."""
 BUILTIN = MappingProxyType({"names": list(BUILTIN_TASKS)})
 T = TypeVar("T")
 
 
 def install() -> None:
-    """js-libp2p as package-lock.json pins it, unless it is there. No package runs a script of its
-    own. Skips where no registry answers; in CI that is a failure (`--must-run`)."""
+    """Install js-libp2p as pinned by package-lock.json, if it is missing.
+
+    No install scripts of packages run. The test is skipped where no registry answers; in CI that is
+    a failure (`--must-run`).
+    """
     wanted = hashlib.sha256((HERE / "package-lock.json").read_bytes()).hexdigest()
     installed = MODULES / "installed"
     if not (installed.exists() and installed.read_text() == wanted):
@@ -75,8 +78,8 @@ def until(
     seconds: float = 30.0,
     pause: float = 0.05,
 ) -> T:
-    """The first result of `condition` that is true, asked again after each `pause`. `what`: called
-    for the message where none was."""
+    """Return the first true result of `condition`, polled every `pause` seconds. what: called for
+    the message of the failure."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
@@ -86,12 +89,13 @@ def until(
 
 
 class Reset(Exception):
-    """The node reset a stream: it refuses, or was asked too often (protocol 00, section 1)."""
+    """The node reset a stream: it refuses the request or a rate limit applies (protocol 00, section
+    1)."""
 
 
 class Foreign:
-    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns what the action of
-    that name answers."""
+    """A process of client.mjs. `client("publish", name="a", sequence=1)` returns the result of that
+    action."""
 
     def __init__(self, log: Path) -> None:
         with open(log, "wb") as errors:
@@ -116,7 +120,7 @@ class Foreign:
         return answer.get("answer")
 
     def unless_reset(self, action: str, **given: object) -> Any:
-        """The answer; None where the node reset the stream."""
+        """Return the answer, or None where the node reset the stream."""
         try:
             return self(action, **given)
         except Reset:
@@ -130,7 +134,7 @@ class Foreign:
                 [self._process.stdout], [], [], max(0.0, deadline - time.monotonic())
             )
             part = os.read(self._process.stdout.fileno(), 1 << 20) if ready else b""
-            assert part, f"the client says nothing: {self._log.read_text()[-2000:]}"
+            assert part, f"no answer from the client: {self._log.read_text()[-2000:]}"
             self._read += part
         line, _, self._read = self._read.partition(b"\n")
         return line
@@ -146,8 +150,8 @@ class Foreign:
 
 
 class NetworkProcess:
-    """A node's network process in a swarm with a manifest, and its trainer's end of the link.
-    `author` signs with its key."""
+    """The network process of a node in a swarm with a manifest, and the trainer's end of the link.
+    `author` signs with the key of the node."""
 
     def __init__(self, node: DemoNode, link: Link, author: Author) -> None:
         self._node = node
@@ -160,8 +164,8 @@ class NetworkProcess:
         return f"{address}/swarm/{self.author.swarm.hex()}"
 
     def publish(self, sequence: int, *, long: bool = False) -> list[float]:
-        """Publish a group of its own, which asks for a sum where `sequence` is odd; returns its
-        rewards."""
+        """Publish an own group and return its rewards. The question asks for a sum when `sequence`
+        is odd."""
         own = self.author.long_group(sequence) if long else self.author.own_group(sequence)
         reward = question(own.task).reward
         rewards = [reward(completion.text) for completion in own.completions]
@@ -169,11 +173,11 @@ class NetworkProcess:
         return rewards
 
     def share(self, own: OwnGroup) -> None:
-        """Publish a group as its trainer has scored it."""
+        """Publish a group with the rewards of its trainer."""
         self._link.send(own)
 
     def draw(self, count: int = 6) -> list[Any]:
-        """Groups of others that were admitted and not drawn before, as a step would train on
+        """Return admitted groups of peers that were not drawn before, as a training step draws
         them."""
         self._link.request_external(count, 0, count)
         return self._link.take_external(0.2)
@@ -183,7 +187,7 @@ class NetworkProcess:
             return dict(json.load(answer)["snapshot"])
 
     def outcomes(self) -> dict[str, int]:
-        """Of admission, by name."""
+        """Count admissions by outcome."""
         admission = self.status()["rollouts"]["admission"]
         return {
             **admission["ignored"],
@@ -193,7 +197,7 @@ class NetworkProcess:
         }
 
     def rejections(self) -> dict[str, int]:
-        """What peers were charged with, by reason."""
+        """Count charges against peers by reason."""
         return dict(self.status()["network"]["reputation"]["rejected"])
 
     def last_words(self) -> str:
@@ -204,8 +208,8 @@ class NetworkProcess:
 def network_process(
     directory: Path, task: Mapping[str, object] = BUILTIN
 ) -> Iterator[NetworkProcess]:
-    """`python -m swarmnode.daemon.node`, alone in a swarm of the builtin tasks, or of those that
-    the settings `task.*` name."""
+    """Run `python -m swarmnode.daemon.node` alone in a swarm of the builtin tasks, or of the tasks
+    in the settings `task.*`."""
     sections = {
         "swarm": {"name": "interop"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
@@ -239,12 +243,12 @@ def network_process(
 
 
 def missing() -> str:
-    """What this machine lacks to run the client; empty if nothing."""
+    """Return the name of the tool that is missing to run the client, or an empty string."""
     return " and ".join(tool for tool in ("node", "npm") if shutil.which(tool) is None)
 
 
 def judged(files: list[Path]) -> list[tuple[Path, str, dict[str, Any]]]:
-    """(file, vector's name, outcome) of every vector in `files` as the client sees it."""
+    """Yield (file, vector name, outcome) of every vector in `files` as the client sees it."""
     done = subprocess.run(
         ["node", "vectors.mjs", *map(str, files)],
         cwd=HERE,

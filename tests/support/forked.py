@@ -1,8 +1,8 @@
-"""Processes of tests that are forks of one server, which has imported what they need: milliseconds
-instead of seconds of CPU for each.
+"""Test processes forked from one server that has imported torch. Each fork takes milliseconds of
+CPU instead of seconds.
 
-There is one such server in a process of pytest, and it imports what is named before its first
-child: so all of it is named here.
+A pytest process has one such server. It preloads modules before its first child, so all of them are
+named here.
 """
 
 import multiprocessing

@@ -21,10 +21,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 INSTALL = "debootstrap --variant=minbase --include=python3,python3-venv,make,git"
 ALONE = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
-"""Prefix of a command whose mounts nobody else sees and whose processes end with it."""
+"""Prefix of a command with private mounts whose processes end with it."""
 
 LIMIT_SECONDS = 1800.0
-"""A command takes a tenth of it on two idle cores."""
+"""A command takes a tenth of this on two idle cores."""
 
 BOOKWORM = [
     "make demo",
@@ -47,7 +47,7 @@ class Machine:
     """A directory in which Debian is installed."""
 
     def __init__(self, root: Path, shared: list[Path]) -> None:
-        """shared: directories of this machine that the other one sees."""
+        """Set up the machine. shared: directories of this machine that are mounted in it."""
         self.root = root
         self.shared = shared
 
@@ -72,7 +72,7 @@ class Machine:
 
 
 def call(command: list[str | Path], env: dict[str, str] | None = None) -> None:
-    """Run a command. What it prints is the `output` of the error that it raises if it fails."""
+    """Run a command. On failure its output is the `output` of the error."""
     subprocess.run(
         command,
         env=env,
@@ -86,7 +86,8 @@ def call(command: list[str | Path], env: dict[str, str] | None = None) -> None:
 
 @contextlib.contextmanager
 def machine(suite: str) -> Iterator[Machine]:
-    """A fresh Debian with a clone of HEAD in /opt/swarmnode and this machine's settings of pip."""
+    """Set up a fresh Debian with a clone of HEAD in /opt/swarmnode and the pip settings of this
+    machine."""
     root = Path(tempfile.mkdtemp(prefix=f"fresh-{suite}-"))
     try:
         call([*ALONE, *INSTALL.split(), suite, root, mirror()])
@@ -99,20 +100,20 @@ def machine(suite: str) -> Iterator[Machine]:
 
 
 def mirror() -> str:
-    """Return where apt gets Debian from on this machine."""
+    """Return the URL of this machine's Debian mirror."""
     command = ["apt-get", "indextargets", "--format", "$(SITE)", "Origin: Debian", "Label: Debian"]
     found = subprocess.run(command, check=False, capture_output=True, text=True)
     return (found.stdout.split() or ["http://deb.debian.org/debian"])[0]
 
 
 def take_pip_settings(root: Path) -> list[Path]:
-    """Write pip's settings on this machine into the one at `root`.
+    """Copy pip's settings of this machine to the machine at `root`.
 
     Returns:
-        The directories that they name, pip's cache among them, which the other has to see.
+        The directories named in the settings, pip's cache among them. They must be mounted.
     """
     settings = {"cache-dir": pip("cache", "dir").strip()}
-    for line in pip("config", "list").splitlines():  # the environment comes last and wins
+    for line in pip("config", "list").splitlines():  # the environment comes last
         if match := re.fullmatch(r"(?:global|:env:)\.([\w-]+)=(.*)", line):
             settings[match[1]] = ast.literal_eval(match[2])
     shared = []
@@ -122,7 +123,7 @@ def take_pip_settings(root: Path) -> list[Path]:
             (root / path.relative_to("/")).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, root / path.relative_to("/"))
         elif path.is_absolute() and path.is_dir():
-            # An index names files beside itself.
+            # An index refers to files in its own directory.
             shared.append(path.parent if word.startswith("file://") else path)
     lines = [f"{name} = {' '.join(value.split())}" for name, value in settings.items() if value]
     (root / "etc" / "pip.conf").write_text("\n".join(["[global]", *lines, ""]))

@@ -12,7 +12,7 @@ from swarmnode.tasks import registry
 
 GUESS = "guessing_of_mine:guess"
 TURNS = 4
-"""Guesses of an episode, at most."""
+"""Maximum number of guesses in an episode."""
 HIGH = 5
 SOURCE = """
 import random
@@ -38,8 +38,11 @@ def guess(seed: int, high: int = 5):
 
 @contextlib.contextmanager
 def guessing_game(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Install the game for this process and its scorers, and give its task id. An episode ends with
-    the reward 1 when the secret is said, 0.25 when "0" is said, and 0 after TURNS other actions."""
+    """Install the game for this process and its scorers, and yield its task id.
+
+    The reward of an episode is 1 for the secret, 0.25 for the action "0", and 0 after TURNS other
+    actions.
+    """
     (directory / "guessing_of_mine.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(directory))
     before = dict(registry.TASKS)

@@ -1,5 +1,4 @@
-"""Entries of the pool for tests, without any signature. What is signed comes from
-`swarmnode.demo.liar.author`."""
+"""Unsigned pool entries for tests. `swarmnode.demo.liar.author` makes signed groups."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from swarmnode.wire.messages import RolloutGroup, TaskRef
 def external_group(
     peer: str, number: int, rewards: list[float] | None = None, text: str = "12"
 ) -> ExternalGroup:
-    """An admitted group as the pool holds it; `number` makes its content id. Nobody signed it and
-    its task does not exist."""
+    """Return an admitted group as the pool holds it. `number` determines its content id. The group
+    has no signature and its task does not exist."""
     rewards = [0.0, 1.0] if rewards is None else rewards
     task = TaskRef(id="builtin/none", version="0", seed=0, index=0)
     completions = [completion(text, packed=False) for _ in rewards]

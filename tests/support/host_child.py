@@ -1,16 +1,17 @@
-"""`main(options, hello)` runs one libp2p host, stock or guarded, that a test can drive from outside
+"""`main(options, hello)` runs one libp2p host, stock or guarded, that a test drives from outside
 (see host_process.py).
 
 options   guarded: bool · port: int · seed: int of the key
-          sweep: seconds between sweeps of dead streams · negotiation: seconds that opening a stream
-          may take limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
-hello     a pipe that is sent {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…", "control":
-<port>} when it listens
+          sweep: seconds between sweeps of dead streams
+          negotiation: limit in seconds for opening a stream
+          limits: {"inbox.PROCESS_BYTES": 1, …}, constants of the guards
+hello     a pipe that receives {"address": "/ip4/127.0.0.1/tcp/…", "peer": "12D3Koo…",
+          "control": <port>} when the host listens
 control   a loopback TCP port: one JSON request per line, {"do": "<name of an async function
-below>", …}, answered by one line
+          below>", …}, answered by one line
 
-Protocols: /test/echo/1 returns what it gets; /test/hold/1 reads nothing for ever; /test/sink/1
-counts; /test/pause/1 after 6 s; /test/raise/1 raises ValueError; /test/ends/1 lets the end of the
+Protocols: /test/echo/1 returns its input; /test/hold/1 never reads; /test/sink/1 counts;
+/test/pause/1 counts after 6 s; /test/raise/1 raises ValueError; /test/ends/1 lets the end of the
 stream escape; /test/leave/1 returns at once and closes nothing.
 """
 
@@ -37,7 +38,7 @@ from swarmnode.p2p import guards
 
 
 class Node:
-    """The host under test and what its handlers saw."""
+    """The host under test and the observations of its handlers."""
 
     def __init__(self, options: dict, hello: Connection) -> None:
         self.hello = hello
@@ -59,7 +60,7 @@ class Node:
             self.host.set_stream_handler(f"/test/{name}/1", getattr(self, f"on_{name}"))
 
     def build(self, keys):
-        """A host as py-libp2p makes it, or as we do."""
+        """Return a host as py-libp2p builds it, or as swarmnode builds it."""
         seconds = (
             {"outbound_stream_protocol_negotiation_timeout": self.options["negotiation"]}
             if "negotiation" in self.options
@@ -81,7 +82,7 @@ class Node:
             )
         )
 
-    # what peers can reach
+    # Protocols that peers can reach.
 
     async def on_echo(self, stream) -> None:
         with contextlib.suppress(Exception):
@@ -112,7 +113,7 @@ class Node:
     async def on_leave(self, stream) -> None:
         await stream.read(1)
 
-    # what the test can ask for
+    # Requests of the test.
 
     async def stat(self) -> dict:
         network = self.host.get_network()
@@ -135,7 +136,7 @@ class Node:
         return {}
 
     async def cycle(self, address: str, peer: str, times: int) -> dict:
-        """Start another host in this process, let it connect, leave it; `times` over."""
+        """Start another host in this process, connect from it and close it, `times` times."""
         for _ in range(times):
             other = self.build(create_new_key_pair(os.urandom(32)))
             with trio.move_on_after(5):
@@ -163,7 +164,7 @@ class Node:
         return {"intact": bytes(got) == sent}
 
     async def cancel_writes(self, address: str, peer: str, times: int) -> dict:
-        """Cancel `times` large writes half-way, each on its own stream; then ask for an echo on the
+        """Cancel `times` large writes half-way, each on its own stream. Then request an echo on the
         same connection."""
         for number in range(times):
             stream = await self._stream(address, peer, "echo")
@@ -173,8 +174,8 @@ class Node:
         return await self.cancel_reads(address, peer, 1000)
 
     async def give_up(self, address: str, peer: str, times: int, size: int = 200_000) -> dict:
-        """Have `size` bytes echoed and reset the stream when they lie there unread; `times` over.
-        Then ask for an echo on the same connection."""
+        """Have `size` bytes echoed and reset the stream while they are unread, `times` times. Then
+        request an echo on the same connection."""
         for _ in range(times):
             stream = await self._stream(address, peer, "echo")
             await stream.write(bytes(size))
@@ -185,8 +186,11 @@ class Node:
         return await self.cancel_reads(address, peer, 1000)
 
     async def reset_while_reading(self, address: str, peer: str, just_woken: bool) -> dict:
-        """Reset a stream that another task reads from, which a frame may have woken in the same
-        moment; what that task hears of it."""
+        """Reset a stream while another task reads from it. Return the result of that read.
+
+        Args:
+            just_woken: A frame wakes the reader immediately before the reset.
+        """
         stream, heard = await self._stream(address, peer, "hold"), []
 
         async def read() -> None:
@@ -206,7 +210,7 @@ class Node:
         return {"heard": "".join(heard)}
 
     async def break_connections(self) -> dict:
-        """An error inside every connection's own task, as a bug in the muxer would cause."""
+        """Raise an error inside every connection's own task, as a bug in the muxer would."""
 
         async def bug() -> None:
             raise RuntimeError("a muxer with a bug")
@@ -216,7 +220,7 @@ class Node:
         return {}
 
     async def cancel_opens(self, address: str, peer: str, times: int) -> dict:
-        """Cancel `new_stream` after 0, 1, 2, … steps of the scheduler; how many of the 256 outbound
+        """Cancel `new_stream` after 0, 1, 2, … scheduler steps. Return how many of the 256 outbound
         slots are free afterwards."""
         await self.connect(address, peer)
         other = ID.from_base58(peer)
@@ -241,7 +245,8 @@ class Node:
         }
 
     async def unclosed(self, address: str, peer: str, count: int) -> dict:
-        """Open streams and close none; how many opened, and the error that stopped it."""
+        """Open streams and close none. Return how many opened and the error that stopped the
+        loop."""
         await self.connect(address, peer)
         for number in range(count):
             try:
@@ -256,7 +261,7 @@ class Node:
         return {}
 
     async def write_kept(self, size: int, cancel_after: float) -> dict:
-        """Write on the last kept stream and cancel that after a time; whether it had to be
+        """Write on the last kept stream and cancel the write after a time. Return whether it was
         cancelled."""
         with trio.move_on_after(cancel_after) as scope:
             await self.streams[-1].write(bytes(size))
@@ -273,14 +278,14 @@ class Node:
         return {}
 
     async def ask(self, address: str, peer: str, protocol: str, times: int) -> dict:
-        """Open a stream, send one byte, close; `times` over."""
+        """Open a stream, send one byte and close it, `times` times."""
         for _ in range(times):
             stream = await self._stream(address, peer, protocol)
             await stream.write(b"x")
             await stream.close()
         return {}
 
-    # running
+    # Main loop.
 
     async def run(self) -> None:
         start = guards.running if self.guarded else type(self.host).run
@@ -316,8 +321,8 @@ async def _lines(stream: trio.SocketStream):
 
 
 def main(options: dict, hello: Connection) -> None:
-    """Run until killed. Quiet, unless HOST_CHILD_STDERR is set: what a stock host has to say about
-    an attack fills a screen."""
+    """Run until killed. stderr is discarded unless HOST_CHILD_STDERR is set: a stock host logs a
+    screenful per attack."""
     if not os.environ.get("HOST_CHILD_STDERR"):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     trio.run(Node(options, hello).run)

@@ -1,5 +1,5 @@
-"""Runs `host_child` processes for a test: start, ask, see whether it still serves, how much memory
-it holds, end it by its pid."""
+"""Start and end `host_child` processes, send them requests, and measure their memory and
+liveness."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import attacker, forked, host_child
 
 START_SECONDS = 120.0
 SERVE_SECONDS = 60.0
-"""An honest peer is served within this time even on a busy machine."""
+"""An honest peer is served within this time, also on a busy machine."""
 
 
 class HostProcess:
@@ -31,8 +31,12 @@ class HostProcess:
         self.pid = self.process.pid
 
     def wait_started(self) -> HostProcess:
-        """Read the child's hello; RuntimeError if it ended instead, TimeoutError after
-        `START_SECONDS`."""
+        """Read the child's hello.
+
+        Raises:
+            RuntimeError: The child ended.
+            TimeoutError: No hello within START_SECONDS.
+        """
         if not self._hello.poll(START_SECONDS):
             raise TimeoutError("the host did not start")
         try:
@@ -47,8 +51,11 @@ class HostProcess:
         return self
 
     async def ask(self, do: str, seconds: float = 60.0, **arguments: object) -> dict:
-        """The child's answer to one request; `answer["error"]` is what it raised. trio.TooSlowError
-        after `seconds`."""
+        """Return the child's answer to one request. `answer["error"]` is the exception it raised.
+
+        Raises:
+            trio.TooSlowError: No answer within `seconds`.
+        """
         with trio.fail_after(seconds):
             async with await trio.open_tcp_stream("127.0.0.1", self._control) as stream:
                 await stream.send_all(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -56,12 +63,12 @@ class HostProcess:
                 while not answer.endswith(b"\n"):
                     part = await stream.receive_some()
                     if not part:
-                        raise ConnectionResetError("the host ended while it was asked")
+                        raise ConnectionResetError("the host ended during a request")
                     answer += part
                 return json.loads(answer)
 
     async def serves(self, seconds: float = SERVE_SECONDS, source: str | None = None) -> bool:
-        """Whether a new, honest peer gets 100 kB echoed within `seconds`."""
+        """Return True if a new, honest peer gets 100 kB echoed within `seconds`."""
         data = os.urandom(100_000)
         with trio.move_on_after(seconds), contextlib.suppress(Exception):
             async with attacker.connect(self.address, source=source) as peer:
@@ -74,15 +81,15 @@ class HostProcess:
         return False
 
     async def settles(self, name: str, most: int, seconds: float = 60.0) -> None:
-        """Wait until the child's statistic `name` is at most `most`; trio.TooSlowError after
+        """Wait until the child's statistic `name` is at most `most`. Raise trio.TooSlowError after
         `seconds`."""
         with trio.fail_after(seconds):
             while (await self.ask("stat"))[name] > most:  # noqa: ASYNC110 - another process
                 await trio.sleep(0.05)
 
     async def rests(self, seconds: float = 0.5, within: float = 240.0) -> None:
-        """Wait until the child has done with what it was sent: until it has slept for `seconds`,
-        but for its clocks. trio.TooSlowError after `within`."""
+        """Wait until the child is idle for `seconds`, except for its timers. Raise
+        trio.TooSlowError after `within`."""
         with trio.fail_after(within):
             since, (_, before) = trio.current_time(), self._activity()
             while trio.current_time() - since < seconds:
@@ -92,16 +99,16 @@ class HostProcess:
                     since, before = trio.current_time(), ticks
 
     def _activity(self) -> tuple[str, int]:
-        """(state, hundredths of a second of CPU time)."""
+        """Return (process state, CPU time in hundredths of a second)."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0], int(fields[11]) + int(fields[12])
 
     async def counted(self, guard: str) -> int:
-        """How often `guard` fired in the child."""
+        """Return how often `guard` fired in the child."""
         return (await self.ask("stat"))["fired"][guard]
 
     async def dies(self, seconds: float = 10.0) -> bool:
-        """Whether the process ends by itself within `seconds`."""
+        """Return True if the process ends by itself within `seconds`."""
         with trio.move_on_after(seconds):
             while self.process.is_alive():  # noqa: ASYNC110 - another process
                 await trio.sleep(0.02)
@@ -109,17 +116,17 @@ class HostProcess:
         return False
 
     def rss(self) -> int:
-        """Resident bytes."""
+        """Return the resident memory in bytes."""
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def peak_rss(self) -> int:
-        """The most resident bytes so far."""
+        """Return the peak resident memory in bytes."""
         text = Path(f"/proc/{self.pid}/status").read_text()
         return int(text.partition("VmHWM:")[2].split()[0]) * 1024
 
     def sockets(self) -> int:
-        """Open sockets."""
+        """Return the number of open sockets."""
         names = (
             os.readlink(entry)
             for entry in Path(f"/proc/{self.pid}/fd").iterdir()
@@ -136,7 +143,7 @@ class HostProcess:
 
 @contextlib.contextmanager
 def processes(*options: dict) -> Iterator[list[HostProcess]]:
-    """Children with these options, started side by side, ended when the block is left."""
+    """Start one child for each of the options, and end them on exit."""
     children = [HostProcess(**one) for one in options]
     try:
         yield [child.wait_started() for child in children]
@@ -146,10 +153,10 @@ def processes(*options: dict) -> Iterator[list[HostProcess]]:
 
 
 def stock(**options: object) -> dict:
-    """Options of a host as py-libp2p builds it."""
+    """Return options of a host as py-libp2p builds it."""
     return {"guarded": False, **options}
 
 
 def guarded(**options: object) -> dict:
-    """Options of a host with our guards."""
+    """Return options of a host with swarmnode's guards."""
     return {"guarded": True, **options}

@@ -18,9 +18,16 @@ from swarmnode.p2p.network import Libp2pNetwork
 async def hosts(
     directory: Path, count: int, *, line: bool = False, swarm: bytes = NO_SWARM, **settings: object
 ) -> AsyncIterator[list[Libp2pNetwork]]:
-    """`count` hosts, connected. The first is everybody's bootstrap peer; with `line` each one's is
-    the host before it, and peer exchange is answered with nothing, so that they stay a line.
-    `settings`: fields of NetworkConfig. Raises trio.TooSlowError after 60 s."""
+    """Yield `count` connected hosts.
+
+    Args:
+        line: Each host knows only the host before it, and peer exchange is answered with nothing,
+            so that the hosts stay a line. Otherwise the first host is the bootstrap peer of all.
+        settings: Fields of NetworkConfig.
+
+    Raises:
+        trio.TooSlowError: The hosts are not connected after 60 s.
+    """
     async with contextlib.AsyncExitStack() as stack:
         networks: list[Libp2pNetwork] = []
         for index in range(count):
@@ -42,7 +49,8 @@ async def hosts(
 async def host(
     data_dir: Path, *, swarm: bytes = NO_SWARM, **settings: object
 ) -> AsyncIterator[Libp2pNetwork]:
-    """One host without mDNS, its key in `data_dir`. `settings`: fields of NetworkConfig."""
+    """Yield one host without mDNS, with its key in `data_dir`. settings: fields of
+    NetworkConfig."""
     cfg = NetworkConfig(**{"mdns": False, **settings})  # type: ignore[arg-type]
     async with open_host(
         cfg, identity.load_or_create(data_dir / "identity.key"), data_dir, swarm=swarm
@@ -51,5 +59,5 @@ async def host(
 
 
 async def echo(peer: str, data: bytes) -> bytes:
-    """Handler that answers every request with its own bytes."""
+    """Answer a request with its own bytes."""
     return data

@@ -1,5 +1,5 @@
-"""A Hub of our own on loopback: as much of its HTTP interface as creating a repository and one
-commit to it take."""
+"""A Hub server on loopback. It implements the HTTP calls that create a repository and commit to
+it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Hub:
-    """What it was sent. status: what it answers to everything, if not 200."""
+    """Requests that the server received. status: HTTP status of every answer, if not 200."""
 
     def __init__(self) -> None:
         self.url = ""

@@ -1,5 +1,4 @@
-"""What is ever there at once: the largest tensor of a width that torch makes, and all that it makes
-together."""
+"""Measure the largest tensor that torch makes, and the peak bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ class Largest(TorchDispatchMode):
 
 
 class Alive(TorchDispatchMode):
-    """Bytes at the peak of all that was made and not let go of; what was there before, weights say,
-    does not count."""
+    """Peak bytes of the tensors made and not yet freed. Tensors that existed before, such as
+    weights, do not count."""
 
     def __init__(self):
         super().__init__()

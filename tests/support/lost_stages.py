@@ -1,5 +1,5 @@
-"""A crew in one process that loses stages and gets them back: real members, real state streams over
-memory, real files."""
+"""A crew in one process that loses stages and restores them, with real members, real state streams
+over memory and real files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CREW = b"c" * wire.CREW_BYTES
 
 @dataclass
 class Station:
-    """One node: what survives a crew, and what a restart of its trainer."""
+    """State of one node that survives a crew, and a restart of its trainer."""
 
     spec: StageSpec
     runtime: StageRuntime
@@ -49,7 +49,7 @@ class Station:
     store: CheckpointStore
     watch: Recorder
     member: StageWorker | None = None
-    """Of the last crew; None: its stage has to be restored."""
+    """The worker of the last crew. None: the stage must be restored."""
     base: BaseWeights | None = None
 
 
@@ -63,18 +63,18 @@ class Fleet:
     keepers: Collection[int] = ()
     """Stages whose nodes keep the whole policy."""
     owner: str = ""
-    """`trainer.state.owner` of it."""
+    """Value of `trainer.state.owner`."""
     step: int = 0
     epoch: int = 0
     stations: list[Station] = field(default_factory=list)
     peers: list[StatePeer] = field(default_factory=list)
     restored: dict[int, RestoredStage] = field(default_factory=dict)
-    """Stages that the last roster had to restore."""
+    """Stages restored under the last roster."""
     failed: dict[int, Exception] = field(default_factory=dict)
     told: list[tuple[int, str]] = field(default_factory=list)
     """(stage, source) in order."""
     seating: float = 0.0
-    """Seconds under a new roster until who kept his stage says so."""
+    """Delay in seconds before a stage that was not lost reports ready under a new roster."""
 
     def __post_init__(self) -> None:
         pieces = split_model(self.model, self.layers)
@@ -100,8 +100,8 @@ class Fleet:
         return Station(spec, runtime, directory, store, watch)
 
     def kill(self, stage: int, disk: bool = False) -> Station:
-        """The node is gone with its memory; its `disk` may be left. Another one takes its place,
-        with weights that are noise."""
+        """Lose the node with its memory, and with its `disk` if asked. A new node with random
+        weights takes its place."""
         old = self.stations[stage]
         old.store.close()
         runtime = StageRuntime(old.spec, copy.deepcopy(old.runtime.model))
@@ -116,15 +116,14 @@ class Fleet:
         return self.stations[stage]
 
     def lose_copy(self, stage: int, at: int) -> None:
-        """The node of stage `at` finds its copy of `stage` damaged on disk, and has none any
-        more."""
+        """Make the node of stage `at` find its copy of `stage` damaged on disk and drop it."""
         path = self.identity.path(stage)
         (self.stations[at].directory / CHECKPOINTS / path).write_bytes(b"")
         with suppress(StateError):
             self.stations[at].store.read(stage)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """(stage, name) → copy of every trained tensor."""
+        """Return (stage, name) → copy of every trained tensor."""
         named = (
             (s.spec.index, n, p)
             for s in self.stations
@@ -135,8 +134,8 @@ class Fleet:
 
     @asynccontextmanager
     async def up(self, step: int | None = None) -> AsyncIterator[Crew | None]:
-        """A roster with everybody in it; who lost his stage gets it back first. None where somebody
-        could not: see `failed`."""
+        """Yield a crew of all stages after restoring the lost ones. Yield None where a restore
+        failed; see `failed`."""
         self.epoch += 1
         self.step = self.step if step is None else step
         count = len(self.stations)
@@ -168,7 +167,7 @@ class Fleet:
                         if station.member is None:
                             restoring.start_soon(self._restore, station)
             assert not any(peer.channel.refused["repeated"] for peer in self.peers), (
-                "who is restored may have all that it needs"
+                "a restored stage may already have all that it needs"
             )
             if self.failed:
                 yield None
@@ -214,7 +213,7 @@ class Fleet:
                 base=station.base,
                 notify=lambda source: self.told.append((stage, source)),
             )
-        except Exception as error:  # whatever it is, the test looks at it
+        except Exception as error:  # the test inspects the error
             self.failed[stage] = error
 
     def close(self) -> None:
@@ -223,13 +222,13 @@ class Fleet:
 
 
 def checkpoints_in(fleet: Fleet, at: int) -> dict[int, int]:
-    """Stage → committed steps in its checkpoint on the disk of the node of stage `at`."""
+    """Return stage → committed steps in its checkpoint on the disk of the node of stage `at`."""
     found = {stage: fleet.stations[at].store.metadata(stage) for stage in range(len(fleet.layers))}
     return {stage: about.step for stage, about in found.items() if about is not None}
 
 
 def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
-    """Something to learn from, the same for the same seed."""
+    """Return training rows that depend only on the seed."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda n: torch.randint(2, 60, (n,), generator=generator).tolist()
     return [
@@ -239,6 +238,6 @@ def rows_of(seed: int, count: int = 12) -> list[LearnRow]:
 
 
 async def quiet(rounds: int = 200) -> None:
-    """Until every frame that is under way has been handled."""
+    """Wait until every frame in flight has been handled."""
     for _ in range(rounds):
         await trio.lowlevel.checkpoint()

@@ -1,4 +1,4 @@
-"""Manifests without a model behind them: signed by a known key, over two builtin tasks."""
+"""Manifests without a model: signed by a known key, over two builtin tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CREATED_AT = 1_790_000_000_000
 
 
 def founded(key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: object) -> Opened:
-    """A manifest of `config`; `changes`: terms, or else fields of the manifest."""
+    """Return a manifest of `config`. changes: terms, or else fields of the manifest."""
     given = {
         name: changes.pop(name)
         for name in ("created_at", "secret", "completions")

@@ -44,8 +44,9 @@ LEARNED_POSITIONS = 64
 
 
 def _phi3_longrope(vocabulary: int) -> PretrainedConfig:
-    """Frequencies of all rows change once a pass is longer than LONG_ROPE_FROM."""
-    # four frequencies: a head has eight values
+    """Use long RoPE: the frequencies of all rows change once a pass is longer than
+    LONG_ROPE_FROM."""
+    # Four frequencies: a head has eight values.
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -64,7 +65,8 @@ def _phi3_longrope(vocabulary: int) -> PretrainedConfig:
 
 
 def _deepseek(vocabulary: int) -> PretrainedConfig:
-    """Multi-head latent attention: a key has 12 values, a value 8; the second layer has experts."""
+    """Multi-head latent attention with 12 values per key and 8 per value. The second layer has
+    experts."""
     return DeepseekV3Config(
         vocab_size=vocabulary,
         num_key_value_heads=4,
@@ -151,9 +153,9 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
         layer_types=["sliding_attention", "full_attention"],
         activation_sparsity_pattern=[0.0, 0.0],
     ),
-    # makes its positions of the mask, and takes no 4-D mask
+    # computes positions from the mask, and rejects a 4-D mask
     "bloom": lambda v: BloomConfig(vocab_size=v, hidden_size=32, n_layer=2, n_head=4),
-    # a window that no cache shows
+    # a window that the cache does not expose
     "gpt-neo": lambda v: GPTNeoConfig(
         vocab_size=v,
         hidden_size=32,
@@ -163,9 +165,9 @@ CONFIGS: dict[str, Callable[[int], PretrainedConfig]] = {
         attention_types=[[["global", "local"], 1]],
         window_size=6,
     ),
-    # no keys and values at all: refused
+    # no keys or values: refused
     "mamba": lambda v: MambaConfig(vocab_size=v, hidden_size=32, num_hidden_layers=2, state_size=4),
-    # linear attention, whose state is changed in place
+    # linear attention with state changed in place
     "qwen3-next": lambda v: Qwen3NextConfig(
         vocab_size=v,
         num_key_value_heads=2,
@@ -187,7 +189,8 @@ def build(
 ) -> Path:
     """Write a random model of `kind` with `tokenizer` to `directory`.
 
-    scale: factor of all matrices, so that the next token is neither certain nor uniform.
+    Args:
+        scale: Factor of all matrices. It makes the next token neither certain nor uniform.
     """
     torch.manual_seed(5)
     config = CONFIGS[kind](len(tokenizer))

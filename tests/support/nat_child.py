@@ -1,9 +1,8 @@
-"""One real host in a network namespace, driven over a pipe: see nat_process.py, which is the other
-side.
+"""One real host in a network namespace, driven over a pipe by nat_process.py.
 
-It says first {"peer": …, "addrs": […]}. Then it answers each of {"do": "stat"} and {"do":
-"request", "peer": …, "bytes": …}. It ends when the pipe does. Every request is answered with its
-own bytes: the network is the test.
+It first sends {"peer": …, "addrs": […]}. Then it answers {"do": "stat"} and {"do": "request",
+"peer": …, "bytes": …}. It ends when the pipe closes. Requests from peers are answered with their
+own bytes.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def _next(orders: Connection) -> dict | None:
 def run(
     namespace: str, data_dir: Path, settings: dict[str, Any], swarm: bytes, orders: Connection
 ) -> None:
-    """What the process does. settings: fields of NetworkConfig."""
+    """Run the host process. settings: fields of NetworkConfig."""
     enter(namespace)
     format = "%(relativeCreated)d %(name)s %(message)s"
     logging.basicConfig(level=logging.INFO, filename=data_dir / "log", format=format, force=True)

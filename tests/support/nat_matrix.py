@@ -1,9 +1,9 @@
-"""`python -m tests.support.nat_matrix` (root): which pairs of routers let a direct connection
-through; the table of docs/networking.md.
+"""`python -m tests.support.nat_matrix` (root) prints which pairs of routers allow a direct
+connection: the table of docs/networking.md.
 
-Each pair: two hosts that know only a public relay. Printed: what each found about itself, whether
-they met through the relay, whether the hole was punched within a minute, and the seconds that a
-request of 1 MiB and its answer took, over what they had in the end.
+Each pair is two hosts that know only a public relay. A row reports the reachability that each host
+determined, whether they met through the relay, whether a hole was punched within a minute, and the
+seconds for a request of 1 MiB and its answer over the final path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAIRS = [
 
 
 def attach(net: Topology, name: str, outside: str, router: str) -> str:
-    """Returns the address to listen on."""
+    """Attach a host to the network and return its listen address."""
     kind, _, resets = router.partition(", ")
     if kind == "none":
         net.public(name, outside)
@@ -41,7 +41,7 @@ def attach(net: Topology, name: str, outside: str, router: str) -> str:
 
 
 def measure(directory: Path, routers: tuple[str, str]) -> str:
-    """One row."""
+    """Measure one pair and return its row."""
     with Topology() as net:
         net.public("relay", "5.5.5.5")
         listen = [

@@ -14,9 +14,15 @@ END_SECONDS = 5.0
 
 
 class NatHost:
-    """`name`: the namespace. `swarm`: its id, 32 bytes in hex. `settings`: fields of NetworkConfig.
-    It ends when it is killed or nobody holds it. Its key and port stay in `directory`, so that it
-    can be started again."""
+    """A host process in a namespace. It ends when killed or garbage-collected.
+
+    The key and the port stay in `directory`, so that the host can be restarted.
+
+    Args:
+        name: The namespace.
+        swarm: Swarm id, 32 bytes in hex.
+        settings: Fields of NetworkConfig.
+    """
 
     def __init__(
         self,
@@ -41,13 +47,12 @@ class NatHost:
         self.addrs: list[str] = hello["addrs"]
 
     def do(self, what: str, **arguments: object) -> dict[str, Any]:
-        """See nat_child.py."""
+        """Send one request; see nat_child.py."""
         self._orders.send({"do": what, **arguments})
         return self._read()
 
     def kill(self) -> None:
-        """As a power cut would, as far as the process is concerned; its kernel still says
-        goodbye."""
+        """Kill the process without a chance to drain. The kernel still closes its connections."""
         self.process.kill()
         self.process.join(END_SECONDS)
 
@@ -55,7 +60,7 @@ class NatHost:
         return self._log.read_text()
 
     def sees(self, other: NatHost) -> str:
-        """`direct`, `relayed`, or nothing."""
+        """Return `direct`, `relayed` or an empty string."""
         known = self.do("stat")["peers"].get(other.peer)
         return "" if known is None else "direct" if known["direct"] else "relayed"
 
@@ -67,7 +72,8 @@ class NatHost:
 
 
 def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120.0) -> Any:
-    """The first true value of `condition()`. Raises AssertionError with `what` after `seconds`."""
+    """Return the first true value of `condition()`. Raise AssertionError with `what` after
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():

@@ -1,15 +1,15 @@
-"""Networks with routers, made of Linux network namespaces: a "public" bridge, private networks
+"""Networks with routers, made of Linux network namespaces: a "public" bridge and private networks
 behind masquerading NAT. Root only.
 
     with Topology() as net:
-        net.public("relay", "5.5.5.5")             # a namespace on the bridge
-        net.behind_nat("a", "5.5.5.11")            # 192.168.1.2 in namespace a, router at 5.5.5.11;
-        nothing comes in unasked
-        net.spawn("a", [sys.executable, …])        # a process in there
+        net.public("relay", "5.5.5.5")        # a namespace on the bridge
+        # 192.168.1.2 in namespace a behind a router at 5.5.5.11, which blocks inbound connections
+        net.behind_nat("a", "5.5.5.11")
+        net.spawn("a", [sys.executable, …])   # a process in the namespace
 
-Nothing leaves: the namespaces have no way out, so that public addresses can be used, without which
-a node takes itself to be on a LAN. Namespaces have names of their own and are torn down with the
-processes that were spawned in them, also after a failure.
+The namespaces have no route to the internet, so public addresses can be used; without a public
+address a node assumes a LAN. Namespaces have unique names. They are removed with their processes,
+also after a failure.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 Kind = Literal["preserving", "random", "fully-random"]
-"""How a router chooses the outside port: the inside one if it is free; or any other for each
-connection."""
+"""How a router chooses the outside port: `preserving` uses the inside port if it is free, the
+others use another port for each connection."""
 
 END_SECONDS = 5.0
 CLONE_NEWNET = 0x40000000
 LIBC = ctypes.CDLL(None, use_errno=True)
-"""For setns(2), which Python has since 3.12."""
+"""For setns(2), which Python has only since 3.12."""
 
 
 def missing() -> str:
-    """Why there can be no namespaces here; empty if there can."""
+    """Return the reason why namespaces are unavailable, or an empty string."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for tool in ("ip", "nft"):
@@ -46,7 +46,7 @@ def missing() -> str:
             return f"`{tool}` is not installed (Debian: apt-get install iproute2 nftables)"
     probe = f"sn{secrets.token_hex(3)}-p"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode:
-        return "this kernel or container does not let us make network namespaces"
+        return "this kernel or container does not allow network namespaces"
     try:
         rules = "table ip t { chain c { type nat hook postrouting priority 100; masquerade; }; }"
         load = subprocess.run(
@@ -60,15 +60,16 @@ def missing() -> str:
 
 
 def enter(namespace: str) -> None:
-    """Have the calling thread, and what it starts, in that network namespace. Raises OSError."""
+    """Move the calling thread, and the processes it starts, into that network namespace. Raise
+    OSError."""
     with open(namespace) as file:
         if LIBC.setns(file.fileno(), CLONE_NEWNET):
             raise OSError(ctypes.get_errno(), f"setns to {namespace}")
 
 
 class Topology:
-    """A bridge `5.5.5.0/24` and what hangs on it. Raises OSError when the kernel refuses
-    something."""
+    """A bridge `5.5.5.0/24` and the hosts attached to it. Methods raise OSError when the kernel
+    refuses an operation."""
 
     def __init__(self) -> None:
         self._tag = f"sn{secrets.token_hex(2)}"
@@ -90,19 +91,21 @@ class Topology:
             self.kill(process)
         for name in self._names:
             for pid in self._pids_of(name):
-                with contextlib.suppress(ProcessLookupError):  # a child of what was spawned
+                with contextlib.suppress(ProcessLookupError):  # a child of a spawned process
                     os.kill(pid, signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     def public(self, name: str, address: str) -> None:
-        """A namespace with one interface on the bridge. address: IPv4, or IPv6 and nothing else."""
+        """Add a namespace with one interface on the bridge. address: IPv4, or IPv6 only."""
         self._add(name)
         self._plug(name, address)
 
     def move(self, name: str, outside: str, *, dark_seconds: float = 2.0) -> None:
-        """The router in front of `name` starts again and has another outside address: nothing
-        gets through meanwhile, and what it knew of connections is gone, without a word to either
-        side."""
+        """Restart the router in front of `name` with another outside address.
+
+        No packet passes for `dark_seconds`. The connection table is lost, without a notice to
+        either side.
+        """
         router = self._routers[name]
         self._in(router, "ip addr flush dev outside", "ip link set outside down")
         time.sleep(dark_seconds)
@@ -111,8 +114,12 @@ class Topology:
     def behind_nat(
         self, name: str, outside: str, kind: Kind = "preserving", *, resets: bool = False
     ) -> None:
-        """A namespace `name` in a private network whose router masquerades as `outside`, and drops
-        what was not asked for from inside; with `resets` it answers that with a TCP reset."""
+        """Add a namespace `name` in a private network behind a router that masquerades as
+        `outside`.
+
+        The router drops inbound packets without an outbound connection. With `resets` it answers
+        them with a TCP reset.
+        """
         number = len(self._routers) + 1
         router = self._routers[name] = f"{name}r"
         self._add(router)
@@ -151,15 +158,14 @@ class Topology:
         self._in(router, "nft -f -", data=rules)
 
     def spawn(self, name: str, command: list[str], **options: Any) -> subprocess.Popen:
-        """Starts `command` in the namespace; killed when the topology goes. `options`: of
+        """Start `command` in the namespace. It is killed with the topology. options: of
         subprocess.Popen."""
         process = subprocess.Popen(["ip", "netns", "exec", self._ns(name), *command], **options)
         self._processes.append(process)
         return process
 
     def kill(self, process: subprocess.Popen) -> None:
-        """As a power cut would, as far as the process is concerned; its kernel still says
-        goodbye."""
+        """Kill the process without a chance to drain. The kernel still closes its connections."""
         if process.poll() is None:
             process.kill()
             process.wait(END_SECONDS)
@@ -168,25 +174,26 @@ class Topology:
                 pipe.close()
 
     def kill_all(self, name: str) -> None:
-        """As a power cut of that machine: every process in the namespace at once, without a chance
-        to drain."""
+        """Simulate a power cut of that machine: kill every process in the namespace at once."""
         while pids := self._pids(name):
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             for process in self._processes:
-                process.poll()  # ours are reaped, the others by whoever they were left to
+                process.poll()  # reaps direct children; init reaps the rest
 
     def run(self, name: str, command: list[str], **options: Any) -> subprocess.CompletedProcess:
-        """Runs `command` in the namespace to its end. `options`: of subprocess.run."""
+        """Run `command` in the namespace to its end. options: of subprocess.run."""
         return subprocess.run(["ip", "netns", "exec", self._ns(name), *command], **options)
 
     def get(self, name: str, url: str, seconds: float = 30.0) -> str:
-        """What an HTTP server in the namespace answers; empty if it does not. A thread of this
-        process asks: it may be done often."""
+        """Return the answer of an HTTP server in the namespace, or an empty string on failure.
+
+        A thread of this process sends the request, so frequent calls are cheap.
+        """
 
         def ask() -> str:
-            enter(self.file(name))  # this thread, which ends here
+            enter(self.file(name))  # affects only this short-lived thread
             try:
                 with urllib.request.urlopen(url, timeout=seconds) as answer:
                     return answer.read().decode()
@@ -197,7 +204,7 @@ class Topology:
             return thread.submit(ask).result()
 
     def file(self, name: str) -> str:
-        """The namespace as `enter` takes it."""
+        """Return the path of the namespace for `enter`."""
         return f"/run/netns/{self._ns(name)}"
 
     def _pids(self, name: str) -> list[int]:

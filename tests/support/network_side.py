@@ -1,5 +1,5 @@
-"""A network process without peers, as a trainer's link sees it: hands out the groups that it was
-given, and records what it is told."""
+"""A network process without peers, as the link of a trainer sees it. It hands out given groups and
+records the messages it receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ME, SWARM = "12D3KooWme", b"s" * 32
 
 
 class NetworkSide:
-    """external: for `draw`, in order."""
+    """A link handler. external: groups for `draw`, in order."""
 
     def __init__(self, external: Iterable[ExternalGroup] = ()) -> None:
         self.external = list(external)

@@ -1,5 +1,4 @@
-"""The tasks that any node has, whose questions have one answer: all of ours but the games of
-libraries."""
+"""Builtin tasks whose questions take one answer. Games of libraries are excluded."""
 
 from swarmnode.tasks.registry import TASKS
 

@@ -1,14 +1,19 @@
-"""`python -m tests.support.openenv_server PORT TLS_PORT CERTIFICATE KEY`: a server as OpenEnv 0.10
-has them, written from its wire, and some that are none, without TLS and with it.
+"""`python -m tests.support.openenv_server PORT TLS_PORT CERTIFICATE KEY` runs an OpenEnv 0.10
+server, written from its wire format, without TLS and with it. Some of its paths misbehave.
 
-    /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer, an error for the
-    answer "raise"
-    /other      the same with other questions          /moody   another question at every reset
-    /guess      an episode: guess seed % 10 plus 1; a step says higher, lower or right
-    /endless    the same, without an end
-    /odd        a reward of 7          /none   no reward          /silent   never answers
-    /huge   2 MiB in an answer
-    /nonsense   no JSON          /drop   closes at a step          /moved   sends elsewhere
+    /sums       what is seed % 10 plus 1? One step, reward 1 for the right answer,
+                an error for the answer "raise"
+    /other      /sums with other questions
+    /moody      another question at every reset
+    /guess      an episode: guess seed % 10 plus 1; a step answers higher, lower or right
+    /endless    /guess without an end
+    /odd        a reward of 7
+    /none       no reward
+    /silent     never answers
+    /huge       2 MiB in an answer
+    /nonsense   no JSON
+    /drop       closes at a step
+    /moved      redirects
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from swarmnode.weights.rule import Rule
 OFF: Final = Rule("off", 0.0, 1.0)
 DILOCO: Final = Rule("diloco", 0.3, 0.7)
 PAIR: Final = 0.5
-"""Mean share of the disagreement that averaging with one partner removes, of many replicas."""
+"""Mean share of the disagreement that averaging with one of many replicas removes."""
 
 
 def blend(
@@ -43,7 +43,7 @@ def outer_step(state: OuterState, mean: Mapping[str, torch.Tensor]) -> None:
 
 
 def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor]) -> None:
-    """Take a step without a partner, as nodes do: φ ← θ, and δ is unchanged."""
+    """Take an outer step without a partner: φ ← θ, and δ is unchanged."""
     slow = state.slow(list(theta))
     assert state.take(prepare(state.rule, SlowWeights(slow.phi, slow.delta), {}, theta))
 
@@ -51,8 +51,8 @@ def solo_step(state: OuterState, theta: Mapping[str, torch.Tensor]) -> None:
 def outer_step_of_two_tensors(
     state: OuterState, mean: Mapping[str, torch.Tensor], mean_phi: Mapping[str, torch.Tensor]
 ) -> None:
-    """δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), φ ← φ + δ: the paper's equation 2, with the sign of its
-    proof, and γ = β."""
+    """Apply δ ← α δ + β (θ̄ − φ̄) + γ (φ̄ − φ), φ ← φ + δ: equation 2 of the paper, with the sign
+    of its proof and γ = β."""
     rule = state.rule
     for name, theta in mean.items():
         slow = mean_phi[name]

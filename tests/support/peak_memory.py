@@ -1,8 +1,8 @@
-"""`python -m tests.support.peak_memory`, cases as a JSON list on stdin: the peak of memory of a
-trainer's update for each, on stdout. A case with `checkpoint_every` is of a stage: what its copies
-take for each weight, while the disk stands still.
+"""`python -m tests.support.peak_memory` reads cases as a JSON list from stdin and writes the memory
+peak of a trainer's update for each to stdout.
 
-torch is loaded once; the kernel forgets the peak between two cases.
+A case with `checkpoint_every` measures the copies of a stage per weight while the disk stalls.
+torch is loaded once; the kernel resets the peak between cases.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tests.support.split_models import split_model
 
 
 def peak(case: dict[str, Any]) -> int:
-    """Bytes resident at the peak of an update with one row of `length` completion tokens, Adam's
-    moments there already."""
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    """Return the resident bytes at the peak of an update with one row of `length` completion
+    tokens. Adam's moments already exist."""
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): reset the peak
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate(case["policy"]))
     logprobs.needs_checkpointing = lambda *given: bool(case["checkpointing"])
@@ -53,7 +53,7 @@ def peak(case: dict[str, Any]) -> int:
     updater.optimizer.zero_grad()
     completions = [[5 + i % 7] * case["length"] for i in range(2)]
     old = [[-1.0] * len(completion) for completion in completions]
-    # the first one is not run
+    # The first update is not measured.
     group = TrainingGroup([([3, 4] * 8, c) for c in completions], old, [0.0, 1.0], [0.0, 1.0])
     assert updater.update(assemble([group], "grpo")).stepped
     return resident_peak()
@@ -66,7 +66,7 @@ def resident_peak() -> int:
 
 
 def copies_peak(case: dict[str, Any]) -> float:
-    """Bytes for each weight, at the peak of what is copied after a step."""
+    """Return the bytes per weight at the peak of the copies after a step."""
     torch.set_num_threads(1)
     shape = LlamaConfig(
         vocab_size=64,

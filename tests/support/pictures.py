@@ -1,5 +1,5 @@
-"""`python -m tests.support.pictures`: the pictures of docs/images anew, of the example in
-`snapshots`, by a real Chromium."""
+"""`python -m tests.support.pictures` renders the images in docs/images from the example in
+`snapshots`, with a real Chromium."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTHS = {"status-desktop.png": 1280, "status-phone.png": 390}
 
 
 class Past(History):
-    """Five minutes of the example, as if the node had been running."""
+    """Five minutes of history of the example node."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A trainer's end of stage streams, for tests: opens what the stream proxy listens for, without any
-trainer."""
+"""The trainer's end of stage streams without a trainer: opens the sockets on which the stream proxy
+listens."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from swarmnode.stages.wire import StreamKind, StreamPeers
 async def open_pipe(
     proxy: StreamProxy, peers: StreamPeers, stage: int, kind: StreamKind = "frames", **other: Any
 ) -> trio.SocketStream:
-    """A connection that is to be the stream to the trainer of `stage`. other: fields that are not
-    the crew's."""
+    """Open the stream to the trainer of `stage`. other: fields that differ from the crew's."""
     opened = msgspec.structs.replace(wire.SocketOpen(peers.crew, stage, kind), **other)
     body = msgspec.msgpack.encode(opened)
     stream = await trio.open_unix_socket(str(proxy.path))
@@ -26,5 +25,5 @@ async def open_pipe(
 
 
 def stream_peers(members: list[str], *, crew: bytes = b"c" * 32) -> list[StreamPeers]:
-    """One crew as each of its stages sees it."""
+    """Return one crew as each of its stages sees it."""
     return [StreamPeers(crew, stage, tuple(members)) for stage in range(len(members))]

@@ -1,14 +1,14 @@
-"""Who writes and who reads each field of the product's structs and dataclasses, by mypy's own
-types: equal names do not mislead it.
+"""Find the writers and readers of each field of the product's structs and dataclasses, by mypy's
+types. Equal names of different classes are kept apart.
 
     product = analyse(texts_of(ROOT / "swarmnode"))
     product.structs["swarmnode.wire.messages.Announce"].fields
-    product.written["swarmnode.wire.messages.Announce", "size"]       # places:
-    ["swarmnode.rollouts.exchange:120", ...]
+    # places: ["swarmnode.rollouts.exchange:120", ...]
+    product.written["swarmnode.wire.messages.Announce", "size"]
 
-A *writer* passes a field to the constructor or to a `replace`, assigns it, or puts something into
-it. A *reader* takes its value anywhere but in a dunder method of the class itself. What mypy knows
-nothing of (Any) is no reader of anything: such places are kept in `lost`.
+A *writer* passes a field to the constructor or to `replace`, assigns it, or mutates its value. A
+*reader* takes its value outside a dunder method of the class itself. A place where mypy infers Any
+is no reader; such places are listed in `lost`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from mypy.options import Options
 REPLACE = {"msgspec.structs.replace", "dataclasses.replace", "copy.replace"}
 FILLING = {"append", "add", "extend", "update", "setdefault", "insert", "appendleft", "subtract"}
 FOLLOWED = ("msgspec", "msgspec.*")
-"""The only libraries whose types are looked at: of the rest nothing but their names is needed, and
-torch would take a minute."""
+"""The only libraries whose types are analysed. Of the others only names are needed, and torch would
+take a minute."""
 APART = 100_000
-"""First line of our modules, far behind any of typeshed's: mypy keeps the types of all modules in
-one table, which lines tell apart."""
+"""First line number of product modules, beyond any line of typeshed. mypy keeps the types of all
+modules in one table keyed by line."""
 
 Field = tuple[str, str]
-"""Full name of the class that declares it, name of the field."""
+"""Full name of the declaring class, name of the field."""
 Places = dict[str, list[str]]
 
 
@@ -47,11 +47,11 @@ class Declared:
     name: str
     module: str
     fields: tuple[str, ...]
-    """In the constructor's order, inherited ones first."""
+    """In the constructor's order, inherited fields first."""
     optional: frozenset[str]
-    """Those with a default."""
+    """Fields with a default."""
     keywords: frozenset[str]
-    """Of the class statement and its bases': `frozen`, `tag`, ..."""
+    """Keywords of the class statement and its bases: `frozen`, `tag`, ..."""
     parts: Mapping[str, frozenset[str]]
     """Field → full names of the classes in its type."""
     methods: frozenset[str]
@@ -62,21 +62,21 @@ class Declared:
 class Product:
     structs: dict[str, Declared]
     unions: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-    """Alias, or function that takes or returns one of two or more declared classes → their full
-    names."""
+    """Alias, or function that takes or returns two or more declared classes → the full names of the
+    classes."""
     written: dict[Field, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     read: dict[Field, list[str]] = dataclasses.field(default_factory=lambda: defaultdict(list))
     lost: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Attribute → where it is read of something of unknown type."""
+    """Attribute → places where it is read from a value of unknown type."""
     made: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Class → where it, or a class derived from it, is constructed."""
+    """Class → places where it, or a derived class, is constructed."""
     told_apart: Places = dataclasses.field(default_factory=lambda: defaultdict(list))
-    """Class → where an object is known to be one and no other: isinstance, `case`, a table by
-    class, the branch that is left."""
+    """Class → places where a value is narrowed to it: isinstance, `case`, a table by class, the
+    remaining branch."""
 
 
 def texts_of(package: Path) -> dict[str, str]:
-    """Module → its source, of a package on disk."""
+    """Return module → source for a package on disk."""
     found = {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package.parent).with_suffix("").parts
@@ -85,7 +85,7 @@ def texts_of(package: Path) -> dict[str, str]:
 
 
 def analyse(texts: Mapping[str, str], without: tuple[str, ...] = ()) -> Product:
-    """without: modules, with all below them, that are looked up but whose own reads and writes do
+    """Analyse the modules. without: modules, and those below them, whose own reads and writes do
     not count."""
     begins, line = {}, APART
     for module, text in texts.items():
@@ -184,7 +184,7 @@ def _declared(info: n.TypeInfo) -> Declared | None:
 
 
 def _instances(type_: t.Type | None) -> Iterator[n.TypeInfo]:
-    """Every class in a type, arguments of generics included."""
+    """Yield every class in a type, arguments of generics included."""
     proper = t.get_proper_type(type_) if type_ is not None else None
     if isinstance(proper, t.Instance):
         yield proper.type
@@ -220,7 +220,7 @@ def _unions(
 
 
 def _alternatives(type_: t.Type | None) -> Iterator[list[n.TypeInfo]]:
-    """The unions in a type, wherever they are in it."""
+    """Yield the unions in a type, at any depth."""
     proper = t.get_proper_type(type_) if type_ is not None else None
     if isinstance(proper, t.UnionType):
         yield [
@@ -240,8 +240,8 @@ def _alternatives(type_: t.Type | None) -> Iterator[list[n.TypeInfo]]:
 
 
 def read_by_script(product: Product, root: str, script: str, place: str) -> None:
-    """Notes what a script that gets `root` as JSON reads. It has no types, so that the name of a
-    field alone counts, below `root` only."""
+    """Record the fields that a script reads from `root` as JSON. A script has no types, so a field
+    matches by name, below `root` only."""
     below, names = {root}, set(re.findall(r"\.([a-z_]+)\b", script))
     while (
         more := {
@@ -256,7 +256,7 @@ def read_by_script(product: Product, root: str, script: str, place: str) -> None
 
 
 class _Uses(ast.NodeVisitor):
-    """Walks the source of one module, with the types that mypy found at the same places."""
+    """Walk the source of one module with the types that mypy found at the same places."""
 
     def __init__(
         self,
@@ -270,11 +270,11 @@ class _Uses(ast.NodeVisitor):
         self.types = types
         self.product = product
         self.within: list[n.TypeInfo] = []
-        """The classes around us."""
+        """Enclosing classes."""
         self.dunder = False
         self.only_written: set[ast.expr] = set()
 
-    # ---- where we are
+    # ---- position
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         scope = self.within[-1] if self.within else self.tree
@@ -295,7 +295,7 @@ class _Uses(ast.NodeVisitor):
     def _place(self, node: ast.AST) -> str:
         return f"{self.tree.fullname}:{getattr(node, 'lineno', 0)}"
 
-    # ---- what mypy knows
+    # ---- types from mypy
 
     def _found(self, node: ast.expr) -> list[tuple[n.Expression, t.Type]]:
         last, column = node.end_lineno or node.lineno, node.end_col_offset or 0
@@ -304,7 +304,7 @@ class _Uses(ast.NodeVisitor):
         )
 
     def _infos(self, node: ast.expr) -> tuple[list[n.TypeInfo], bool]:
-        """(the classes that it may be an instance of, whether mypy has lost sight of it)."""
+        """Return (possible classes of the value, whether mypy lost its type)."""
         found: list[n.TypeInfo] = []
         lost = False
         stack = [type_ for _, type_ in self._found(node)]
@@ -323,7 +323,7 @@ class _Uses(ast.NodeVisitor):
         return found, lost
 
     def _symbol(self, node: ast.expr) -> n.Node | None:
-        """What a name stands for: a class, an alias, a function."""
+        """Return the definition of a name: a class, an alias or a function."""
         for expression, _ in self._found(node):
             if isinstance(expression, n.RefExpr) and expression.node is not None:
                 return expression.node
@@ -336,8 +336,8 @@ class _Uses(ast.NodeVisitor):
         return None
 
     def _owners(self, info: n.TypeInfo, name: str) -> Iterator[str]:
-        """The declared classes whose field `name` of an `info` is. A protocol stands for whatever
-        has all that it asks for."""
+        """Yield the declared classes that own field `name` of an `info`. A protocol stands for
+        every class with its members."""
         if info.is_protocol:
             asked = {member for base in info.mro if base.is_protocol for member in base.names}
             for full, declared in self.product.structs.items():
@@ -395,7 +395,7 @@ class _Uses(ast.NodeVisitor):
         self.product.told_apart[info.fullname].append(self._place(place))
 
     def _named(self, node: ast.expr) -> Iterator[n.TypeInfo]:
-        """The classes in `A`, `(A, B)`, `A | B` or an alias."""
+        """Yield the classes in `A`, `(A, B)`, `A | B` or an alias."""
         if isinstance(node, ast.Tuple):
             for item in node.elts:
                 yield from self._named(item)
@@ -456,7 +456,7 @@ class _Uses(ast.NodeVisitor):
         if info is not None and info.fullname in self.product.structs:
             self._construction(node, info)
         passes_on = isinstance(symbol, n.FuncDef) and n.ARG_STAR2 in symbol.arg_kinds
-        # what comes out is what went in, and a keyword is a field
+        # The result has the type of the argument, and each keyword is a field.
         if node.args and (full in REPLACE or passes_on):
             for keyword in node.keywords:
                 for name in [keyword.arg] if keyword.arg is not None else _keys(keyword.value):
@@ -471,7 +471,7 @@ class _Uses(ast.NodeVisitor):
         self.generic_visit(node)
 
     def _name_of(self, function: ast.expr, symbol: n.Node | None) -> str:
-        """Of the function, by whatever name it goes here."""
+        """Return the full name of the called function."""
         for _, type_ in self._found(function):
             proper = t.get_proper_type(type_)
             if isinstance(proper, t.CallableType) and isinstance(proper.definition, n.SymbolNode):
@@ -516,6 +516,6 @@ class _Uses(ast.NodeVisitor):
 
 
 def _keys(mapping: ast.expr) -> list[str]:
-    """Of a dictionary that is spelt out; of any other nothing is known."""
+    """Return the keys of a dictionary literal. Any other mapping has none."""
     keys = mapping.keys if isinstance(mapping, ast.Dict) else []
     return [str(key.value) for key in keys if isinstance(key, ast.Constant)]

@@ -1,13 +1,12 @@
-"""A node's averaging without a model: the real network half, the real trainer half, a few random
-tensors for a policy.
+"""The averaging of a node without a model: the real network half and the real trainer half, with a
+few random tensors as the policy.
 
-    async with averaging(network, key, directory) as node:      # network: of testing.hosts
-        node.due()                                          # as after H steps
+    async with averaging(network, key, directory) as node:   # network: of testing.hosts
+        node.due()                                           # as after H steps
         await until(lambda: node.outcome("applied"))
 
-Steps do not happen by themselves: `node.step()` moves the weights as an optimizer would. What lies
-between two steps runs every few milliseconds, on the trio thread, which is the trainer's main
-thread here.
+Steps run only on request: `node.step()` changes the weights as an optimizer would. The work between
+two steps runs every few milliseconds on the trio thread, which is also the trainer's main thread.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ CONFIG = WeightsConfig(rule="gossip", fragments=1, join_seconds=5.0)
 
 
 class Tiny(torch.nn.Module):
-    """`layers.0.w` and `layers.1.w`, (64, 64) each: the same for everybody to begin with."""
+    """`layers.0.w` and `layers.1.w`, (64, 64) each, with the same initial values on all nodes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,8 +57,8 @@ class Tiny(torch.nn.Module):
 
 
 class Judge:
-    """Stands in for MicroBatcher.score: a loss that is the distance from `ideal`, what the weights
-    were when it was made."""
+    """Stands in for MicroBatcher.score. The loss is the distance from `ideal`, the weights at
+    construction."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.ideal = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -72,7 +71,7 @@ class Judge:
 
 
 class OptionalProbe(LossProbe):
-    """For tests of what has nothing to do with a probe."""
+    """A probe for tests that do not measure one."""
 
     def measure(self, mine: Tensors, mean: Tensors, answer: Answer) -> bool:
         if not super().measure(mine, mean, answer):
@@ -85,16 +84,15 @@ def tensors_of(model: torch.nn.Module, cfg: WeightsConfig) -> AveragedTensors:
 
 
 def probe_of(model: torch.nn.Module, judge: Judge, tensors: AveragedTensors) -> LossProbe:
-    """`judge` in place of a policy's log-probabilities, where rows are remembered; any average is
-    as good as ours where none are."""
+    """Return a probe with `judge` in place of a policy's log-probabilities. Without remembered rows
+    every average passes."""
     return OptionalProbe(
         cast("Policy", SimpleNamespace(model=model)), cast("MicroBatcher", judge), 1.0, tensors
     )
 
 
 class Node:
-    """One node's averaging. `hold`: kinds of messages that the trainer is slow to act on, i.e.
-    keeps waiting."""
+    """The averaging of one node. hold: kinds of messages that the trainer handles late."""
 
     def __init__(
         self,
@@ -131,11 +129,11 @@ class Node:
         self.fresh = fresh
 
     def connect(self) -> None:
-        """The trainer's Hello."""
+        """Send the trainer's Hello."""
         self.service.set_policy(self.replica.facts(self.fresh), BASE, TOKENIZER)
 
     def step(self, size: float = 0.01) -> None:
-        """An optimizer step."""
+        """Take an optimizer step."""
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.add_(size * torch.randn(parameter.shape, generator=self._generator))
@@ -155,7 +153,7 @@ class Node:
         return {n: p.detach().clone() for n, p in self.model.named_parameters()}
 
     def phi(self) -> Tensors:
-        """Slow weights."""
+        """Return the slow weights."""
         return {
             n.removeprefix("phi."): t
             for n, t in self.replica.tensors().items()
@@ -199,7 +197,7 @@ async def averaging(
     fresh: bool = False,
     prepare: Callable[[Node], None] = lambda node: None,
 ) -> AsyncIterator[Node]:
-    """A running node, its trainer connected."""
+    """Yield a running node with its trainer connected."""
     node = Node(network, key, directory, cfg, seed, fresh)
     prepare(node)
     async with trio.open_nursery() as nursery:
@@ -214,8 +212,8 @@ async def averaging(
 
 
 def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrainer]) -> None:
-    """Wait until a replica's worker has done everything before this: what it cannot copy it answers
-    in its turn."""
+    """Wait until the worker of a replica has handled all earlier messages. It answers a request
+    that it cannot serve in order."""
     ping = local.SnapshotWritten(secrets.token_bytes(16), 99, "", 0)
     receive(local.TakeSnapshot(ping.session, ping.fragment, b""))
     deadline = time.monotonic() + 10
@@ -226,5 +224,5 @@ def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrai
 
 
 def identical(one: Tensors, other: Tensors) -> bool:
-    """Bit by bit."""
+    """Return True if all tensors are equal bit by bit."""
     return one.keys() == other.keys() and all(torch.equal(t, other[n]) for n, t in one.items())

@@ -1,5 +1,5 @@
-"""A node in a process of its own that kills itself with -9 when a swap enters a phase: a test looks
-at its partner."""
+"""A node in a child process that kills itself with SIGKILL when a swap enters a phase. The test
+examines its partner."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ START_SECONDS = 180.0
 
 
 def start(directory: Path, address: str, *, proposes: bool, die_in: str, linger: float) -> Any:
-    """Start a node that joins through `address`. die_in: a phase, or "" to live. linger: seconds
-    that it stays in it. A process."""
+    """Start a node that joins through `address`, and return the process.
+
+    Args:
+        die_in: A phase, or "" to live.
+        linger: Seconds between the start of the phase and the end of the process.
+    """
     process = forked.context.Process(
         target=main, args=(directory, address, proposes, die_in, linger), daemon=True
     )
@@ -55,7 +59,8 @@ async def _run(directory: Path, address: str, proposes: bool, die_in: str, linge
 
 
 def dying(phase: str, linger: float) -> Callable[[SwapState, str, object], None]:
-    """`SwapState.__setattr__` that ends this process `linger` seconds after `phase` began."""
+    """Return a `SwapState.__setattr__` that ends this process `linger` seconds after `phase`
+    starts."""
 
     def watched(self: SwapState, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

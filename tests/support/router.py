@@ -1,4 +1,4 @@
-"""A router for homes as UPnP sees it: an Internet Gateway Device over HTTP on loopback."""
+"""A home router as UPnP sees it: an Internet Gateway Device over HTTP on loopback."""
 
 import re
 import threading
@@ -15,7 +15,7 @@ DESCRIPTION = f"""<?xml version="1.0"?><root xmlns="urn:schemas-upnp-org:device-
 
 
 class Router:
-    """An Internet Gateway Device. `mappings` are the fields of what it was asked to forward."""
+    """An Internet Gateway Device. mappings: fields of the port forwardings requested."""
 
     def __init__(self, outside, refuses=False):
         self.mappings = []

@@ -1,5 +1,5 @@
-"""A file system that a test may fill or make read-only; root writes through permission bits, so
-that nothing less will do."""
+"""A file system that a test may fill or make read-only. Root ignores permission bits, so a mount is
+needed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ needs_mount = pytest.mark.skipif(
 
 @contextmanager
 def mounted(directory: Path, size: str) -> Iterator[Path]:
-    """`directory`, made, as a file system of `size` ("12m"); skips the test where none can be
-    mounted."""
+    """Mount a file system of `size` ("12m") at `directory`. Skip the test where mounting is not
+    permitted."""
     directory.mkdir()
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(directory)],
         capture_output=True,
     ).returncode:
-        pytest.skip("this container does not let us mount a file system")
+        pytest.skip("this container does not permit mounting a file system")
     assert os.path.ismount(directory)
     try:
         yield directory
@@ -36,7 +36,7 @@ def mounted(directory: Path, size: str) -> Iterator[Path]:
 
 
 def fill(directory: Path) -> None:
-    """Not one byte more fits. Never the machine's own disk: a test that replaced `subprocess.run`
+    """Fill the file system. Refuse the machine's own disk: a test that replaced `subprocess.run`
     had mounted nothing."""
     assert os.path.ismount(directory), f"{directory} is no file system of its own"
     with contextlib.suppress(OSError), open(directory / "filler", "wb", buffering=0) as file:

@@ -1,8 +1,8 @@
-"""A node in the middle of its life, for tests, screenshots and dashboards: every field set, every
+"""A running example node for tests, screenshots and dashboards: every field set, every metric
 family with a sample.
 
-`example()` is one moment; `example_at(t)` is the same node t seconds after its start, t = 0 … 600,
-so that charts have a past.
+`example()` is one moment. `example_at(t)` is the same node t seconds after its start, t = 0 … 600,
+so that charts have a history.
 """
 
 from __future__ import annotations
@@ -413,5 +413,5 @@ def example_at(t: float) -> NodeSnapshot:
 
 
 def example() -> NodeSnapshot:
-    """Ten minutes into its life."""
+    """Return the example node ten minutes after its start."""
     return example_at(600.0)

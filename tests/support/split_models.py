@@ -1,4 +1,4 @@
-"""A whole model cut into stages, and its trained tensors put together again."""
+"""Cut a whole model into stages, and join their trained tensors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,10 +14,11 @@ from swarmnode.stages.wire import StageSpec, stage_specs
 
 
 def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreTrainedModel]]:
-    """(spec, independent copy) of every stage of a whole model, under the same LoRA adapter where
-    it has one.
+    """Return (spec, independent copy) of every stage of a model. The copies have the LoRA adapter
+    of the model, if any.
 
-    Raises ConfigError as `stage_specs` does.
+    Raises:
+        ConfigError: As `stage_specs`.
     """
     specs = stage_specs(model.config, layers)
     base = base_model(model)
@@ -41,16 +42,16 @@ def split_model(model: Any, layers: Sequence[int]) -> list[tuple[StageSpec, PreT
 
 
 def whole_state(spec: StageSpec, stage: nn.Module) -> dict[str, torch.Tensor]:
-    """Name in the whole model → trained tensor of this stage, not copied. All stages' together are
-    the whole model's."""
+    """Return name in the whole model → trained tensor of this stage, not copied. The stages
+    together have all tensors of the model."""
     return {
         spec.whole_name(name): p.detach() for name, p in stage.named_parameters() if p.requires_grad
     }
 
 
 def load_whole_state(spec: StageSpec, stage: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
-    """Overwrites this stage's trained tensors from the whole model's. Raises Incompatible when one
-    is missing or has another shape."""
+    """Overwrite the trained tensors of this stage from those of the whole model. Raise Incompatible
+    when a tensor is missing or has another shape."""
     with torch.no_grad():
         for name, tensor in whole_state(spec, stage).items():
             if name not in state or state[name].shape != tensor.shape:

@@ -26,8 +26,7 @@ SHAPE = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(num_key_value_heads=4, tie_word_embeddings=False, **SHAPE),
     "llama-tied": lambda: LlamaConfig(num_key_value_heads=2, tie_word_embeddings=True, **SHAPE),
-    # a sliding window in the last two layers only: a stage has to know which of its layers are
-    # which
+    # A sliding window in the last two layers only: a stage must use the right layer indices.
     "qwen2": lambda: Qwen2Config(
         num_key_value_heads=2,
         tie_word_embeddings=True,
@@ -41,7 +40,7 @@ CONFIGS = {
     ),
     "mistral": lambda: MistralConfig(num_key_value_heads=2, sliding_window=5, **SHAPE),
     "phi3": lambda: Phi3Config(num_key_value_heads=2, pad_token_id=0, **SHAPE),
-    # rotary embeddings in three layers of four
+    # rotary embeddings in three of four layers
     "smollm3": lambda: SmolLM3Config(num_key_value_heads=2, pad_token_id=0, **SHAPE),
 }
 
@@ -60,7 +59,7 @@ def build(kind: str, layers: int = 4):
 
 @pytest.fixture(scope="session")
 def models():
-    """kind → whole model, float32. Read only."""
+    """Return kind → whole model, float32. Read only."""
     return {kind: build(kind) for kind in CONFIGS}
 
 

@@ -1,5 +1,5 @@
-"""What a member of a crew makes of one frame, from its first byte to its last value, in the words
-of protocol/vectors."""
+"""Decode one frame completely, as a crew member does, and report the result as protocol/vectors
+does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Bytes:
 
 
 def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
-    """`given`: hidden, vocab, tokens, codec. Raises BadMessage with a reason of FRAME_REASONS."""
+    """Decode one frame. given: hidden, vocab, tokens, codec. Raise BadMessage with a reason of
+    FRAME_REASONS."""
     limits = FrameLimits(given["hidden"], given["vocab"], given["tokens"])
     stream = Bytes(data)
     got = trio.run(read_frame, stream, limits)
@@ -50,8 +51,8 @@ def read_whole(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_state(data: bytes, given: dict[str, Any]) -> dict[str, Any]:
-    """One message of a state stream; `given` as above. Raises BadMessage with a reason of
-    STATE_REASONS."""
+    """Decode one message of a state stream; `given` as in `read_whole`. Raise BadMessage with a
+    reason of STATE_REASONS."""
     stream = Bytes(data)
     got = trio.run(
         wire.read_state, stream, FrameLimits(given["hidden"], given["vocab"], given["tokens"])
@@ -95,7 +96,7 @@ def _body(frame: wire.Frame, body: bytes, limits: FrameLimits, codec: str) -> di
 
 def _values(body: bytes, rows: int, limits: FrameLimits, codec: Any, crew: str) -> bytes:
     if codec != crew:
-        raise BadMessage("schema", f"activations in {codec}, and the crew's are {crew}")
+        raise BadMessage("schema", f"activations use {codec}, the crew uses {crew}")
     return (decode(body, rows, limits.hidden, codec) + 0.0).numpy().astype("<f4").tobytes()
 
 

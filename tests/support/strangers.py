@@ -1,5 +1,4 @@
-"""What a stranger with a socket may try at a node: attacks, each a coroutine (address, rng), on top
-of `attacker`."""
+"""Attacks of a stranger with a socket, each a coroutine (address, rng) on top of `attacker`."""
 
 import contextlib
 import os

@@ -1,10 +1,10 @@
-"""Nodes that average in memory: the product's Exchange and Discovery, over a network without bytes
-and beside a trainer without weights. On trio's autojump clock.
+"""Nodes that average in memory on trio's autojump clock. They use the product's Exchange and
+Discovery over a network without bytes and with a trainer without weights.
 
     async with swarm({"a": Party, "b": Party}) as parties:
         parties["a"].due()
 
-`python -m tests.support.swaps` measures how many swaps honest nodes have among hostile ones.
+`python -m tests.support.swaps` measures the swaps of honest nodes among hostile nodes.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ SWARM = bytes(32)
 DELAY = 0.01
 LEASE_SECONDS = 10.0
 EVERY = 100
-"""Training steps of a second each between two outer steps of a fragment."""
+"""Training steps of one second between two outer steps of a fragment."""
 
 
 class Hub:
-    """Carries requests between parties, DELAY seconds each way."""
+    """Carries requests between parties with a delay of DELAY seconds each way."""
 
     def __init__(self) -> None:
         self.handlers: dict[str, Any] = {}
@@ -74,7 +74,8 @@ class Hub:
 
 
 class StubStore:
-    """Every payload is SIZE bytes long. A fetch takes the seconds that its sender says."""
+    """A payload store whose payloads have SIZE bytes. A fetch takes as long as the sender's
+    `sends_in`."""
 
     def __init__(self, peers: Mapping[str, Any]) -> None:
         self.offered: list[PayloadOffer] = []
@@ -126,9 +127,9 @@ class Party:
         self.name = name
         self.encodes_in, self.judges_in, self.sends_in = 0.1, 0.1, 0.5
         self.sends: Exception | None = None
-        """What a partner's fetch of our payload raises."""
+        """Error raised by a partner's fetch of this party's payload."""
         self.verdict: Callable[[str], str] = lambda peer: "accepted"
-        """Outcome of judging the weights of a peer."""
+        """Gate outcome for the weights of a peer."""
         self.has_trainer = self.may_accept = True
         self.applied: Counter[str] = Counter()
         """Committed swaps by partner."""
@@ -173,7 +174,7 @@ class Party:
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.exchange.run)
             task_status.started()
-            while True:  # claims stay fresh
+            while True:  # refresh the claims
                 for peer in self._parties:
                     if peer != self.name:
                         here = Here(self.replica.fingerprint, self.outer_step, BLOCKS)
@@ -195,7 +196,7 @@ class Party:
     def failures(self) -> dict[str, int]:
         return dict(self.exchange.statistics.failures)
 
-    # ---- the trainer -----------------------------------------------------------------------------
+    # ---- trainer -----------------------------------------------------------------------------
 
     def _receive(self, message: local.ToTrainer) -> bool:
         if not self.has_trainer:
@@ -231,8 +232,8 @@ class Party:
 
 
 class Hostile:
-    """Proposes to every honest party every `proposes_every` seconds, accepts everything, and treats
-    each payload as `ways` says, in turn: `well`, `trickles`, `silent` or `denies`."""
+    """Proposes to every honest party every `proposes_every` seconds, accepts every proposal, and
+    serves payloads as `ways` says, in turn: `well`, `trickles`, `silent` or `denies`."""
 
     def __init__(
         self,
@@ -303,7 +304,8 @@ class Hostile:
 async def swarm(
     kinds: Mapping[str, Callable[..., Any]], *, every: int = EVERY, seed: int = 0
 ) -> AsyncIterator[dict[str, Any]]:
-    """Running parties by name. every: training steps, of a second each, between outer steps."""
+    """Yield running parties by name. every: training steps, of one second each, between outer
+    steps."""
     hub, parties = Hub(), dict[str, Any]()
     hub.rng.seed(seed)
     for name, kind in kinds.items():
@@ -315,7 +317,7 @@ async def swarm(
         nursery.cancel_scope.cancel()
 
 
-# ---- a measurement -------------------------------------------------------------------------------
+# ---- measurement -------------------------------------------------------------------------------
 
 
 def solo_steps(party: Party) -> int:
@@ -330,11 +332,14 @@ async def averaged(
     intervals: int = 10,
     apart: bool = True,
 ) -> list[float]:
-    """Swaps of one honest node per interval, with honest and with hostile partners, and its solo
-    steps. Each of `count` hostile nodes proposes to everybody every two seconds.
+    """Return one honest node's swaps per interval with honest and with hostile partners, and its
+    solo steps.
 
-    A swap takes 8 s without waiting. apart: the steps of the nodes are spread over the interval;
-    else all are due at the same time.
+    Each of `count` hostile nodes proposes to all parties every two seconds. A swap takes 8 s
+    without waiting.
+
+    Args:
+        apart: Spread the outer steps of the nodes over the interval. Otherwise all are due at once.
     """
     kinds: dict[str, Callable[..., Any]] = {f"honest{n}": Party for n in range(honest)}
     if ways:

@@ -1,4 +1,4 @@
-"""A shell at a terminal of its own, with somebody who answers what it asks."""
+"""A shell in a pseudo-terminal, with scripted answers to its prompts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def typed(
     answers: Sequence[tuple[str, str]] = (),
     seconds: float = 300.0,
 ) -> tuple[int, str]:
-    """Exit code of a line of shell and what it wrote. answers: (what it asks, what is typed then),
-    in order."""
+    """Run a line of shell and return its exit code and output. answers: (prompt, reply), in
+    order."""
     ours, theirs = os.openpty()
     process = subprocess.Popen(
         ["bash", "-c", line], env=env, cwd=cwd, preexec_fn=lambda: os.login_tty(theirs)
@@ -33,7 +33,7 @@ def typed(
                 os.write(ours, f"{due.pop(0)[1]}\n".encode())
             if select.select([ours], [], [], 0.2)[0]:
                 more = b""
-                with contextlib.suppress(OSError):  # EIO: nobody holds the other end any more
+                with contextlib.suppress(OSError):  # EIO: the other end is closed
                     more = os.read(ours, 65536)
                 if not more:
                     break

@@ -1,5 +1,5 @@
-"""For tests over real processes and sockets, which have no clock to advance: poll, with a
-deadline."""
+"""Poll with a deadline, for tests over real processes and sockets, which have no clock to
+advance."""
 
 from __future__ import annotations
 

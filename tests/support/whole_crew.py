@@ -1,5 +1,5 @@
-"""Crews of whole nodes on this machine: each a `swarmnode run` with its supervisor, its network
-process and its trainer."""
+"""Crews of whole nodes on this machine. Each runs `swarmnode run` with supervisor, network process
+and trainer."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from swarmnode.stages.wire import stage_memory, stage_specs
 
 T = TypeVar("T")
 PATIENCE = 120.0
-"""Seconds: on a machine that does other things too."""
+"""Timeout in seconds on a busy machine."""
 STAGES = 4
 
 Seen = dict[int, tuple[DemoNode, dict[str, Any]]]
-"""Stage → who holds it, and what that node's status page says of its crew."""
+"""Stage → its holder, and the crew section of that node's status page."""
 
 
 def whole_settings(
     model: Path, number: int, members: int = STAGES, **sections: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Configuration of node `number`; what `sections` say of theirs goes before it."""
+    """Return the configuration of node `number`. The settings in `sections` take precedence."""
     settings: dict[str, dict[str, Any]] = {
         "swarm": {"name": "crew"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
@@ -65,7 +65,7 @@ def whole_settings(
 def until(
     condition: Callable[[], T | None], what: Callable[[], object], seconds: float = PATIENCE
 ) -> T:
-    """The first true value of `condition()`. Raises AssertionError with `what()` after
+    """Return the first true value of `condition()`. Raise AssertionError with `what()` after
     `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -76,7 +76,7 @@ def until(
 
 
 def snapshot(node: DemoNode) -> dict[str, Any] | None:
-    """What its status page says; None while it does not answer."""
+    """Return the snapshot of the node's status page, or None while it does not answer."""
     try:
         with urllib.request.urlopen(node.url + "/status?points=1", timeout=5) as answer:
             found: dict[str, Any] = json.loads(answer.read())["snapshot"]
@@ -86,7 +86,7 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
 
 
 def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
-    """What a snapshot says of its node's crew, and of the stage that the node holds in it."""
+    """Return the node's view of its crew and of its own stage from a snapshot."""
     stages = told["stages"]
     own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
     return {
@@ -99,7 +99,7 @@ def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def child_of(node: DemoNode, module: str) -> psutil.Process | None:
-    """Its process of that module."""
+    """Return the node's child process that runs `module`."""
     assert node.pid is not None
     return next((p for p in psutil.Process(node.pid).children() if module in p.cmdline()), None)
 
@@ -109,7 +109,7 @@ def trainer_of(node: DemoNode) -> psutil.Process | None:
 
 
 def kill_trainers(nodes: Sequence[DemoNode]) -> None:
-    """kill -9 of the trainers that run, all at once."""
+    """Kill all running trainers with SIGKILL at once."""
     found = [trainer_of(node) for node in nodes]
     for process in found:
         if process is not None:
@@ -117,7 +117,8 @@ def kill_trainers(nodes: Sequence[DemoNode]) -> None:
 
 
 def start(nodes: Sequence[DemoNode]) -> list[str]:
-    """The first, and when it listens the others, which join through it. Addresses of the first."""
+    """Start the first node and then the others, which join through it. Return the addresses of the
+    first."""
     nodes[0].start([])
     first = nodes[0].wait_for_address(time.monotonic() + PATIENCE)
     for node in nodes[1:]:
@@ -130,9 +131,11 @@ def start(nodes: Sequence[DemoNode]) -> list[str]:
 def like_nodes(
     directory: Path, model: Path, seed: str, members: int = STAGES, **sections: Mapping[str, Any]
 ) -> list[DemoNode]:
-    """Nodes that are the same each time, for crews that can be compared: keys that follow from
-    `seed`, and so much room that only one split of `model` can be made, whatever speeds are
-    measured. Not started; `is_like` says whether it came so."""
+    """Return reproducible nodes, not started, for crews that can be compared.
+
+    The keys follow from `seed`. The memory limits permit only one split of `model`, independent of
+    measured speeds. `is_like` checks the result.
+    """
     config = Config.model_validate(whole_settings(model, 0, members, **sections))
     cost = estimate_cost(config, AutoConfig.from_pretrained(model), probe(config.policy))
     layers = [len(cost.layers) // members] * members
@@ -154,28 +157,31 @@ def like_nodes(
 
 
 def checkpoint_of(node: DemoNode) -> Path:
-    """The newest checkpoint of its own stage; a path without a file if there is none."""
+    """Return the newest checkpoint of the node's own stage. The path does not exist if there is
+    none."""
     directory = node.directory / "trainer" / CHECKPOINTS
     own = [directory / about.path for about in find_checkpoints(directory) if about.own]
     return max(own, key=lambda path: path.stat().st_mtime, default=directory / "none")
 
 
 def checkpoint_steps(nodes: Sequence[DemoNode], own: bool = True) -> list[int]:
-    """Committed steps in the checkpoints on these nodes' disks."""
+    """Return the committed steps of the checkpoints on these nodes' disks."""
     found = [find_checkpoints(node.directory / "trainer" / CHECKPOINTS) for node in nodes]
     return [about.step for abouts in found for about in abouts if about.own or not own]
 
 
 def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
-    """The checkpoints of all stages after exactly `step` committed steps. The head is stopped for
-    good, and with it the crew.
+    """Return the checkpoints of all stages after exactly `step` committed steps.
 
-    Raises AssertionError where that step had passed before it was seen.
+    The head stays stopped, and the crew with it.
+
+    Raises:
+        AssertionError: The step had passed before it was observed.
     """
     node = until(lambda: crew.at(0), crew.story)[0][0]
     head = trainer_of(node)
     assert head is not None
-    # it is not the first to take a step
+    # the head is not the first stage to take a step
     until(lambda: max(checkpoint_steps([node]), default=0) >= step, crew.story, seconds)
     head.suspend()
     until(
@@ -187,8 +193,8 @@ def freeze(crew: WholeCrew, step: int, seconds: float = 600.0) -> list[Path]:
 
 
 def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.Tensor]]:
-    """(committed step, trained tensors by their names in the whole model) from the own checkpoints
-    of all stages of one crew, whose base is the directory `model`."""
+    """Return (committed step, trained tensors by their names in the whole model) from the own
+    checkpoints of all stages of one crew. model: directory of the base model."""
     whole: dict[str, torch.Tensor] = {}
     found = [read_checkpoint(path.parent.parent, Path(*path.parts[-2:])) for path in files]
     abouts = [checkpoint.metadata for checkpoint in found]
@@ -203,20 +209,20 @@ def policy_of(files: Sequence[Path], model: Path) -> tuple[int, dict[str, torch.
         state = decode_state(checkpoint.body, layout, about.form, about.step, 0.0)
         for name, tensor in state.weights.items():
             known = whole.setdefault(specs[about.stage].whole_name(name), tensor)
-            assert torch.equal(known, tensor), f"{name} is another one at the other end"
+            assert torch.equal(known, tensor), f"{name} differs between the two ends"
     return abouts[0].step, whole
 
 
 def is_like(crew: WholeCrew) -> bool:
-    """Whether the first of `like_nodes` leads. Either of two may, and on a busy machine it is now
-    and then the other: what is asked, and with it everything, follows from the head's peer id."""
+    """Return True if the first of `like_nodes` leads. On a busy machine the second may lead, and
+    all questions follow from the head's peer id."""
     return until(lambda: crew.at(0), crew.story)[0][0] is crew.nodes[0]
 
 
 @contextlib.contextmanager
 def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
-    """The crew while its head is stopped between two steps: all own checkpoints are of one step,
-    and with `copies` those at neighbours."""
+    """Stop the head between two steps and yield the crew. All own checkpoints are of one step; with
+    `copies` those at neighbours too."""
     seen = until(lambda: crew.at(1), crew.story)
     head = trainer_of(seen[0][0])
     assert head is not None
@@ -224,7 +230,7 @@ def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
     for _ in range(100):
         head.suspend()
         before = steps()
-        time.sleep(0.5)  # for a step that was decided, and for what is on its way to a disk
+        time.sleep(0.5)  # for a step already decided and for pending disk writes
         if len(before) == 1 and steps() == before:
             break
         head.resume()
@@ -238,7 +244,7 @@ def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
 
 
 def restored(node: DemoNode) -> dict[str, Any]:
-    """What its log says of the last time that its stage was restored: source, step, …"""
+    """Return the fields of the node's last log event about a restored stage: source, step, …"""
     lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
     told = next(line for line in reversed(lines) if '"weights restored"' in line)
     found: dict[str, Any] = json.loads(told)
@@ -253,7 +259,7 @@ def stop(nodes: Sequence[DemoNode]) -> None:
 
 
 class WholeCrew:
-    """One crew's nodes, started. `address`: of one of them, for who is started later."""
+    """The started nodes of one crew. address: of one node, for nodes started later."""
 
     def __init__(self, nodes: list[DemoNode], address: list[str], stages: int = STAGES) -> None:
         self.nodes = nodes
@@ -261,13 +267,13 @@ class WholeCrew:
         self.stages = stages
 
     def seen(self) -> Seen:
-        """As far as they answer and hold a stage."""
+        """Return the nodes that answer and hold a stage."""
         told = [(node, stage_view(s)) for node in self.nodes if (s := snapshot(node))]
         return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
 
     def at(self, step: int, after: str = "") -> Seen | None:
-        """All stages, once a crew runs with at least so many steps, and it is another one than
-        `after`."""
+        """Return all stages once a crew other than `after` runs with at least `step` steps;
+        otherwise None."""
         seen = self.seen()
         well = len(seen) == self.stages and all(
             v["state"] == "running" and v["step"] >= step and v["id"] != after
@@ -282,7 +288,7 @@ class WholeCrew:
         ]
 
     def lose(self, kill: Callable[[dict[int, DemoNode]], None]) -> tuple[Seen, Seen]:
-        """`kill` what it likes of a running crew, holders by stage: how it was, and how it is a
+        """Call `kill` with the holders of a running crew. Return the crew before, and the crew one
         step later."""
         before = until(lambda: self.at(0), self.story)
         step, crew = max(v["step"] for _, v in before.values()), before[0][1]["id"]

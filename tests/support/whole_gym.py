@@ -1,4 +1,4 @@
-"""How a test's process imports all of reasoning-gym."""
+"""Import statement for all of reasoning-gym."""
 
 IMPORT = """
 import sys, types
