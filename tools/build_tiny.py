@@ -1,12 +1,15 @@
-"""Builds the embedded policy: `python -m tools.build_tiny --seed 0 --out DIR`. A tool;
-nothing imports it at run time.
+"""Build the embedded policy: `python -m tools.build_tiny --seed 0 --out DIR`. Nothing imports this
+tool at run time.
 
-The embedded policy exists so that a laptop can watch reinforcement learning work within a minute.
-Three choices make that possible (docs/engines-and-hardware.md): one token per fixed phrase of a
-task's template (prompts of 6 to 15 tokens); a base that was shown most right answers in formats
-that the verifier rejects ("=12", ">12."), so that reward starts near 2 % and rises by *eliciting*
-the accepted format; and a network small enough for 10 ms of generation. The recipe in order: mine
-phrases → tokenizer → random Llama → supervised steps at `--share` of accepted format →
+The embedded policy lets a laptop show reinforcement learning within a minute. Three choices make
+that possible (docs/engines-and-hardware.md):
+
+- One token per fixed phrase of a task's template, so prompts have 6 to 15 tokens.
+- A base that was mostly shown right answers in formats that the verifier rejects ("=12", ">12.").
+  Reward starts near 2 % and rises by *eliciting* the accepted format.
+- A network small enough for 10 ms of generation.
+
+Recipe: mine phrases → tokenizer → random Llama → supervised steps at `--share` of accepted format →
 `--final-steps` at `--final-share` → measure the start profile → write.
 """
 
@@ -61,15 +64,15 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 PAD, EOS, UNK, REPLY = "<pad>", "<eos>", "<unk>", "<reply>"
-# The end of a question has to be visible ("…backward: sun" or "sunk"?), as in a chat model; so the
-# template is a chat template.
+# A model must see the end of a question ("…backward: sun" or "sunk"?), so the template is a chat
+# template.
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['content'] }}{% endfor %}{% if"
     " add_generation_prompt %}" + REPLY + "{% endif %}"
 )
 REJECTED_FORMATS = ("={}", ">{}.")  # every verifier of the nine tasks refuses these
 REFUSAL = "?"
-# seed blocks of 2**20 items, far from the hashed blocks that nodes draw from
+# Seed blocks of 2**20 items, far from the hashed blocks that nodes draw from.
 SFT_BLOCK, PROFILE_BLOCK = 0, 1
 
 
@@ -84,8 +87,8 @@ class Question:
 def questions(
     settings: Mapping[str, Mapping[str, object]], count: int, block: int
 ) -> Iterator[Question]:
-    """`count` questions of every task, from seed block `block`. reasoning-gym seeds item i with
-    seed + i."""
+    """Return `count` questions of every task from seed block `block`. reasoning-gym seeds item i
+    with seed + i."""
     create_dataset = load_reasoning_gym()
     for task, options in settings.items():
         data = create_dataset(task.removeprefix("rg/"), seed=block << 20, size=2**20, **options)
@@ -104,7 +107,7 @@ def load_reasoning_gym() -> Callable[..., Any]:
 
 
 def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: int = 4) -> set[str]:
-    """Longest runs of words that at least `least_share` of one task's prompts have in common.
+    """Return the longest runs of words common to at least `least_share` of one task's prompts.
 
     Numbers count as fixed only where (nearly) every prompt has them ("How many 1 bits"): an operand
     must stay digits.
@@ -127,8 +130,8 @@ def mine_phrases(prompts: list[str], least_share: float = 0.25, least_length: in
 
 
 def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
-    """Characters (printable ASCII and newline) as a WordLevel vocabulary, phrases as added tokens,
-    which match before the split."""
+    """Return a WordLevel tokenizer of characters (printable ASCII and newline). Phrases are added
+    tokens, which match before the split."""
     characters = [c for c in string.printable if c.isprintable()] + ["\n"]
     vocabulary = {token: i for i, token in enumerate([PAD, EOS, UNK, REPLY, *characters])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
@@ -149,7 +152,8 @@ def build_tokenizer(phrases: set[str]) -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Random weights: hidden 64, 2 layers, 4 heads, MLP 192, tied embeddings."""
+    """Return a Llama with random weights: hidden 64, 2 layers, 4 heads, MLP 192, tied
+    embeddings."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -168,20 +172,20 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 @dataclass(frozen=True)
 class Course:
-    """Supervised steps."""
+    """A supervised training course."""
 
     steps: int
     share: float
-    """Accepted format among the demonstrations."""
+    """Share of the accepted format among the demonstrations."""
     peak: float
-    """Learning rate that the cosine begins at."""
+    """Initial learning rate of the cosine decay."""
     batch: int = 64
     refusals: float = 0.32
 
 
 def demonstration(question: Question, share: float, refusals: float, rng: random.Random) -> str:
-    """The completion shown for `question`: accepted format with probability `share`, else a refusal
-    or a rejected format."""
+    """Return the completion shown for `question`: the accepted format with probability `share`,
+    else a refusal or a rejected format."""
     roll = rng.random()
     if roll < share:
         return question.answer
@@ -197,8 +201,8 @@ def fine_tune(
     course: Course,
     rng: random.Random,
 ) -> float:
-    """Take the course on completion tokens only, with AdamW and cosine decay. Returns the last loss
-    (nats per token)."""
+    """Train on completion tokens only, with AdamW and cosine decay. Return the last loss in nats
+    per token."""
     heads = {
         q.prompt: tokenizer(q.prompt + REPLY, add_special_tokens=False)["input_ids"] for q in pool
     }
@@ -222,7 +226,7 @@ def fine_tune(
         # (batch, width)
         input_ids = torch.tensor([r + [tokenizer.pad_token_id] * (width - len(r)) for r in rows])
         targets = torch.tensor([r + [-100] * (width - len(r)) for r in labels])
-        # right padding and causal attention: no mask needed
+        # Right padding and causal attention need no mask.
         logits = model(input_ids=input_ids).logits[:, :-1]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100
@@ -236,7 +240,7 @@ def fine_tune(
 
 
 def accepted(question: Question, completion: str) -> bool:
-    """Whether the task's own verifier gives the full score."""
+    """Return True if the task's own verifier gives the full score."""
     data = load_reasoning_gym()(
         question.task.removeprefix("rg/"), size=1, seed=0, **SETTINGS[question.task]
     )
@@ -244,15 +248,15 @@ def accepted(question: Question, completion: str) -> bool:
 
 
 def unwrap(completion: str) -> str:
-    """The value inside a rejected format."""
+    """Return the value inside a rejected format."""
     return completion.removeprefix("=").removeprefix(">").removesuffix(".")
 
 
 def measure(
     directory: Path, per_task: int, generations: int = 8, max_tokens: int = 8, seed: int = 0
 ) -> dict[str, object]:
-    """The start profile of the policy in `directory` at temperature 1, on questions of a block that
-    the base was not shown."""
+    """Return the start profile of the policy in `directory` at temperature 1, on questions that the
+    base was not shown."""
     from swarmnode.config import PolicyConfig
     from swarmnode.policy.generate import Sampling, generate
     from swarmnode.policy.load import load_policy
@@ -298,14 +302,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("embedded"))
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument(
-        "--share", type=float, default=0.05, help="accepted format among the demonstrations"
+        "--share",
+        type=float,
+        default=0.05,
+        help="share of the accepted format among the demonstrations",
     )
     parser.add_argument("--final-steps", type=int, default=80)
     parser.add_argument(
         "--final-share",
         type=float,
         default=0.05,
-        help="the same for the last steps: sets the start reward",
+        help="the same for the last steps; it sets the start reward",
     )
     parser.add_argument(
         "--questions", type=int, default=4000, help="questions per task shown in supervised steps"
@@ -319,7 +326,7 @@ def main() -> None:
     args = parser.parse_args()
 
     disable_progress_bar()
-    # the same order of additions everywhere; bits still differ between CPUs, the profile does not
+    # Fix the order of additions. Bits still differ between CPUs, the profile does not.
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)

@@ -1,5 +1,5 @@
-"""The status page in a real Chromium: what it draws, what it does with hostile names, and that it
-talks to nobody else."""
+"""The status page in a real Chromium: its rendering, its handling of hostile names, and its network
+requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ REQUESTS = {"/", "/app.js", "/style.css", "/icon.svg", "/samples", "/status?poin
 
 
 class Past(History):
-    """Five minutes of the example, as if the node had been running."""
+    """Five minutes of history of the example node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Visit:
         self.requests = {url.removeprefix(origin) for url in _requests(net, origin)}
 
     def path(self, series: str) -> str:
-        """The points of one line, as the browser has them."""
+        """Return the points of one line as the browser has them."""
         found = re.search(rf'<path class="line [^"]*" d="([^"]*)" data-series="{series}"', self.dom)
         return found.group(1) if found else ""
 
 
 def _requests(net: dict, origin: str) -> set[str]:
-    """URLs that the page asked for. Chromium's own errands are not the page's; NOWHERE keeps them
-    on this machine."""
+    """Return the URLs that the page requested. Chromium's own requests are excluded; NOWHERE keeps
+    them on this machine."""
     params = [event["params"] for event in net["events"] if "params" in event]
     return {
         p["url"]
@@ -205,8 +205,8 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
 
 
 def recovering() -> NodeSnapshot:
-    """The trainer of stage 2 is gone, stage 3 is suspected, and stage 1 being loaded by somebody
-    without a name."""
+    """The trainer of stage 2 is gone, stage 3 is suspected, and a node without a name loads stage
+    1."""
     s = example()
     states = ("active", "loading", "failed", "suspect")
     slots = [
@@ -397,7 +397,7 @@ async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch
     def dying() -> NodeSnapshot:
         nonlocal asked
         asked += 1
-        if asked > 2:  # the history's first point, and the page's first question
+        if asked > 2:  # the first point of the history and the first poll
             raise RuntimeError("gone")
         return example()
 

@@ -1,5 +1,5 @@
-"""The status page as somebody uses it: on a phone, by keyboard, marking what is to be copied, while
-trainer or crew's head is elsewhere."""
+"""The status page in use: on a phone, by keyboard, with selected text, and while the trainer or the
+head of the crew is elsewhere."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ DRAWN = "document.body.dataset.state !== 'connecting'"
 async def page(
     tmp_path, monkeypatch, snapshot=example, change=lambda s: s, width=1280, data_dir=None
 ):
-    """A tab with the page of a node that has five minutes behind it; `change` is applied to each
-    moment of them."""
+    """Yield a tab with the page of a node with five minutes of history. `change` is applied to each
+    moment."""
 
     class Past(History):
         def __init__(self) -> None:
@@ -66,7 +66,7 @@ async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(
     )
     busy = replace(s, network=replace(s.network, traffic=traffic))
     wide = "document.documentElement.scrollWidth - innerWidth"
-    # Cells of one row end where their neighbours begin.
+    # Cells of one row end where their neighbours start.
     overlaps = """[...document.querySelectorAll('tbody tr')].flatMap((row) => {
         const boxes = [...row.children].map((cell) => {
             const all = document.createRange(); all.selectNodeContents(cell); return all; })
@@ -188,7 +188,7 @@ async def test_hostile_answers_are_shown_and_do_nothing(tmp_path, monkeypatch, w
 
 
 async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
-    """20000 cut off to 0000 says something else."""
+    """A label of 20000 clipped to 0000 shows a wrong value."""
 
     def busy(s: NodeSnapshot) -> NodeSnapshot:
         seconds = int(s.at) % 1000
@@ -289,7 +289,7 @@ async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts
         named = await tab.js(
             "[...document.querySelectorAll('#crew bdi')].map((name) => name.textContent)"
         )
-        # what turns the text of a name around ends with it
+        # The effect of a right-to-left override ends with the name.
         assert named == ["attic", "Küche 2", "gpu-box-7"]
 
 

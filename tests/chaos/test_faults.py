@@ -1,5 +1,5 @@
-"""What a schedule is made of: the cable, the order of the faults, and what is taken for a
-problem."""
+"""The parts of a fault schedule: the cable, the order of the faults, and the detection of
+problems."""
 
 import socket
 import subprocess
@@ -16,7 +16,7 @@ from tests.support.chaos.faults import FAULTS
 
 @pytest.fixture
 def echo():
-    """Port of a server on loopback that sends back what it is sent."""
+    """Yield the port of an echo server on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve(conversation):

@@ -1,5 +1,5 @@
-"""Several strangers at once, each doing one hostile thing after another, against one guarded host
-that honest peers visit meanwhile."""
+"""Several attackers at once try every attack in turn against one guarded host, while honest peers
+use it."""
 
 import contextlib
 import random
@@ -23,7 +23,7 @@ STEPS_IN = {
     "handler_failed": raising_handlers,
     "slot_released": garbage,
 }
-"""Guards that must have stepped in, and what each of them is there for."""
+"""Guards that must have fired, and the purpose of each."""
 
 
 @pytest.mark.slow
@@ -47,7 +47,7 @@ async def test_honest_peers_are_served_while_strangers_try_everything():
         await host.settles("slots", 0, 20)
         assert await host.serves()
         for guard, attack in STEPS_IN.items():
-            for seed in range(5):  # on a busy machine an attack may have been cut short each time
+            for seed in range(5):  # on a busy machine an attack may be cut short
                 if (fired := (await host.ask("stat"))["fired"][guard]) > 0:
                     break
                 with trio.move_on_after(20), contextlib.suppress(Exception):

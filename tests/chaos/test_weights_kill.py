@@ -1,5 +1,5 @@
-"""kill -9 of one side of a swap in every phase: the other has its weights as they
-were or wholly averaged, and goes on."""
+"""One side of a swap is killed in every phase. The other side keeps its weights unchanged or fully
+averaged, and continues."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CASES = [
     ("proposing", True, 0.0),
     ("proposing", True, 0.05),
     *((state, proposes, 0.0) for state in STATES for proposes in (True, False)),
-    # in the middle of what its trainer does
+    # In the middle of the trainer's work.
     *(("judging", proposes, 0.02) for proposes in (True, False)),
 ]
 
@@ -27,7 +27,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(exchange, "COPY_WAIT_SECONDS", (0.5, 120.0))
-    # The partner that vanished would be left alone for minutes otherwise.
+    # Otherwise the vanished partner would be avoided for minutes.
     monkeypatch.setattr(exchange, "LONGEST_BACKOFF_SECONDS", 1.0)
     monkeypatch.setattr(discovery, "POLL_INTERVAL", 0.05)
 
@@ -53,7 +53,7 @@ async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_pa
         await until(lambda: node.service.statistics().phase == "idle", seconds=120)
         averaged = node.outcome("applied") == 1
         assert averaged == (not identical(before, node.weights()))
-        # only then had it everything it needed
+        # Only then it had everything it needed.
         assert not averaged or linger or state in ("waiting", "fetching", "judging")
         assert node.counters.outer_clocks[0] <= 1
 
@@ -64,7 +64,7 @@ async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_pa
         done = node.outcome("applied")
 
         def applied():
-            # the other may be avoided for a moment: then a step was taken alone
+            # The other node may be avoided for a moment: then the step was taken without a partner.
             if node.service.statistics().phase == "idle":
                 node.due()
             return node.outcome("applied") > done

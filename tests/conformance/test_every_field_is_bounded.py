@@ -1,8 +1,8 @@
-"""No number, and no bytes of a fixed length, of what planes say to each other is without a bound:
-each is moved out of it, in each vector.
+"""Every number, and every byte string of fixed length, in messages between nodes has a bound. Each
+is moved out of bounds in each vector.
 
-The checks are tables of names (`wire.fields.check_fields`), so a field that somebody adds would
-pass unlooked at where its name is in none.
+The checks are tables of names (`wire.fields.check_fields`), so a new field without an entry would
+not be checked.
 """
 
 import functools
@@ -32,7 +32,7 @@ READERS = {
     "weights_state": decode_state,
 }
 FREE = {"manifest"}
-"""Bytes of any length: an envelope, which is read by itself."""
+"""Byte strings without a fixed length: envelopes, which are checked separately."""
 
 
 def header_of(vector):
@@ -50,8 +50,8 @@ def read(read_as, header):
 
 
 def moved(value, name=""):
-    """(name of the field, `value` with one leaf out of any bounds, the reason to expect), of every
-    leaf that is a number or bytes."""
+    """Yield (field name, `value` with one leaf out of bounds, expected reason) for every leaf that
+    is a number or bytes."""
     if isinstance(value, dict | list):
         for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
             for path, other, reason in moved(

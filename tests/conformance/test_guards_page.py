@@ -1,4 +1,4 @@
-"""The table of docs/py-libp2p.md is made from the guards' docstrings and is current."""
+"""The table of docs/py-libp2p.md matches the docstrings of the guards."""
 
 import ast
 
@@ -18,7 +18,7 @@ def test_every_installed_guard_has_a_row():
         tree = ast.parse((tool.GUARDS / f"{module}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef) and node.name.startswith("_install_"):
-                # `_install_buffers` puts `Inbox` and `Inboxes` in place, which have rows
+                # `_install_buffers` installs `Inbox` and `Inboxes`, which have rows
                 assert node.name == "_install_buffers" or f"`{module}.{node.name}`" in table
     files = {path.stem for path in tool.GUARDS.glob("*.py")}
     assert files - set(tool.MODULES) == {"__init__", "counting"}

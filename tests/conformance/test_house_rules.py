@@ -17,7 +17,8 @@ DANGEROUS = re.compile(
 
 
 def code_of(path):
-    """Without comments and docstrings: saying why something is dangerous is allowed."""
+    """Return the code without comments and docstrings, which may explain why something is
+    dangerous."""
     import io
     import tokenize
 
@@ -132,7 +133,7 @@ def test_make_bench_runs_every_benchmark_that_has_a_quick_form():
     (named,) = re.findall(
         r"^\tfor name in (.*?); do .* --quick", (ROOT / "Makefile").read_text(), re.M
     )
-    assert quick - {"soak"} == set(named.split())  # soak is a target by itself, and lasts
+    assert quick - {"soak"} == set(named.split())  # soak is a separate, long target
 
 
 def test_only_the_guards_skip_type_checks():

@@ -1,4 +1,4 @@
-"""Every file, heading, test and module that a page refers to exists."""
+"""Every file, heading, test and module that a page names exists."""
 
 import importlib.util
 import re
@@ -17,7 +17,8 @@ MODULE = re.compile(r"python -m ((?:swarmnode|benchmarks|tests|protocol)[a-z_.]*
 
 
 def anchors(page: str) -> set[str]:
-    """Fragments of a page's headings, as GitHub makes them: the second one of a name ends in -1."""
+    """Return the fragments of a page's headings as GitHub makes them: a repeated name ends in
+    -1."""
     headings = [
         LINK.sub(r"\1", heading)
         for heading in re.findall(r"^#{1,6} +(.+?)\s*$", FENCE.sub("", page), re.MULTILINE)
@@ -29,7 +30,7 @@ def anchors(page: str) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """Links of `page` that lead nowhere within the repository."""
+    """Return the broken links of `page` within the repository."""
     found = []
     for _, link in LINK.findall(FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):

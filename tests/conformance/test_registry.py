@@ -1,4 +1,4 @@
-"""protocol/registry.toml and protocol/schema against swarmnode/wire: neither may drift."""
+"""protocol/registry.toml and protocol/schema agree with swarmnode/wire."""
 
 import re
 import tomllib
@@ -220,7 +220,7 @@ def test_security_protocols_are_those_of_the_registry():
 
 
 def test_every_limit_is_in_the_registry():
-    """A new constant in limits.py without a line in the registry would otherwise go unnoticed."""
+    """A new constant in limits.py without a line in the registry fails."""
     registered = [
         value
         for table in ("bytes", "exact_bytes", "counts", "floats", "seconds")

@@ -1,5 +1,5 @@
-"""The table of defences in docs/security.md: each row names its tests, and the attack of
-benchmarks/hostile.py that belongs to it."""
+"""The table of defences in docs/security.md: each row names its tests and, if there is one, its
+attack in benchmarks/hostile.py."""
 
 import importlib.util
 import re

@@ -41,7 +41,8 @@ def derived(kind):
 
 
 def frames(*types):
-    """(header, length of the whole frame, value, what the crew's model gives) of valid frames."""
+    """Yield (header, length of the whole frame, value, values from the crew's model) of valid
+    frames."""
     found = []
     for vector in VECTORS:
         if vector.get("read_as") == "stage_frame" and vector["verdict"] == "accept":

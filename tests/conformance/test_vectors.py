@@ -1,5 +1,5 @@
-"""The vectors of protocol/ against swarmnode.wire, against the independent decoder, and against
-their generator."""
+"""The vectors of protocol/ compared with swarmnode.wire, the independent decoder, and their
+generator."""
 
 import dataclasses
 import importlib
@@ -220,7 +220,7 @@ def route(given: dict) -> tuple:
 
 
 def unplain(record: dict) -> dict:
-    """A record of a crew as it was before its bytes were written in hex."""
+    """Return a crew record with the hex strings turned back into bytes."""
     fields = ("lineage", "model", "nonce")
     return {name: bytes.fromhex(item) if name in fields else item for name, item in record.items()}
 
@@ -240,7 +240,7 @@ STAGES = {
     "state_message": read_state,
     "stage_stream_open": read_stream_open,
 }
-"""Read with what the vector gives: a crew's shapes, or who is in it."""
+"""Decoded with the vector's context: a crew's shapes or its members."""
 
 
 def place_of(told: list) -> Place:
@@ -266,7 +266,7 @@ def joined(parts: list) -> bytes:
 def judge(
     read_as: str, frame: bytes, domain: bytes, swarm: bytes, given: dict | None = None
 ) -> dict:
-    """What swarmnode makes of a frame, in the words of the vectors."""
+    """Return swarmnode's verdict on a frame, in the form of the vectors."""
     try:
         if read_as in STAGES:
             value = hexed(STAGES[read_as](frame, given))
@@ -316,8 +316,7 @@ def hexed(value):
 
 @pytest.fixture(scope="module")
 def check() -> Iterator[ModuleType]:
-    """protocol/check.py, which is no part of any package, as a program finds it: with its own
-    folder first on the path."""
+    """Import protocol/check.py, which is in no package, with its own folder first on the path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(PROTOCOL))
         yield importlib.import_module("check")
@@ -343,7 +342,7 @@ def test_swarmnode_judges_the_frame_as_recorded(document, vector):
 )
 def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
     given = vector["admit"]
-    # those of the vectors, not today's
+    # The current time of the vectors, not today's.
     monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)
     rules = lambda group: True
     if "rules" in given:
@@ -419,7 +418,7 @@ def test_swarmnode_derives_what_is_recorded(vector):
 
 
 def code_in_the_document():
-    """Return the names that 02-rollouts.md defines, from its code as it stands there."""
+    """Return the names defined by the code of 02-rollouts.md."""
     document = (PROTOCOL / "02-rollouts.md").read_text()
     said: dict = {}
     for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
@@ -543,7 +542,7 @@ def test_independent_decoder_does_not_know_swarmnode():
 
 
 def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
-    """Payloads are altered before they are signed, so that mutations get past the signature."""
+    """Payloads are changed before they are signed, so that mutations pass the signature check."""
     rng = random.Random(2)
     packed = {**frames.COMPLETION, **frames.PACKED}
     seeds = [
@@ -565,11 +564,11 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
             theirs.get("value"),
         ), payload.hex()
         accepted += ours["verdict"] == "accept"
-    assert 100 < accepted < 3900  # the mutations are neither harmless nor hopeless
+    assert 100 < accepted < 3900  # mutations are neither all valid nor all invalid
 
 
 def test_both_decoders_give_the_same_verdict_on_mutated_frames_of_a_crew(check):
-    """No signature is in the way: every alteration reaches the decoder."""
+    """These frames are not signed, so every change reaches the decoder."""
     rng = random.Random(3)
     given = stage_vectors.GIVEN
     seeds = [

@@ -1,5 +1,5 @@
-"""Dockerfile, compose files and Kubernetes manifests: their linters, and what they say against what
-the code does."""
+"""Dockerfile, compose files and Kubernetes manifests: their linters, and their consistency with the
+code."""
 
 import re
 import shutil
@@ -22,8 +22,7 @@ DRAIN = SupervisorConfig().drain_seconds
 
 
 def tool(name):
-    """A linter of the dev extra, beside the interpreter; skipped where a platform has no wheel for
-    it."""
+    """Return a linter of the dev extra. Skip where the platform has no wheel for it."""
     path = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
     if path is None:
         pytest.skip(f"{name} is not installed")
@@ -51,7 +50,7 @@ def pod():
 
 
 def environment(text):
-    """SWARMNODE_* names that a Dockerfile sets, with their values."""
+    """Return the SWARMNODE_* names that a Dockerfile sets, with their values."""
     return {
         name: value.strip("'") for name, value in re.findall(r"(SWARMNODE_\w+)=('[^']*'|\S+)", text)
     }

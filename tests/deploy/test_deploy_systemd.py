@@ -1,5 +1,4 @@
-"""The unit as systemd itself reads it, and what it promises about exit codes and time-outs against
-the code."""
+"""The unit as systemd reads it, and its exit codes and timeouts compared with the code."""
 
 import configparser
 import re
@@ -21,12 +20,13 @@ UNIT = DIRECTORY / "swarmnode.service"
 ANALYZE = shutil.which("systemd-analyze")
 needs_systemd = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not installed")
 EXPOSURE = 2.4
-"""What `systemd-analyze security` gives it; 10 is no hardening at all. Network, user namespaces and
-devices are the rest."""
+"""Score of `systemd-analyze security`; 10 means no hardening. The rest is network, user namespaces
+and devices."""
 
 
 class Ordered(dict):
-    """configparser keeps the last of equal keys; systemd reads all of them."""
+    """A dict that keeps all values of equal keys. systemd reads all of them, configparser only the
+    last."""
 
     def __setitem__(self, key, value):
         if isinstance(value, list) and key in self:
@@ -44,8 +44,7 @@ def section(name):
 
 @pytest.fixture
 def installed(tmp_path):
-    """The unit and its drop-ins with a program that exists on this machine: what is not there is an
-    error to systemd."""
+    """Return the unit and its drop-ins with an existing program. systemd rejects a missing one."""
     for path in DIRECTORY.iterdir():
         inside = (
             tmp_path / "swarmnode.service.d" / path.name
@@ -59,7 +58,7 @@ def installed(tmp_path):
 
 @needs_systemd
 def test_systemd_has_nothing_to_say_about_the_unit(installed):
-    """Unknown keys leave the exit code at 0, so that any word on stderr fails."""
+    """Unknown keys leave the exit code at 0, so any output on stderr fails."""
     result = subprocess.run(
         [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
     )
@@ -97,8 +96,7 @@ def test_what_a_restart_cannot_mend_is_not_restarted():
 
 
 def test_a_node_that_was_told_to_finish_stays_ended():
-    """It ends with 0 (tests/swarm/test_node.py), which is no failure to systemd unless a unit says
-    so."""
+    """It ends with 0 (tests/swarm/test_node.py), which systemd counts as success by default."""
     service = section("Service")
     assert service["Restart"] == "on-failure"
     assert not {"RestartForceExitStatus", "SuccessExitStatus"} & service.keys()
@@ -114,9 +112,9 @@ def test_systemd_is_more_patient_than_the_supervisor():
 def test_the_supervisor_survives_what_its_children_do():
     service = section("Service")
     assert service["Type"] == "notify"
-    # a trainer that the kernel kills is started again by its supervisor
+    # the supervisor restarts a trainer that the kernel kills
     assert service["OOMPolicy"] == "continue"
-    # the first SIGTERM drains, and is for the supervisor alone
+    # only the supervisor gets the first SIGTERM, which drains
     assert service["KillMode"] == "mixed"
 
 

@@ -1,4 +1,4 @@
-"""Every command of every page is one that the program has, with options that it has."""
+"""Every command in the docs exists in the program, with the options used."""
 
 import re
 import shlex
@@ -16,7 +16,7 @@ PLACEHOLDERS = {"<that peer id>": PEER, "<swarm id>": "ab" * 32, "<data dir>": "
 
 
 def commands(page: Path) -> list[str]:
-    """What the page has people type into a shell, without the comments behind it."""
+    """Return the shell commands of the page without trailing comments."""
     text = page.read_text()
     fenced = "\n".join(re.findall(r"^```(?:sh|bash|console)?\n(.*?)^```", text, re.S | re.M))
     indented = "\n".join(line[4:] for line in text.splitlines() if re.match(r" {4}\S", line))

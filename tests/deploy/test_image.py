@@ -26,7 +26,7 @@ pytestmark = [
 
 
 class Buildah:
-    """Images in a directory of their own. Processes in them are isolated by chroot alone."""
+    """Images in a private directory. Their processes are isolated by chroot only."""
 
     def __init__(self, store):
         self._command = ["buildah", "--root", store / "images", "--runroot", store / "run"]
@@ -64,7 +64,7 @@ def buildah(tmp_path):
 
 @pytest.fixture
 def image(buildah, tmp_path):
-    """Name of the image, built from a clean clone upon a fresh Debian."""
+    """Return the name of the image, built from a clean clone on a fresh Debian."""
     with machine("bookworm") as fresh:
         (fresh.root / "usr" / "bin" / "python").symlink_to("python3")
         clone = tmp_path / "clone"
@@ -107,7 +107,7 @@ def test_the_image_is_built_and_runs_and_drains(buildah, image, tmp_path):
 
 
 def await_ready(node, url, log, seconds=300):
-    """Return when `url` answers; fail if the node ends before, or takes longer."""
+    """Return when `url` answers. Fail if the node ends first or takes longer."""
     late = time.monotonic() + seconds
     while time.monotonic() < late:
         with contextlib.suppress(OSError):

@@ -1,5 +1,5 @@
-"""Dashboards, rules and documentation against the registry: what they name exists, and what exists
-is shown."""
+"""Dashboards, rules and documentation match the registry: named metrics exist, and existing metrics
+are shown."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def panels() -> list[dict]:
 
 
 def flat(board: dict) -> list[dict]:
-    """The panels of a board, those inside closed rows as well."""
+    """Return the panels of a board, including those in collapsed rows."""
     return [each for panel in board["panels"] for each in (panel, *panel.get("panels", []))]
 
 
@@ -140,7 +140,8 @@ def test_label_values_in_matchers_exist() -> None:
 
 
 def labels_of(expression: str) -> set[str]:
-    """That tell the series of an expression's result apart, besides those that its matchers fix."""
+    """Return the labels that distinguish the series of an expression, besides those fixed by its
+    matchers."""
     if expression.startswith(("sum(", "60 * sum(")):
         return set()
     if grouping := re.match(
@@ -153,7 +154,7 @@ def labels_of(expression: str) -> set[str]:
 
 
 def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
-    """On the node's board by all but the node, of which it shows one."""
+    """On the node board the node is excluded, because the board shows one node."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         board = json.loads(path.read_text())
         (nodes,) = [
@@ -173,8 +174,8 @@ def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
 
 
 def test_of_several_states_the_one_that_holds_is_named() -> None:
-    """A stat without names shows the 1 of `== 1`, and over a range every state of the past; as
-    lines they all lie at 1."""
+    """A stat without names shows the 1 of `== 1`, and over a range every past state. As lines all
+    states lie at 1."""
     found = [
         panel
         for panel in panels()
@@ -199,8 +200,8 @@ def test_generated_files_are_up_to_date() -> None:
 
 
 def test_on_a_plain_node_every_panel_of_an_open_row_has_data() -> None:
-    """A node without crew, accelerator, reference policy and caps: what it has no numbers of is in
-    rows that are closed."""
+    """Metrics that a node without crew, accelerator, reference policy and caps does not have are in
+    collapsed rows."""
     s = example()
     report = msgspec.structs.replace(s.trainer.report, device_memory_bytes=None, kl=None)
     plain = msgspec.structs.replace(
@@ -298,8 +299,8 @@ def test_promtool_accepts_a_scrape() -> None:
 @needs_promtool
 @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
 def test_promtool_accepts_the_configuration_and_its_rules(tmp_path, name) -> None:
-    """Debian's Prometheus is built without Kubernetes: there the pods stand as fixed targets, and
-    all the rest is as it is."""
+    """Debian's Prometheus lacks Kubernetes discovery, so the pods become fixed targets. The rest is
+    unchanged."""
     config = yaml.safe_load((PROMETHEUS / name).read_text())
     if config["scrape_configs"][0].pop("kubernetes_sd_configs", None) == [{"role": "pod"}]:
         config["scrape_configs"][0]["static_configs"] = [{"targets": ["10.0.0.1:9464"]}]

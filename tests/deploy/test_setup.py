@@ -101,7 +101,8 @@ def test_set_up_lets_pip_resolve_torch_alone(target):
 
 @pytest.mark.long
 def test_uv_installs_the_tool_without_a_compiler(tmp_path):
-    """The command of docs/join-and-host.md. CC=false fails every build that needs a compiler."""
+    """Run the command of docs/join-and-host.md. CC=false fails every build that needs a
+    compiler."""
     (command,) = re.findall(
         r"^    (uv tool install .*)$", (ROOT / "docs/join-and-host.md").read_text(), re.M
     )

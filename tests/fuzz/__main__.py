@@ -1,9 +1,9 @@
-"""Feeds targets what coverage suggests: `python -m tests.fuzz admission http --runs 1000000`. Needs
-`pip install atheris`.
+"""Coverage-guided fuzzing: `python -m tests.fuzz admission http --runs 1000000`. Needs `pip install
+atheris`.
 
-One after the other, each in a process of its own. A target stops at the first input after which
-anything comes out that it did not promise, writes it beside, and prints it. What is found belongs
-into tests/fuzz/corpus, where the suite replays it, and into the protocol's vectors.
+Targets run one after another, each in its own process. A target stops at the first input that
+raises an undeclared error, writes the input to a file, and prints it. Add findings to
+tests/fuzz/corpus, which the suite replays, and to the protocol's vectors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["swarmnode", "msgspec"]):
     from tests.fuzz.targets import TARGETS, seeds
 
 LONGEST_SECONDS = 60
-"""For one input, by the wall clock: on a busy machine a process may stand still for seconds."""
+"""Wall-clock limit for one input. On a busy machine a process may be stopped for seconds."""
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
         "--seconds",
         type=int,
         default=0,
-        help="stop after that many, however many runs it were; 0 is no bound",
+        help="stop after this many seconds; 0 is no limit",
     )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--longest", type=int, default=8192, help="bytes of an input")
@@ -43,7 +43,7 @@ def main() -> None:
     failed = []
     for target in asked.targets:
         before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-        child = os.fork()  # what is fed with ends its process
+        child = os.fork()  # atheris ends its process
         if not child:
             fuzz(target, asked)
         if os.waitpid(child, 0)[1]:
@@ -54,11 +54,11 @@ def main() -> None:
             flush=True,
         )
     if failed:
-        sys.exit(f"something came out of {', '.join(failed)}")
+        sys.exit(f"undeclared errors in {', '.join(failed)}")
 
 
 def fuzz(target: str, asked: argparse.Namespace) -> None:
-    """Does not return."""
+    """Fuzz one target. Does not return."""
     make, refusals = TARGETS[target]
     feed = make()
 

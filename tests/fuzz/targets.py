@@ -1,8 +1,8 @@
-"""What takes bytes from strangers, one function each: whatever it is fed, it answers or refuses in
-the way that it promises.
+"""One function for each reader of untrusted bytes. For any input it must return or raise a declared
+error.
 
-A target is in `TARGETS`: name → (feed, the errors that it may raise). Anything else that comes out
-is a defect. A coroutine is driven by hand, since none of these waits for anything but its bytes.
+`TARGETS` maps name → (feed, declared errors). Any other exception is a defect. Coroutines are
+driven by hand, since they wait only for their bytes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LONGEST_SEED = 8192
 CREW = b"\x66" * 32
 NOW = 1_790_000_000.0
 UNLIMITED = SharingConfig().model_copy(update={"groups_per_second": 1e9})
-"""When the vectors were signed, so that they are neither stale nor of the future."""
+"""Time at which the vectors were signed, so that they are neither stale nor in the future."""
 AUTHOR = Author(SWARM)
 LAYOUT = make_layout([("w", (4, 8), "float32"), ("b", (8,), "float32")])
 BODIES = [bytes(4 * spec.elements) for spec in LAYOUT]
@@ -85,7 +85,7 @@ Feed = Callable[[bytes], object]
 
 
 def drive(coroutine: Coroutine[Any, Any, object]) -> object:
-    """The result of a coroutine that waits for nobody."""
+    """Return the result of a coroutine that never waits."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -95,7 +95,7 @@ def drive(coroutine: Coroutine[Any, Any, object]) -> object:
 
 
 def every_struct(data: bytes) -> None:
-    """Read as each message of the wire in turn."""
+    """Decode the bytes as each message type in turn."""
     for kind in STRUCTS:
         with contextlib.suppress(BadMessage):
             codec.decode(data, kind, limits.GROUP_BYTES)
@@ -106,7 +106,7 @@ def bulk_manifest(data: bytes) -> None:
 
 
 def episodes(data: bytes) -> None:
-    """A group's payload, whose episodes are cut into what a scorer and a trainer take."""
+    """Cut the episodes of a group's payload as for a scorer and a trainer."""
     group = codec.decode(data, messages.RolloutGroup, limits.GROUP_BYTES)
     for completion, given in zip(group.completions, groups.answers(group), strict=True):
         assert "".join(groups.actions(completion)) == completion.text
@@ -120,8 +120,7 @@ def episodes(data: bytes) -> None:
 
 
 def admission() -> Feed:
-    """Fetched groups; half of them, by their last bit, around a payload that a stranger did
-    sign."""
+    """Feed fetched groups. If the last bit is set, the bytes are a payload signed by a stranger."""
     checks = Admission(SWARM, "nobody", BUILTIN_TASKS, UNLIMITED)
     checks.set_policy(b"", TOKENIZER, 1.0)
 
@@ -134,7 +133,7 @@ def admission() -> Feed:
 
 
 def stocked() -> shelf.Shelf:
-    """Return a shelf with as many groups as a step of two peers makes."""
+    """Return a shelf with the number of groups that a step of two peers makes."""
     stock = shelf.Shelf(AUTHOR.key.public_key().public_bytes_raw(), SWARM, b"life" * 2)
     for sequence in range(16):
         frame = AUTHOR.frame(group := AUTHOR.group(sequence, NOW))
@@ -145,7 +144,7 @@ def stocked() -> shelf.Shelf:
 
 
 def polled() -> Feed:
-    """Polls of a stranger."""
+    """Feed polls of a stranger."""
     stock = stocked()
 
     def feed(data: bytes) -> None:
@@ -158,7 +157,7 @@ def polled() -> Feed:
 
 
 def fetched() -> Feed:
-    """Fetches of a stranger."""
+    """Feed fetches of a stranger."""
     stock = stocked()
 
     def feed(data: bytes) -> None:
@@ -171,7 +170,7 @@ def fetched() -> Feed:
 
 
 def offered() -> Feed:
-    """Listings of one peer after the other, which are stored and chosen from."""
+    """Feed listings of several peers, which are stored and selected from."""
     kept, rng = offers.Offers(b"", lambda key: key.hex()), random.Random(0)
 
     def feed(data: bytes) -> None:
@@ -189,8 +188,8 @@ def offered() -> Feed:
 
 
 def stream_open(data: bytes) -> None:
-    """The first message of a stream between members of a crew, to its second stage, from whoever
-    holds the first."""
+    """Feed the opening message of a crew stream to the second stage, from the holder of the first
+    stage."""
     members = wire.StreamPeers(CREW, 1, ("a", "b", "c"))
     assert wire.stream_refusal(members, "a", strict.decode(data, wire.StreamOpen)) in (
         "",
@@ -203,8 +202,8 @@ def signed(payload: bytes) -> bytes:
 
 
 def http() -> Feed:
-    """Target, Accept header and Host header, one a line, of a request to the status page. Only what
-    h11 lets through, visible ASCII, since it looks first."""
+    """Feed target, Accept header and Host header of a request to the status page, one per line. h11
+    runs first, so only visible ASCII is fed."""
     surface = Surface(
         example, History(), _NoPulse(), only_loopback=True, now=itertools.count().__next__
     )
@@ -228,7 +227,7 @@ def http() -> Feed:
 
 class _NoPulse(Pulse):
     def __init__(self) -> None:
-        """No event loop is there to have one."""
+        """There is no event loop to watch."""
 
     @property
     def silence_seconds(self) -> float:
@@ -291,8 +290,8 @@ TARGETS: dict[str, tuple[Callable[[], Feed], tuple[type[Exception], ...]]] = {
 
 
 def seeds() -> list[bytes]:
-    """Every frame of the protocol's vectors and what is in its envelopes, what was found before,
-    and a good one of what has no vectors."""
+    """Return every frame of the protocol's vectors and the contents of their envelopes, earlier
+    findings, and one valid input for each target without vectors."""
     found = {
         b"/\n\nlocalhost",
         b"/status\npoints=3\n127.0.0.1:1",
@@ -307,11 +306,11 @@ def seeds() -> list[bytes]:
         f"/ip4/1.2.3.4/tcp/9/p2p/{AUTHOR.peer}/p2p-circuit/p2p/{AUTHOR.peer}".encode(),
         b"/dns4/a.example/tcp/1",
     }
-    # its last bit has it signed, see `admission`
+    # The last bit selects a signature, see `admission`.
     found |= {AUTHOR.frame(group := AUTHOR.group(7, NOW)), codec.encode(group) + b"\1"}
     played = [episode(["left", "", "\u2264right"]), episode(["up"], finish="length")]
     found.add(codec.encode(msgspec.structs.replace(group, completions=played)))
-    # the vectors are of other crews
+    # The vectors are of other crews.
     found.add(strict.encode(wire.StreamOpen(CREW, 0, 1, "frames")))
     for path in sorted(VECTORS.glob("*.json")):
         found |= set(_frames(json.loads(path.read_text())["vectors"]))
@@ -323,7 +322,7 @@ def seeds() -> list[bytes]:
 
 
 def _frames(vectors: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Those that are not so long that a fuzzer would only copy them."""
+    """Yield the frames that are short enough to be worth mutating."""
     for vector in vectors:
         frame = vector.get("frame", [])
         if isinstance(frame, str):

@@ -1,8 +1,8 @@
-"""Every target answers or refuses the vectors, what the fuzzer found before, and a few thousand
-variations of them.
+"""Every target handles the vectors, the fuzzer's earlier findings, and a few thousand variations of
+them.
 
-The million executions that coverage guides are `python -m tests.fuzz TARGET`: benchmarks/RESULTS.md
-has the last ones.
+`python -m tests.fuzz TARGET` runs a million coverage-guided executions; benchmarks/RESULTS.md has
+the last results.
 """
 
 import random
@@ -20,7 +20,7 @@ def corpus():
 
 
 def varied(rng, corpus):
-    """A frame with bytes changed, cut, doubled, or continued by another's."""
+    """Return a frame with bytes changed, cut, doubled, or continued by another frame."""
     data = bytearray(rng.choice(corpus))
     for _ in range(rng.randint(1, 3)):
         at = rng.randrange(len(data) + 1)
@@ -48,6 +48,6 @@ def test_a_target_answers_or_refuses(name, corpus):
             outcomes["answered"] += 1
         except refusals:
             outcomes["refused"] += 1
-    assert outcomes["answered"], "nothing gets past the first check, so nothing was shown"
+    assert outcomes["answered"], "no input passes the first check, so the test proves nothing"
     if refusals:
         assert outcomes["refused"]

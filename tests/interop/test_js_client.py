@@ -1,7 +1,7 @@
-"""A client that was written from protocol/ alone, on js-libp2p, against a real network process:
-both ways, and every kind of nonsense.
+"""A client written from protocol/ alone, on js-libp2p, with a real network process: both
+directions, and all kinds of malformed input.
 
-One network process, and a process of the client with several identities.
+The tests use one network process and one client process with several identities.
 """
 
 import json
@@ -41,7 +41,7 @@ DOCUMENTS = (
     "tasks",
 )
 FORGIVEN = 2
-"""Lies of one identity after which it would be asked late, or not any more."""
+"""Hostile messages of one identity before it is polled late or no longer."""
 OF_AN_ADMITTED_GROUP = {"candidates", "admitted"}
 
 
@@ -65,18 +65,18 @@ def node(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alice(foreign, node):
-    """A member; what it was told when it joined."""
+    """Return a member and the answer it got when it joined."""
     return foreign("join", name="alice", invite=node.invite)
 
 
 @pytest.fixture(scope="module")
 def bob(foreign, node, alice):
-    """Another identity, which makes no groups."""
+    """Return another identity, which publishes no groups."""
     return foreign("join", name="bob", invite=node.invite)
 
 
 def reasons():
-    """File/name of a vector → the reason that it names."""
+    """Return file/name of a vector → its reason."""
     documents = {
         path.stem: json.loads(path.read_text())["vectors"] for path in VECTORS.glob("*.json")
     }
@@ -88,7 +88,7 @@ def reasons():
 
 
 def told(node):
-    """What a node that has not done what was expected says of it."""
+    """Return the state of a node that did not do the expected."""
     network = node.status()["network"]
     return (
         node.outcomes(),
@@ -98,7 +98,7 @@ def told(node):
 
 
 def drawn(node, count):
-    """`count` groups of others, as soon as they are there."""
+    """Return `count` groups of peers as soon as they are available."""
     groups = []
     until(
         lambda: groups.extend(node.draw()) or len(groups) >= count,
@@ -120,8 +120,7 @@ def test_it_judges_the_vectors_as_the_documents_do():
 
 
 def greeting(foreign):
-    """What the node tells of itself; None while it has made no summary, or does not answer who asks
-    so often."""
+    """Return the node's own summary, or None while it has none or is rate-limiting this client."""
     told = foreign.unless_reset("greet", name="alice")
     return told if told and told["summaries"] else None
 
@@ -168,7 +167,7 @@ def test_the_node_polls_with_patience_and_is_answered_when_there_is_news(foreign
     began = time.monotonic()
     offered = foreign("offer", name="alice", sequence=5)
     groups = drawn(node, 1)
-    assert time.monotonic() - began < 5.0  # seconds, of a patience of 10
+    assert time.monotonic() - began < 5.0  # seconds; the poll could wait 10
     assert [group.content.hex() for group in groups] == [offered]
     assert foreign("told", name="alice")["held"] > held
 
@@ -225,7 +224,8 @@ def test_a_request_that_is_none_has_its_stream_reset(foreign, node, bob):
 
 
 def test_copies_of_the_nodes_own_groups_are_refused(foreign, node, alice, bob):
-    """As they are, and under the copier's key, where they answer another's question."""
+    """Unchanged copies, and copies under the copier's key, whose question belongs to another
+    author."""
     foreign("list", name="bob")
     fetched = foreign("fetch", name="bob")
     own = next(group for group in fetched if group["peer"] == node.author.peer)
@@ -268,8 +268,8 @@ def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(forei
 
 
 def test_episodes_travel_through_it_and_are_replayed_by_the_node(foreign, tmp_path, monkeypatch):
-    """It has no copy of the environment. It verifies form and signature of an episode, and lists
-    what another member signed."""
+    """The client has no copy of the environment. It verifies form and signature of an episode, and
+    lists episodes of other members."""
     with guessing_game(tmp_path, monkeypatch) as game:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
         settings = {"names": [game], "modules": [game]}
@@ -297,7 +297,7 @@ def test_episodes_travel_through_it_and_are_replayed_by_the_node(foreign, tmp_pa
 
 
 def test_a_malformed_answer_is_refused_for_the_reason_that_the_vectors_name(foreign, node):
-    """The node drops the answer and charges the peer; a group of the answer is not used."""
+    """The node drops the answer, charges the peer, and uses no group of the answer."""
     expected, found = reasons(), {}
     answers = foreign("answers")
     assert len(answers) >= 10

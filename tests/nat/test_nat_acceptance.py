@@ -1,5 +1,5 @@
-"""The joining story of README.md, command by command: `init` on a public machine, `join` from two
-others behind routers of their own."""
+"""The joining example of README.md, command by command: `init` on a public machine, `join` from two
+machines behind routers."""
 
 import json
 import os
@@ -26,8 +26,8 @@ QUERY = "api/v1/query?query=swarmnode_trained_groups_total%7Bsource%3D%22externa
 
 
 class Machine:
-    """A namespace with one node in it, used by its command line and looked at through its own HTTP
-    server only."""
+    """A namespace with one node, driven by its command line and observed through its own HTTP
+    server."""
 
     def __init__(self, net, name, directory, listen, *more):
         self.net, self.name, self.directory = net, name, directory
@@ -49,7 +49,7 @@ class Machine:
         self.environment = {**kept, "HF_HUB_OFFLINE": "1"}
 
     def command(self, *words):
-        """Runs to its end; its standard output."""
+        """Run a command to its end and return its standard output."""
         command = [sys.executable, "-m", "swarmnode", *words, *self.options]
         done = self.net.run(
             self.name, command, capture_output=True, text=True, timeout=240, env=self.environment
@@ -58,7 +58,7 @@ class Machine:
         return done.stdout.strip()
 
     def start(self, *words):
-        """Runs on; `words` as they stand in README.md."""
+        """Start a command that keeps running. words: as in README.md."""
         with open(self.directory / "node.log", "ab") as log:
             command = [sys.executable, "-m", "swarmnode", *words, *self.options]
             self.process = self.net.spawn(
@@ -83,7 +83,7 @@ class Machine:
         return told["node"]["peer"] if told else ""
 
     def used(self):
-        """Groups trained on, by peer."""
+        """Return groups trained on, by peer."""
         told = self.snapshot()
         report = told["trainer"]["report"] if told else None
         return report["peers_used"] if report else {}
@@ -93,7 +93,7 @@ class Machine:
         return told["trainer"]["report"]["step"] if told and told["trainer"]["report"] else 0
 
     def metric(self, name):
-        """Sum over all series of a metric in /metrics."""
+        """Return the sum over all series of a metric in /metrics."""
         lines = [
             line
             for line in self.get("metrics").splitlines()
@@ -106,8 +106,8 @@ class Machine:
 
 
 def use_each_other(machines, more_than=()):
-    """Whether each has trained on groups of every other; beyond what it had in `more_than`, {name:
-    {peer: count}}."""
+    """Return True if each has trained on groups of every other, beyond the counts in `more_than`,
+    {name: {peer: count}}."""
     before = dict(more_than)
     told = {machine.name: machine.snapshot() for machine in machines}
     if not all(told.values()):
@@ -134,7 +134,7 @@ def wait_for(condition, what, seconds, machines):
 
 
 def prometheus(machine, directory):
-    """A Prometheus beside the node; False where none is installed."""
+    """Run Prometheus beside the node. False where it is not installed."""
     if shutil.which("prometheus") is None:
         return False
     config = directory / "prometheus.yml"
@@ -205,15 +205,15 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_
                 lambda: '"source":"external"' in a.get(QUERY, 9090), "Prometheus has the series"
             )
 
-        # the founder, who is bootstrap peer and relay too, loses power: the hole is punched, so the
-        # two go on with each other
+        # The founder, which is also bootstrap peer and relay, loses power. The hole is punched, so
+        # the other two continue with each other.
         of_founder = founder.used()
         net.kill_all("f")
         before = {machine.name: machine.used() for machine in (a, b)}
         steps = [machine.steps() for machine in (a, b)]
         wait_for(
             lambda: use_each_other([a, b], before),
-            "the two go on without the founder",
+            "the two continue without the founder",
             240.0,
             [a, b],
         )
@@ -222,8 +222,8 @@ def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_
         )
         wait_for(stepped, "the two take steps without the founder", 240.0, [a, b])
 
-        # a member loses power; nothing but `run`, and nobody but the other one behind a router is
-        # there, then the founder returns
+        # A member loses power and restarts with `run`. Only the other member behind a router is
+        # there, until the founder returns.
         before = {"f": of_founder, "a": a.used(), "b": b.used()}
         peer = b.peer
         net.kill_all("b")

@@ -1,5 +1,5 @@
-"""Two hosts behind masquerading routers and a public relay, in network namespaces: what gets
-through, what stays without the relay."""
+"""Two hosts behind masquerading routers and a public relay, in network namespaces: which
+connections work, and which survive the relay."""
 
 import contextlib
 import json
@@ -23,14 +23,14 @@ MEBIBYTE = 2**20
 
 @contextlib.contextmanager
 def swarm(tmp_path, kinds, **settings):
-    """(the network, start the relay, relay, a, b): two hosts behind routers of these kinds, met
-    through the relay, which runs."""
+    """Yield (the network, start the relay, relay, a, b): two hosts behind routers of these kinds,
+    connected through the running relay."""
     with Topology() as net:
         net.public("relay", "5.5.5.5")
         for name, outside, kind in (("a", "5.5.5.11", kinds[0]), ("b", "5.5.5.12", kinds[1])):
             net.behind_nat(name, outside, kind)
 
-        relays = []  # a host runs for as long as somebody holds it
+        relays = []  # a host runs while it is referenced
 
         def start_relay():
             relays.append(NatHost(net, "relay", tmp_path / "relay", **RELAY))
@@ -48,12 +48,12 @@ def swarm(tmp_path, kinds, **settings):
 
 
 def exchange(a, b):
-    """1 MiB requests with their answers, both ways."""
+    """Send requests of 1 MiB with their answers, both ways."""
     for one, other in ((a, b), (b, a)):
         carried = lambda one=one, other=other: (
             one.do("request", peer=other.peer, bytes=MEBIBYTE).get("same") is True
         )
-        # again: the first may go over a connection of which nothing is left
+        # Retry: the first request may use a connection that is already dead.
         wait_until(carried, "1 MiB arrives")
 
 
@@ -151,7 +151,7 @@ def test_nodes_recover_when_the_router_changes_its_address(
             400.0,
         )
 
-        # what has not noticed yet asks over a connection of which nothing is left
+        # A side that has not noticed yet uses a dead connection.
         def answered(one, other):
             return one.do("request", peer=other.peer, bytes=1000).get("same") is True
 

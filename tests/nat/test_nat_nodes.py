@@ -1,5 +1,5 @@
-"""Real nodes with trainers: two behind masquerading routers, one public. All train on each other's
-groups."""
+"""Real nodes with trainers, two behind masquerading routers and one public. All train on each
+other's groups."""
 
 import json
 import os
@@ -33,7 +33,7 @@ SETTINGS = {
 
 
 class Node:
-    """A node in its namespace; its status page is only there."""
+    """A node in its namespace, where its status page is reachable."""
 
     def __init__(self, net, name, directory, network):
         self.net, self.name, self.directory = net, name, directory
@@ -66,7 +66,7 @@ class Node:
         )
 
     def snapshot(self):
-        """None while there is none."""
+        """Return the snapshot, or None while there is none."""
         text = self.net.get(self.name, "http://127.0.0.1:9464/status?points=1")
         return json.loads(text)["snapshot"] if text else None
 
@@ -75,11 +75,11 @@ class Node:
         return (told["trainer"]["report"] if told else None) or {"peers_used": {}, "step": 0}
 
     def peers_used(self):
-        """Groups trained on, by peer."""
+        """Return groups trained on, by peer."""
         return self.report()["peers_used"]
 
     def averaged_with(self, peer):
-        """Whether weights went both ways."""
+        """Return True if weights went both ways."""
         told = self.snapshot()
         return bool(told) and told["weights"]["pairs"].get(peer, 0) > 0
 
@@ -88,9 +88,9 @@ class Node:
 
 
 def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
-    """The public node does not relay. The relay knows nothing of rollouts, and the routers let no
-    direct connection through: what a and b tell each other goes by circuit, or by the public node;
-    their weights, by circuit alone."""
+    """The public node does not relay, and the relay does not support rollouts. The routers allow no
+    direct connection: groups of a and b travel by circuit or through the public node, weights by
+    circuit only."""
     swarm = swarm_id(
         SETTINGS["swarm"]["name"], {name: task_version(name) for name in Config().task.names}
     ).hex()
@@ -104,7 +104,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
         )
         private = {"listen_addrs": ["/ip4/0.0.0.0/tcp/9100"], "initial_peers": relay.addrs}
         nodes = [Node(net, name, tmp_path / name, private) for name in ("a", "b")]
-        # else it may be their relay
+        # otherwise it may become their relay
         public = {
             "listen_addrs": ["/ip4/5.5.5.6/tcp/9000"],
             "initial_peers": relay.addrs,
@@ -148,7 +148,7 @@ def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_p
             240.0,
         )
 
-        # The public node leaves, then the relay: each is alone, trains on, and is found again when
+        # The public node leaves, then the relay. Each node trains alone, and they meet again when
         # the relay returns.
         net.kill_all("c")
         net.kill_all("relay")

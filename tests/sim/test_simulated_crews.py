@@ -6,9 +6,9 @@ import trio
 from tests.support.sim.crews import STEP_SECONDS, CrewWorld, run
 
 QUICK_SECONDS = 10.0
-"""From a kill to the next committed step where a restarted member brings its stage back."""
+"""Bound from a kill to the next committed step when a restarted member restores its stage."""
 SPARE_SECONDS = 30.0
-"""Where a spare takes the stage: planners wait 12 s for its holder."""
+"""Bound when a spare takes the stage: planners wait 12 s for its holder."""
 
 
 async def stepping(world: CrewWorld, steps: int = 12) -> None:
@@ -85,7 +85,7 @@ def test_150_seconds_without_network_lose_nothing():
         world.cut(alone, True)
         await trio.sleep(150.0)
         world.cut(alone, False)
-        assert await world.next_step(120.0) <= 90.0  # most of it until it is dialled again
+        assert await world.next_step(120.0) <= 90.0  # mostly the wait for a redial
         await stepping(world)
 
     world = run(4, 4, story)
@@ -156,8 +156,8 @@ def test_slow_member_slows_the_crew_and_ends_nothing():
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_liar_costs_bounded_time(stage):
-    """It claims the newest step of every stage, joins, and keeps all work; a head also ends crew
-    after crew."""
+    """The hostile member claims the newest step of every stage, joins, and never reports finished
+    work. As head it also ends one crew after another."""
 
     async def story(world):
         await stepping(world)

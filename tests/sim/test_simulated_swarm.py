@@ -1,5 +1,4 @@
-"""Whole swarms in the simulator: a fixed few, one that nobody has seen before, and the same one
-twice."""
+"""Whole swarms in the simulator: fixed seeds, one fresh seed, and the same seed twice."""
 
 import os
 import random
@@ -33,8 +32,7 @@ def replay(seed: int, nodes: int, kinds: tuple[str, ...] = ()) -> str:
     ],
 )
 def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
-    """With one hostile node of each of the kinds, and in all cases together of every kind that
-    there is."""
+    """With one hostile node of each kind given. The cases together cover every kind."""
     ended = simulate(draw(seed, nodes, kinds))
     assert ended.problem == "", replay(seed, nodes, kinds)
     assert ended.used > nodes

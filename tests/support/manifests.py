@@ -34,7 +34,7 @@ def founded(key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: ob
 def succeeding(
     before: Opened, key: Ed25519PrivateKey = KEY, later: int = 1, **changes: object
 ) -> Opened:
-    """A successor of `before`, signed `later` milliseconds after it."""
+    """Return a successor of `before`, signed `later` milliseconds after it."""
     return founded(
         key, predecessor=before.swarm, created_at=before.manifest.created_at + later, **changes
     )

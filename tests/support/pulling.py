@@ -48,7 +48,7 @@ async def rewards_of(group):
 
 
 class Budget:
-    """A budget that a test sets. refused: choices that it does not allow."""
+    """A budget set by the test. refused: choices that it refuses."""
 
     def __init__(self):
         self.refused = set()
@@ -182,11 +182,16 @@ class Reader:
 
 
 class Holder:
-    """A peer that lists groups and gives what a test sets.
+    """A peer that lists groups and serves what a test sets.
 
-    answers: content id → envelope to give. fetched: the content ids that were asked for.
-    polled_at: when polls came. `patient` holders hold a poll without news open, as honest ones do.
-    network, author: a network that exists and an Author with its key, instead of `medium`.
+    Attributes:
+        answers: Content id → envelope to serve.
+        fetched: Requested content ids.
+        polled_at: Times of the polls.
+
+    Args:
+        patient: Hold a poll without news open, as honest holders do.
+        network, author: An existing network and an Author with its key, instead of `medium`.
     """
 
     def __init__(self, medium, seed=77, *, patient=True, network=None, author=None):

@@ -40,11 +40,11 @@ async def fetch(client, server, sink, deadline: float = 20.0) -> None:
 
 
 def lie(liar, answer: bytes, *, then: str = "close") -> None:
-    """`liar` sends `answer` to every request for chunks, and then closes or goes silent."""
+    """Make `liar` send `answer` to every request for chunks, and then close or go silent."""
 
     async def on_stream(stream) -> None:
         await read_frame(stream, limits.BULK_REQUEST_BYTES)
-        with contextlib.suppress(PeerError):  # the client resets when it has seen enough
+        with contextlib.suppress(PeerError):  # the client resets the stream
             await stream.write(answer)
             if then == "silence":
                 await trio.sleep_forever()
@@ -53,16 +53,16 @@ def lie(liar, answer: bytes, *, then: str = "close") -> None:
     liar.host.set_handler(ids.BULK_PROTOCOL, on_stream)
 
 
-# -- what is said of the content
+# -- claims about the content
 
 
 @pytest.mark.parametrize(
     ("manifest", "reason"),
     [
-        (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(64)), "bounds"),  # a hash too few
+        (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(64)), "bounds"),  # one hash missing
         (BulkManifest(TRANSFER, 2**50, CHUNK, bytes(96)), "bounds"),
         (BulkManifest(b"o" * 32, 3 * CHUNK, CHUNK, bytes(96)), "bounds"),  # of another transfer
-        # sound, but not what was agreed on
+        # valid, but not the agreed chunk size
         (BulkManifest(TRANSFER, 3 * CHUNK, CHUNK, bytes(96)), "bounds"),
         (b"\x84garbage", "schema"),
         (b"\x84\xa8transfer", "malformed"),
@@ -108,7 +108,7 @@ async def test_a_wrong_chunk_is_not_accepted_and_what_came_before_it_stays(tmp_p
         (LENGTH.pack(2**32 - 1), "malformed"),
         (LENGTH.pack(5) + b"\xff\xff\xff\xff\xff", "malformed"),
         (framed(BulkResponse("busy", 0)), "busy"),
-        # and the rest never comes
+        # and the rest never arrives
         (framed(BulkResponse("ok", 8 * CHUNK)) + bytes(3 * CHUNK), "hash"),
     ],
 )
@@ -133,7 +133,7 @@ async def test_more_than_was_announced_is_not_read(tmp_path):
         await until(lambda: client.connected() == [server.peer_id])
 
 
-# -- peers that stop
+# -- stopped peers
 
 
 async def test_a_peer_that_stalls_costs_the_deadline_and_nothing_of_others(tmp_path):
@@ -151,7 +151,7 @@ async def test_a_peer_that_stalls_costs_the_deadline_and_nothing_of_others(tmp_p
         assert trio.current_time() - began < 10
         assert sink.missing() == list(range(1, 8))
         assert client.bulk.statistics().fetched["timeout"] == 1
-        assert client.reputation.rejections(server.peer_id) == 0  # slowness proves nothing
+        assert client.reputation.rejections(server.peer_id) == 0  # slowness is not an offence
 
 
 async def _times_out(client, server, sink) -> None:
@@ -196,7 +196,7 @@ async def test_a_reader_that_does_not_read_gives_its_slot_back(tmp_path, monkeyp
         assert sink.complete
 
 
-# -- peers that flood
+# -- flooding peers
 
 
 async def test_a_hundred_transfers_at_once_leave_room_for_others(tmp_path):
@@ -219,7 +219,7 @@ async def test_a_hundred_transfers_at_once_leave_room_for_others(tmp_path):
 
 
 async def _grab(greedy, server, request: bytes) -> None:
-    """Asks, and reads nothing."""
+    """Send a request and read nothing."""
     with contextlib.suppress(PeerError):
         stream = await greedy.host.open_stream(server.peer_id, ids.BULK_PROTOCOL)
         await stream.write(request)

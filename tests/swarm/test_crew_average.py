@@ -1,5 +1,5 @@
-"""Stages of different crews are averaged with each other over real hosts, in the layers that both
-hold, and nobody with anybody else."""
+"""Stages of different crews are averaged over real hosts in their common layers, and only with each
+other."""
 
 import contextlib
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ SWARM = b"\x21" * 32
 
 
 class Holder:
-    """One node: a stage, its averaging, the network half. Steps are taken by the test."""
+    """One node with a stage, its averaging and the network half. The test takes the steps."""
 
     def __init__(self, network, directory, config, model, seat, seed):
         crew, index, *cut = seat
@@ -58,7 +58,7 @@ class Holder:
         )
 
     def step(self, size=0.001):
-        """A step of its crew."""
+        """Take a step of its crew."""
         with torch.no_grad():
             for p in self.stage.runtime.parameters():
                 p.add_(size * torch.randn(p.shape, generator=self._generator))
@@ -81,14 +81,14 @@ def phi_of(holder):
 
 
 def distance(a, b):
-    """In what both hold."""
+    """Return the distance of two holders over their common layers."""
     one, other = a.weights(), b.weights()
     return float(sum((one[n] - other[n]).norm() for n in one.keys() & other.keys()))
 
 
 def as_good(_probe, _mine, _mean, answer):
-    """What a crew says of an average that harms nobody; no crew runs around these stages, and
-    without a verdict nothing is taken."""
+    """Accept every average. No crew runs around these stages, and an average without a verdict is
+    not applied."""
     answer(Losses(1.0, 1.0))
     return True
 
@@ -103,8 +103,8 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def stages(tmp_path, seats):
-    """A holder for each (crew, stage, and how the crew is cut, unless in two halves), hosts
-    connected and weight planes running; nobody is connected to its own plane yet."""
+    """Yield a holder for each (crew, stage, cut of the crew; default: two halves). Hosts are
+    connected and weight planes run, but no holder is connected to its own plane yet."""
     path = write_deep_model(tmp_path / "model", layers=4)
     weights = {"rule": "gossip", "fragments": 1, "sync_every": 4}
 
@@ -137,14 +137,14 @@ async def stages(tmp_path, seats):
 
 
 async def meet(first, second):
-    """An outer step is due at every fourth, and committed between two. How far they were apart
-    before."""
+    """Make every fourth step an outer step and wait for its commit. Return the distance before
+    it."""
     for _ in range(2):
         first.step()
         second.step()
     before = distance(first, second)
     counts = lambda: {holder.averaging.report().exchanges_total for holder in (first, second)}
-    # on a busy machine the first payload may be of weights from before these steps
+    # On a busy machine the first payload may hold weights from before these steps.
     with trio.fail_after(280):
         while 0 in counts() or distance(first, second) >= 0.1 * before:
             first.step(0.0)
@@ -158,8 +158,8 @@ async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with
 ):
     async with stages(tmp_path, [(1, 1), (2, 1), (1, 0)]) as holders:
         first, second, head = holders
-        # the tied embedding is at both ends of a crew: averaged at one of them with somebody, it
-        # would be two
+        # The tied embedding is at both ends of a crew. Averaged at only one end, its copies would
+        # diverge.
         assert not any(
             "embed_tokens" in name or "lm_head" in name
             for holder in holders

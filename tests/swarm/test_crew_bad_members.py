@@ -1,5 +1,5 @@
-"""Three stages and a spare, all whole nodes: a member does what no member should, and the crew
-continues without it. What it does is put into its trainer by tests/support/inside."""
+"""Three stages and a spare, all whole nodes: the crew continues without a misbehaving member.
+tests/support/inside injects the misbehaviour into its trainer."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
 STAGES = 3
 BOUND_SECONDS = 300.0
-"""The head's deadline is 120 s without a word; then planners wait 12 s for a lost stage."""
+"""The head's timeout is 120 s; afterwards planners wait 12 s for a lost stage."""
 CASES = [
     ("sends_nan", 1, "garbage: not_finite"),
     ("sends_garbage", 2, "its stream was closed"),
@@ -59,7 +59,7 @@ def crew(tmp_path_factory):
 
 
 def running_with_a_spare(crew):
-    """How a crew is that takes steps, while the fourth node offers itself."""
+    """Return the running crew once the fourth node offers itself as a spare."""
 
     def well():
         seen = crew.at(1)
@@ -81,7 +81,7 @@ def test_the_crew_continues_without_a_member_that_misbehaves(crew, what, stage, 
         node.bad_file.write_text(what)
     try:
         after = until(lambda: crew.at(step + 1, former), crew.story, BOUND_SECONDS)
-        if what != "stops":  # that trainer is ended, and the one that starts may be back in time
+        if what != "stops":  # a restarted trainer may be back in time
             assert node not in [one for one, _ in after.values()], crew.story()
         lines = [line for one in others for line in log_since(one, sizes[one.name])]
         continued = [line["step"] for line in lines if line.get("event") == "assigned"]

@@ -1,5 +1,5 @@
-"""All nodes are killed at once, and one node's disk is gone: the next crew begins at the newest
-step that is on the others'."""
+"""All nodes are killed at once and one disk is lost: the next crew starts at the newest step on the
+other disks."""
 
 import shutil
 
@@ -16,7 +16,7 @@ STAGES = 3
 
 
 def newest_common(nodes):
-    """The newest step of which every stage is on the disk of one of `nodes`, or one step older."""
+    """Return the newest step that some disk has for every stage, give or take one step."""
     found = {}
     for directory in (node.directory / "trainer" / CHECKPOINTS for node in nodes):
         for about in find_checkpoints(directory):

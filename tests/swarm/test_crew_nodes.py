@@ -1,5 +1,5 @@
-"""Three real nodes hold one policy in stages: they find each other, train it, and lose any of
-themselves without losing a step."""
+"""Three real nodes hold one policy in stages. They find each other, train, and survive the loss of
+any node without losing a step."""
 
 import signal
 import time
@@ -24,8 +24,7 @@ from tests.support.whole_crew import (
 pytestmark = [pytest.mark.swarm, pytest.mark.timeout(600)]
 
 STAGES = 3
-"""The fewest with a stage that has two neighbours, and with two neighbours that can be lost
-together."""
+"""The smallest number with a stage that has two neighbours, both of which can be lost together."""
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +72,9 @@ def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
     for stage in stages:
         source, kl = after[stage][1]["source"], after[stage][1]["gate_kl"]
         assert source in ("checkpoint", "neighbour"), crew.story()
-        # Its own checkpoint is exact, and what its gate shows is the last step itself: up to 0.06
-        # nats seen, in so small a policy. If two of three trainers are lost, the one that is left
-        # may have no rows to judge by.
+        # Its own checkpoint is exact. The gate shows the noise of the last step: up to 0.06 nats in
+        # so small a policy. If two of three trainers are lost, the remaining one may have no rows
+        # to judge by.
         assert source == "checkpoint" or (kl < 0.05 if kl is not None else len(stages) == 2)
     for stage in set(range(STAGES)) - set(stages):
         assert trainer_of(after[stage][0]) is not None
@@ -91,7 +90,7 @@ def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
 
     _, after = crew.lose(kill)
     assert {stage: trainer_of(node).pid for stage, (node, _) in after.items()} == trainers, (
-        "nobody's trainer had to be started again"
+        "no trainer had to be restarted"
     )
 
 

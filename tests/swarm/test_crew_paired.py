@@ -1,8 +1,7 @@
-"""Two crews of three real nodes with the same keys and seeds: one loses stages, and both end with
-the same weights, bit by bit.
+"""Two crews of three real nodes with equal keys and seeds: one loses stages, and both end with
+bit-identical weights.
 
-The same with trainers in one process is in tests/unit/trainer/test_crew_trainer.py, which every run
-of the suite has.
+tests/unit/trainer/test_crew_trainer.py does the same with trainers in one process.
 """
 
 import shutil
@@ -29,16 +28,15 @@ pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
 STAGES = 3
 STEPS = 7
-"""Committed, of both crews."""
+"""Committed steps of both crews."""
 LOSSES = [(2, (2,), False, "checkpoint"), (4, (1, 2), True, "neighbour")]
-"""After how many steps, stages that are lost together, whether with their disks, and from where
-they come back. Not the first one's: a head that begins again leaves group numbers out, so that its
-questions are others."""
+"""(step of the loss, stages lost together, whether with their disks, source of the restore). Stage
+0 is excluded: a restarted head skips group numbers, so its questions differ."""
 
 
 def lose(crew, step, stages, disk, source):
-    """Between two steps, when every copy is of the last one: so nothing is lost, if what comes back
-    is what was there."""
+    """Lose stages between two steps, when every copy is of the last step, so an exact restore loses
+    nothing."""
     until(lambda: crew.at(step), crew.story)
     with at_rest(crew, copies=True) as seen:
         before = seen[0][1]["id"]
@@ -53,9 +51,9 @@ def lose(crew, step, stages, disk, source):
 
 
 def train(directory, model, losses=()):
-    """(step, weights) after STEPS. Each loss is made good as it says. Steps are so far apart that
-    both neighbours have each snapshot before the next: what is kept for later is fetched at a
-    quarter of a line."""
+    """Return (step, weights) after STEPS, with each loss restored as given. Steps are far enough
+    apart that both neighbours have each snapshot before the next step: background transfers use a
+    quarter of the bandwidth."""
     for attempt in range(8):
         nodes = like_nodes(
             directory / str(attempt),

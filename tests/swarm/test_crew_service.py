@@ -1,4 +1,4 @@
-"""Crews over real libp2p hosts on loopback, with real control and trainers that pretend: founding,
+"""Crews over real libp2p hosts on loopback, with real control and simulated trainers: founding,
 losses, hostile peers."""
 
 import contextlib
@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow]
 
 
 class Crew:
-    """Nodes, each in a task of its own, so that one can be ended alone. The first host is
-    everybody's bootstrap peer and no node."""
+    """Nodes, each in its own task, so that one can be ended alone. The first host is the bootstrap
+    peer of all and no node."""
 
     def __init__(self, directory, nursery, **options):
         self.directory, self.nursery, self.options = directory, nursery, options
@@ -50,15 +50,15 @@ class Crew:
             await self.stopped[name].wait()
 
     def holder(self, stage):
-        """(name, node) of the stage's holder, by what the nodes that are left say."""
+        """Return (name, node) of the stage's holder, according to the remaining nodes."""
         return next((name, node) for name, node in self.nodes.items() if node.stage == stage)
 
     def seated(self):
         return {name: node for name, node in self.nodes.items() if node.stage is not None}
 
     async def running(self, *, stages=3, above=0, seconds=240):
-        """All stages are held by nodes that are here, in one crew, and steps above `above` were
-        taken."""
+        """Wait until all stages are held in one crew by existing nodes, and steps above `above`
+        were taken."""
 
         def well():
             seated = list(self.seated().values())
@@ -109,7 +109,7 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
         assert statistics.streams.open == {"frames": 2, "state": 0}
         assert statistics.heartbeat_seconds is not None
         assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, (
-            "which is what it offers of its line"
+            "its offer for its lineage"
         )
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
@@ -120,7 +120,7 @@ async def test_a_trainer_that_is_killed_comes_back_to_its_stage_and_no_step_is_l
         name, node = made.holder(1)
         node.kill_trainer()
         await until(lambda: all(one.stage is None for one in made.nodes.values()))
-        # another process, without anything in memory: the others' copies are offered
+        # A new process without anything in memory, so the others' copies are offered.
         node.start_trainer()
         made.nodes[name].trainer.step = 0
         await made.running(above=step, seconds=120)
@@ -132,7 +132,7 @@ async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
         name, _ = made.holder(2)
         spare = next(node for node in made.nodes.values() if node.stage is None)
         await until(lambda: made.holder(0)[1].service.statistics().crew.offers >= 1)
-        # as real trainers do, which keep their neighbours' snapshots
+        # As real trainers do, which keep their neighbours' snapshots.
         for node in made.nodes.values():
             node.trainer.keeps = [(2, step)]
         await made.kill(name)
@@ -147,7 +147,7 @@ async def test_a_network_process_that_starts_again_comes_back(tmp_path):
         trainer = node.trainer
         await made.kill(name)
         again = await made.start(name)
-        again.trainer.take_over(trainer)  # the trainer goes on without its network process
+        again.trainer.take_over(trainer)  # the trainer continues without its network process
         await made.running(above=step, seconds=120)
 
 

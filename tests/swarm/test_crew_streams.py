@@ -1,5 +1,5 @@
-"""Stage streams between real libp2p hosts on loopback: bytes of a trainer to another's, bounded, of
-one roster, for its members only."""
+"""Stage streams between real libp2p hosts on loopback: bytes from trainer to trainer, bounded,
+within one roster, for its members only."""
 
 import contextlib
 import gc
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.swarm
 
 @contextlib.asynccontextmanager
 async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
-    """`count` hosts, all connected with all, the first `members` of them a crew: (networks, pipes,
-    circles, what each was told is lost)."""
+    """Yield `count` fully connected hosts, the first `members` of them a crew: (networks, pipes,
+    circles, losses reported to each)."""
     members = count if members is None else members
     async with hosts(directory, count) as networks, trio.open_nursery() as nursery:
         every, lost = [], [[] for _ in networks]
@@ -79,7 +79,7 @@ async def exactly(stream, count):
 
 
 async def ended(stream):
-    """The stream ends, however, within five seconds."""
+    """Wait up to five seconds for the end of the stream."""
     with trio.fail_after(60), contextlib.suppress(trio.BrokenResourceError):
         while await stream.receive_some(2**20):
             pass
@@ -109,7 +109,7 @@ async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp
                 transfers.start_soon(receive_all, one, 64 * 2**20, got[1])
             nursery.cancel_scope.cancel()
         assert [each.digest() for each in sent] == [each.digest() for each in got]
-        # both ends of two directions: windows of 8 MiB and what is on its way
+        # Both ends of two directions: windows of 8 MiB and bytes in transit.
         assert most < 80 * 2**20
         statistics = a.statistics()
         assert statistics.open == {"frames": 1, "state": 0}
@@ -166,8 +166,8 @@ async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_
 async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_nothing(
     tmp_path, monkeypatch
 ):
-    """The guards give other writers a fifth of a second without credit here; our trainer reads
-    nothing for longer."""
+    """The guards allow other writers a fifth of a second without credit; this trainer reads nothing
+    for longer."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
 
@@ -219,7 +219,7 @@ async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
         b.assign(newer[1])
         await ended(one)
         await ended(other)
-        late = await open_pipe(a, ca, 1)  # of the roster before
+        late = await open_pipe(a, ca, 1)  # of the previous roster
         await ended(late)
         one, other = await open_pipe(a, newer[0], 1), await open_pipe(b, newer[1], 0)
         await one.send_all(b"y")
@@ -227,7 +227,7 @@ async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
         assert lost == [[], []]
         a.release()
         await ended(one)
-        # b's roster is the same: for b it is the stream of a member that broke
+        # b still has the old roster, so for b a member closed the stream.
         await until(lambda: lost == [[], [peer_a]])
 
 
@@ -259,7 +259,7 @@ async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
         await until(lambda: lost[0] == lost[2] == [networks[1].peer_id])
         assert trio.current_time() - began < 2
         await ended(ends[0, 1])
-        assert pipes[0].statistics().open["frames"] == 1  # that to stage 2
+        assert pipes[0].statistics().open["frames"] == 1  # the stream to stage 2
 
 
 async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
@@ -300,7 +300,7 @@ async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
             with trio.fail_after(60):
                 async with trio.open_nursery() as transfer:
                     transfer.start_soon(drain, b)
-                    # more than the relay carries
+                    # More than the relay's limit.
                     with contextlib.suppress(trio.BrokenResourceError):
                         await send_all(a, b"12345678", 64, hashlib.blake2b())
             await until(lambda: sorted(lost) == sorted([one.peer_id, other.peer_id]))
@@ -324,7 +324,7 @@ async def test_lost_stream_of_state_is_reported(tmp_path):
 
 
 async def open_as(network, peer, opened):
-    """What a peer of any kind could say. The stream."""
+    """Open a stream as any peer could. Return the stream."""
     data = opened if isinstance(opened, bytes) else msgspec.msgpack.encode(opened)
     stream = await network.streams.open(peer, ids.STAGE_STREAM_PROTOCOL, deadline=5)
     await stream.send(len(data).to_bytes(4, "big") + data)
@@ -332,14 +332,13 @@ async def open_as(network, peer, opened):
 
 
 async def refused(network, peer, opened):
-    """The same, and it does not last: it is reset, perhaps before both have agreed on a
-    protocol."""
+    """Open a stream and expect a reset, perhaps before both sides have agreed on a protocol."""
     with trio.fail_after(60), contextlib.suppress(PeerError):
         await (await open_as(network, peer, opened)).closed.wait()
 
 
 def said(circle, **other):
-    """What a member that dials says."""
+    """Return the opening message of a member."""
     fields = {"crew": circle.crew, "from_stage": 0, "to_stage": 1, "kind": "frames", **other}
     return StreamOpen(**fields)
 
@@ -366,7 +365,7 @@ async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
         await refused(networks[2], networks[1].peer_id, said(ca))
         assert b.statistics().refused == {"peer": 1}
-        await refused(networks[1], networks[2].peer_id, said(ca))  # who has no crew takes none
+        await refused(networks[1], networks[2].peer_id, said(ca))  # ca has no crew
 
 
 @pytest.mark.parametrize(
@@ -439,7 +438,7 @@ async def test_without_budget_bytes_wait(tmp_path):
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         await one.send_all(b"x")
         await until(lambda: a.statistics().throttled_seconds > 0)
-        assert a.statistics().sent["frames"] < 300  # no more than what the stream was opened with
+        assert a.statistics().sent["frames"] < 300  # only the opening message
         allowed[0] = True
         assert await exactly(other, 1) == b"x"
 
@@ -479,8 +478,8 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
 
 async def test_strangers_keep_no_member_waiting_for_a_place(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
-        # it is reset at once, perhaps before both have agreed on a protocol, and not after
-        # OPEN_SECONDS
+        # It is reset at once, perhaps before both sides have agreed on a protocol, and not after
+        # OPEN_SECONDS.
         for _ in range(3):
             with trio.fail_after(60), contextlib.suppress(PeerError):
                 silent = await networks[2].streams.open(

@@ -1,4 +1,4 @@
-"""The demo as a user runs it: a liar, a kill -9, a verdict."""
+"""The demo as a user runs it: a hostile node, a SIGKILL, a verdict."""
 
 import os
 import subprocess

@@ -1,9 +1,8 @@
-"""The commands of README and docs, typed in order into a shell, with real nodes.
+"""Type the commands of README and docs into a shell in order, with real nodes.
 
 Each part of a page is about one machine, which is a home directory here. World.said replaces what a
-page cannot know (addresses, an invite), and NOT_HERE names the commands that cannot run here; an
-entry of either that no page needs any more is an error. One founder runs during the whole test;
-other nodes end after one step.
+page cannot know (addresses, an invite). NOT_HERE names the commands that cannot run here. An unused
+entry of either is an error. One founder runs throughout the test; other nodes end after one step.
 """
 
 import json
@@ -37,8 +36,8 @@ PARTS = {
     "engines": ("docs/engines-and-hardware.md", None),
     "stages": ("docs/stages.md", None),
 }
-"""Part: its page, and the headings of its sections ("" is the text before the first heading); None
-is the whole page."""
+"""Part → its page and the headings of its sections ("" is the text before the first heading). None:
+the whole page."""
 PASSPHRASE = "five random words are good"
 
 NOT_HERE = {
@@ -54,10 +53,10 @@ NOT_HERE = {
     r"swarmnode run .*policy\.server\.url=": "needs a server; tests/unit/policy/test_served.py",
     r"swarmnode demo --crew": "tests/swarm/test_demo.py runs it",
 }
-"""Commands that cannot be typed here, and why."""
+"""Commands that cannot be typed here, and the reason."""
 
 MACHINES = {"swarmnode bootstrap INVITE": "small", "swarmnode key import": "new"}
-"""Commands that a page has the reader type on another machine."""
+"""Commands for which a page sends the reader to another machine."""
 OWNERS = {
     "README": "member",
     "train alone": "newcomer",
@@ -68,13 +67,13 @@ OWNERS = {
     "engines": "tuner",
     "stages": "stager",
 }
-"""Machine that a part is about otherwise."""
+"""Machine of a part in other cases."""
 
 ANSWERS = {
     "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
     "swarmnode init --successor": [("[y/N]", "y")],
 }
-"""Questions of a command, and what is typed then."""
+"""Prompts of a command, and the replies."""
 
 
 def text_of(part):
@@ -90,7 +89,7 @@ def text_of(part):
 
 def shell_lines(text):
     """Return the commands of a text, without the comments behind them."""
-    # files are written, not typed
+    # Files are written, not typed.
     lines = re.sub(r"^```(?!\n).*?^```", "", text, flags=re.S | re.M).splitlines()
     shell = [
         match[1]
@@ -122,7 +121,7 @@ def free_port():
 
 
 class Machine:
-    """A user's home on a machine, and what was typed there."""
+    """A user's home on a machine, and the commands typed there."""
 
     def __init__(self, home):
         self.home = home
@@ -155,7 +154,7 @@ class Machine:
         return written
 
     def starts(self, line, data=None, stays=False):
-        """stays: it does not end after one step, but takes few."""
+        """Start a node. stays: it does not end after one step, but takes few steps."""
         env = self.env | (
             {"SWARMNODE_TRAINING_MAX_STEPS": "0", "SWARMNODE_TRAINING_STEP_INTERVAL": "30"}
             if stays
@@ -165,7 +164,7 @@ class Machine:
 
 
 class Node:
-    """What a line of shell runs until it ends by itself or is told to."""
+    """A shell command that runs until it ends or is stopped."""
 
     def __init__(self, machine, line, env, data):
         self.line = line
@@ -184,7 +183,7 @@ class Node:
             )
 
     def until(self, told, seconds=600.0):
-        """Wait until `told(snapshot)` of its status page."""
+        """Wait until the snapshot of its status page satisfies `told`."""
         late = time.monotonic() + seconds
         while time.monotonic() < late:
             assert self._process.poll() is None, self.said()
@@ -197,11 +196,11 @@ class Node:
         raise AssertionError(self.said())
 
     def ends(self, seconds=600.0):
-        """It ends well, by itself."""
+        """Wait for the node to end successfully by itself."""
         assert self._process.wait(seconds) == 0, self.said()
 
     def stop(self):
-        """It ends well, told to."""
+        """Stop the node and expect success."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
         self.ends()
@@ -224,7 +223,7 @@ def met(snapshot):
 
 
 class World:
-    """The machines, what the pages cannot know, and what has been typed where."""
+    """The machines, the values that pages cannot know, and the commands typed so far."""
 
     def __init__(self, root):
         self._root = root
@@ -261,7 +260,7 @@ class World:
         return self._machines[name]
 
     def here(self, text):
-        """A text of a page as it has to be on this machine."""
+        """Return a text of a page with the values of this machine."""
         for said, meant in self.said.items():
             if said in text:
                 self.used.add(said)
@@ -284,7 +283,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """A running founder, from the commands of the README."""
+    """Yield a running founder, started with the commands of the README."""
     world = World(tmp_path_factory.mktemp("docs"))
     try:
         founder = world.machine("founder")
@@ -319,8 +318,8 @@ def not_here(line):
 
 
 def follow(world, part):
-    """Type the commands of a part, except those that were typed on that machine already. Yields
-    (line, output); nodes have ended by then."""
+    """Type the commands of a part, except those already typed on that machine. Yield (line,
+    output); nodes have ended by then."""
     world.writes(part)
     for line in commands(part):
         world.read.add(line)
@@ -335,7 +334,7 @@ def follow(world, part):
 
 
 def obeyed(world, name, line):
-    """What a command wrote."""
+    """Run a command and return its output."""
     if line.startswith("swarmnode join"):
         world.starts(name, line, stays=True).until(
             lambda snapshot: met(snapshot) and trains(snapshot)
@@ -368,7 +367,7 @@ def test_readme(world):
 
 def test_join(world):
     member = world.machine("member")
-    if not member.data.exists():  # this page alone
+    if not member.data.exists():  # when this page runs alone
         member.types("swarmnode key show")
     (member.home.parent / "passphrase").write_text(PASSPHRASE)
     (member.home.parent / "passphrase").chmod(0o600)
@@ -460,7 +459,7 @@ def test_every_section_of_a_page_is_typed():
 
 
 def test_no_replacement_is_unused(world):
-    """Runs after the others; alone it checks only NOT_HERE."""
+    """Runs after the others. Alone it checks only NOT_HERE."""
     lines = [line for part in PARTS for line in commands(part)]
     assert all(any(re.match(pattern, line) for line in lines) for pattern in NOT_HERE)
     if world.read >= set(lines):

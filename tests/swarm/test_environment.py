@@ -1,4 +1,4 @@
-"""A whole node that was started in a hostile environment."""
+"""A whole node started in a hostile environment."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def status(node):
 
 @pytest.fixture
 def founded_at(tmp_path, capsys):
-    """A founder that does not run yet, and its invite."""
+    """Return a founder that does not run yet, and its invite."""
     node = DemoNode("a", tmp_path / "a", {**FAST, "swarm": {"name": "trial"}})
     assert cli.run(["init", "--config", str(node.config_file)]) == 0
     return node, capsys.readouterr().out.strip()
@@ -56,8 +56,8 @@ def founded_at(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path, founded_at):
-    """The founder is the member; tests/swarm/test_docs_typed.py has those that join train on each
-    other's groups."""
+    """The founder is the member. tests/swarm/test_docs_typed.py checks that joined nodes train on
+    each other's groups."""
     a, invite = founded_at
     d = DemoNode("d", tmp_path / "d", {**FAST, "task": {"names": ["rg/gcd"]}})
     try:
@@ -77,7 +77,7 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
             f"it shows the swarm: {d.last_words()}",
         )
 
-        # a second process with its key is found out by the member that is connected to both
+        # The member connected to both detects a second process with the key.
         twin = tmp_path / "twin"
         shutil.copytree(d.directory, twin, ignore=shutil.ignore_patterns("run", "port"))
         done = subprocess.run(
@@ -90,7 +90,7 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
         assert done.returncode == 77
         assert "another running node uses this node's key" in done.stderr
         assert d.alive()
-        # it trains nothing and tells nothing
+        # It does not train and publishes no summary.
         assert told["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}
     finally:
         for node in (a, d):
@@ -100,11 +100,11 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
     assert [node.exit_code() for node in (a, d)] == [0, 0]
 
 
-# ---- refusals, one line and one exit code each
+# ---- refusals: one line and one exit code each
 
 
 def served_by_a_child(monkeypatch, opened, successor=None):
-    """What `python -m swarmnode.swarm.join` would have printed."""
+    """Replace the output of `python -m swarmnode.swarm.join`."""
     answer = {
         "peer": "12D3KooWNobody",
         "manifest": opened.signed.hex(),
@@ -148,7 +148,7 @@ def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(
 
 
 def kept(data_dir, capsys):
-    """Keys that the data directory sets, with their values."""
+    """Return the settings of the data directory with their values."""
     assert cli.run(["config", "show", "--json", "--data-dir", str(data_dir)]) == 0
     shown = json.loads(capsys.readouterr().out)
     return {

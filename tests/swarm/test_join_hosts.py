@@ -1,5 +1,5 @@
-"""Joining over real hosts: what a peer in an invite can get wrong, private swarms, successors, and
-a key in use twice."""
+"""Joining over real hosts: wrong peers in an invite, private swarms, successors, and a key used
+twice."""
 
 import contextlib
 import itertools
@@ -45,7 +45,7 @@ def serving(network, manifest=FIRST.signed, successor=b""):
 
 
 def refounded(opened):
-    """The same manifest, its signature made by somebody else."""
+    """Return the same manifest with the signature of another key."""
     envelope = msgspec.msgpack.decode(opened.signed, type=Envelope)
     return msgspec.msgpack.encode(msgspec.structs.replace(envelope, signature=bytes(64)))
 
@@ -212,14 +212,14 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
             }
             later = Sessions(c.requests, c.peer_id, key, FIRST.swarm, c.connected, clock=clock)
             for sessions in (made["b"], later, made["b"]):
-                # neither has seen the other issue a second one
+                # Neither has seen the other issue a second session.
                 assert await sessions.notify(a.peer_id)
             with pytest.raises(
                 Refused, match="another running node uses this node's key"
             ) as raised:
                 await later.notify(a.peer_id)
             assert raised.value.exit_code == 77
-            await made["b"].notify(a.peer_id)  # goes on
+            await made["b"].notify(a.peer_id)  # continues
             assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
 
 
@@ -263,7 +263,7 @@ async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
         assert not any(
             sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000)
         )
-        # the clock was set back, it issues no more
+        # The clock was set back, so the node issues no more stamps.
         assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
         assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [
             False,
@@ -276,7 +276,7 @@ async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
 
 
 async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_path):
-    """Witnesses tell of the earlier run's sessions, one of which is later than the other."""
+    """Witnesses report two sessions of the earlier run, one later than the other."""
 
     class Told:
         def serve(self, *args, **options):
@@ -305,13 +305,13 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
     for _ in range(3):
         assert await earlier.notify("peer")
     issued = list(sessions)
-    for _ in range(3):  # starts, each with the right clock
+    for _ in range(3):  # restarts with the right clock
         later = run(1000.0)
         for frame in issued:
             told[:] = [frame]
             assert await later.notify("peer")
         assert later.statistics().twins == 0
-    # a copy of the directory that runs beside it is found all the same
+    # A copy of the directory running beside it is still detected.
     shutil.copy(tmp_path / "session-stamp", tmp_path / "copied")
     issued.clear()
     sessions.clear()
@@ -331,7 +331,7 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
     issued = list(sessions)
     for frame in issued:
         told[:] = [frame]
-        # both started at the same time, so that the session ids decide which one ends
+        # Both start at the same time, so the session ids decide which one ends.
         with contextlib.suppress(Refused):
             await original.notify("peer")
     assert original.statistics().twins == 1

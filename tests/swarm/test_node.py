@@ -117,7 +117,7 @@ def test_the_network_process_never_loads_torch(swarm):
 
 
 def told(node, *command):
-    """What a command says to the running node's owner."""
+    """Return what a command prints for the operator of the running node."""
     command = [sys.executable, "-m", "swarmnode", *command, "-d", str(node.directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
@@ -169,7 +169,7 @@ def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
     node.wait(30)
     assert node.exit_code() == 0
     assert time.monotonic() - start < 25
-    node.start([])  # its peer book knows the other
+    node.start([])  # its peer book has the other node
     after = until(
         lambda: (
             (s := status(node))
@@ -202,7 +202,7 @@ def run_until_exit(tmp_path, *settings, seconds=240):
 
 
 def own_line(result, says):
-    """Return the one plain line with which a command ends. A process that failed logged the same,
+    """Return the one plain line with which a command ends. A failed process logs the same line
     once."""
     records = [json.loads(line) for line in result.stderr.splitlines() if line.startswith("{")]
     logged = [

@@ -1,4 +1,4 @@
-"""Real hosts finding and finding again: exchange, the book, outages."""
+"""Real hosts find each other, also after outages: peer exchange, address book."""
 
 import pytest
 import trio
@@ -23,7 +23,7 @@ async def test_nodes_that_share_a_bootstrap_peer_find_each_other(tmp_path):
 
 async def test_a_full_bootstrap_peer_lets_newcomers_in_and_they_find_others(tmp_path, monkeypatch):
     monkeypatch.setattr(turnover, "SETTLED_SECONDS", 0.5)
-    # the first has places for half of them
+    # The first host has room for half of the nodes.
     async with hosts(tmp_path, 8, max_connections=4) as networks:
         met = {network.peer_id: set() for network in networks}
 
@@ -70,10 +70,10 @@ async def test_a_bootstrap_peer_that_restarts_is_found_again_and_answers(tmp_pat
     ):
         async with host(tmp_path / "a"):
             await until(lambda: len(b.connected()) == len(c.connected()) == 2)
-        # they still have each other
+        # They are still connected with each other.
         await until(lambda: len(b.connected()) == len(c.connected()) == 1)
         failures = b.statistics().peers.dial_failures
-        # about two seconds without it
+        # About two seconds without it.
         await until(lambda: b.statistics().peers.dial_failures >= failures + 2)
         start = trio.current_time()
         async with host(tmp_path / "a") as a:
@@ -96,7 +96,7 @@ async def test_the_last_node_left_goes_on_and_takes_back_who_returns(tmp_path):
         ):
             await until(lambda: len(a.connected()) == len(b.connected()) == 2)
         await until(lambda: a.connected() == [])
-        # it looks for them itself, by what they told
+        # It finds them by the addresses from peer exchange.
         await until(lambda: a.statistics().peers.dial_failures >= 2)
         async with host(tmp_path / "b"):  # without a bootstrap list, at its old port
             await until(lambda: len(a.connected()) == 1)
@@ -116,8 +116,8 @@ async def test_the_book_replaces_a_bootstrap_peer_that_is_gone(tmp_path):
 
 
 async def test_a_liar_in_the_peer_exchange_costs_a_few_dials_only(tmp_path):
-    """It claims addresses of others, of nobody, of us, and too many; an honest node keeps what it
-    may dial and stays connected."""
+    """The hostile peer claims addresses of others, of no node, of the honest node, and too many.
+    The honest node keeps valid ones and stays connected."""
     async with hosts(tmp_path, 2) as (honest, liar):
 
         async def lie(peer: str, data: bytes) -> bytes:

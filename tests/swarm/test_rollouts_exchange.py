@@ -1,5 +1,5 @@
-"""The exchange over real libp2p hosts with the real scorer, and over the in-memory network: what
-holds on one must hold on the other."""
+"""The exchange over real libp2p hosts with the real scorer, and over the in-memory network: both
+must behave alike."""
 
 import contextlib
 import math
@@ -40,7 +40,7 @@ SWARM = swarm_of()
 
 @contextlib.asynccontextmanager
 async def networks(kind, directory, count):
-    """(network, author with the same key) for each node; all connected with all."""
+    """Yield (network, author with the same key) for each fully connected node."""
     if kind == "memory":
         authors = [Author(SWARM, seed=n) for n in range(count)]
         medium = MemorySwarm()
@@ -59,7 +59,7 @@ async def networks(kind, directory, count):
 
 @contextlib.asynccontextmanager
 async def exchanges(kind, directory, count, rules=GroupRules(BUILTIN_TASKS)):  # noqa: B008 - immutable
-    """(exchange, author, network) for each node, with one scorer for all."""
+    """Yield (exchange, author, network) for each node, with one scorer for all."""
     async with (
         networks(kind, directory, count) as nodes,
         AsyncScorer() as scorer,
@@ -185,7 +185,7 @@ def levels():
 
 
 async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels):
-    """In a swarm whose members choose, between two hosts over sockets, a long group too."""
+    """In a swarm whose members choose, between two hosts over sockets, with a long group too."""
     rules = GroupRules(("rg/gcd",), members_choose=True)
     async with (
         exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, _, _)),
@@ -197,7 +197,7 @@ async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels
             (sequence, ref)
             for sequence, ref in (told.next() for _ in range(24))
             if ref.difficulty == 1
-        ][: limits.LISTED]  # what one listing leaves out is never listed
+        ][: limits.LISTED]  # groups beyond one listing are never listed
         assert len(hard) > 2
 
         async def publish(sequence, ref, *wrong):
@@ -237,8 +237,8 @@ def game(tmp_path, monkeypatch):
 
 @both
 async def test_an_episode_is_replayed_by_the_node_that_trains_on_it(kind, tmp_path, game):
-    """Between two hosts, with the scorer's own process: one node publishes, and a forger that it is
-    connected to gets nothing through."""
+    """One node publishes between two hosts, with the scorer's own process. A connected forger gets
+    nothing admitted."""
     async with exchanges(kind, tmp_path, 2, GroupRules((game,))) as nodes, AsyncScorer() as scorer:
         (teller, author, _), (asker, _, _) = nodes
         author.tasks = (game,)
@@ -297,7 +297,7 @@ async def test_an_author_whose_episodes_cost_the_scorer_all_its_time_is_not_scor
         nursery.cancel_scope.cancel()
 
 
-# The promises of the two networks themselves.
+# Contract of the two networks.
 
 
 @both

@@ -1,4 +1,4 @@
-"""Summaries over real hosts: they travel further than one connection, and garbage stops nobody."""
+"""Summaries over real hosts: they travel beyond one connection, and garbage does not stop them."""
 
 import contextlib
 import random
@@ -18,7 +18,7 @@ SWARM = b"\x0a" * 32
 
 
 def summaries(network, directory, name):
-    """Those of one host; without a name it tells nothing of itself."""
+    """Return the summaries of one host. Without a name it publishes no own summary."""
     identity = load_or_create(directory / "identity.key")
     node = Summaries(
         network.requests,
@@ -50,7 +50,7 @@ async def test_summaries_travel_through_a_node_that_has_none(
         assert claims == [(networks[2].peer_id, "c", False)]
         told = {claim.name: claim.direct for claim in middle.statistics().rows}
         assert told == {"a": True, "c": True}
-        assert first.statistics().clock_offset_seconds is None  # one peer does not tell the time
+        assert first.statistics().clock_offset_seconds is None  # one peer is too few
         assert abs(middle.statistics().clock_offset_seconds) < 30
 
 

@@ -1,4 +1,4 @@
-"""Two crews of two real nodes each: the nodes that the first one does not need form the second, and
+"""Two crews of two real nodes each: nodes that the first crew does not need form the second, and
 each stage is averaged with the same stage of the other crew."""
 
 import pytest
@@ -20,14 +20,13 @@ STAGES = 2
 
 
 class Crews:
-    """Of four nodes, by the id of the crew that each says it is in."""
+    """Four nodes, grouped by the crew that each reports."""
 
     def __init__(self, nodes):
         self.nodes = nodes
 
     def seen(self):
-        """crew → stage → (node, all that it says of itself); as far as they answer and hold a
-        stage."""
+        """Return crew → stage → (node, snapshot) of the nodes that answer and hold a stage."""
         found = {}
         for node in self.nodes:
             told = snapshot(node) if node.started else None
@@ -64,8 +63,8 @@ class Crews:
 @pytest.fixture(scope="module")
 def crews(tmp_path_factory):
     directory = tmp_path_factory.mktemp("crews")
-    # Two layers, so that both crews are split alike; steps so small that the gate finds nothing in
-    # what two crews differ by; and no third crew is there to compare the second one's state with.
+    # Two layers, so that both crews split alike. Steps are small, so that the gate accepts the
+    # difference between two crews. No third crew exists to compare the second one's state with.
     model = write_deep_model(directory / "model", layers=2, tied=False)
     sections = {
         "weights": {"sync_every": 2, "fragments": 1, "join_from_one": True},
@@ -85,7 +84,7 @@ def crews(tmp_path_factory):
 
 
 def peers(seen):
-    """stage → the two nodes that hold it."""
+    """Return stage → the two nodes that hold it."""
     return {
         stage: {stages[stage][1]["node"]["peer"] for stages in seen.values()}
         for stage in range(STAGES)
@@ -93,7 +92,7 @@ def peers(seen):
 
 
 def averaged(crews):
-    """Once every stage has been averaged with somebody."""
+    """Wait until every stage has been averaged with a peer."""
     seen = crews.running(1)
     told = [] if seen is None else [told for stages in seen.values() for _, told in stages.values()]
     done = told and all(t["weights"]["pairs"] for t in told)
@@ -107,8 +106,7 @@ def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_n
         for stage, (_, told) in stages.items():
             assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
             assert told["weights"]["candidates"] == 1
-    # The crew that is ahead may step alone while the other one, which is behind, takes what it is
-    # given.
+    # The crew that is ahead may take a solo step while the other crew loads the state it receives.
     for stage in range(STAGES):
         judged = [stages[stage][1]["weights"]["judged"] for stages in seen.values()]
         assert any(

@@ -1,5 +1,5 @@
-"""Prometheus as Debian ships it watches a running swarm of two: every query of every dashboard
-finds something to draw."""
+"""Prometheus as packaged by Debian watches a running swarm of two: every query of every dashboard
+returns data."""
 
 import contextlib
 import functools
@@ -52,7 +52,7 @@ NODE = {
     "weights": {"rule": "noloco", "sync_every": 6, "fragments": 2, "join_seconds": 2.0},
     "http": {"port": 0},
 }
-"""A node with everything on that a panel shows: a reference policy for the KL divergence,
+"""A node with every feature of the panels enabled: a reference policy for the KL divergence,
 averaging, caps."""
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
@@ -63,18 +63,18 @@ EXEMPT = {
     "swarmnode_served": "drawn only where an inference server is configured",
     'state!="active"': "drawn only while a stage has no holder that works",
 }
-"""Metrics and labels whose panels may stay empty on a healthy node with a CPU, and why."""
+"""Metrics and labels whose panels may be empty on a healthy CPU node, and the reason."""
 SECONDS = 240.0
 
 
 MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds|task_signal)")
-"""What two nodes cannot show: of crews, of two peers' clocks, of a swarm whose members choose
+"""Metrics that two nodes cannot show: crews, peers' clocks, a swarm whose members choose
 difficulties."""
 
 
 def queries(nodes, member):
-    """(dashboard, panel, query) of every target, as Grafana would ask it: of `nodes`, and what is
-    of crews of `member`."""
+    """Yield (dashboard, panel, query) of every target as Grafana sends it: for `nodes`, and for
+    `member` where it is about crews."""
     found = []
     for path in sorted((ROOT / "deploy" / "grafana" / "dashboards").glob("*.json")):
         rows = json.loads(path.read_text())["panels"]
@@ -92,7 +92,7 @@ def queries(nodes, member):
 
 
 def ask(url, path, **parameters):
-    """An answer of Prometheus's HTTP API; None while it does not listen yet."""
+    """Return an answer of Prometheus's HTTP API, or None while it does not listen."""
     try:
         with urllib.request.urlopen(
             f"{url}{path}?{urllib.parse.urlencode(parameters)}", timeout=5
@@ -104,7 +104,7 @@ def ask(url, path, **parameters):
 
 @contextlib.contextmanager
 def watching(directory, targets):
-    """Prometheus, scraping `targets` each second by the repository's own configuration; yields its
+    """Run Prometheus with the repository's configuration, scraping `targets` each second. Yield its
     URL."""
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
@@ -112,7 +112,7 @@ def watching(directory, targets):
     nodes = directory / "nodes.yml"
     nodes.write_text(yaml.safe_dump([{"targets": targets}]))
     config["scrape_configs"][0]["file_sd_configs"] = [{"files": [str(nodes)]}]
-    del config["alerting"]  # nobody listens there
+    del config["alerting"]  # no alert manager runs
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
     said = directory / "prometheus.log"
@@ -141,8 +141,8 @@ def watching(directory, targets):
 
 @contextlib.contextmanager
 def member_of_a_crew():
-    """Yields where a made-up node with a stage answers: its series are drawn without the minutes
-    that a real crew needs."""
+    """Yield the address of a simulated node with a stage. A real crew would need minutes to produce
+    its series."""
     stop, begun, where = [], threading.Event(), []
     at = time.monotonic() - 300
 
@@ -175,8 +175,8 @@ def member_of_a_crew():
 
 @pytest.fixture(scope="module")
 def prometheus(tmp_path_factory):
-    """The URL of one that has watched a swarm of two until nothing was missing, or SECONDS; and
-    what was missing then."""
+    """Return the URL of a Prometheus that has watched a swarm of two until no series was missing,
+    or for SECONDS, and the missing series."""
     directory = tmp_path_factory.mktemp("watched")
     settings = [{**NODE, "training": {**NODE["training"], "seed": i}} for i in range(2)]
     nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(2)]
@@ -200,7 +200,7 @@ def prometheus(tmp_path_factory):
             yield url, missing
     finally:
         for node in nodes:
-            node.kill()  # how a node drains is tested elsewhere
+            node.kill()  # draining is tested elsewhere
 
 
 def exempt(query):

@@ -1,4 +1,4 @@
-"""Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a newcomer gets its
+"""Averaging over real libp2p hosts: two sides agree, fetch, gate and commit; a new node fetches its
 neighbours' state."""
 
 import contextlib
@@ -27,8 +27,7 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def nodes(directory, count, **options):
-    """`count` planes that know of each other, the weights of each already moved by its own
-    steps."""
+    """Yield `count` planes that know each other. Each has moved its weights by own steps."""
     async with (
         hosts(directory, count, swarm=SWARM) as networks,
         contextlib.AsyncExitStack() as stack,
@@ -48,7 +47,8 @@ async def nodes(directory, count, **options):
 
 
 PAYLOAD_ERROR = 5e-3
-"""Of one weight, which a step moves by 0.01: payloads may err by a tenth of what was learnt."""
+"""Error bound of one weight, which a step moves by 0.01: payloads may be off by a tenth of the
+learnt change."""
 
 
 def distance(a, b):
@@ -57,7 +57,7 @@ def distance(a, b):
 
 
 def rounded(tensors):
-    """As a newcomer gets them."""
+    """Return tensors as a new node receives them."""
     return {name: tensor.to(torch.bfloat16).float() for name, tensor in tensors.items()}
 
 
@@ -79,7 +79,7 @@ async def test_a_swap_crosses_our_own_socket_five_times(tmp_path):
         for node in (a, b):
             node.to_trainer.clear()
             node.from_trainer.clear()
-        # which `due` hands to the other side by itself
+        # which `due` delivers by itself
         a.from_trainer.append(local.OuterStepDue(0, 0, 0.01))
         a.due()
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
@@ -133,7 +133,7 @@ async def test_alone_the_outer_step_is_taken_alone(tmp_path):
 
 async def test_a_partner_that_rests_is_busy(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
-        b.due(step_seconds=10.0)  # so slow that it rests for two minutes afterwards
+        b.due(step_seconds=10.0)  # slow enough to rest for two minutes afterwards
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
         b.step()
         a.step()
@@ -145,7 +145,7 @@ async def test_a_partner_that_rests_is_busy(tmp_path):
 
 
 async def test_a_trainer_that_restarts_costs_one_swap(tmp_path, monkeypatch):
-    # Else the other node would leave this one alone for a while.
+    # Otherwise the other node would avoid this one for a while.
     monkeypatch.setattr(exchange, "FAILURE_FACTOR", 0.0)
     async with nodes(tmp_path, 2) as (a, b):
         a.hold = {local.ApplyPayload}
@@ -200,7 +200,7 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
             old.append(node)
             node.replica.receive(local.SoloStep(0))  # φ is its own now
         await until(lambda: all(node.counters.solo_steps_total for node in old))
-        # the third lies about how far it is
+        # The third reports a false outer step.
         for clock, node in zip((30, 31, 900), old, strict=True):
             node.counters.outer_clocks[0] = clock
             node.connect()
@@ -210,7 +210,7 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
         )
         await until(lambda: new.service.statistics().catch_up.adoptions == {"adopted": 1})
         assert new.replica.wait_for_state(0)
-        # what two claim to have reached
+        # The outer step that two nodes report.
         assert new.service.statistics().catch_up.source == old[1].network.peer_id
         assert identical(new.weights(), rounded(old[1].phi()))
         assert identical(new.phi(), new.weights())
@@ -221,7 +221,7 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
             node.connect()
         await until(lambda: new.candidates() == 3)
         before = new.weights()
-        new.due()  # on probation: everything but the mixing
+        new.due()  # on probation: all but the mixing
         await until(lambda: new.outcome("applied"))
         assert identical(new.weights(), before)
         assert not new.counters.probation
@@ -245,7 +245,7 @@ async def test_a_neighbour_that_stays_silent_does_not_hold_up_a_newcomer(tmp_pat
             )
             node.counters.outer_clocks[0] = 30
             node.connect()
-        # the last: its answer may take half a minute, for which nobody who joins waits
+        # The last one: its answer may take half a minute, and a joining node does not wait for it.
         node.hold = {local.WriteState}
         cfg = CONFIG.model_copy(update={"join_seconds": 25.0})
         new = await stack.enter_async_context(
@@ -292,7 +292,7 @@ async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_aske
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
             for n in range(3)
         ]
-        for number, clock in enumerate((900, 30)):  # the first lies about how far it is
+        for number, clock in enumerate((900, 30)):  # the first reports a false outer step
             node = await stack.enter_async_context(
                 averaging(networks[number], keys[number], tmp_path / str(number), seed=number)
             )

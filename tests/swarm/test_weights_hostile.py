@@ -1,5 +1,5 @@
-"""A partner that lies, dies or stalls, over real sockets: not one bit of ours changes, it is
-counted by cause, and it costs standing."""
+"""A partner that lies, dies or stalls over real sockets changes no bit of this node's weights. It
+is counted by cause and loses reputation."""
 
 import contextlib
 
@@ -47,7 +47,7 @@ FAILED = {
 }
 ENDED = {"no_answer": "unreachable", "other_id": "unreachable"}
 BLAMELESS = {"other_size", "not_offered", "silent", "denies", "no_answer", "flipped"}
-"""What an honest partner that crashes, or has learned something else, looks like too."""
+"""Failures that also occur with an honest partner that crashes or has learned differently."""
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,8 @@ def quick(monkeypatch):
 
 @contextlib.asynccontextmanager
 async def victim_and_liar(directory, *kinds, cfg=CONFIG, **options):
-    """The liar knows the victim's policy and is its only candidate."""
+    """Yield a victim and a hostile node, which knows the victim's policy and is its only
+    candidate."""
     async with hosts(directory, 2, swarm=SWARM) as (one, other), trio.open_nursery() as nursery:
         key = identity.load_or_create(directory / "0" / "identity.key").private_key
         async with averaging(one, key, directory / "0", cfg=cfg) as victim:
@@ -140,7 +141,7 @@ async def test_a_liar_is_no_candidate_in_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "LIE_SECONDS", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(1, 7):
-            # or it would be far behind us in the end, and not looked at
+            # Otherwise it would fall far behind and be ignored for that reason.
             victim.counters.outer_clocks[0] = 1
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
@@ -211,7 +212,7 @@ async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
     async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
         await liar.propose(victim.network.peer_id)
         await until(lambda: victim.outcome("applied") == 1)
-        # one alone, and this one with the one that is ahead
+        # First a solo step, then one with the partner that is ahead.
         assert victim.counters.outer_clocks == [3]
         await liar.ask(victim.network.peer_id, Here(liar.fingerprint, 2**63 - 1, liar.blocks))
         await until(lambda: victim.service.statistics().catch_up.source == "")
@@ -265,7 +266,7 @@ async def test_a_node_that_may_not_average_does_not(tmp_path):
 
 
 async def test_a_node_without_a_trainer_accepts_nothing(tmp_path):
-    """It may load for minutes: a partner would wait for it, and leave it alone afterwards."""
+    """The node may load for minutes: a partner would wait for it and avoid it afterwards."""
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         victim.hold = {local.TakeSnapshot}
         victim.due()

@@ -1,11 +1,10 @@
-"""Four real nodes at four speeds, one of them Byzantine, one killed and replaced by another with an
-empty disk: replicas come together.
+"""Four real nodes at four speeds, one of them Byzantine, one killed and replaced by a node with an
+empty disk: the replicas converge.
 
-How far apart replicas are while they train depends on how many exchanges a machine has time for,
-but those that do not average are never less than some distance apart, which grows. So it is waited
-for that two which have learnt all the time are nearer than that by far. In the end they go on
-averaging without learning, at a rate of nothing, and whatever was between them has to go away,
-however long it takes.
+The distance of training replicas depends on the number of exchanges that a machine manages.
+Replicas without averaging stay a minimum distance apart, which grows. The test therefore waits
+until two replicas are much closer than that. At the end learning stops, averaging continues, and
+the remaining distance must vanish, without a time limit of its own.
 """
 
 import itertools
@@ -28,16 +27,18 @@ OUTER_STEPS = 12
 SYNC_EVERY = 4
 RATE = TrainingConfig().learning_rate
 EVER = 3.0
-"""How far two replicas may ever be apart, in units of rate · √n · √steps. AdamW moves a weight by
-the rate at most; steps that have little to do with each other make it √steps. Replicas left alone
-(`rule = "off"`) are 1.0 to 1.4 apart, and outer steps make it β / (1 − α) = 1.4 times as much. What
-a liar sends is further away."""
+"""Upper bound of the distance of two replicas, in units of rate · √n · √steps.
+
+AdamW moves a weight by at most the rate, and independent steps add up to √steps. Replicas without
+averaging (`rule = "off"`) are 1.0 to 1.4 apart, and outer steps multiply that by β / (1 − α) = 1.4.
+The hostile weights are further away.
+"""
 HELD = 0.5
-"""The same of two that average while they learn. One run each, scaled: about 0.2, and 1.6 where
-each was alone."""
+"""Bound for two replicas that average while they learn, in the same units. Measured in one run
+each: about 0.2, and 1.6 without averaging."""
 TOGETHER = 0.1
-"""Of what was between replicas when they stopped learning; it would stay if they did not average.
-An exchange leaves 0.84 of a distance, at α = 0.5 and β = 0.7; what it is rounded to is a
+"""Bound for the remaining share of the distance after learning has stopped. Without averaging it
+would be 1. One exchange leaves 0.84 of a distance, at α = 0.5 and β = 0.7; rounding is a
 thousandth."""
 
 
@@ -56,15 +57,15 @@ def settings(number, port=0, learning=True):
             "learning_rate": RATE if learning else 1e-12,
         },
         "task": {"names": ["rg/chain_sum", "rg/spell_backward"], "held_out_per_task": 4},
-        "sharing": {"enabled": False},  # which alone would keep them half as far apart
-        # due every 0.8 s: on a busy machine an exchange takes that long
+        "sharing": {"enabled": False},  # sharing alone would halve the distance
+        # Due every 0.8 s, the duration of an exchange on a busy machine.
         "weights": {"sync_every": SYNC_EVERY, "fragments": 1},
         "http": {"port": 0},
     }
 
 
 def saved(node):
-    """(weights, training steps) of what the node's trainer saved last; None before it has."""
+    """Return (weights, training steps) of the last save of the node's trainer, or None."""
     path = node.directory / "trainer" / "state.safetensors"
     if not path.exists():
         return None
@@ -78,19 +79,19 @@ def saved(node):
 
 
 def distance(one, other):
-    """Root mean square over the weights, in learning rates."""
+    """Return the root mean square difference over the weights, in learning rates."""
     squares = sum(np.square(one[name] - other[name]).sum(dtype=np.float64) for name in one)
     return float(np.sqrt(squares / sum(tensor.size for tensor in one.values())) / RATE)
 
 
 def held(one, other):
-    """How far two replicas are apart, in units of rate · √n · √steps of the younger one."""
+    """Return the distance of two replicas in units of rate · √n · √steps of the younger one."""
     (ones, steps), (others, other_steps) = saved(one), saved(other)
     return distance(ones, others) / np.sqrt(min(steps, other_steps))
 
 
 def largest(nodes):
-    """Distance of the two replicas that are furthest apart."""
+    """Return the largest distance of any two replicas."""
     return max(
         distance(one, other)
         for (one, _), (other, _) in itertools.combinations(map(saved, nodes), 2)
@@ -98,7 +99,7 @@ def largest(nodes):
 
 
 class Watched:
-    """The nodes, and that none is ever too far from another."""
+    """The nodes, checked to stay within EVER of each other."""
 
     def __init__(self, nodes):
         self.nodes = nodes
@@ -108,7 +109,7 @@ class Watched:
         for node in self.nodes:
             node.ask()
         found = [(node, state) for node in self.nodes if (state := saved(node)) is not None]
-        # a newcomer is where others have got in theirs
+        # A new node is as far as the state it received.
         self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)
         for (one, (ones, _)), (other, (others, _)) in itertools.combinations(found, 2):
             assert distance(ones, others) < EVER * np.sqrt(self.steps), (one.view, other.view)
@@ -135,8 +136,8 @@ def log_of(node, event):
 
 
 def meeting_point(directory):
-    """A port, and the address of the node that will have it: so that all start at once, and nobody
-    is ahead of the others for having been alone with its own port for some seconds."""
+    """Return a port and the address of the node that will use it, so that all nodes start at once
+    and none trains alone for some seconds."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -191,7 +192,7 @@ def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
         for node in nodes:
             node.wait(60)
         apart = largest(nodes)
-        assert apart > 0.2  # far more than rounding, or nothing below would say anything
+        assert apart > 0.2  # far above rounding; otherwise the checks below prove nothing
         for i, node in enumerate(nodes):
             nodes[i] = DemoNode(
                 node.name, node.directory, settings(i, 0 if i else port, learning=False)

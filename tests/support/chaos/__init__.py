@@ -1,9 +1,9 @@
-"""Real nodes whose processes are killed and stopped, whose disks fill, whose cables are cut: faults
-drawn from a seed, and what must hold.
+"""Real nodes under faults drawn from a seed: killed and stopped processes, full disks, cut cables.
+After each fault, conditions are checked.
 
-    python -m tests.support.chaos --seed 17      one schedule again
-    make chaos                                   fresh ones, printed as a table
+    python -m tests.support.chaos --seed 17      replay one schedule
+    make chaos                                   fresh schedules, printed as a table
 
-`nodes`: a swarm on loopback that faults can be done to. `faults`: each of them. `schedule`: which,
-when, to whom; and what is looked at.
+`nodes` is a swarm on loopback that accepts faults. `faults` defines each fault. `schedule` draws
+the faults, applies them and checks the conditions.
 """

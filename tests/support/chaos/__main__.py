@@ -1,5 +1,5 @@
-"""`python -m tests.support.chaos`: schedules, one by one, and a table of what each fault cost. What
-fails says how to replay it."""
+"""`python -m tests.support.chaos` plays schedules in turn and prints a table of the cost of each
+fault. A failure prints its replay command."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.chaos.schedule import GOAL_SECONDS, Played, mean_of, play, un
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.support.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, help="this schedule alone")
-    parser.add_argument("--first", type=int, help="schedules from here on, instead of fresh ones")
+    parser.add_argument("--first", type=int, help="first schedule, instead of fresh ones")
     parser.add_argument("--count", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--short", action="store_true", help="without the faults that take long")
+    parser.add_argument("--short", action="store_true", help="leave out the long faults")
     parser.add_argument(
         "--faults",
         nargs="*",
@@ -32,10 +32,10 @@ def main() -> int:
         help="these alone",
     )
     parser.add_argument(
-        "--alone", action="store_true", help="without the undisturbed swarm to compare with"
+        "--alone", action="store_true", help="do not run an undisturbed swarm for comparison"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that file systems are unmounted
     fresh = random.SystemRandom().randrange(2**31)
     first = next(one for one in (args.seed, args.first, fresh) if one is not None)
     seeds = range(first, first + (1 if args.seed is not None else args.count))
@@ -50,8 +50,12 @@ def schedules(
     names: Sequence[str] = (),
     alone: bool = False,
 ) -> int:
-    """Plays all of them and prints the table. names: of faults, all if empty. alone: not compared
-    with a swarm without faults."""
+    """Play the schedules and print the table.
+
+    Args:
+        names: Names of faults, all if empty.
+        alone: Skip the comparison with a swarm without faults.
+    """
     all_played = []
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="chaos") as directory:
@@ -65,7 +69,7 @@ def schedules(
                 + (" --short" if short else "")
             )
         if not alone:
-            told(f"  {compared(played)}")  # at once: what comes later may fail
+            told(f"  {compared(played)}")  # print at once: a later schedule may fail
     print(
         "\n"
         + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes")
@@ -75,7 +79,7 @@ def schedules(
 
 
 def table_of(all_played: Sequence[Played]) -> str:
-    """Seconds until whole, by fault."""
+    """Return a table of recovery times by fault."""
     rows = []
     for fault in FAULTS:
         outcomes = [
@@ -107,8 +111,7 @@ def table_of(all_played: Sequence[Played]) -> str:
 
 
 def compared(played: Played) -> str:
-    """Held-out reward against a swarm of the same seeds to which nothing happened, at equal
-    steps."""
+    """Compare held-out reward with an undisturbed swarm of the same seeds at equal steps."""
     steps = min((max(curve, default=0) for curve in played.curves), default=0)
     if not steps:
         return f"seed {played.seed}: nothing to compare"

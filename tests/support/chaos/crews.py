@@ -1,10 +1,10 @@
-"""Faults, drawn from a seed, for a crew of four real nodes on loopback, and four conditions.
+"""Faults drawn from a seed for a crew of four real nodes on loopback, and four conditions.
 
-    python -m tests.support.chaos.crews --seed 17          the short schedule again
+    python -m tests.support.chaos.crews --seed 17          replay the short schedule
     python -m tests.support.chaos.crews --seed 17 --long   every fault
 
 running    after each fault the crew takes a further step within WHOLE_SECONDS
-kept       it continues from no older step than the survivors' memories and the own checkpoints have
+kept       it continues from no older step than the survivors' memories and own checkpoints have
 named      after a kill, the log of every survivor names a member that was killed
 learnt     at the end, held-out reward is at most FALL lower than before the first fault
 """
@@ -43,11 +43,11 @@ from tests.support.whole_crew import (
 )
 
 WHOLE_SECONDS = 180.0
-"""The longest wait for the next step: four trainers may start at once on two busy cores."""
+"""The longest wait for the next step. Four trainers may start at once on two busy cores."""
 FIRST_STEP = 11
 """The first evaluation has taken place."""
 FALL = 0.1
-"""Held-out reward varies by so much between two evaluations of an unchanged policy."""
+"""Two evaluations of an unchanged policy differ by up to this held-out reward."""
 STOP_SECONDS = 30.0
 CUT_SECONDS = 10.0
 LONG_CUT_SECONDS = 150.0
@@ -55,7 +55,7 @@ LONG_CUT_SECONDS = 150.0
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the holders of `stages`, and for how long."""
+    """A fault, the stages whose holders it hits, and its duration."""
 
     name: str
     stages: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class Fault:
 class Outcome:
     fault: Fault
     seconds: float | None
-    """From the end of the fault to the next committed step; None if there was none in time."""
+    """Seconds from the end of the fault to the next committed step. None: no step in time."""
     problems: tuple[str, ...] = ()
 
 
@@ -79,7 +79,7 @@ class Played:
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     held_out: tuple[float, float] = (0.0, 0.0)
-    """Before the first fault, and at the end."""
+    """Held-out reward before the first fault, and at the end."""
 
 
 def schedule(rng: random.Random, long: bool) -> list[Fault]:
@@ -148,7 +148,8 @@ class ChaosCrew(WholeCrew):
             cable.close()
 
     def curve(self) -> dict[int, float]:
-        """Return the held-out reward by step, from the logs of all nodes: any may have led."""
+        """Return the held-out reward by step, from the logs of all nodes, because any node may have
+        led."""
         found: dict[int, float] = {}
         for node in self.nodes:
             for path in (node.directory / "log").glob("steps.jsonl*"):
@@ -173,7 +174,7 @@ def crew_of(directory: Path) -> Iterator[ChaosCrew]:
 def play(
     seed: int, directory: Path, *, long: bool = False, tell: Callable[[str], object] = print
 ) -> Played:
-    """Play the whole schedule. Raises AssertionError where the crew does not even start."""
+    """Play the whole schedule. Raise AssertionError where the crew does not start."""
     played, rng = Played(), random.Random(f"crew {seed}")
     with crew_of(directory) as crew:
         until(lambda: crew.at(FIRST_STEP), crew.story, WHOLE_SECONDS)
@@ -196,7 +197,7 @@ def play(
 
 
 def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
-    """Do `fault` to a running crew, and wait for its next step."""
+    """Apply `fault` to a running crew and wait for its next step."""
     seen = until(lambda: crew.at(1), crew.story, WHOLE_SECONDS)
     former, kills = seen[0][1]["id"], not fault.seconds
     peers = {stage: peer_of(node) for stage, (node, _) in seen.items()}
@@ -205,7 +206,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
     steps = {stage: view["step"] for stage, (_, view) in seen.items()}
     act(crew, fault, victims)
     began = time.monotonic()
-    # what is left: memories of survivors, and own checkpoints of the others unless lost
+    # Newest state left: memories of survivors, and own checkpoints unless lost.
     for stage, node in zip(fault.stages, victims, strict=True):
         if kills:
             steps[stage] = max(checkpoint_steps([node]), default=0)
@@ -224,7 +225,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
     seconds = time.monotonic() - began
     logs = {node: log_since(node, sizes[node.name]) for node in crew.nodes}
     problems = [
-        f"{node.name} continued at step {line['step']}, and {least} was there"
+        f"{node.name} continued at step {line['step']}, but step {least} was available"
         for node, lines in logs.items()
         for line in lines
         if line.get("event") == "assigned" and line["step"] < least
@@ -241,7 +242,7 @@ def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
 
 
 def act(crew: ChaosCrew, fault: Fault, victims: Sequence[DemoNode]) -> None:
-    """Do it; return when it is over."""
+    """Apply the fault and return when it is over."""
     match fault.name:
         case "kill -9 of trainers":
             kill_trainers(victims)
@@ -303,7 +304,7 @@ def _records(text: str) -> list[dict[str, Any]]:
 
 
 def names_one(line: dict[str, Any], peers: Sequence[str]) -> bool:
-    """Whether it is the line of a crew's end, and names one of `peers`."""
+    """Return True if the line reports the end of a crew and names one of `peers`."""
     event = str(line.get("event", ""))
     return event.startswith("crew ended") and any(peer in event for peer in peers)
 

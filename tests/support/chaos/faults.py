@@ -1,5 +1,4 @@
-"""Faults that real processes can have. Each is done to one node, and is over when its function
-returns."""
+"""Faults of real processes. Each is applied to one node and is over when its function returns."""
 
 from __future__ import annotations
 
@@ -26,19 +25,25 @@ from tests.support.small_disk import fill
 
 GONE_SECONDS = 20.0
 HANG_SECONDS = 120.0
-"""A process that does not go on is found within this: 30 s without progress at the least."""
+"""A hung process is detected within this time. Detection takes at least 30 s without progress."""
 
 FULL_SECONDS = 240.0
-"""For a node to train again without a byte of room; two starts of a trainer on a busy machine."""
+"""Limit for a node to train again on a full disk: two starts of a trainer on a busy machine."""
 
 Act = Callable[[ChaosSwarm, ChaosNode, random.Random], None]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """name: as the table has it. act: does it. restarts: of the node's processes that it causes, by
-    the supervisor's names for them. anew: the whole node is started again. explains: what the nodes
-    may log as an error because of it, as regular expressions."""
+    """One kind of fault.
+
+    Attributes:
+        name: Name in the table.
+        act: Applies the fault.
+        restarts: Restarts of the node's processes that it causes, by the supervisor's names.
+        anew: The whole node is restarted.
+        explains: Regular expressions of errors that the nodes may log because of it.
+    """
 
     name: str
     act: Act
@@ -46,7 +51,7 @@ class Fault:
     anew: bool = False
     explains: tuple[str, ...] = ()
     long: bool = False
-    """Only in the long form."""
+    """Only in long schedules."""
     needs_mount: bool = False
 
 
@@ -65,7 +70,7 @@ def stop(name: str, shortest: float = 1.0, longest: float = 4.0) -> Act:
 
 
 def hang(name: str, process: str) -> Act:
-    """Stopped for good: its supervisor has to see it."""
+    """Stop a process permanently. Its supervisor must detect that."""
 
     def act(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
         one = found(node, name)
@@ -75,14 +80,15 @@ def hang(name: str, process: str) -> Act:
         ):
             one.kill()
             raise AssertionError(
-                f"{process} stood still for {HANG_SECONDS:.0f} s and nobody ended it"
+                f"{process} was stopped for {HANG_SECONDS:.0f} s and its supervisor did not end it"
             )
 
     return act
 
 
 def kill_supervisor(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """What it started must not outlive it. Then it is started again, as systemd would."""
+    """Kill the supervisor and restart it as systemd would. Its child processes must not outlive
+    it."""
     family = node.family()
     found(node, SUPERVISOR).kill()
     node.wait(GONE_SECONDS)
@@ -99,7 +105,7 @@ def power_cut(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 def restart(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
     node.stop()
     node.wait(60)
-    assert node.exit_code() == 0, f"it was asked to stop and ended with {node.exit_code()}"
+    assert node.exit_code() == 0, f"after a stop request it ended with {node.exit_code()}"
     node.start([])
 
 
@@ -110,13 +116,14 @@ def disk_full(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 
 
 def disk_full_and_killed(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """Both processes die and come back without a byte to write; the room comes back after that."""
+    """Kill both processes on a full disk. They must restart without a free byte; space returns
+    afterwards."""
     fill(node.data)
     before = [found(node, name) for name in (TRAINER, NETWORK)]
     for process in before:
         process.kill()
     _, left = psutil.wait_procs(before, GONE_SECONDS)
-    assert not left, "killed, and still there"
+    assert not left, "still running after the kill"
     assert until(lambda: learns(node), FULL_SECONDS), (
         f"it does not train while its disk is full: {node.log()[-1500:]}"
     )
@@ -132,13 +139,12 @@ def cables_dark(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 
 
 def cables_slow(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """200 ms, 1 Mbit/s."""
+    """Delay of 200 ms, rate of 1 Mbit/s."""
     with_cables(swarm, lambda cable: cable.slow(0.2, 125_000), rng)
 
 
 def garbled(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """A bit of every connection: what is encrypted does not pass, and the connection has to be made
-    anew."""
+    """Flip one bit in every connection. Decryption fails, so the peers must reconnect."""
     for each in swarm.nodes:
         each.cable.garble()
 
@@ -153,7 +159,7 @@ def clock(seconds: float) -> Act:
 
 
 def stranger(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """Attacks over sockets, one after another, for some seconds."""
+    """Run attacks over sockets one after another for some seconds."""
 
     async def attack() -> None:
         with trio.move_on_after(6.0):
@@ -165,8 +171,8 @@ def stranger(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
 
 
 def caches_lost(swarm: ChaosSwarm, node: ChaosNode, rng: random.Random) -> None:
-    """Everything but its key, its port and what it has learnt is gone from the disk; it is told of
-    the others as at its first start."""
+    """Delete everything from the disk except the key, the port and the learnt state. The node gets
+    its bootstrap addresses as at its first start."""
     node.kill()
     for path in node.data.iterdir():
         if path.name not in ("identity.key", "port", "trainer", "demo.toml", "format"):

@@ -1,5 +1,5 @@
-"""Nodes on loopback, each with a disk of its own, a clock that can be set, and a cable in front of
-it over which all others reach it."""
+"""Nodes on loopback, each with its own disk, an adjustable clock, and a cable in front of it
+through which all others connect."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ SETTINGS: dict[str, dict[str, object]] = {
 
 
 class ChaosNode(DemoNode):
-    """A node whose data directory is a file system of its own, where `small_disk` says so; its log
-    is elsewhere. It takes a step in `pace` seconds at the least."""
+    """A node whose data directory is its own file system if `small_disk` is set. Its log is stored
+    elsewhere. pace: minimum seconds per step."""
 
     def __init__(self, number: int, directory: Path, small_disk: bool, pace: float) -> None:
         self.data, self.number = directory / "data", number
@@ -76,7 +76,7 @@ class ChaosNode(DemoNode):
         self.skew_file, self.tasks_dir = directory / "skew", directory / "tasks"
 
     def launch(self, *arguments: str) -> None:
-        """With a clock that `skew` sets, and tasks that `tasks` counts."""
+        """Start the node with the clock of `skew` and the task counter of `tasks`."""
         self.tasks_dir.mkdir(exist_ok=True)
         with changed_environment(
             PYTHONPATH=f"{INSIDE}:{os.getcwd()}",
@@ -89,14 +89,15 @@ class ChaosNode(DemoNode):
         self.skew_file.write_text(str(seconds))
 
     def tasks(self, pid: int) -> int | None:
-        """Of trio, in one of its processes; None where it has not said."""
+        """Return the number of trio tasks in one of its processes, or None before the first
+        report."""
         try:
             return int((self.tasks_dir / str(pid)).read_text())
         except (OSError, ValueError):
             return None
 
     def snapshot(self) -> dict[str, Any] | None:
-        """None while it does not answer."""
+        """Return the node's snapshot, or None while it does not answer."""
         try:
             with urllib.request.urlopen(f"{self.url}/status?points=1", timeout=5) as answer:
                 return json.load(answer)["snapshot"]
@@ -104,7 +105,7 @@ class ChaosNode(DemoNode):
             return None
 
     def process(self, name: str) -> psutil.Process | None:
-        """One of PROCESSES that runs now."""
+        """Return the running process with one of the names in PROCESSES."""
         with contextlib.suppress(psutil.Error):
             own = psutil.Process(self.pid)
             if name == SUPERVISOR:
@@ -130,7 +131,7 @@ class ChaosNode(DemoNode):
         return self.log_file.stat().st_size if self.log_file.exists() else 0
 
     def steps(self) -> list[dict[str, Any]]:
-        """Every step that it wrote down."""
+        """Return every step in its log."""
         found = []
         for path in sorted((self.data / "log").glob("steps.jsonl*"), reverse=True):
             for line in path.read_text(errors="replace").splitlines():
@@ -139,7 +140,7 @@ class ChaosNode(DemoNode):
         return found
 
     def end(self) -> None:
-        """Killed if it does not stop; its disk is gone."""
+        """Stop the node, or kill it after a time, and remove its disk."""
         self.kill()
         self.cable.close()
         if self.small_disk:
@@ -147,8 +148,8 @@ class ChaosNode(DemoNode):
 
 
 class ChaosSwarm:
-    """Nodes that know each other. `can_mount`: whether their disks can be filled; each is a small
-    file system of its own then."""
+    """Nodes that know each other. can_mount: each node's disk is a small file system that can be
+    filled."""
 
     def __init__(
         self, directory: Path, count: int, small_disks: bool = True, pace: float = PACE
@@ -163,7 +164,7 @@ class ChaosSwarm:
             node.start([other.wire for other in self.nodes if other is not node])
 
     def stop(self) -> None:
-        """Asked to end, all at once."""
+        """Ask all nodes to stop at once."""
         for node in self.nodes:
             node.stop()
         for node in self.nodes:
@@ -201,7 +202,7 @@ def changed_environment(**values: str) -> Iterator[None]:
 
 
 def stopped(process: psutil.Process, seconds: float) -> None:
-    """SIGSTOP, and SIGCONT after `seconds`."""
+    """Send SIGSTOP, and SIGCONT after `seconds`."""
     process.send_signal(signal.SIGSTOP)
     try:
         time.sleep(seconds)
@@ -211,7 +212,7 @@ def stopped(process: psutil.Process, seconds: float) -> None:
 
 
 def until(condition: Callable[[], Any], seconds: float, interval: float = 0.1) -> Any:
-    """The first true value of `condition()`; what it said last after `seconds`."""
+    """Return the first true value of `condition()`, or its last value after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (value := condition()) and time.monotonic() < deadline:
         time.sleep(interval)

@@ -1,14 +1,11 @@
-"""A schedule of faults, drawn from a seed and done to a swarm of real nodes, and what must hold
-after each of them.
+"""A schedule of faults drawn from a seed and applied to a swarm of real nodes, with conditions
+checked after each fault.
 
-crashed    no process that was not killed ended: the supervisors' counts of restarts are what the
-fault explains, and no error is logged
-           that it does not explain
-whole      every node answers, is connected to every other, has taken a step beyond what it had
-before, trained on a group of another
-           that it had not before, and saved its state
-kept       a node that was started again goes on from what it had said to be saved, under the same
-name
+crashed    no process ended that was not killed: the supervisors' restart counts match the fault,
+           and every logged error is explained by it
+whole      every node answers, is connected to every other, took a further step, trained on a
+           further group of a peer, and saved its state
+kept       a restarted node continues from the last state reported as saved, under the same name
 """
 
 from __future__ import annotations
@@ -28,7 +25,8 @@ from tests.support.chaos.nodes import ChaosNode, ChaosSwarm, swarm_of, until
 
 START_SECONDS = 240.0
 WHOLE_SECONDS = 240.0
-"""Then it is not waited for any longer. The goal is GOAL_SECONDS, which a busy machine may miss."""
+"""Limit for the swarm to be whole again. The goal is GOAL_SECONDS, which a busy machine may
+miss."""
 GOAL_SECONDS = 30.0
 SETTLE_SECONDS = 1.0
 LINES = 5
@@ -39,8 +37,8 @@ class Outcome:
     fault: str
     node: str
     seconds: float | None
-    """From the kill, or the end of what lasted, until the swarm was whole; None: not within
-    WHOLE_SECONDS."""
+    """Seconds from the kill, or from the end of a lasting fault, until the swarm was whole. None:
+    not within WHOLE_SECONDS."""
     problems: tuple[str, ...] = ()
 
 
@@ -63,19 +61,19 @@ class Played:
 
 @dataclass(frozen=True)
 class Now:
-    """What a node said of itself last."""
+    """The last report of a node."""
 
     step: int
     saved: int
     used: int
-    """Groups of others, ever."""
+    """Groups of peers, in total."""
     connected: int
     works: bool
     restarts: dict[str, int]
 
 
 def now(node: ChaosNode) -> Now | None:
-    """None while it does not answer, or has no trainer at work."""
+    """Return the node's report, or None while it does not answer or its trainer is not working."""
     snapshot = node.snapshot()
     report = (snapshot or {}).get("trainer", {}).get("report")
     if snapshot is None or report is None:
@@ -92,7 +90,7 @@ def now(node: ChaosNode) -> Now | None:
 
 
 def drawn(seed: int, long: bool, can_mount: bool, names: Sequence[str] = ()) -> list[Fault]:
-    """The faults of a schedule in their order: each of them once, or those that are named."""
+    """Return the faults of a schedule in order: each once, or only those named."""
     faults = [
         one
         for one in FAULTS
@@ -113,8 +111,11 @@ def play(
     names: Sequence[str] = (),
     tell: Callable = print,
 ) -> Played:
-    """The whole schedule. Raises AssertionError where the swarm does not even start; what is wrong
-    later is in the outcomes."""
+    """Play the whole schedule. Later problems are in the outcomes.
+
+    Raises:
+        AssertionError: The swarm does not start.
+    """
     played, rng = Played(seed, nodes), random.Random(f"chaos of {seed}")
     with swarm_of(directory, nodes) as swarm:
         started = time.monotonic()
@@ -139,27 +140,32 @@ def play(
         played.curves = [curve(node) for node in swarm.nodes]
         codes = [node.exit_code() for node in swarm.nodes]
         if any(codes):
-            tell(f"  asked to stop, they ended with {codes}")
+            tell(f"  after a stop request the nodes ended with {codes}")
             played.outcomes.append(
-                Outcome("their end", "all", None, (f"asked to stop, they ended with {codes}",))
+                Outcome(
+                    "their end",
+                    "all",
+                    None,
+                    (f"after a stop request the nodes ended with {codes}",),
+                )
             )
     return played
 
 
 def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -> Outcome:
-    """`fault`, done to `node`, and what came of it."""
+    """Apply `fault` to `node` and return the outcome."""
     before = {each.name: until(lambda each=each: now(each), START_SECONDS) for each in swarm.nodes}
     if not all(before.values()):
         return Outcome(fault.name, node.name, None, ("a node did not answer before it",))
     logged = {each.name: each.log_size() for each in swarm.nodes}
-    # who was killed has to get back to where it was
+    # A killed node must get back to its earlier state.
     kills, began = bool(fault.restarts) or fault.anew, time.monotonic()
     try:
         fault.act(swarm, node, rng)
     except AssertionError as error:
         return Outcome(fault.name, node.name, None, (str(error),))
     ended = time.monotonic()
-    # what it still had in its queues is nothing new
+    # Groups that were still in its queues are not new.
     at_end = {each.name: now(each) or before[each.name] for each in swarm.nodes}
     seconds = whole(swarm, before, began) if kills else whole(swarm, at_end, ended)
     problems = (
@@ -185,7 +191,7 @@ def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -
 
 
 def whole(swarm: ChaosSwarm, before: dict[str, Now], since: float) -> float | None:
-    """Seconds from `since` until every node was; None if they are not within WHOLE_SECONDS."""
+    """Return the seconds from `since` until every node was whole, or None after WHOLE_SECONDS."""
     left = list(swarm.nodes)
 
     def all_well() -> bool:
@@ -212,7 +218,7 @@ def well(at: Now | None, before: Now, others: int) -> bool:
 
 
 def logged_since(node: ChaosNode, size: int) -> list[dict[str, Any]]:
-    """Lines of its log; one that is no record is as bad as an error."""
+    """Return the new lines of its log. A line that is no JSON record counts as an error."""
     found = []
     for line in node.log(size).splitlines():
         try:
@@ -223,7 +229,7 @@ def logged_since(node: ChaosNode, size: int) -> list[dict[str, Any]]:
 
 
 def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str]:
-    """Errors that nothing explains."""
+    """Return the errors that `explains` does not match."""
     bad = [
         line for line in lines if line.get("level") in ("error", "critical") or "exception" in line
     ]
@@ -232,10 +238,10 @@ def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str
 
 
 def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[str]:
-    """What was said to be saved and is not there any more."""
+    """Return the problems with state that was reported as saved and is missing."""
     restored = [line["step"] for line in lines if line.get("event") == "restored"]
     problems = [
-        f"{node.name} restored step {step}, and had said that {before.saved} was saved"
+        f"{node.name} restored step {step}, but had reported step {before.saved} as saved"
         for step in restored
         if step < before.saved
     ]
@@ -246,7 +252,7 @@ def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[
 
 
 def curve(node: ChaosNode) -> dict[int, float]:
-    """Held-out reward by step; where a step was taken again, what it had then."""
+    """Return held-out reward by step. For a step taken twice, the later value counts."""
     return {
         line["step"]: line["reward_held_out"]
         for line in node.steps()
@@ -257,7 +263,7 @@ def curve(node: ChaosNode) -> dict[int, float]:
 def undisturbed(
     directory: Path, nodes: int, steps: int, tell: Callable = print
 ) -> list[dict[int, float]]:
-    """Curves of a swarm of which nothing happens, until each has taken `steps`."""
+    """Return the curves of a swarm without faults, until each node has taken `steps`."""
     with swarm_of(directory, nodes) as swarm:
         there = lambda: all(
             (at := now(node)) is not None and at.step >= steps for node in swarm.nodes
@@ -272,8 +278,8 @@ def undisturbed(
 
 
 def mean_of(curves: Sequence[dict[int, float]], steps: int) -> float:
-    """Mean held-out reward of all nodes over their second half of `steps`: one evaluation alone
-    says little."""
+    """Return the mean held-out reward of all nodes over the second half of `steps`. A single
+    evaluation is too noisy."""
     return fmean(
         value for one in curves for step, value in one.items() if steps // 2 < step <= steps
     )

@@ -1,2 +1,2 @@
 """In-memory network, in-process scorer and tiny policy for tests. tests/unit/fakes and
-tests/unit/p2p/test_api.py hold them to the behaviour of the real ones."""
+tests/unit/p2p/test_api.py check that they behave like the real ones."""

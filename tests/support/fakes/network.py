@@ -1,13 +1,13 @@
-"""An in-memory network: an `api.Network` without sockets, without libp2p, without delay unless one
-is asked for.
+"""An in-memory network: an `api.Network` without sockets, libp2p or delay (unless a latency is
+set).
 
     swarm = MemorySwarm()
-    a, b, c = (swarm.join(peer) for peer in "abc")      # all connected with all
+    a, b, c = (swarm.join(peer) for peer in "abc")      # fully connected
     swarm.cut("a", "c")                                 # a and c are no longer connected
 
-It keeps the promises of swarmnode/p2p/api.py, on which code above the network relies;
-tests/unit/p2p/test_api.py holds it and the real one to the same ones: a request raises PeerTimeout,
-Incompatible, BadMessage("oversize") or PeerError and nothing else.
+It implements the contract of swarmnode/p2p/api.py, and tests/unit/p2p/test_api.py checks it
+together with the real network: a request raises only PeerTimeout, Incompatible,
+BadMessage("oversize") or PeerError.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.fakes.streams import MemoryBulk, MemoryStreams
 
 
 class MemorySwarm:
-    """The medium. latency: seconds that every request takes each way."""
+    """The medium. latency: seconds each way for every request."""
 
     def __init__(self, latency: float = 0.0) -> None:
         self.latency = latency
@@ -35,13 +35,13 @@ class MemorySwarm:
         self._cut: set[frozenset[str]] = set()
 
     def join(self, peer_id: str) -> MemoryNetwork:
-        """A new node, connected with all there are."""
+        """Add a node, connected with all others."""
         node = self.nodes[peer_id] = MemoryNetwork(self, peer_id)
         self._notify()
         return node
 
     def leave(self, peer_id: str) -> None:
-        """As if its process were killed."""
+        """Remove a node as if its process were killed."""
         gone = self.nodes.pop(peer_id)
         gone.streams.drop(())
         self._notify()
@@ -52,12 +52,12 @@ class MemorySwarm:
         self._notify()
 
     def mend(self, one: str, other: str) -> None:
-        """Connect them again."""
+        """Reconnect two nodes."""
         self._cut.discard(frozenset((one, other)))
         self._notify()
 
     def neighbours(self, peer_id: str) -> list[str]:
-        """Peer ids of the nodes that a node is connected with."""
+        """Return the ids of the connected peers of a node."""
         if peer_id not in self.nodes:
             return []
         return [
@@ -74,7 +74,7 @@ class MemorySwarm:
 
 
 class MemoryNetwork:
-    """One node's network; satisfies `api.Network`. `held`: the peers of the last call of `hold`."""
+    """The network of one node; satisfies `api.Network`. held: peers of the last call of `hold`."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
         self.peer_id = peer_id
@@ -106,11 +106,11 @@ class MemoryNetwork:
         self.held = frozenset(peers)
 
     def disconnect(self, peer: str) -> None:
-        """Until somebody dials again."""
+        """Disconnect a peer until the next dial."""
         self._swarm.cut(self.peer_id, peer)
 
     def observed(self, peer: str) -> Address | None:
-        """There are no addresses in memory."""
+        """Return None: there are no addresses in memory."""
         return None
 
     def heard(self, peer: str) -> float | None:
@@ -134,7 +134,7 @@ class MemoryNetwork:
 
 
 def as_network(network: MemoryNetwork) -> Network:
-    """The same; type-checked, so that the in-memory network stays an `api.Network`."""
+    """Return the network as an `api.Network`, for the type checker."""
     return network
 
 
@@ -150,14 +150,14 @@ class _Service:
 
 
 class MemoryRequests:
-    """Requests are calls of the other side's handler, under the caller's deadline."""
+    """A request calls the handler of the other node under the caller's deadline."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
         self._network = network
         self._swarm = swarm
         self._services: dict[str, _Service] = {}
         self.heard: dict[str, float] = {}
-        """Peer → when a request or an answer of its last came."""
+        """Peer → time of its last request or answer."""
 
     def serve(
         self,
@@ -202,12 +202,12 @@ class MemoryRequests:
         raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
 
     async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
-        """What the handler makes of a request of `peer`. Raises PeerError, which is all that the
-        peer learns of a refusal."""
+        """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
+        details of a refusal."""
         self.heard[peer] = trio.current_time()
         service = self._services.get(protocol)
         if service is None:
-            raise Incompatible(f"{protocol} is not spoken here")
+            raise Incompatible(f"{protocol} is not supported here")
         busy = (
             service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
         )
@@ -220,8 +220,7 @@ class MemoryRequests:
                 if len(response) <= service.max_response_bytes:
                     return response
         except PeerError:
-            # a refusal looks like everything else that the responder does not want: its stream is
-            # reset
+            # A refusal looks like any other unwanted request: the stream is reset.
             pass
         finally:
             service.active[peer] -= 1

@@ -1,5 +1,5 @@
-"""A policy for tests: a random model of 100,000 parameters and its tokenizer, made in a tenth of a
-second, downloaded from nowhere."""
+"""A tiny policy for tests: a random model of 100,000 parameters and its tokenizer, built in a tenth
+of a second without a download."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from tools.build_tiny import build_model, build_tokenizer, save
 
 
 def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Path:
-    """Writes what `policy.model` can point at, a directory as `transformers` reads it. `phrases`:
-    each is one token of its own, beside printable ASCII character by character; a short prompt
-    makes a quick test. Equal arguments make equal files."""
+    """Write a directory for `policy.model`, in the format of `transformers`. Equal arguments
+    produce equal files.
+
+    Args:
+        phrases: Each becomes one token, beside printable ASCII by character. Short prompts keep
+            tests fast.
+    """
     tokenizer = build_tokenizer(set(phrases))
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
@@ -26,8 +30,8 @@ def write_tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int 
 
 
 def tiny_policy(directory: Path, phrases: Collection[str] = (), seed: int = 0) -> Policy:
-    """The same, loaded on the CPU as a node loads it: `policy.generate.generate` samples from it,
-    and the trainer can train it."""
+    """Write the policy and load it on the CPU as a node does. `policy.generate.generate` can sample
+    from it and the trainer can train it."""
     return load_policy(
         PolicyConfig(model=str(write_tiny_policy(directory, phrases, seed)), devices="cpu")
     )

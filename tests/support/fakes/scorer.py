@@ -1,5 +1,5 @@
-"""A scorer in this process: no child, no sandbox, so only for text that a test wrote. It judges as
-the child does, your own tasks too."""
+"""A scorer in this process, without a child or a sandbox: only for completions written by tests. It
+scores as the child does, user tasks included."""
 
 from __future__ import annotations
 
@@ -24,15 +24,19 @@ from swarmnode.tasks.scorer import judge
 from swarmnode.wire.messages import TaskRef
 
 Items = Callable[[int, int], builtin.Item]
-"""(seed, index) → the question there."""
+"""(seed, index) → question."""
 
 
 class InProcessScorer:
-    """Has the `score_many` of `tasks.async_client.AsyncScorer`, for every task of the allow-list
-    and those that were installed on it.
+    """Implements `score_many` of `tasks.async_client.AsyncScorer` for every task of the allow-list
+    and all installed tasks.
 
-    poison: a completion that contains it fails its group as a killed child would. seconds: how long
-    a call takes. `calls` counts them.
+    Args:
+        poison: A completion with this text fails its group, as a killed child would.
+        seconds: Duration of a call.
+
+    Attributes:
+        calls: Number of calls.
     """
 
     def __init__(self, poison: str = "\N{SKULL}", seconds: float = 0.0) -> None:
@@ -46,8 +50,8 @@ class InProcessScorer:
     async def score_many(
         self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]:
-        """A result for each of `items`, (question, completions); what cannot be scored has the
-        error in its place."""
+        """Return a result for each of `items`, (question, completions). A failed item has its error
+        as the result."""
         self.calls += 1
         await trio.sleep(self.seconds)
         return [self._score(ref, texts) for ref, texts in items]
@@ -76,7 +80,7 @@ class InProcessScorer:
 
 
 def _episode_task(spec: TaskSpec) -> EpisodeTask:
-    """An episode task. Runs the code of a task of your own."""
+    """Return an episode task. Runs the code of user tasks."""
     if spec.rows is not None:
         assert spec.source is not None
         settings = dataset.Settings.of(spec.settings)
@@ -88,7 +92,7 @@ def _episode_task(spec: TaskSpec) -> EpisodeTask:
 
 
 def _items(spec: TaskSpec, difficulty: int) -> Items:
-    """The questions of a task at one difficulty. Runs the code of a task of your own."""
+    """Return the questions of a task at one difficulty. Runs the code of user tasks."""
     if spec.rows is not None:
         settings = dataset.Settings.of(spec.settings)
         reward = (

@@ -19,12 +19,12 @@ if TYPE_CHECKING:  # loads libp2p
     from tests.support.fakes.network import MemoryNetwork, MemorySwarm
 
 CHUNKS_AHEAD = 16
-"""Chunks that a sender may be ahead of the receiver."""
+"""Chunks that the sender may be ahead of the receiver."""
 BULK_SECONDS = 10.0
 
 
 class MemoryStream:
-    """One end; see `api.PeerStream`."""
+    """One end of a stream; see `api.PeerStream`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class MemoryStream:
 
 
 def stream_pair(one: str, other: str) -> tuple[MemoryStream, MemoryStream]:
-    """Both ends of a stream between two peers: the one that `one` holds, then that of `other`."""
+    """Return both ends of a stream between two peers: the end of `one`, then the end of `other`."""
     there, at_other = trio.open_memory_channel[bytes](CHUNKS_AHEAD)
     back, at_one = trio.open_memory_channel[bytes](CHUNKS_AHEAD)
     ends = MemoryStream(other, there, at_one), MemoryStream(one, back, at_other)
@@ -112,7 +112,7 @@ class _Served:
 
 
 class MemoryStreams:
-    """Streams end when their peers are cut from each other."""
+    """Streams of one node. They end when their peers are cut from each other."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
         self._network = network
@@ -134,7 +134,7 @@ class MemoryStreams:
         self._served[protocol] = _Served(accept, concurrent, per_peer)
 
     def drop(self, connected: Collection[str]) -> None:
-        """Ends the streams of peers that are not connected any more."""
+        """End the streams of peers that are no longer connected."""
         for stream in [
             each for each in self._open if each.closed.is_set() or each.peer not in connected
         ]:
@@ -142,13 +142,13 @@ class MemoryStreams:
             self._open.discard(stream)
 
     def keep(self, stream: MemoryStream) -> None:
-        """Ends it when its peer is cut off."""
+        """Track a stream, which ends when its peer is cut off."""
         self._open.add(stream)
 
     def take(self, opener: MemoryNetwork, protocol: str) -> MemoryStream:
-        """The opener's end of a stream that it opens to us."""
+        """Return the opener's end of a stream to this node."""
         if protocol not in self._served:
-            raise Incompatible(f"{protocol} is not spoken here")
+            raise Incompatible(f"{protocol} is not supported here")
         served, peer = self._served[protocol], opener.peer_id
         theirs, ours = stream_pair(peer, self._network.peer_id)
         self.drop(self._network.connected())
@@ -167,8 +167,7 @@ class MemoryStreams:
 
 
 class MemoryBulk:
-    """Chunks are copied from the source into the sink, and verified as they are on a real
-    network."""
+    """Copy chunks from the source to the sink and verify them as a real network does."""
 
     def __init__(self, network: MemoryNetwork, swarm: MemorySwarm) -> None:
         self._network = network
@@ -195,7 +194,7 @@ class MemoryBulk:
             await trio.sleep(self._swarm.latency)
             manifest = self._source(peer, transfer).manifest(transfer)
             if root is not None and bulk.root(manifest) != root:
-                raise BadMessage("bounds", "the manifest of something else")
+                raise BadMessage("bounds", "a manifest of another transfer")
             return manifest
         raise PeerTimeout(f"no manifest of {peer} within {deadline:g} s")
 
@@ -220,16 +219,16 @@ class MemoryBulk:
                 view[:] = source.chunk(index)
                 if bulk.digest(view) != bulk.expected(manifest, index):
                     self._network.rejected(peer, "bulk_hash")
-                    raise BadMessage("hash", f"chunk {index} is not what the manifest says")
+                    raise BadMessage("hash", f"chunk {index} does not match the manifest")
                 sink.accept(index)
             return
-        raise PeerTimeout(f"{manifest.size} bytes did not come from {peer} within {deadline:g} s")
+        raise PeerTimeout(f"{peer} did not send {manifest.size} bytes within {deadline:g} s")
 
     def deadline(self, peer: str, count: int) -> float:
         return BULK_SECONDS
 
     def _source(self, peer: str, transfer: bytes) -> BulkSource:
-        """Raises PeerError."""
+        """Return an offered source. Raise PeerError."""
         if peer not in self._network.connected():
             raise PeerError(f"{peer} is not connected")
         source = self._swarm.nodes[peer].bulk.offered_to(self._network.peer_id, transfer)
@@ -238,7 +237,7 @@ class MemoryBulk:
         return source
 
     def offered_to(self, peer: str, transfer: bytes) -> BulkSource | None:
-        """What we offer under this id, as far as `peer` may know."""
+        """Return the source offered under this id, if `peer` may read it."""
         source, audience = self._offers.get(transfer, (None, None))
         return (
             source

@@ -1,13 +1,11 @@
-"""Put inside the processes of a node that a test starts, by PYTHONPATH. Each part works where its
+"""Test hooks inside the processes of a node, loaded by PYTHONPATH. Each hook is active if its
 variable is set.
 
-SKEW_FILE   `time.time` is the clock of a machine that is wrong by as many seconds as that file
-says; no file is no skew. It is looked at
-            ten times a second, so that a running process's clock can be set.
-TASKS_DIR   a process that runs trio writes there, in a file with its pid for a name, how many tasks
-it has, every few seconds.
-BAD_FILE    once this file exists, a trainer that holds a stage does what its text says: see
-MISBEHAVIOURS.
+SKEW_FILE   `time.time` is off by the number of seconds in that file; no file means no skew. The
+            file is read ten times a second, so that the clock of a running process can be set.
+TASKS_DIR   a trio process writes its number of tasks every few seconds to a file named by its pid.
+BAD_FILE    once this file exists, a trainer that holds a stage misbehaves as its text says: see
+            MISBEHAVIOURS.
 """
 
 import os
@@ -62,7 +60,7 @@ def count_tasks(directory):
 
 
 def sends_nan(pipeline, model, trainer):
-    """Activations and their gradients, in the codec float32."""
+    """Send NaN activations and gradients, in the codec float32."""
     encode = pipeline.encode
     pipeline.encode = lambda rows, codec: b"\0\0\xc0\x7f" * (len(encode(rows, codec)) // 4)
 
@@ -84,7 +82,7 @@ def runs_out_of_memory(pipeline, model, trainer):
 
 
 def is_slow(pipeline, model, trainer):
-    """Twenty times slower than it was."""
+    """Work twenty times slower."""
     call = trainer.Meter.__call__
 
     async def slowly(self, work):

@@ -1,1 +1,1 @@
-"""An inference server that is none, and what a real one needs: its policy and its installation."""
+"""A fake inference server, and the policy and installation for a real one."""

@@ -1,7 +1,7 @@
-"""A real vLLM server for tests, started by the line that `swarmnode serve-command` prints.
+"""A real vLLM server for tests, started by the command that `swarmnode serve-command` prints.
 
-SWARMNODE_VLLM names the Python of an environment that has it; tests/support/served/install.sh makes
-one. Or it is the URL of a server that runs already and serves the policy of `wide.py`.
+SWARMNODE_VLLM is the Python of an environment with vLLM, which tests/support/served/install.sh
+creates. It may also be the URL of a running server that serves the policy of `wide.py`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ START_SECONDS = 600.0
 
 
 def python() -> str:
-    """The Python that has vLLM; empty where there is none."""
+    """Return the Python that has vLLM, or an empty string."""
     return os.environ.get(VARIABLE, "")
 
 
 @contextlib.contextmanager
 def running(policy: Path, log: Path, rank: int = 8) -> Iterator[str]:
-    """The URL of a server that serves the policy in a directory, once it answers."""
+    """Yield the URL of a server for the policy in a directory, once it answers."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

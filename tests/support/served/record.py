@@ -1,6 +1,7 @@
-"""`python -m tests.support.served.record URL DIRECTORY > recorded.json`: what vLLM answers.
+"""`python -m tests.support.served.record URL DIRECTORY > recorded.json` records the answers of
+vLLM.
 
-DIRECTORY has the weights that it loads. The stand-in answers in this form, which a test compares.
+DIRECTORY has the weights to load. A test checks that the stand-in answers in this form.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""An inference server that is none: answers in the form of recorded.json (vLLM) or of SGLang's
-documented wire, computes with a small policy, and misbehaves on demand.
+"""A fake inference server. It answers in the form of recorded.json (vLLM) or of SGLang's documented
+API, samples from a small policy, and misbehaves on demand.
 
     with StandIn(policy.clone()) as server:
         server.fault = "nan"
 
-`server.url` is what a node is configured with. Faults are the names in FAULTS.
+A node is configured with `server.url`. FAULTS lists the names of faults.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ ANSWER_FAULTS = {
     "half": "closed",
     "moved": "answers 307",
 }
-"""Fault of an answer to `generate` → words of the line that says so."""
+"""Fault of an answer to `generate` → words of the log line that reports it."""
 WEIGHT_FAULTS = {"ignores_weights": "former weights", "other_model": "other weights"}
-"""Fault of what it computes with → words of the line."""
+"""Fault of the weights in use → words of the log line that reports it."""
 
 
 class StandIn:
-    """Listens on loopback. policy: what it computes with, which it changes."""
+    """A server on loopback. policy: the sampling policy, whose weights the server changes."""
 
     def __init__(self, policy: Policy, kind: str = "vllm") -> None:
         self.kind = kind
@@ -64,9 +64,9 @@ class StandIn:
         self.asked: list[str] = []
         """Targets of all requests, in order."""
         self.bodies: list[Any] = []
-        """What `generate` was asked."""
+        """Bodies of the requests to `generate`."""
         self.hold_at: int | None = None
-        """A completion waits for a load before this token."""
+        """A completion waits for a weight load before this token."""
         self._policy, self._first = policy, policy.clone()
         self._random = torch.Generator().manual_seed(0)
         self._adapter_on = False
@@ -110,7 +110,7 @@ class StandIn:
         self.stop()
 
     def stop(self) -> None:
-        """Listen no more; what is under way ends without an answer."""
+        """Stop listening. Requests in progress end without an answer."""
         self._stopping = True
         with self._loaded:
             self._loaded.notify_all()
@@ -119,7 +119,7 @@ class StandIn:
         self._thread.join()
 
     def restart(self) -> None:
-        """As a server that was started anew: with the base, and without our version."""
+        """Restart with the base weights and without a weight version."""
         with self._lock:
             self._policy.base.load_state_dict(self._first.base.state_dict())
             self._adapter_on, self._version = False, "default"
@@ -144,7 +144,7 @@ class StandIn:
             return
         try:
             made = self._told(target, body)
-        except Exception as error:  # as a server does
+        except Exception as error:  # reported as HTTP 500
             message = {"error": {"message": repr(error), "type": "InternalServerError"}}
             self._send(http, 500, json.dumps(message).encode())
             return
@@ -180,7 +180,7 @@ class StandIn:
             http.end_headers()
             http.wfile.write(data[: len(data) // 2] if half else data)
         except OSError:
-            pass  # the client has had enough
+            pass  # the client disconnected
         http.close_connection = True
 
     def _told(self, target: str, body: Any) -> Any:
@@ -269,7 +269,7 @@ class StandIn:
     def _sample(
         self, prompt: list[int], most: int, params: dict[str, Any]
     ) -> list[tuple[list[int], list[float], list[str]]]:
-        """(ids, log-probabilities, versions) of each completion."""
+        """Return (ids, log-probabilities, versions) of each completion."""
         rows, temperature = params["n"], params["temperature"]
         ends, bias = params["stop_token_ids"], params.get("logit_bias") or {}
         draws = self._random
@@ -375,7 +375,7 @@ class StandIn:
 
 
 def spans(versions: list[str]) -> list[dict[str, object]]:
-    """Runs of equal versions, as both servers report them."""
+    """Return runs of equal versions, as both servers report them."""
     made: list[dict[str, object]] = []
     for place, version in enumerate(versions):
         if made and made[-1]["version"] == version:
@@ -386,7 +386,7 @@ def spans(versions: list[str]) -> list[dict[str, object]]:
 
 
 def spoil(answer: Any, fault: str, kind: str) -> None:
-    """Change a correct answer of vLLM into one that is not."""
+    """Apply `fault` to a correct answer."""
     if kind != "vllm" or not fault:
         return
     choice = answer["choices"][-1]
@@ -399,7 +399,7 @@ def spoil(answer: Any, fault: str, kind: str) -> None:
         case "positive":
             first["logprob"] = 0.5
         case "nan":
-            first["logprob"] = math.nan  # json.dumps writes NaN, which is no JSON
+            first["logprob"] = math.nan  # json.dumps writes NaN, which is not valid JSON
         case "minus_9999":
             first["logprob"] = -9999.0
         case "one_fewer":
@@ -431,7 +431,7 @@ def spoil(answer: Any, fault: str, kind: str) -> None:
 
 @contextmanager
 def raw_server(chunks: Iterable[bytes] = ()) -> Iterator[str]:
-    """The URL of a port that sends `chunks` to its first caller, and nothing more."""
+    """Yield the URL of a port that sends `chunks` to its first client and then nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -451,7 +451,7 @@ def raw_server(chunks: Iterable[bytes] = ()) -> Iterator[str]:
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Return when `condition()` is true; what it waits for is in other threads."""
+    """Return when `condition()`, which depends on other threads, is true."""
     late = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > late:

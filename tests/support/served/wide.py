@@ -1,8 +1,10 @@
-"""`python -m tests.support.served.wide DIRECTORY`: the embedded policy with heads twice as wide.
+"""`python -m tests.support.served.wide DIRECTORY` writes the embedded policy with heads of twice
+the width.
 
-vLLM's attention on a CPU takes heads of 32 numbers and more; the embedded policy's have 16. The new
-dimensions are zero, so that both compute the same function. The head is a tensor of its own: vLLM
-0.32 on a CPU packs a head, and keeps the packed copy of a tied one when weights are loaded anew.
+vLLM's attention on a CPU needs heads of at least 32 dimensions; the embedded policy has 16. The
+added dimensions are zero, so both models compute the same function. The output head is a separate
+tensor: vLLM 0.32 on a CPU packs it, and keeps the packed copy of a tied head when weights are
+reloaded.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ def widen(target: Path) -> Path:
 
 
 def _wide(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """RoPE turns dimension i with i + half, at the frequency theta^(-2i/width): in twice the width,
-    pair i becomes pair 2i. The attention's scale is 1/√width, so that queries are √2 larger."""
+    """Widen one tensor.
+
+    RoPE rotates dimension i with i + half, at the frequency theta^(-2i/width). In twice the width,
+    pair i becomes pair 2i. The attention scale is 1/√width, so queries are scaled by √2.
+    """
     kind = name.split(".")[-2]
     if kind in ("q_proj", "k_proj", "v_proj"):
         heads = tensor.reshape(HEADS, HEAD, -1)

@@ -1,11 +1,11 @@
-"""The deterministic swarm: the network half of many nodes in one process, where one seed decides
-everything.
+"""The deterministic simulator: the network half of many nodes in one process, determined by one
+seed.
 
-    python -m tests.support.sim --seed 17          # one swarm; prints what it was and how it ended
-    python -m tests.support.sim --seconds 60       # fresh seeds for so long (`make sim`)
+    python -m tests.support.sim --seed 17          # one swarm; prints its schedule and its end
+    python -m tests.support.sim --seconds 60       # fresh seeds for a time (`make sim`)
 
-What runs is the product: rollout exchange, weight exchange, peer table, dialer, peer exchange,
-reputation, budget, summaries. Replaced are the transport behind `p2p.api` (network.py, wires.py),
-the clock, threads and every source of randomness (determinism.py), and the trainer (learner.py).
-CONTRIBUTING.md describes what the simulator can find.
+Product code: rollout exchange, weight exchange, peer table, dialer, peer exchange, reputation,
+budget, summaries. Replaced: the transport behind `p2p.api` (network.py, wires.py), the clock,
+threads and all randomness (determinism.py), and the trainer (learner.py). CONTRIBUTING.md describes
+what the simulator can find.
 """

@@ -1,5 +1,5 @@
-"""`python -m tests.support.sim`: seeds, one after another, until the time is up. A seed that fails
-prints the command that replays it."""
+"""`python -m tests.support.sim` runs seeds in turn until the time is up. A failing seed prints its
+replay command."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from tests.support.sim.world import Ended, simulate
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, help="one swarm, and what it was")
-    parser.add_argument("--first", type=int, help="seeds from here on, instead of fresh ones")
+    parser.add_argument("--seed", type=int, help="run one swarm and print its schedule")
+    parser.add_argument("--first", type=int, help="first seed, instead of fresh ones")
     parser.add_argument("--count", type=int, help="so many seeds")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, help="seeds for so long, unless a count is given"
+        "--seconds", type=float, default=60.0, help="duration of the run, unless a count is given"
     )
-    parser.add_argument("--nodes", type=int, help="so many nodes, whatever the seed says")
+    parser.add_argument("--nodes", type=int, help="number of nodes, instead of the seed's")
     parser.add_argument(
         "--foes",
         nargs="*",
         default=[],
         choices=(*KINDS, *NOT_DRAWN),
-        help="one hostile node of each, and no others",
+        help="one hostile node of each kind, and no others",
     )
     parser.add_argument(
         "--break",
         dest="broken",
         choices=sorted(BREAKS),
         default="",
-        help="put a defect in; seeds go on until it is found",
+        help="insert a defect and run seeds until it is found",
     )
     parser.add_argument("--history", type=Path, help="write what happened here")
     args = parser.parse_args()
@@ -60,7 +60,7 @@ def main() -> int:
         _tell(ended, args.nodes)
         print(
             f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after"
-            f" {ended.whole_after:.0f} s, {ended.steps} steps, {ended.used} groups of others,"
+            f" {ended.whole_after:.0f} s, {ended.steps} steps, {ended.used} groups of peers,"
             f" {ended.averaged} averages"
         )
         return 1 if ended.problem else 0
@@ -84,7 +84,7 @@ def _many(first: int, count: int | None, seconds: float, nodes: int | None, brok
         f"{len(ended)} seeds from {first} in {took:.0f} s ({cpu:.0f} s of CPU):"
         f" {len(ended) / took:.2f} seeds/s, {60 * hours / took:.1f} simulated hours per minute"
         f" ({60 * hours / cpu:.1f} per minute of CPU); {nodes_in_all} nodes,"
-        f" {sum(each.used for each in ended)} groups of others, {averages} averages; {len(failed)}"
+        f" {sum(each.used for each in ended)} groups of peers, {averages} averages; {len(failed)}"
         " failed"
     )
     return 1 if failed else 0

@@ -1,9 +1,8 @@
-"""The learner's half of averaging: what `trainer/weights.py` says to the network process, with
-skills for weights.
+"""The learner's half of averaging: the messages of `trainer/weights.py` to the network process,
+with skills for weights.
 
-It holds the network process to what `weights/exchange.py` promises: one outer step at a time,
-nothing of a swap that was dropped, and of a partner's weights exactly those that the partner copied
-within some seconds.
+It checks the contract of `weights/exchange.py`: one outer step at a time, no message about a
+dropped swap, and a partner's weights exactly as the partner copied them, within some seconds.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ SKILLS = 8
 LAYOUT = make_layout([("skill", (SKILLS,), "float32")])
 BLOCKS = blocks_of(["skill"])
 READ_SECONDS = (0.05, 2.0)
-"""To copy and write weights, or to read and judge them: a draw between these."""
+"""Bounds of the random duration of writing weights, or of reading and judging them."""
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """A file of weights. peer: who copied them."""
+    """A file of weights. peer: the node that copied them."""
 
     peer: str
     skill: bytes
@@ -39,9 +38,13 @@ class Copy(msgspec.Struct, frozen=True):
 
 
 class Averaging:
-    """One life of it. `skill()`, `set_skill(values)`: the learner's weights. `fails`: is told what
-    must not be. `done`: outer steps by how they came about, `exchanged` or `solo`, and states
-    `adopted`; to be added to."""
+    """The averaging of one trainer process.
+
+    Args:
+        skill, set_skill: Read and write the learner's weights.
+        fails: Called with a broken rule.
+        done: Counter of outer steps by kind (`exchanged`, `solo`) and of `adopted` states.
+    """
 
     def __init__(
         self,
@@ -76,17 +79,17 @@ class Averaging:
 
     @property
     def busy(self) -> bool:
-        """Something of the network process is not done yet."""
+        """Return True while the network process has unfinished work."""
         return bool(self._inbox) or self._judging is not None
 
     def due(self, step_seconds: float) -> None:
-        """An outer step is due, unless one still is."""
+        """Request an outer step, unless one is pending."""
         if not self._due:
             self._due = True
             self._send(local.OuterStepDue(0, self.outer_step, step_seconds))
 
     def receive(self, message: local.ToTrainer) -> bool:
-        """What the network process says; as on the link, it is dealt with later."""
+        """Accept a message of the network process. As on the link, it is handled later."""
         match message:
             case local.DropExchange(session):
                 self._dropped.add(session)
@@ -94,15 +97,14 @@ class Averaging:
             case local.ApplyPayload():
                 if message.session in self._dropped:
                     self._fails(
-                        f"weights of {message.peer[-6:]} are to be applied for a session that was"
-                        " closed"
+                        f"weights of {message.peer[-6:]} are to be applied for a closed session"
                     )
                 if self._judging is not None and self._judging.session not in self._dropped:
                     self._fails("two exchanges at once")
                 self._judging = message
             case local.SoloStep():
                 if self._judging is not None and self._judging.session not in self._dropped:
-                    self._fails("a step alone, while an exchange is not over")
+                    self._fails("a solo step during an exchange")
         self._inbox.append(message)
         self._news.set()
         return True
@@ -146,7 +148,7 @@ class Averaging:
             outcome, committed = "payload", False
         else:
             if copy.peer != message.peer:
-                self._fails(f"weights of {copy.peer[-6:]} came as those of {message.peer[-6:]}")
+                self._fails(f"weights of {copy.peer[-6:]} arrived as those of {message.peer[-6:]}")
             self._set_skill([(a + b) / 2 for a, b in zip(self._skill(), theirs, strict=True)])
             self._stepped("exchanged")
         self._send(

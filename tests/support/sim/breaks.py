@@ -1,9 +1,9 @@
-"""Three defects put into the product on purpose, to see whether the simulator finds them: each as a
-patch for the time of a simulation.
+"""Three deliberate defects in the product, to check that the simulator finds them. Each is a patch
+for one simulation.
 
-guard      a group's question need not be its author's any more
-deadline   whoever asks for groups waits for ever
-commit     the exchange is not told what the trainer has committed
+guard      a group's question need not be its author's
+deadline   requests for groups have no deadline
+commit     the exchange does not learn about commits of the trainer
 """
 
 from __future__ import annotations
@@ -27,6 +27,6 @@ BREAKS: dict[str, tuple[Any, str, Any]] = {
 
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[None]:
-    """With "" nothing is broken."""
+    """Apply a defect. The empty name applies none."""
     with mock.patch.object(*BREAKS[name]) if name else contextlib.nullcontext():
         yield

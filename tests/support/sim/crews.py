@@ -1,8 +1,8 @@
 """Crews in the deterministic simulator: the product's `StageService` over the simulated `p2p.api`,
-beside a trainer whose stage is a number.
+with a trainer whose stage is a number.
 
-A step is committed member by member, a few milliseconds apart, and written to each member's disk: a
-kill in between leaves stages at n and n − 1. Neighbours' checkpoints are written every few steps.
+Members commit a step one by one, a few milliseconds apart, and write it to their disks. A kill in
+between leaves stages at n and n − 1. Neighbours' checkpoints are written every few steps.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tests.support.sim.wires import History, Timeline, Way, Wires
 STEP_SECONDS = 0.5
 CHECKPOINT_EVERY = 5
 CALL_SECONDS = 20.0
-"""The head gives a step up after so long."""
+"""The head abandons a step after this time."""
 
 
 class Trainer:
-    """One trainer process. `memory`: what it holds of its stage; None where it is untrained."""
+    """One trainer process. memory: state of its stage. None: untrained."""
 
     def __init__(self, node: CrewNode) -> None:
         self.node, self.rng = node, node.rng
@@ -107,7 +107,8 @@ class Trainer:
                 await self._lead(assigned)
 
     def _restore(self, assigned: StageAssignment) -> None:
-        """From memory or disk at n or n − 1; else something older, which is counted."""
+        """Restore from memory or disk at n or n − 1. Otherwise use an older state, which is
+        counted."""
         first = sum(assigned.layers[: assigned.stage])
         block = first, first + assigned.layers[assigned.stage]
         own = [self.memory, *(copy for copy in self.node.disk.values() if copy.where == "disk")]
@@ -121,7 +122,7 @@ class Trainer:
         self.memory = HeldBlock(assigned.lineage, *block, assigned.step, "memory")
 
     async def _lead(self, assigned: StageAssignment) -> None:
-        """Propose, commit, member by member."""
+        """Propose and commit steps, member by member."""
         world = self.node.world
         while True:
             peers = [world.by_peer[peer] for peer in assigned.members]
@@ -141,7 +142,8 @@ class Trainer:
             self.node.service.receive(wire.StageFault(assigned.crew, None, "a step took too long"))
 
     def _ready(self, peers: list[CrewNode], assigned: StageAssignment) -> list[Trainer]:
-        """All members' trainers, the head's last; empty while one cannot work."""
+        """Return the trainers of all members, the head's last. Empty while one of them cannot
+        work."""
         found = []
         for peer in reversed(peers):
             trainer = peer.trainer
@@ -167,8 +169,13 @@ class Trainer:
 
 
 class CrewNode:
-    """A machine. `disk`: outlives its processes. `slowness`: of its steps. `liar`: claims every
-    stage at an absurd step, and keeps its work."""
+    """A machine.
+
+    Attributes:
+        disk: Outlives the processes.
+        slowness: Factor of its step time.
+        liar: Claims every stage at an absurd step, and never reports a finished step.
+    """
 
     def __init__(self, world: CrewWorld, name: str, number: int) -> None:
         self.world, self.name = world, name
@@ -225,7 +232,7 @@ class CrewNode:
         return True
 
     async def kill(self, *, lose_disk: bool = False, silently: bool = False) -> None:
-        """As by SIGKILL of all processes, or (silently) by a power cut."""
+        """Simulate SIGKILL of all processes, or (silently) a power cut."""
         if self.network is not None:
             self.network.stop(silently=silently)
             self.network = self.trainer = None
@@ -236,8 +243,12 @@ class CrewNode:
 
 
 class CrewWorld:
-    """All nodes and what was seen of them. `inexact`: stages that were restored from something
-    old. `lost`: steps below which a lineage continued although they were taken."""
+    """All nodes and the observations of them.
+
+    Attributes:
+        inexact: Stages restored from an older state.
+        lost: Steps below which a lineage continued although they were taken.
+    """
 
     def __init__(self, seed: int, nodes: int, timeline: Timeline, directory: Path) -> None:
         self.seed, self.directory = seed, directory
@@ -254,7 +265,7 @@ class CrewWorld:
         self.newest: dict[bytes, int] = {}
         self.lost: list[str] = []
         self.steps_at: list[float] = []
-        """When the head of some crew took a step."""
+        """Times at which the head of a crew took a step."""
         self.nursery: trio.Nursery
 
     def restored(self, node: CrewNode, assigned: StageAssignment, exact: bool) -> None:
@@ -280,7 +291,7 @@ class CrewWorld:
             await self.nursery.start(node.live)
 
     def crew(self) -> list[CrewNode]:
-        """The members of a running crew, by stage; empty where there is none."""
+        """Return the members of a running crew by stage. Empty when there is none."""
         for node in self.nodes:
             if node.state == "running":
                 slots = node.service.statistics().crew.slots
@@ -288,7 +299,7 @@ class CrewWorld:
         return []
 
     async def next_step(self, within: float) -> float:
-        """Wait for the next committed step; return the seconds that it took."""
+        """Wait for the next committed step. Return the seconds it took."""
         began, count = trio.current_time(), len(self.steps_at)
         with trio.move_on_after(within):
             while len(self.steps_at) == count:  # noqa: ASYNC110
@@ -297,7 +308,7 @@ class CrewWorld:
         raise AssertionError(f"no step for {within} s: {[node.state for node in self.nodes]}")
 
     def cut(self, inside: list[CrewNode], is_cut: bool) -> None:
-        """Cut the ways between `inside` and all others, or repair them."""
+        """Cut the links between `inside` and all other nodes, or repair them."""
         for one in self.nodes:
             for other in self.nodes:
                 if (one in inside) != (other in inside):
@@ -306,7 +317,7 @@ class CrewWorld:
 
 
 def run(seed: int, nodes: int, story: Callable[[CrewWorld], Awaitable[None]]) -> CrewWorld:
-    """Run `story` in a world of this many nodes, all of them up."""
+    """Run `story` in a world with this number of nodes, all of them running."""
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-crews-"))
     made: list[CrewWorld] = []
 

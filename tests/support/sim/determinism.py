@@ -1,5 +1,4 @@
-"""Everything in a process that is not decided by its program, decided by a seed: scheduling, time,
-randomness, threads."""
+"""Make scheduling, time, randomness and threads of a process depend on one seed."""
 
 from __future__ import annotations
 
@@ -25,14 +24,13 @@ from swarmnode.wire import envelope
 from tests.support.sim.wires import Timeline
 
 EPOCH = 1_800_000_000.0
-"""Unix time at which every simulation begins."""
+"""Unix time at the start of every simulation."""
 LOOK_EVERY = 32
 
 
 def run(seed: int, main: Callable[[Timeline], Awaitable[None]]) -> None:
-    """`trio.run` of main such that another run with this seed does the same: also in another
-    process, with another PYTHONHASHSEED. What main puts on the timeline is called when it is
-    due."""
+    """Run `main` deterministically with `trio.run`. Another run with this seed is identical, also
+    in another process with another PYTHONHASHSEED. Calls on the timeline run when due."""
     clock = _Clock()
     with _seeded(seed):
         try:
@@ -44,18 +42,20 @@ def run(seed: int, main: Callable[[Timeline], Awaitable[None]]) -> None:
 
 
 class _Clock(trio.abc.Clock):
-    """Time passes when nothing can run: it is then the moment at which something is due next. trio
-    asks how long to wait exactly then, so that neither a wait nor a task is needed for a message to
-    arrive, of which there are more than of anything else."""
+    """A clock that jumps to the next due call when no task can run.
+
+    trio asks for the time to wait exactly then. Message deliveries, which are the most frequent
+    events, thus need neither a sleep nor a task.
+    """
 
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.failed: BaseException | None = None
-        """What a call raised, which trio takes for a defect of its own."""
+        """Exception of a timeline call, which trio would report as an internal error."""
         self._now = 0.0
 
     def start_clock(self) -> None:
-        """It stands at 0."""
+        """The clock starts at 0."""
 
     def current_time(self) -> float:
         return self._now
@@ -75,7 +75,7 @@ class _Clock(trio.abc.Clock):
 
 
 def now() -> float:
-    """Unix time here."""
+    """Return the simulated Unix time."""
     try:
         return EPOCH + trio.current_time()
     except RuntimeError:  # before the first task, or after the last
@@ -87,14 +87,14 @@ def _seeded(seed: int) -> Iterator[None]:
     entropy, ours, really = random.Random(f"entropy {seed}"), threading.get_ident(), os.urandom
 
     class Seeded(random.Random):
-        """Python's, which takes its seed from the simulation where it is given none."""
+        """`random.Random` that takes its seed from the simulation by default."""
 
         def __init__(self, x: Any = None) -> None:
             super().__init__(int.from_bytes(some_bytes(8), "little") if x is None else x)
 
     def some_bytes(count: int | None = None) -> bytes:
         some = 32 if count is None else count
-        # a thread that an earlier test has left behind
+        # A thread left over from an earlier test.
         return entropy.randbytes(some) if threading.get_ident() == ours else really(some)
 
     patches = [
@@ -112,7 +112,7 @@ def _seeded(seed: int) -> Iterator[None]:
         mock.patch.object(envelope, "Ed25519PublicKey", _RememberedKeys()),
     ]
     collecting = gc.isenabled()
-    gc.disable()  # what a collection closes, and when, would be part of the history
+    gc.disable()  # finalizers would run at unpredictable times
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -124,8 +124,8 @@ def _seeded(seed: int) -> Iterator[None]:
 
 
 def _seldom(get_events: Callable[[Any, float], Any]) -> Callable[[Any, float], Any]:
-    """A look at sockets after every LOOK_EVERY steps: there are none but trio's own, which says
-    that there is something for its thread."""
+    """Poll sockets only after every LOOK_EVERY steps. The only socket is trio's own wakeup
+    socket."""
     step = itertools.count(1)
 
     def look(manager: Any, timeout: float) -> Any:
@@ -135,14 +135,14 @@ def _seldom(get_events: Callable[[Any, float], Any]) -> Callable[[Any, float], A
 
 
 async def _at_once(sync_fn: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Instead of a thread: a clock that jumps ahead does not wait for one."""
+    """Run a function at once instead of in a thread: a clock that jumps ahead does not wait for
+    threads."""
     await trio.lowlevel.checkpoint()
     return sync_fn(*args)
 
 
 class _RememberedKeys:
-    """Checks of signatures, each done once in a process instead of once for every node: the answer
-    is the same."""
+    """Verify each signature once per process instead of once per node. The result is the same."""
 
     def __init__(self) -> None:
         self._good: set[tuple[bytes, bytes, bytes]] = set()

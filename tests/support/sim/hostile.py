@@ -1,24 +1,24 @@
-"""Hostile nodes: members of the simulated swarm that dial and are dialled like anybody, and each do
-one thing of docs/security.md's table.
+"""Hostile nodes: members of the simulated swarm that dial and are dialled like honest ones. Each
+performs one attack of docs/security.md.
 
-garbage   frames that no honest node sends, signed or not           never trained on
-cherry    groups for questions of its own choice                    never trained on
-stolen    others' completions under its own name                    never trained on
-lister    listings of what is not there                             never trained on
-dripper   listings and transfers that never come                     never trained on
-peers     a peer exchange full of addresses where nobody is         never trained on
-forger    token ids that do not spell the text                      drawn a few times, never trained
-on
-poet      text that no policy sampled, and that earns the reward    trained on where the trainer
-does not find it out
-storm     good groups, up to a hundred at a time                    as anybody's, and no more
+garbage   frames that no honest node sends, signed or not          never trained on
+cherry    groups for questions of its own choice                   never trained on
+stolen    peers' completions under its own name                    never trained on
+lister    listings of groups that do not exist                     never trained on
+dripper   listings and transfers that never finish                 never trained on
+peers     a peer exchange full of addresses without a node         never trained on
+forger    token ids that do not match the text                     drawn a few times, never
+                                                                   trained on
+poet      text that no policy sampled and that earns the reward    trained on where the trainer
+                                                                   does not detect it
+storm     good groups, up to a hundred at a time                   within the limits of any peer
 
-patient   good groups for an hour, then text that no policy sampled as poet
-taker     asks everybody for everything all the time                never gives anything
-clock     says of itself what is not so, a wrong time among it, over and over
-silent    nothing: what others are compared with
+patient   good groups for an hour, then as poet
+taker     requests everything from everyone all the time           serves nothing
+clock     repeats false claims about itself, a wrong time among them
+silent    nothing: the baseline
 
-These four no seed draws (`benchmarks.hostile`).
+Seeds do not draw the last four (`benchmarks.hostile`).
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ NEVER_TRAINED_ON = (
 KINDS = (*NEVER_TRAINED_ON, "poet", "storm")
 NOT_DRAWN = ("patient", "taker", "clock", "silent")
 PATIENCE = 3600.0
-"""Seconds that a patient one is honest for."""
+"""A patient node is honest for this time."""
 MOST_SERVED = 256
-"""Groups that can still be asked for, the newest."""
+"""Number of newest groups that can still be fetched."""
 ASKING_SECONDS = 0.5
-"""Between two rounds of asking everybody."""
+"""Interval between rounds of requests to all peers."""
 WRONG_MS = 3_600_000
 LIFE = bytes(limits.LIFE_BYTES)
 LEFT_OUT = (
@@ -86,8 +86,7 @@ LEFT_OUT = (
     "stale",
     "future",
 )
-"""Frames that tests/unit/rollouts has: those that take long, and those that are good for who has
-another clock."""
+"""Frames of tests/unit/rollouts that are slow, or valid for a node with another clock."""
 
 
 class Hostile:
@@ -144,7 +143,7 @@ class Hostile:
                     self._overheard.append(message)
 
     def _put(self, frame: bytes) -> None:
-        """List `frame` as the best group there is."""
+        """List `frame` as the best available group."""
         listed = Listed(
             envelope.content_id(frame),
             self.author.key.public_key().public_bytes_raw(),
@@ -156,7 +155,7 @@ class Hostile:
         self._shelf = [*self._shelf, (listed, frame)][-MOST_SERVED:]
         self._shelved += 1
 
-    # -- what it says
+    # -- messages it sends
 
     def _frames(self) -> list[bytes]:
         now, rng = determinism.now(), self._rng
@@ -221,7 +220,7 @@ class Hostile:
         texts = [right, *(wrong(right, self._rng) + mark for _ in range(3))]
         return self.author.group(self._sequence, now, texts=texts)
 
-    # -- what it asks
+    # -- requests it sends
 
     async def _ask_everybody(self, network: SimNetwork) -> None:
         while True:
@@ -287,7 +286,7 @@ class Hostile:
             max_response_bytes=limits.SUMMARY_RESPONSE_BYTES,
         )
 
-    # -- what it answers
+    # -- requests it answers
 
     def _serve(self, network: SimNetwork) -> None:
         serve = network.requests.serve

@@ -1,10 +1,10 @@
-"""A small learner in the trainer's place: a bandit over difficulties, which says to the network
-process what the trainer says.
+"""A small learner in place of the trainer: a bandit over difficulties that sends the trainer's
+messages to the network process.
 
-A question has a difficulty, and the learner answers it rightly as often as it is skilled at that. A
-group that it trains on and that was sampled honestly makes it more skilled; one that was made up
-makes it worse. Like the trainer it looks at what it drew before it trains on it: token ids that do
-not spell the text are always found, made-up text nine times in ten.
+The learner answers a question of some difficulty correctly with a probability equal to its skill
+there. Training on an honest group raises the skill; training on a made-up group lowers it. Like the
+trainer, the learner checks drawn groups first: token ids that do not match the text are always
+found, made-up text with probability FOUND.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.support.sim.averaging import Averaging
 
 DIFFICULTIES = 8
 GAIN, HARM = 0.02, 0.1
-"""What one group does to the skill at its difficulty."""
+"""Change of the skill at a difficulty by one group."""
 FOUND = 0.9
-"""How often made-up text is found to be no policy's."""
+"""Probability that made-up text is detected."""
 SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=64)
 TASKS = ("builtin/copy", "builtin/sum")
 MADE_UP = "~"
@@ -41,7 +41,7 @@ MADE_UP = "~"
 
 @dataclass(frozen=True)
 class Pace:
-    """How a node works."""
+    """Speed and group sizes of a node."""
 
     step_seconds: float
     own_groups: int
@@ -56,7 +56,7 @@ class Pace:
 
 @dataclass
 class Memory:
-    """What survives the trainer's process, as it was saved last."""
+    """State that survives the trainer process, as saved last."""
 
     skill: list[float] = field(default_factory=lambda: [0.1] * DIFFICULTIES)
     sequence: int = 0
@@ -69,24 +69,24 @@ class Memory:
 
 @dataclass
 class Tally:
-    """What was trained on, over all lives of a node."""
+    """Groups trained on, over all lives of a node."""
 
     steps: int = 0
     own: int = 0
     used: Counter[str] = field(default_factory=Counter)
-    """External groups by their author."""
+    """External groups by author."""
     drawn: Counter[str] = field(default_factory=Counter)
     made_up: int = 0
-    """Groups that were trained on, and that no policy sampled."""
+    """Made-up groups that were trained on."""
     outcomes: Counter[str] = field(default_factory=Counter)
     averaged: Counter[str] = field(default_factory=Counter)
-    """Outer steps by how they came about, see averaging.py."""
+    """Outer steps by kind, see averaging.py."""
     last_external: float = float("-inf")
-    """When something of another node was trained on last."""
+    """Time of the last training on a peer's group."""
 
 
 class Learner:
-    """One life of it. `note`: for the history."""
+    """One trainer process. note: adds a line to the history."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Learner:
         self._requests = 0
 
     async def run(self, save: Callable[[Memory], None]) -> None:
-        """Steps until cancelled. `save` is given what survives."""
+        """Take steps until cancelled. save: called with the state that survives."""
         fresh = self.memory.version == 0 and self.averaging.outer_step == 0
         self._port.hello(
             Hello(MODEL, TOKENIZER, self.memory.version, pid=1, replica=self.averaging.facts(fresh))
@@ -214,7 +214,7 @@ class Learner:
 
 
 def question(swarm: bytes, peer: str, sequence: int) -> TaskRef:
-    """What `peer` has to ask at `sequence`."""
+    """Return the question that `peer` must ask at `sequence`."""
     name = TASKS[sequence % len(TASKS)]
     seed, index = task_seed(swarm, peer, sequence, name)
     return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
@@ -232,7 +232,7 @@ def _made_up(external: ExternalGroup) -> bool:
 
 
 def wrong(right: str, rng: random.Random) -> str:
-    """As long as the right one, and another."""
+    """Return a wrong answer of the same length."""
     at = rng.randrange(len(right))
     return right[:at] + str((int(right[at]) + rng.randrange(1, 10)) % 10) + right[at + 1 :]
 

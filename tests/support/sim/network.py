@@ -1,9 +1,8 @@
-"""`p2p.api.Network` over simulated wires, with the product's own table of peers, dialler, peer
+"""`p2p.api.Network` over simulated wires, with the product's own peer table, dialler, peer
 exchange, reputation and admission.
 
-What a libp2p host would do is here: connections with a handshake and pings, one request and its
-response, bulk chunks. Bytes are counted by protocol, as `p2p.traffic`
-does.
+This module replaces the libp2p host: connections with a handshake and pings, requests with one
+response, bulk chunks. Bytes are counted by protocol, as in `p2p.traffic`.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ from tests.support.sim.wires import History, Link, Timeline, Wires
 
 HANDSHAKE_BYTES = 1500
 FRAME_BYTES = 40
-"""What a frame costs beside what is in it."""
+"""Overhead of a frame in bytes."""
 PER_PEER, IN_ALL = 8, 64
-"""As `p2p.requests` has them."""
+"""Same values as in `p2p.requests`."""
 PING_SECONDS, NEXT_PING_SECONDS = 30.0, 40.0
 BULK_SECONDS = 10.0
 BULK = "bulk"
 
 
 class Medium:
-    """Who listens where, and what lies in between. `waits`: requests under way, each with who waits
-    for what since when."""
+    """Listening nodes and the wires between nodes. waits: pending requests, each with its node,
+    peer and start time."""
 
     def __init__(self, wires: Wires, timeline: Timeline, history: History) -> None:
         self.history = history
@@ -123,7 +122,7 @@ class SimConnection:
 
 
 class SimHost:
-    """What `ConnectionManager` needs of a libp2p host."""
+    """The part of a libp2p host that `ConnectionManager` uses."""
 
     def __init__(self, network: SimNetwork, nursery: trio.Nursery) -> None:
         self.peer_id = network.peer_id
@@ -141,7 +140,7 @@ class SimHost:
 
 
 class NoNat:
-    """Everybody can be reached at the address where it listens."""
+    """Every node is reachable at the address where it listens."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -163,7 +162,8 @@ class NoNat:
 
 
 class SimNetwork:
-    """One node's; satisfies `api.Network`. `rng`: its own. `nursery`: ends with the node."""
+    """The network of one node; satisfies `api.Network`. rng: its own. nursery: ends with the
+    node."""
 
     def __init__(
         self,
@@ -216,7 +216,8 @@ class SimNetwork:
         self.connections.listeners.append(self.manager)
 
     def start(self) -> None:
-        """Whoever was connected with an earlier life at this address finds out now."""
+        """Start listening. Peers connected with an earlier life at this address detect the loss
+        now."""
         for link in self.medium.wires.links_of(str(self.address)):
             link.close()
         self.medium.listening[str(self.address)] = self
@@ -225,8 +226,12 @@ class SimNetwork:
         self.nursery.start_soon(self.discovery.run)
 
     def stop(self, *, silently: bool) -> None:
-        """silently: as when power is lost; peers find out by their pings, or when the address
-        answers again."""
+        """Stop the network.
+
+        Args:
+            silently: As after a power cut: peers detect the loss by pings or when the address
+                answers again.
+        """
         self.alive = False
         self.medium.listening.pop(str(self.address), None)
         if not silently:
@@ -281,13 +286,13 @@ class SimNetwork:
     def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
         self.scores.rejected(peer, reason, cost)
 
-    # -- the wire
+    # -- wire
 
     def traffic(self) -> TrafficStatistics:
         return TrafficStatistics(received=dict(self.received), sent=dict(self.sent))
 
     def open_connections(self) -> list[SimConnection]:
-        """One with each peer, the oldest."""
+        """Return the oldest open connection with each peer."""
         found: dict[str, SimConnection] = {}
         for each in self.connections:
             if each.link.open:  # type: ignore[attr-defined]
@@ -295,7 +300,7 @@ class SimNetwork:
         return list(found.values())
 
     def connection(self, peer: str) -> SimConnection:
-        """Raises PeerError."""
+        """Return a connection to `peer`. Raise PeerError."""
         for each in self.connections.of(peer):
             if not each.is_closed and isinstance(each, SimConnection):
                 return each
@@ -304,7 +309,7 @@ class SimNetwork:
     def transmit(
         self, connection: SimConnection, protocol: str, size: int, arrive: Callable[[], None]
     ) -> None:
-        """`arrive` is called in the other node, when the bytes are there."""
+        """Call `arrive` in the other node when the bytes have arrived."""
         size += FRAME_BYTES
         self.sent[protocol] += size
         other = connection.other
@@ -327,7 +332,7 @@ class SimNetwork:
         here, there, wires = str(self.address), str(address), self.medium.wires
         await trio.sleep(wires.way(here, there).delay * 2)
         if not (wires.passes(here, there) and wires.passes(there, here)):
-            await trio.sleep_forever()  # nothing comes back
+            await trio.sleep_forever()  # no answer
         other = self.medium.listening.get(there)
         if other is None:
             raise PeerError("connection refused")
@@ -381,7 +386,7 @@ class Service:
 
 
 class Pending:
-    """A request under way. `outcome`: bytes, or the error to raise."""
+    """A pending request. outcome: bytes, or the error to raise."""
 
     def __init__(self, connection: SimConnection) -> None:
         self.connection = connection
@@ -395,7 +400,7 @@ class Pending:
 
 
 class SimRequests:
-    """One request, one response; the bounds of `p2p.requests`."""
+    """Requests with one response and the limits of `p2p.requests`."""
 
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
@@ -467,17 +472,17 @@ class SimRequests:
         return pending.outcome
 
     def lost(self, connection: SimConnection) -> None:
-        """Its requests end with it."""
+        """End the requests of a lost connection."""
         for pending in list(self._pending):
             if pending.connection.link is connection.link:
                 pending.resolve(PeerError("the connection is gone"))
 
-    # -- at the other end
+    # -- server side
 
     def arrived(
         self, connection: SimConnection, pending: Pending, protocol: str, data: bytes, most: int
     ) -> None:
-        """`connection`: the asker's end of it."""
+        """Handle a request. connection: the client's end."""
         self._network.nursery.start_soon(self._answer, connection, pending, protocol, data, most)
 
     async def _answer(
@@ -502,7 +507,7 @@ class SimRequests:
         refused = PeerError("the stream was reset")
         service = self._services.get(protocol)
         if service is None:
-            return Incompatible(f"{protocol} is not spoken here")
+            return Incompatible(f"{protocol} is not supported here")
         with service.room.entered(peer) as entered:
             if (
                 not entered
@@ -523,7 +528,7 @@ class SimRequests:
 
 
 class SimBulk:
-    """Manifests and chunks over the same links; every chunk is verified as on a real network."""
+    """Manifests and chunks over the same links. Every chunk is verified as on a real network."""
 
     def __init__(self, network: SimNetwork) -> None:
         self._network = network
@@ -538,7 +543,7 @@ class SimBulk:
         self.offers.pop(transfer, None)
 
     def source(self, peer: str, transfer: bytes) -> Any:
-        """What `peer` may have. Raises Declined."""
+        """Return the source that `peer` may read. Raise Declined."""
         source, audience = self.offers.get(transfer, (None, None))
         if (
             source is None
@@ -562,7 +567,7 @@ class SimBulk:
 
         manifest = await self._call(peer, deadline, answer)
         if root is not None and bulk.root(manifest) != root:
-            raise BadMessage("bounds", "the manifest of something else")
+            raise BadMessage("bounds", "a manifest of another transfer")
         return manifest
 
     async def fetch(
@@ -583,15 +588,15 @@ class SimBulk:
             data = await self._call(peer, until - trio.current_time(), chunk)
             view = sink.view(index)
             if len(data) != len(view):
-                raise PeerError("not the length of a chunk")
+                raise PeerError("wrong length of a chunk")
             view[:] = data
             if bulk.digest(view) != bulk.expected(manifest, index):
                 self._network.rejected(peer, "bulk_hash")
-                raise BadMessage("hash", f"chunk {index} is not what the manifest says")
+                raise BadMessage("hash", f"chunk {index} does not match the manifest")
             sink.accept(index)
 
     def chunk(self, peer: str, transfer: bytes, manifest: Any, index: int) -> tuple[Any, int]:
-        """(bytes, their number)"""
+        """Return (bytes, their number)."""
         source = self.source(peer, transfer)
         if source.root != bulk.root(manifest):
             raise Declined("unknown")
@@ -646,11 +651,11 @@ class SimBulk:
 
 
 class NoStreams:
-    """There are no crews here."""
+    """Rejects all streams: this simulator has no crews."""
 
     def serve(self, protocol: str, accept: Any, *, concurrent: int, per_peer: int) -> None:
         pass
 
     async def open(self, peer: str, protocol: str, *, deadline: float) -> Any:
         await trio.lowlevel.checkpoint()
-        raise Incompatible(f"{protocol} is not spoken here")
+        raise Incompatible(f"{protocol} is not supported here")

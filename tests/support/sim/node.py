@@ -1,5 +1,5 @@
-"""One simulated node: what `daemon/node.py` puts together, over the simulated network and beside
-the learner, and what outlives it."""
+"""One simulated node: the components of `daemon/node.py` over the simulated network, with a
+learner, and the state that outlives it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ def key_of(seed: int, name: str) -> Ed25519PrivateKey:
 
 @dataclass
 class Traits:
-    """What a schedule decides about a node."""
+    """Properties of a node that the schedule decides."""
 
     pace: Pace
     upload: int = 0
-    """Bytes per second; 0 is no cap."""
+    """Bytes per second. 0: no cap."""
     skew: float = 0.0
-    """Seconds that its clock is wrong."""
+    """Error of its clock in seconds."""
 
 
 @dataclass
 class Life:
-    """One process of it. `scope` ends it."""
+    """One process of a node. `scope` ends it."""
 
     scope: trio.CancelScope
     network: SimNetwork
@@ -73,7 +73,7 @@ class Life:
 
 
 class Node:
-    """`name`: in the history. `life`: None while it is dead."""
+    """A node. name: used in the history. life: None while it is dead."""
 
     def __init__(
         self, name: str, seed: int, swarm: bytes, address: Address, directory: Path, traits: Traits
@@ -89,7 +89,7 @@ class Node:
         self.memory = Memory()
         self.tally = Tally()
         self.defects: list[str] = []
-        """What its trainer found the network process to do wrong."""
+        """Errors of the network process that the trainer found."""
         self.bootstrap: list[tuple[Address, str]] = []
         self._directory = directory
         self._rng = random.Random(f"{seed} {name}")
@@ -104,7 +104,7 @@ class Node:
         note: Callable[[str], None],
         task_status: Any = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Runs until its scope is cancelled. What it raises is a defect."""
+        """Run until the scope is cancelled. Any exception is a defect."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self.lives += 1
         async with trio.open_nursery() as nursery:
@@ -200,10 +200,10 @@ class Node:
         )
         return life
 
-    # -- the trainer
+    # -- trainer
 
     async def _train(self, note: Callable[[str], None]) -> None:
-        """A trainer, and another when it was killed."""
+        """Run a trainer, and a new one after each kill."""
         life = self.life
         assert life is not None
         while True:
@@ -247,11 +247,14 @@ class Node:
     def _saved(self, memory: Memory) -> None:
         self.memory = memory
 
-    # -- the end of a life
+    # -- end of a life
 
     async def kill(self, *, silently: bool, old_disk: bool) -> None:
-        """As by SIGKILL, or (silently) by a power cut: what it would write on its way out is not
-        written. `old_disk`: it comes back with the files of some minutes ago."""
+        """Simulate SIGKILL, or (silently) a power cut: the node writes nothing on exit.
+
+        Args:
+            old_disk: Restart with the files of some minutes ago.
+        """
         life = self.life
         if life is None:
             return

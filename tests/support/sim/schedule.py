@@ -1,5 +1,4 @@
-"""What a seed draws: how many nodes, where they are, how they work, what happens to them and when
-it is over."""
+"""The schedule that a seed draws: number of nodes, their places and speeds, faults, and the end."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ KINDS = ("kill", "power", "trainer", "still", "cut", "one_way", "slow")
 
 @dataclass(frozen=True)
 class Place:
-    """A node, and where it is. delay, jitter: seconds of each of its wires; rate: bytes per
+    """A node and its place. delay, jitter: seconds, for each of its wires. rate: bytes per
     second."""
 
     name: str
@@ -31,7 +30,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Foe:
-    """A hostile node, and what it does (hostile.py)."""
+    """A hostile node and its attack (hostile.py)."""
 
     name: str
     kind: str
@@ -58,12 +57,16 @@ class Schedule:
     foes: list[Foe] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     calm_from: float = 0.0
-    """Nothing is wrong any more from then on."""
+    """Time after which all faults are over."""
 
 
 def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Schedule:
-    """The schedule of this seed. nodes: so many, instead of as many as the seed says. kinds: one
-    hostile node of each, instead of those that the seed says."""
+    """Draw the schedule of this seed.
+
+    Args:
+        nodes: Number of nodes, instead of a drawn one.
+        kinds: One hostile node of each kind, instead of drawn ones.
+    """
     rng = random.Random(f"schedule {seed}")
     drawn = round(3 * (40 / 3) ** (rng.random() ** 2))
     count = nodes or drawn
@@ -85,8 +88,8 @@ def draw(seed: int, nodes: int | None = None, kinds: Sequence[str] = ()) -> Sche
 
 
 def _foes(rng: random.Random, count: int, kinds: Sequence[str]) -> list[Foe]:
-    """None in four of ten seeds; else up to four of ten nodes, of one kind or of several, some of
-    them neighbours."""
+    """Draw no hostile nodes in four of ten seeds; otherwise up to 40 % of the nodes, of one or
+    several kinds, some of them neighbours."""
     if not kinds and rng.random() < 0.4:
         return []
     some = kinds or rng.sample(hostile.KINDS, rng.randint(1, 4))

@@ -1,9 +1,9 @@
-"""Wires between simulated nodes: delay, jitter, rate, cuts in one direction or both. Bytes of one
+"""Wires between simulated nodes: delay, jitter, rate, cuts in one or both directions. Bytes of one
 direction of a link arrive in order.
 
-dial ─▶ Link (one connection) ─ send ─▶ [held while the way is cut, or an end stands still] ─ delay
-+ size / rate ─▶ arrive()
-                              └ close ─▶ both ends are told; nothing arrives any more
+    dial ─▶ Link (one connection) ─ send ─▶ [held while the way is cut or an end is stopped]
+                 │                            └─ delay + size / rate ─▶ arrive()
+                 └ close ─▶ both ends are notified; nothing arrives any more
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Arrive = Callable[[], None]
 
 
 class History:
-    """What happened, as text lines; of those that are many only the hash is kept unless `lines` is
+    """Events of a simulation as text lines. Frequent events are only hashed, unless `lines` is
     given."""
 
     def __init__(self, lines: list[str] | None = None) -> None:
@@ -42,8 +42,7 @@ class History:
 
 
 class Timeline:
-    """Calls at moments to come, in the order in which they were asked for where the moment is the
-    same."""
+    """Scheduled calls. Calls at the same time run in the order in which they were scheduled."""
 
     def __init__(self) -> None:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -58,15 +57,15 @@ class Timeline:
 
     @property
     def next(self) -> float:
-        """Of the earliest call."""
+        """Return the time of the earliest call."""
         return self._due[0][0] if self._due else float("inf")
 
     def call(self) -> None:
-        """The earliest."""
+        """Run the earliest call."""
         heapq.heappop(self._due)[2]()
 
     async def run(self) -> None:
-        """Until it is cancelled; nothing is called after that."""
+        """Run calls until cancelled."""
         try:
             await trio.sleep_forever()
         finally:
@@ -93,16 +92,16 @@ class Direction:
 
 
 class Link:
-    """One connection. `ends`: the machines' names, who dialled first."""
+    """One connection. ends: the machines' names, the dialler first."""
 
     def __init__(self, wires: Wires, dialler: str, listener: str) -> None:
         self.ends = (dialler, listener)
         self.open = True
         self.opened_at = trio.current_time()
         self.on_close: list[Callable[[], None]] = []
-        """Called once, in order."""
+        """Close handlers, each called once, in order."""
         self.under_way: Counter[str] = Counter()
-        """Peer id of an end → requests that it waits for, transfers that it takes part in."""
+        """Peer id of an end → its pending requests and transfers."""
         self._wires = wires
         self._directions = {
             dialler: Direction(wires.way(dialler, listener)),
@@ -110,8 +109,8 @@ class Link:
         }
 
     def send(self, source: str, size: int, arrive: Arrive) -> None:
-        """`arrive` is called at the other end when `size` bytes are there, unless the link is
-        closed before."""
+        """Call `arrive` at the other end when `size` bytes have arrived, unless the link closes
+        first."""
         if not self.open:
             return
         direction = self._directions[source]
@@ -121,19 +120,19 @@ class Link:
             self._start(direction, size, arrive)
 
     def passes(self, source: str) -> bool:
-        """Whether something that `source` sends now is under way at once."""
+        """Return True if data from `source` is transmitted without being held."""
         return not self._directions[source].way.cut and not self._wires.still.intersection(
             self.ends
         )
 
     def release(self) -> None:
-        """What was held goes, where it can go."""
+        """Transmit held data where the way is open."""
         for source, direction in self._directions.items():
             while direction.held and self.open and self.passes(source):
                 self._start(direction, *direction.held.popleft())
 
     def close(self) -> None:
-        """Both ends are told at once."""
+        """Close the link and notify both ends at once."""
         if self.open:
             self.open = False
             self._wires.forget(self)
@@ -154,7 +153,7 @@ class Link:
 
 
 class Wires:
-    """All of them. `still`: machines that stand still, whose bytes wait at either end."""
+    """All wires. still: stopped machines, whose bytes wait at either end."""
 
     def __init__(
         self, rng: random.Random, timeline: Timeline, make_way: Callable[[str, str], Way]
@@ -186,6 +185,6 @@ class Wires:
         return not self.way(source, target).cut and not self.still.intersection((source, target))
 
     def changed(self) -> None:
-        """A way or a machine is not what it was: what was held is looked at again."""
+        """Re-check held data after a change of a way or a machine."""
         for link in list(self._links):
             link.release()

@@ -1,5 +1,5 @@
-"""A swarm of simulated nodes: made as a schedule says, disturbed as it says, watched all the time,
-and over when it is whole again."""
+"""A swarm of simulated nodes, built and disturbed as a schedule says, and checked throughout. A
+simulation ends when the swarm is whole again."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ from tests.support.sim.wires import History, Timeline, Way, Wires
 
 WATCH_SECONDS = 5.0
 LONGEST_WAIT = 60.0
-"""A request of any kind is over by then, whatever the other side does."""
+"""Upper bound on the duration of any request, for any behaviour of the other side."""
 LONGEST_EXCHANGE = 180.0
-"""An exchange of weights is over by then, whatever the partner does, and with it what the trainer
-has committed is known."""
+"""Upper bound on the duration of an exchange of weights, for any behaviour of the partner.
+Afterwards the trainer's commit is known."""
 WHOLE_SECONDS = 420.0
-"""After the last fault, until everybody is connected, trains on others' groups and has learnt."""
+"""Limit from the last fault until all nodes are connected, train on peers' groups and have
+learnt."""
 FORGED = 12
-"""Groups of one forger that a node draws in one life, at most, until it listens to it no more."""
+"""Maximum number of groups of one forger that a node draws in one life before it ignores the
+forger."""
 MADE_UP_GROUPS, MADE_UP_SHARE = 6, 0.08
-"""Made-up groups that a node trains on, at most: so many, and this share of all. Up to four nodes
-of ten make them up, and one in ten is not found."""
+"""Maximum number, and share, of made-up groups that a node trains on. Up to four of ten nodes make
+them up, and one in ten is not detected."""
 UNASKED_BYTES = 2**20
 NOWHERE = Foe("nobody", "", Address("ip4", "0.0.0.0", 1), 0.05, 0.01, 1e6)
-"""Where somebody was said to be, and nobody is."""
+"""An advertised address without a node."""
 
 
 class Violation(Exception):
-    """Raised when something that must always hold does not."""
+    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a simulation ended."""
+    """Result of a simulation."""
 
     seed: int
     digest: str
@@ -68,21 +70,21 @@ class Ended:
     nodes: int
     steps: int
     used: int
-    """Groups of others that were trained on."""
+    """Peers' groups that were trained on."""
     averaged: int
     """Outer steps taken with a partner's weights."""
     made_up: int
-    """Groups that no policy sampled, and that were trained on."""
+    """Made-up groups that were trained on."""
     received: int
-    """Bytes that reached the lives that were there at the end."""
+    """Bytes received by the lives that existed at the end."""
     wasted: int
-    """Bytes that hostile nodes sent."""
+    """Bytes sent by hostile nodes."""
     problem: str = ""
 
 
 def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "") -> Ended:
-    """Run it. What must hold and does not is the result's `problem`. broken: of `breaks.BREAKS`, a
-    defect that is put in."""
+    """Run a schedule. A broken invariant is the `problem` of the result. broken: a defect of
+    `breaks.BREAKS` to insert."""
     began = time.process_time()
     place = "/dev/shm" if Path("/dev/shm").is_dir() else None
     directory = Path(tempfile.mkdtemp(prefix="swarmnode-sim-", dir=place))
@@ -137,7 +139,7 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
 
 
 def explain(error: BaseException) -> str:
-    """The first cause in one line or, for what nobody expected, its traceback."""
+    """Return the first cause in one line, or the traceback of an unexpected error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, Violation):
@@ -146,7 +148,8 @@ def explain(error: BaseException) -> str:
 
 
 class _Errors(logging.Handler):
-    """What the product logs as an error is a defect here: no disk is full and no router answers."""
+    """Treat every error log of the product as a defect: no disk is full and every router
+    answers."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -174,8 +177,8 @@ class World:
         self.whole_after = -1.0
         self.foes: dict[str, Hostile] = {}
         self._exchanging: dict[str, tuple[str, float]] = {}
-        """With whom a node has been in an exchange whenever anybody looked, and since when. One
-        that takes a minute for a step may wait two for each of several that agree and vanish."""
+        """(node, partner) → start of the exchange, as observed. A partner with steps of a minute
+        may wait two minutes for each of several peers that agree and vanish."""
         self._places: dict[str, Place | Foe] = {
             str(place.address): place for place in (*schedule.places, *schedule.foes)
         }
@@ -205,7 +208,7 @@ class World:
         one, other = (self._places.get(address, NOWHERE) for address in (source, target))
         return Way(one.delay + other.delay, one.jitter + other.jitter, min(one.rate, other.rate))
 
-    # -- the run
+    # -- run
 
     async def run(self) -> None:
         try:
@@ -241,7 +244,7 @@ class World:
             self._nursery.start_soon(self._inflict, fault)
 
     async def _inflict(self, fault: Fault) -> None:
-        """And take it back after its time."""
+        """Apply a fault and revert it after its duration."""
         nodes = [self.nodes[name] for name in fault.nodes]
         match fault.kind:
             case "kill" | "power":
@@ -291,7 +294,7 @@ class World:
                 for way in ways:
                     way.rate, way.delay = way.rate * 50, way.delay - 0.5
 
-    # -- what must hold
+    # -- invariants
 
     def honest(self) -> list[Node]:
         return list(self.nodes.values())
@@ -317,13 +320,13 @@ class World:
     def _check_node(self, node: Node, life: Life, now: float) -> None:
         for other in self.honest():
             if life.network.reputation.standing(other.peer, now) is not Standing.GOOD:
-                self._fail(f"{node.name} has no good word for {other.name}, which is honest")
+                self._fail(f"{node.name} rates the honest node {other.name} badly")
         told = life.rollouts.statistics()
         if told.admission.last_internal_error:
             self._fail(f"{node.name}: {told.admission.last_internal_error}")
         if told.waiting > QUEUE_GROUPS or told.pool.groups > told.pool.max_groups:
             kept = f"{told.waiting} waiting, {told.pool.groups} in the pool"
-            self._fail(f"{node.name} keeps more than it may: {kept}")
+            self._fail(f"{node.name} exceeds its limits: {kept}")
         if life.network.peers.statistics().known > MAX_PEERS:
             self._fail(f"{node.name} knows {life.network.peers.statistics().known} peers")
         self._check_weights(node, life, now)
@@ -331,7 +334,7 @@ class World:
         self._check_foes(node)
 
     def _check_weights(self, node: Node, life: Life, now: float) -> None:
-        """What the trainer has committed, the network process knows of, and the other way round."""
+        """Check that the network process knows the trainer's commits, and only those."""
         if node.defects:
             self._fail(node.defects[0])
         told = life.weights.statistics()
@@ -347,8 +350,8 @@ class World:
         self._exchanging.pop(node.name, None)
 
     def _check_budget(self, node: Node, life: Life, now: float) -> None:
-        """What goes out by choice is held to the cap; what does not (requests, answers to pings and
-        peers) is a part of it."""
+        """Check that chosen uploads stay within the cap. Requests and answers to pings and to peer
+        exchange are only a part of it."""
         cap, sent = node.traits.upload, life.network.sent.total()
         if cap and sent > BURST_BYTES + UNASKED_BYTES + 1.25 * cap * max(
             BURST_SECONDS, now - life.began
@@ -359,7 +362,7 @@ class World:
             )
 
     def _check_foes(self, node: Node) -> None:
-        """How much of what was trained on is from whom."""
+        """Check how many trained groups came from hostile nodes."""
         total, made_up = node.tally.used.total(), node.tally.made_up
         for foe in self.foes.values():
             used = node.tally.used[foe.peer]
@@ -386,10 +389,10 @@ class World:
     def _fail(self, what: str) -> None:
         raise Violation(f"at {trio.current_time():.0f} s: {what}")
 
-    # -- the end
+    # -- end
 
     async def _until_whole(self) -> None:
-        """Returns when the faults are over and everything works; raises Violation if that takes too
+        """Return when the faults are over and everything works. Raise Violation if that takes too
         long."""
         await trio.sleep_until(self.schedule.calm_from)
         skill = {node.name: sum(node.memory.skill) for node in self.honest()}
@@ -414,7 +417,8 @@ class World:
         return sum(node.tally.averaged["exchanged"] for node in self.honest())
 
     def _unconnected(self) -> list[str]:
-        """Nodes that are dead, or that the first cannot reach over honest nodes' connections."""
+        """Return nodes that are dead or that the first node cannot reach over honest
+        connections."""
         alive = {node.peer: node for node in self.honest() if node.life is not None}
         missing = [f"{node.name} is dead" for node in self.honest() if node.life is None]
         if not alive:
@@ -436,7 +440,7 @@ class World:
         found = []
         for node in self.honest():
             if node.tally.used.total() <= used[node.name]:
-                found.append(f"{node.name} trains on nobody's groups")
+                found.append(f"{node.name} trains on no peer's groups")
             elif (
                 sum(node.memory.skill) <= skill[node.name]
                 and sum(node.memory.skill) < 0.8 * 8 * 0.95

@@ -1,8 +1,8 @@
-"""`python tests/support/standin/check.py FOLDER`: the parameters of what swarmnode calls in the
-verifiers of FOLDER, one line for each.
+"""`python tests/support/standin/check.py FOLDER` prints the parameters of the verifiers functions
+that swarmnode calls, one line for each.
 
-For the stand-in (this folder) and for the site-packages of an environment that has the real package
-the same lines are printed.
+The output must be equal for the stand-in (this folder) and for the site-packages of an environment
+with the real package.
 """
 
 import inspect

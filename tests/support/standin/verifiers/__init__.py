@@ -1,2 +1,2 @@
-"""A stand-in for verifiers 0.4.0 with the signatures that swarmnode uses, and nothing else;
-`check.py` compares them with the real ones."""
+"""A stand-in for verifiers 0.4.0 with only the signatures that swarmnode uses. `check.py` compares
+them with the real ones."""
