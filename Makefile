@@ -1,6 +1,6 @@
-# Set-up and the commands of the README; no logic here.
+# Set-up and the commands of the README.
 PYTHON ?= python3
-# Where torch comes from. PyPI's own Linux wheel is the CUDA one: make demo TORCH_INDEX=https://pypi.org/simple
+# Package index for torch. PyPI's own Linux wheel is built for CUDA: make demo TORCH_INDEX=https://pypi.org/simple
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 VENV := .venv
 BIN := $(VENV)/bin
@@ -9,21 +9,21 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --no-warn-conflict
 .PHONY: help setup demo test long sim chaos soak check types rules bench fresh dist
 
 help:
-	@echo "make demo    a real swarm of three nodes on this machine: watch it learn (two minutes)"
-	@echo "make test    the test suite (TESTS=tests/unit/wire: those alone)"
-	@echo "make long    what the suite leaves out, because whole nodes need minutes for what one process shows as well"
-	@echo "make check   lint, types, import layers, protocol vectors (make types and make rules, each on a processor of its own)"
-	@echo "make fresh   the first two, and a base installation, on fresh Debians without a compiler (root, debootstrap)"
-	@echo "make bench   every benchmark in its quick form"
-	@echo "make dist    wheel and sdist in dist/, and the demo run from the wheel in a fresh environment"
-	@echo "make sim     fresh simulated swarms for a minute (SIM_SECONDS=…)"
-	@echo "make soak    eight real nodes for an hour, one coming and going every 20 s: does anything grow? (SOAK=--minutes 10 --nodes 4)"
-	@echo "make chaos   real nodes under fresh schedules of faults (CHAOS_COUNT=…), and a table of what each costs"
+	@echo "make demo    run a swarm of three nodes on this machine and watch it learn (two minutes)"
+	@echo "make test    run the test suite (TESTS=tests/unit/wire: a part of it)"
+	@echo "make long    run the long tests: whole nodes for minutes, for behaviour that the suite tests in one process"
+	@echo "make check   lint, types, import layers, protocol vectors (make types and make rules may run in parallel)"
+	@echo "make fresh   demo, test and a base installation on fresh Debians without a compiler (root, debootstrap)"
+	@echo "make bench   run every benchmark in its quick form"
+	@echo "make dist    build wheel and sdist in dist/, and run the demo from the wheel in a fresh environment"
+	@echo "make sim     run simulated swarms with fresh seeds for a minute (SIM_SECONDS=…)"
+	@echo "make soak    run eight real nodes for an hour with churn every 20 s and check for growth (SOAK=--minutes 10 --nodes 4)"
+	@echo "make chaos   run real nodes under fresh schedules of faults (CHAOS_COUNT=…) and print the cost of each fault"
 
 setup: $(VENV)/.run
 
-# torch comes first and with its dependencies, from where it is small; where that cannot be reached, from PyPI. The lists are complete
-# (tools/lock.py makes them), so that pip resolves nothing: that would need a compiler.
+# torch is installed first with its dependencies, from TORCH_INDEX (a small build) or else from PyPI. The other lists are complete (written by
+# tools/lock.py) and installed with --no-deps: resolving would need a compiler.
 $(VENV)/.run: pyproject.toml requirements/torch.txt requirements/bootstrap.txt requirements/trainer.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --retries 1 --index-url $(TORCH_INDEX) -r requirements/torch.txt || $(PIP) -r requirements/torch.txt
@@ -31,7 +31,7 @@ $(VENV)/.run: pyproject.toml requirements/torch.txt requirements/bootstrap.txt r
 	$(PIP) --no-deps --editable .
 	@touch $@
 
-# What the tests and the checks need comes on top.
+# Additional packages of the tests and the checks.
 $(VENV)/.test: $(VENV)/.run requirements/test.txt
 	$(PIP) --no-deps -r requirements/test.txt
 	@touch $@
@@ -57,7 +57,7 @@ rules: $(VENV)/.test
 	$(BIN)/python protocol/check.py
 	$(BIN)/pytest tests/conformance/test_house_rules.py
 
-# Wheel and sdist in dist/; then the demo from the wheel in a fresh environment. REPOSITORY=https://… makes the links of PyPI's page.
+# REPOSITORY=https://… is the base of the links on the PyPI page.
 dist:
 	$(PYTHON) -m venv build/tools
 	build/tools/bin/pip install --quiet --disable-pip-version-check 'hatchling>=1.27' 'twine>=6.1'

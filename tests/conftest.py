@@ -1,7 +1,7 @@
-"""The order of files, and which groups of tests may not be skipped.
+"""Order of the test files, groups of tests that must not be skipped, and CPU time by file.
 
-Five workers share the files (`--dist loadfile`) of two cores, since many tests wait. Whoever began
-a file of minutes last would be waited for.
+Five workers share the files (`--dist loadfile`) on two cores, because many tests wait. The longest
+files run first, so that no worker starts one at the end.
 """
 
 import collections
@@ -15,26 +15,26 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# how long an example takes is the machine's affair, not the code's
+# the duration of an example depends on the machine, not on the code
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
 TESTS = Path(__file__).parent
-gc.disable()  # until everything is collected: half a million objects, none of which is garbage
-# where a shell forbids it, each of hundreds of processes compiles the package for half a second
+gc.disable()  # during collection, which makes half a million objects and no garbage
+# without bytecode files, each of hundreds of processes compiles the package for half a second
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# before torch; also for the processes that tests start: pools that spin take others' time
+# set before torch is imported, also for child processes: spinning thread pools waste CPU time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 LONG = ("slow", "nat", "swarm")
-"""Marks of what takes long, the longest first."""
+"""Marks of long tests, the longest first."""
 
 
 @pytest.fixture(autouse=True)
-def _logging_as_it_was():
-    """A command that runs in the test's process logs to that test's standard error, which ends with
-    it."""
+def _restored_logging():
+    """Remove the log handlers of a command that ran in the test's process. They write to the test's
+    standard error, which closes with the test."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -45,8 +45,8 @@ def _logging_as_it_was():
 
 
 def pytest_collection_modifyitems(items):
-    """Files with a test of LONG first, then those with most tests; what is in a file stays in its
-    order."""
+    """Sort files: those with LONG marks first, then by number of tests. Keep the order within a
+    file."""
     tests = collections.Counter(item.path for item in items)
     marks = collections.defaultdict(lambda: len(LONG))
     for item in items:
@@ -56,8 +56,7 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """The modules and tests of a worker stay: no full collection has to look for garbage among
-    them."""
+    """Exclude the modules and tests of a worker, which stay alive, from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -69,19 +68,19 @@ def pytest_addoption(parser):
         action="append",
         default=[],
         metavar="FOLDER",
-        help="a folder of tests/ in which nothing may be skipped",
+        help="fail if a test in this folder of tests/ is skipped",
     )
     parser.addoption(
         "--cpu-json",
         type=Path,
         metavar="FILE",
-        help="write the CPU seconds of each test file there",
+        help="write the CPU seconds of each test file to FILE",
     )
 
 
 def pytest_configure(config):
     if hasattr(config.option, "loadscopereorder"):
-        # xdist begins with the files of most tests; the longest have one
+        # xdist would start with the files that have most tests; the longest files have one test
         config.option.loadscopereorder = False
     if config.option.cpu_json and not hasattr(config, "workerinput"):
         config.pluginmanager.register(CpuByFile(config.option.cpu_json))
@@ -95,7 +94,7 @@ _cpu_seconds_counted = 0.0
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """Attach the CPU seconds of a test to its last report: those of the worker and of the child
-    processes that it reaped since the test before."""
+    processes that it reaped since the previous test."""
     global _cpu_seconds_counted
     report = yield
     if call.when == "setup" and not _cpu_seconds_counted:
@@ -127,8 +126,8 @@ class CpuByFile:
 
 
 class MustRun:
-    """Makes a run fail in which a test of the folders was skipped, or in which one had none; else
-    nobody misses a tool."""
+    """Fails a run if a test of the folders was skipped, or if a folder ran no test. Otherwise a
+    missing tool would go unnoticed."""
 
     def __init__(self, config):
         self.ran = collections.Counter({folder: 0 for folder in config.option.must_run})
@@ -163,6 +162,6 @@ class MustRun:
 
     def pytest_terminal_summary(self, terminalreporter):
         if self.complaints:
-            terminalreporter.section("tests that have to run here", red=True)
+            terminalreporter.section("tests that must run here", red=True)
             for complaint in self.complaints:
                 terminalreporter.line(complaint)

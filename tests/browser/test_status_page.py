@@ -121,7 +121,7 @@ async def visit(
     )
 
 
-async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
+async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
     for series in (
         "reward_own",
@@ -171,7 +171,7 @@ async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
     assert seen.requests == REQUESTS
 
 
-async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
+async def test_page_shows_swarm_exchanges_and_resource_use(
     tmp_path, monkeypatch
 ) -> None:
     seen = await visit(tmp_path, monkeypatch, width=390)
@@ -221,7 +221,7 @@ def recovering() -> NodeSnapshot:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_word(
+async def test_crew_is_drawn_by_stage_with_colour_and_word(
     tmp_path, monkeypatch, width
 ) -> None:
     seen = await visit(tmp_path, monkeypatch, recovering, width=width)
@@ -256,7 +256,7 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     assert seen.console == []
 
 
-async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkeypatch) -> None:
+async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> None:
     seen = await visit(
         tmp_path, monkeypatch, lambda: msgspec.structs.replace(example(), stages=StagesStatistics())
     )
@@ -274,7 +274,7 @@ async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkey
 
 
 @pytest.mark.parametrize("evidence", [{"rg/gcd 2": 9.5, "rg/gcd 10": 2.26, "a:b 0": 0.0}, {}])
-async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(
+async def test_curriculum_shows_estimates_and_their_basis(
     tmp_path, monkeypatch, evidence
 ) -> None:
     s = example()
@@ -294,7 +294,7 @@ async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(
     assert seen.console == []
 
 
-async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
+async def test_page_shows_used_budget_and_full_disk(tmp_path, monkeypatch) -> None:
     s = example()
     budget = msgspec.structs.replace(
         s.budget,
@@ -379,7 +379,7 @@ async def test_hostile_strings_are_inert(tmp_path, monkeypatch) -> None:
     assert seen.requests == REQUESTS
 
 
-async def test_an_empty_node_has_a_page_too(tmp_path, monkeypatch) -> None:
+async def test_page_works_before_the_node_is_ready(tmp_path, monkeypatch) -> None:
     empty = NodeSnapshot()
     node = msgspec.structs.replace(empty.node, swarm_name="evening")
     snapshot = msgspec.structs.replace(empty, node=node)
@@ -391,7 +391,7 @@ async def test_an_empty_node_has_a_page_too(tmp_path, monkeypatch) -> None:
     assert seen.console == []
 
 
-async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch) -> None:
+async def test_page_reports_a_node_that_stops_answering(tmp_path, monkeypatch) -> None:
     asked = 0
 
     def dying() -> NodeSnapshot:
@@ -409,7 +409,7 @@ async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch
     assert "0.631" in seen.text
 
 
-async def test_the_held_out_curve_has_its_error_as_a_band(tmp_path, monkeypatch) -> None:
+async def test_held_out_curve_has_an_error_band(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
     band = re.search(r'<path class="area band held-out" d="M([^"]+)Z"', seen.dom)
     assert band is not None
@@ -421,7 +421,7 @@ async def test_the_held_out_curve_has_its_error_as_a_band(tmp_path, monkeypatch)
     assert all(a < at < b for a, at, b in zip(over, line, under, strict=True))
 
 
-async def test_a_policy_that_never_changes_needs_a_look(tmp_path, monkeypatch) -> None:
+async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:
     def stuck() -> NodeSnapshot:
         s = example()
         since = {"not_finite": 9}
@@ -434,7 +434,7 @@ async def test_a_policy_that_never_changes_needs_a_look(tmp_path, monkeypatch) -
     assert "the policy has not changed for 9 steps: the gradient is not finite" in seen.text
 
 
-async def test_own_groups_that_stay_here_are_listed_with_their_reason(
+async def test_unshared_groups_are_listed_with_reasons(
     tmp_path, monkeypatch
 ) -> None:
     seen = await visit(tmp_path, monkeypatch)

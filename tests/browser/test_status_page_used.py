@@ -56,7 +56,7 @@ async def page(
         nursery.cancel_scope.cancel()
 
 
-async def test_nothing_is_cut_off_or_lies_upon_something_else_at_any_width(
+async def test_nothing_is_clipped_or_overlaps_at_any_width(
     tmp_path, monkeypatch
 ) -> None:
     s = example()
@@ -136,7 +136,7 @@ def keep_samples(data_dir, texts):
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_hostile_answers_are_shown_and_do_nothing(tmp_path, monkeypatch, width) -> None:
+async def test_hostile_completions_are_shown_as_text(tmp_path, monkeypatch, width) -> None:
     keep_samples(tmp_path / "node", HOSTILE)
     async with page(tmp_path, monkeypatch, width=width, data_dir=tmp_path / "node") as tab:
         await tab.until("document.querySelectorAll('#samples li').length > 0")
@@ -209,7 +209,7 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
         )
 
 
-async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(
+async def test_charts_and_lists_are_reachable_by_keyboard(
     tmp_path, monkeypatch
 ) -> None:
     async with page(tmp_path, monkeypatch) as tab:
@@ -235,7 +235,7 @@ async def test_every_chart_and_every_list_that_scrolls_is_reached_by_keyboard(
         assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
 
 
-async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again(
+async def test_selection_survives_a_refresh(
     tmp_path, monkeypatch
 ) -> None:
     async with page(tmp_path, monkeypatch) as tab:
@@ -245,7 +245,7 @@ async def test_what_is_marked_to_be_copied_stays_marked_when_the_page_asks_again
         assert await tab.js("getSelection().toString()") == OWN
 
 
-async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch) -> None:
+async def test_hides_speed_without_a_trainer(tmp_path, monkeypatch) -> None:
     lost = lambda s: replace(
         s, trainer=replace(s.trainer, connected=False), stages=replace(s.stages, own=None)
     )
@@ -264,7 +264,7 @@ async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch
         )
 
 
-async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts(
+async def test_member_shows_its_stage_without_empty_charts(
     tmp_path, monkeypatch
 ) -> None:
     third = lambda crew: replace(
@@ -293,7 +293,7 @@ async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts
         assert named == ["attic", "Küche 2", "gpu-box-7"]
 
 
-async def test_what_never_was_is_not_now(tmp_path, monkeypatch) -> None:
+async def test_missing_values_are_not_shown_as_current(tmp_path, monkeypatch) -> None:
     s = example()
     processes = {"scorer": ProcessStatistics(2**20, 0.2)}
     new = replace(
@@ -312,7 +312,7 @@ async def test_what_never_was_is_not_now(tmp_path, monkeypatch) -> None:
         ) == ["draining", "draining"]
 
 
-async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch) -> None:
+async def test_outdated_page_says_so(tmp_path, monkeypatch) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
         await tab.until("document.body.dataset.state === 'stale'")
@@ -322,7 +322,7 @@ async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch)
         assert len(tab.errors) >= 1
 
 
-async def test_a_time_without_a_node_is_a_gap_in_its_lines(tmp_path, monkeypatch) -> None:
+async def test_downtime_is_a_gap_in_the_lines(tmp_path, monkeypatch) -> None:
     later = lambda s: replace(s, at=s.at + 120) if s.at % 1000 > 450 else s
     async with page(tmp_path, monkeypatch, change=later) as tab:
         drawn = await tab.js(

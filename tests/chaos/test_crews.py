@@ -13,7 +13,7 @@ SEED = 1
     "long",
     [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
 )
-def test_a_crew_takes_steps_again_after_every_fault_of_a_schedule(tmp_path, long):
+def test_crew_recovers_from_every_scheduled_fault(tmp_path, long):
     played = play(SEED, tmp_path, long=long)
     assert not played.problems
     assert len(played.outcomes) == (3 if not long else 22)

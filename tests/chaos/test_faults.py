@@ -65,7 +65,7 @@ def ended(conversation):
         return True
 
 
-def test_a_cable_carries_what_it_is_given_both_ways(cable):
+def test_cable_carries_bytes_both_ways(cable):
     data = bytes(range(256)) * 2000
     with call(cable) as conversation:
         sender = threading.Thread(target=conversation.sendall, args=(data,))
@@ -79,7 +79,7 @@ def test_a_cable_carries_what_it_is_given_both_ways(cable):
             assert exactly(conversation, 5) == b"hello"
 
 
-def test_a_cut_cable_resets_what_there_is_and_what_comes(cable):
+def test_cut_cable_resets_old_and_new_connections(cable):
     with call(cable) as conversation:
         conversation.sendall(b"x")
         assert exactly(conversation, 1) == b"x"
@@ -90,7 +90,7 @@ def test_a_cut_cable_resets_what_there_is_and_what_comes(cable):
         assert ended(later)
 
 
-def test_a_cable_that_is_held_delivers_when_it_is_mended(cable):
+def test_held_cable_delivers_after_repair(cable):
     with call(cable) as conversation:
         conversation.sendall(b"x")
         assert exactly(conversation, 1) == b"x"
@@ -104,7 +104,7 @@ def test_a_cable_that_is_held_delivers_when_it_is_mended(cable):
         assert exactly(conversation, 4) == b"held"
 
 
-def test_one_bit_of_what_comes_next_is_another(cable):
+def test_garbled_cable_flips_one_bit(cable):
     with call(cable) as conversation:
         conversation.sendall(b"x")
         assert exactly(conversation, 1) == b"x"
@@ -115,7 +115,7 @@ def test_one_bit_of_what_comes_next_is_another(cable):
         assert exactly(conversation, 2) == b"aa"
 
 
-def test_a_seed_is_an_order_of_every_fault_that_can_be_had():
+def test_seed_orders_every_possible_fault():
     long = schedule.drawn(7, True, True)
     assert sorted(fault.name for fault in long) == sorted(fault.name for fault in FAULTS)
     assert long == schedule.drawn(7, True, True)
@@ -130,7 +130,7 @@ def at(**told):
     )
 
 
-def test_a_node_is_whole_when_it_has_gone_on_with_others_and_saved_it():
+def test_node_is_whole_after_progress_and_a_save():
     before = at(step=8, used=4)
     assert schedule.well(at(), before, 1)
     for worse in (
@@ -145,7 +145,7 @@ def test_a_node_is_whole_when_it_has_gone_on_with_others_and_saved_it():
     assert not schedule.well(None, before, 1)
 
 
-def test_an_error_is_a_problem_unless_the_fault_explains_it():
+def test_unexplained_error_is_a_problem():
     lines = [
         {"level": "info", "event": "step"},
         {"level": "error", "event": "state not saved: No space left on device"},
@@ -157,13 +157,13 @@ def test_an_error_is_a_problem_unless_the_fault_explains_it():
     assert len(schedule.errors(lines, ("not saved",))) == 2
 
 
-def test_the_held_out_reward_of_a_swarm_is_of_the_second_half_of_the_same_steps():
+def test_compares_held_out_reward_over_equal_steps():
     assert schedule.mean_of(
         [{1: 0.0, 6: 0.4, 10: 0.6, 12: 9.0}, {5: 9.0, 8: 0.8}], 10
     ) == pytest.approx(0.6)
 
 
-def test_what_is_put_inside_a_process_sets_its_clock_and_counts_its_tasks(tmp_path):
+def test_process_hooks_set_the_clock_and_count_tasks(tmp_path):
     (tmp_path / "skew").write_text("3600")
     environment = {
         "PYTHONPATH": str(nodes.INSIDE),

@@ -27,7 +27,7 @@ STEPS_IN = {
 
 
 @pytest.mark.slow
-async def test_honest_peers_are_served_while_strangers_try_everything():
+async def test_serves_honest_peers_during_all_attacks():
     with processes(guarded()) as (host,):
         before, visits, busy = host.rss(), [], True
 

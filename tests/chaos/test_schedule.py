@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.swarm, pytest.mark.slow, pytest.mark.timeout(1800)]
 SEED = 1
 
 
-def test_two_nodes_are_whole_again_after_every_fault_of_a_schedule(tmp_path):
+def test_two_nodes_recover_from_every_scheduled_fault(tmp_path):
     """No process ends that was not killed, no saved state is lost, and every logged error is
     explained by the fault."""
     played = play(SEED, tmp_path)

@@ -33,7 +33,7 @@ def quick(monkeypatch):
 
 
 @pytest.mark.parametrize(("state", "proposes", "linger"), CASES)
-async def test_the_survivor_is_whole_and_goes_on(state, proposes, linger, tmp_path):
+async def test_survivor_of_a_killed_swap_continues(state, proposes, linger, tmp_path):
     torch.set_num_threads(1)
     key = identity.load_or_create(tmp_path / "0" / "identity.key").private_key
     async with (

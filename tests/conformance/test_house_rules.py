@@ -42,7 +42,7 @@ def code_of(path):
     return lines
 
 
-def test_nothing_that_executes_data_is_in_the_package():
+def test_package_never_executes_data():
     found = [
         f"{path.relative_to(ROOT)}:{number}: {text}"
         for path in SOURCES
@@ -52,7 +52,7 @@ def test_nothing_that_executes_data_is_in_the_package():
     assert found == []
 
 
-def test_the_search_finds_what_it_is_there_for(tmp_path):
+def test_search_finds_dangerous_calls(tmp_path):
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import pickle\nx = torch.load(f)\ny = eval(text)\nmodel.eval()\nz = 'eval(1)'\n"
@@ -60,12 +60,12 @@ def test_the_search_finds_what_it_is_there_for(tmp_path):
     assert [number for number, text in code_of(bad).items() if DANGEROUS.search(text)] == [1, 2, 3]
 
 
-def test_the_product_needs_neither_tests_nor_tools():
+def test_product_imports_neither_tests_nor_tools():
     needs = re.compile(r"\b^\s*(?:from|import) (?:tests|tools|benchmarks)\b", re.MULTILINE)
     assert [path.name for path in SOURCES if needs.search(path.read_text())] == []
 
 
-def test_no_path_of_somebody_s_machine():
+def test_no_local_paths():
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -99,7 +99,7 @@ def wheel(tmp_path_factory):
     return path
 
 
-def test_the_wheel_has_the_data_it_needs_and_nothing_else(wheel):
+def test_wheel_has_its_data_files_only(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for needed in (
         "policy/embedded/model.safetensors",
@@ -111,7 +111,7 @@ def test_the_wheel_has_the_data_it_needs_and_nothing_else(wheel):
     assert {name.split("/")[0].split("-")[0] for name in names} == {"swarmnode", "swarmnode_rl"}
 
 
-def test_the_wheel_answers_outside_the_checkout(wheel, tmp_path):
+def test_wheel_runs_outside_the_checkout(wheel, tmp_path):
     unpacked = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(unpacked)
     code = (
@@ -124,7 +124,7 @@ def test_the_wheel_answers_outside_the_checkout(wheel, tmp_path):
     assert "demo" in result.stdout
 
 
-def test_make_bench_runs_every_benchmark_that_has_a_quick_form():
+def test_make_bench_runs_every_quick_benchmark():
     quick = {
         path.stem
         for path in (ROOT / "benchmarks").glob("*.py")

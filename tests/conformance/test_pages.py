@@ -45,11 +45,11 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     assert broken(page) == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path):
+def test_broken_link_is_found(tmp_path):
     (tmp_path / "other.md").write_text(
         "# One two: three\n## `four`, five\n## Twice\n## Twice\n```\n# no heading\n```\n"
     )
@@ -65,7 +65,7 @@ def test_a_link_that_leads_nowhere_is_found(tmp_path):
     assert broken(page) == do_not
 
 
-def test_tests_that_pages_name_exist():
+def test_tests_named_in_pages_exist():
     files: dict[str, str] = {}
     for path in (ROOT / "tests").rglob("test_*.py"):
         files[path.name] = files.get(path.name, "") + path.read_text()
@@ -85,7 +85,7 @@ def test_tests_that_pages_name_exist():
     )
 
 
-def test_modules_that_pages_run_exist():
+def test_modules_run_in_pages_exist():
     named = {module for page in PAGES for module in MODULE.findall(page.read_text())}
     assert len(named) > 10
     assert sorted(module for module in named if importlib.util.find_spec(module) is None) == []

@@ -28,7 +28,7 @@ PROTOCOL = Path(__file__).parents[2] / "protocol"
 REGISTRY = tomllib.loads((PROTOCOL / "registry.toml").read_text())
 
 
-def test_names_are_those_of_the_registry():
+def test_names_match_the_registry():
     assert REGISTRY["protocols"] == {
         "listing": ids.LISTING_PROTOCOL,
         "groups": ids.GROUPS_PROTOCOL,
@@ -46,13 +46,13 @@ def test_names_are_those_of_the_registry():
     assert REGISTRY["rules"] == {"choice": ids.CHOICE_RULE}
 
 
-def test_swarm_id_covers_the_protocols_that_all_members_speak():
+def test_swarm_id_covers_all_required_protocols():
     spoken = sorted(REGISTRY["protocols"][name] for name in REGISTRY["swarm"]["protocols"])
     assert tuple(spoken) == ids.PROTOCOLS
     assert tuple(sorted([*spoken, ids.CHOICE_RULE])) == ids.CHOICE_PROTOCOLS
 
 
-def test_domain_strings_are_those_of_the_registry():
+def test_domain_strings_match_the_registry():
     ours = {
         "rollout": ids.DOMAIN_ROLLOUT,
         "swarm": ids.DOMAIN_SWARM,
@@ -71,16 +71,16 @@ def test_domain_strings_are_those_of_the_registry():
     assert {name: value.decode() for name, value in ours.items()} == REGISTRY["domains"]
 
 
-def test_keys_of_small_order_are_those_of_the_registry():
+def test_small_order_keys_match_the_registry():
     assert {key.hex() for key in envelope.SMALL_ORDER_KEYS} == set(REGISTRY["small_order_keys"])
 
 
-def test_no_domain_string_is_the_beginning_of_another():
+def test_no_domain_string_is_a_prefix_of_another():
     domains = list(REGISTRY["domains"].values())
     assert not [(a, b) for a in domains for b in domains if a != b and b.startswith(a)]
 
 
-def test_caps_are_those_of_the_registry():
+def test_caps_match_the_registry():
     assert REGISTRY["bytes"] == {
         "group": limits.GROUP_BYTES,
         "listing_request": limits.LISTING_REQUEST_BYTES,
@@ -197,7 +197,7 @@ def test_caps_are_those_of_the_registry():
     }
 
 
-def test_timeouts_are_those_of_the_registry():
+def test_timeouts_match_the_registry():
     assert REGISTRY["timeouts"] == {
         "listing": pull_gossip.ANSWER_SECONDS,
         "groups": LONGEST_SECONDS,
@@ -214,7 +214,7 @@ def test_timeouts_are_those_of_the_registry():
     }
 
 
-def test_security_protocols_are_those_of_the_registry():
+def test_security_protocols_match_the_registry():
     assert REGISTRY["transport"]["security"] == [noise_transport.PROTOCOL_ID]
     assert REGISTRY["transport"]["private_security"] == [ids.PRIVATE_SECURITY]
 
@@ -248,35 +248,35 @@ def test_every_limit_is_in_the_registry():
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 
 
-def test_what_makes_a_group_impossible_is_what_the_registry_says():
+def test_impossible_groups_match_the_registry():
     assert REGISTRY["rollouts"]["bytes_per_token"] == admission.BYTES_PER_TOKEN
 
 
-def test_what_costs_reputation_is_what_the_registry_says_and_nothing_else():
+def test_reputation_costs_match_the_registry():
     ours = {reason for reason, verdict in REASONS.items() if verdict is Verdict.REJECT}
     assert ours == set(REGISTRY["verdicts"]["reject"])
     assert ours >= {*DECODE_REASONS, "signature"}
 
 
-def test_what_the_registry_calls_blameless_is_ignored():
+def test_blameless_reasons_are_ignored():
     assert {REASONS[reason] for reason in REGISTRY["verdicts"]["ignore"]} == {Verdict.IGNORE}
 
 
-def test_what_becomes_of_a_stage_s_frames_is_what_the_registry_says():
+def test_stage_frame_verdicts_match_the_registry():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*wire.FRAME_REASONS, *STATE_REASONS},
         "ignore": {*FENCE_REASONS, *wire.STREAM_REFUSALS, "repeated"} - {"malformed"},
     }
 
 
-def test_schemas_are_those_of_the_messages():
+def test_schemas_match_the_messages():
     written = {path.name: path.read_text() for path in (PROTOCOL / "schema").glob("*.json")}
     assert written == schemas() | weights_schemas() | stages_schemas(), (
         "run `python -m swarmnode.{wire,weights,stages}.schema`"
     )
 
 
-def test_documents_name_everything_in_the_registry():
+def test_documents_name_every_registry_entry():
     text = "".join(path.read_text() for path in PROTOCOL.glob("0*.md"))
     names = [
         *REGISTRY["protocols"].values(),
@@ -295,7 +295,7 @@ def test_documents_name_everything_in_the_registry():
 @pytest.mark.parametrize(
     ("document", "table"), [("02-rollouts.md", "verdicts"), ("04-stages.md", "stage_verdicts")]
 )
-def test_documents_give_each_reason_the_verdict_of_the_registry(document, table):
+def test_document_verdicts_match_the_registry(document, table):
     given = re.findall(
         r"\[(REJECT|IGNORE)\] ((?:`\w+`(?:, )?)+)", (PROTOCOL / document).read_text()
     )

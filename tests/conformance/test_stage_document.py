@@ -58,13 +58,13 @@ def unhexed(value, names):
     return {k: bytes.fromhex(v) if k in names else v for k, v in value.items()}
 
 
-def test_crew_ids_are_those_of_the_vectors(document):
+def test_crew_ids_match_the_vectors(document):
     for given, output, name in derived("crew_id"):
         record = unhexed(given["record"], ("lineage", "model", "nonce"))
         assert document["crew_id"](msgpack.packb(record)).hex() == output, name
 
 
-def test_bodies_are_as_long_as_the_document_says(document):
+def test_body_lengths_match_the_document(document):
     for header, data, _, given in frames():
         start = 4 + int.from_bytes(data[:4], "big")
         assert len(data) == start + document["body_bytes"](header, given["hidden"]), header
@@ -79,19 +79,19 @@ def test_descriptions_of_the_vectors_fit(document):
             assert not document[fits](about, rows, 1)
 
 
-def test_the_fence_drops_what_the_vectors_say(document):
+def test_fence_matches_the_vectors(document):
     for given, output, name in derived("stage_fence"):
         at, kind = given["crew"], "commit" if given["control"] else "forward"
         place = (given["sender"], given["step"], kind, given["place"])
         assert document["fence"](at["crew"], at["stages"], *place) == output, name
 
 
-def test_routes_are_those_of_the_vectors(document):
+def test_routes_match_the_vectors(document):
     for given, output, name in derived("stage_route"):
         assert [list(hop) for hop in document["route"](**given)] == output, name
 
 
-def test_fingerprints_are_those_of_the_vectors(document):
+def test_fingerprints_match_the_vectors(document):
     for given, output, name in derived("stage_fingerprint"):
         crew_bytes, stage, step = given["place"]
         place = (bytes.fromhex(crew_bytes), stage, step)
@@ -99,12 +99,12 @@ def test_fingerprints_are_those_of_the_vectors(document):
         assert got.hex() == output, name
 
 
-def test_checkpoints_are_as_long_as_in_the_vectors(document):
+def test_checkpoint_sizes_match_the_vectors(document):
     for given, output, name in derived("state_bytes"):
         assert document["state_bytes"](**given) == output, name
 
 
-def test_a_stage_answers_a_step_as_swarmnode_does(document):
+def test_step_answers_match_swarmnode(document):
     """Random sequences of proposals, gradients, commits and aborts."""
     rng = random.Random(7)
     outcomes = set()
@@ -140,7 +140,7 @@ def attempted(call, *given):
         return "refused"
 
 
-def test_a_node_keeps_its_steps_as_long_as_swarmnode_does(document):
+def test_step_retention_matches_swarmnode(document):
     seconds = set()
     for step in (0, 3, 4, 5, 6, 9):
         for lineage in (b"a" * 32, b"b" * 32):
@@ -163,7 +163,7 @@ def as_dict(copy):
     return {name: getattr(copy, name) for name in copy.__struct_fields__}
 
 
-def test_strikes_exclude_for_twice_as_long_each_time(document):
+def test_exclusion_doubles_with_each_strike(document):
     seconds = [document["excluded_seconds"](count) for count in range(12)]
     assert seconds[:4] == [0, 20, 40, 80]
     assert seconds[-1] == crew.MAX_STRIKE_SECONDS
@@ -171,7 +171,7 @@ def test_strikes_exclude_for_twice_as_long_each_time(document):
 
 @pytest.mark.parametrize("kind", ["dapo", "grpo", "gspo", "cispo", "dr_grpo"])
 @pytest.mark.parametrize("delta", [None, 2.0])
-def test_the_loss_is_that_of_the_trainer(document, kind, delta):
+def test_loss_matches_the_trainer(document, kind, delta):
     logprobs = -torch.rand(2, 5, generator=torch.Generator().manual_seed(1)) * 2
     old = -torch.rand(2, 5, generator=torch.Generator().manual_seed(2)) * 2
     weights = torch.tensor([[0.5, 1.0, 2.0, 1.0, 0.25], [1.0] * 5])
@@ -195,7 +195,7 @@ def test_the_loss_is_that_of_the_trainer(document, kind, delta):
 
 @pytest.mark.parametrize("kind", ["tis", "mis", "icepop"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_corrections_are_those_of_the_trainer(document, kind, level):
+def test_corrections_match_the_trainer(document, kind, level):
     old = torch.tensor([[0.1, 1.2, -0.9, 0.4], [0.3, -0.1, 0.2, -3.0]])
     sampler = torch.zeros(2, 4)
     weights = importance_weights(old, sampler, torch.ones(2, 4), kind, level)
@@ -204,7 +204,7 @@ def test_corrections_are_those_of_the_trainer(document, kind, level):
         assert got == pytest.approx(ours, rel=1e-5)
 
 
-def test_checkfree_is_that_of_recovery(document):
+def test_checkfree_matches_recovery(document):
     left, right = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([0.0, 4.0, 2.5])
     for a, b in ((3.0, 1.0), (0.0, 0.0), (0.0, 2.0)):
         before = recovery.Neighbour({"model.layers.0.x": left}, a)
@@ -215,13 +215,13 @@ def test_checkfree_is_that_of_recovery(document):
         assert got == pytest.approx(ours.tolist())
 
 
-def test_the_gate_measures_what_recovery_measures(document):
+def test_gate_matches_recovery(document):
     shifts = [0.1, -0.2, 0.03, 0.0]
     verdict = recovery.make_verdict(np.array(shifts, np.float32))
     assert document["gate"](shifts) == pytest.approx((verdict.kl, verdict.nll_rise), rel=1e-5)
 
 
-def test_the_scale_of_a_row_is_that_of_a_copy(document):
+def test_row_scale_matches_copies(document):
     base = torch.tensor([[1.0, -0.5]])
     (first,) = quantise(base, None)[1].tolist()
     for factor in (0.5, 1.0, 1.003, 1.005, 2.0):

@@ -325,7 +325,7 @@ def check() -> Iterator[ModuleType]:
 @pytest.mark.parametrize(
     ("document", "vector"), FRAMES, ids=[f"{name}: {vector['name']}" for name, vector in FRAMES]
 )
-def test_swarmnode_judges_the_frame_as_recorded(document, vector):
+def test_frame_verdicts_match_the_vectors(document, vector):
     about = DOCUMENTS[document]
     got = judge(
         vector["read_as"],
@@ -340,7 +340,7 @@ def test_swarmnode_judges_the_frame_as_recorded(document, vector):
 @pytest.mark.parametrize(
     ("about", "vector"), ADMISSIONS, ids=[vector["name"] for _, vector in ADMISSIONS]
 )
-def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
+def test_admission_matches_the_vectors(about, vector, monkeypatch):
     given = vector["admit"]
     # The current time of the vectors, not today's.
     monkeypatch.setattr("swarmnode.rollouts.admission.task_version", given["tasks"].get)
@@ -365,7 +365,7 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
 
 
 @pytest.mark.parametrize("vector", DERIVATIONS, ids=[vector["name"] for vector in DERIVATIONS])
-def test_swarmnode_derives_what_is_recorded(vector):
+def test_derivations_match_the_vectors(vector):
     given = vector["input"]
     got = {
         "peer_id": lambda: peer_id(bytes.fromhex(given["key"])),
@@ -429,14 +429,14 @@ def code_in_the_document():
 @pytest.mark.parametrize("finish", ["eos", "length"])
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_an_episode_ends_alike_where_the_document_has_it(taken, done, finish):
+def test_episode_endings_match_the_document(taken, done, finish):
     actions = ["left", "up", "right"]
     documented = code_in_the_document()["ends_alike"]
     ours = _ends_alike(episode(actions, finish=finish), Episode(["seen"] * taken, done))
     assert documented(lambda given: (taken, done), actions, finish) == ours
 
 
-def test_the_code_in_the_document_derives_what_is_recorded():
+def test_document_code_matches_the_vectors():
     said = code_in_the_document()
     derived = Counter()
     for vector in DERIVATIONS:
@@ -468,7 +468,7 @@ def test_the_code_in_the_document_derives_what_is_recorded():
     assert len(derived) == 4
 
 
-def test_vectors_are_those_that_the_generator_writes():
+def test_vectors_are_up_to_date():
     written = {name: (PROTOCOL / "vectors" / name).read_text() for name in DOCUMENTS}
     assert written == vectors.documents()
 
@@ -488,7 +488,7 @@ def test_every_reason_and_every_reader_has_a_vector():
     assert accepted == refused == readers
 
 
-def test_no_two_vectors_of_a_document_have_one_name():
+def test_vector_names_are_unique():
     for document in DOCUMENTS.values():
         names = [vector["name"] for vector in document["vectors"]]
         assert len(names) == len(set(names))
@@ -522,7 +522,7 @@ def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1]) == (1, "1 vectors, 1 judged differently")
 
 
-def test_independent_decoder_does_not_know_swarmnode():
+def test_independent_decoder_does_not_import_swarmnode():
     source = (
         f"import sys; sys.argv = ['check.py']; sys.path.insert(0, {str(PROTOCOL)!r}); import"
         " runpy\n"
@@ -541,7 +541,7 @@ def test_independent_decoder_does_not_know_swarmnode():
     )
 
 
-def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
+def test_decoders_agree_on_mutated_frames(check):
     """Payloads are changed before they are signed, so that mutations pass the signature check."""
     rng = random.Random(2)
     packed = {**frames.COMPLETION, **frames.PACKED}
@@ -567,7 +567,7 @@ def test_both_decoders_give_the_same_verdict_on_mutated_frames(check):
     assert 100 < accepted < 3900  # mutations are neither all valid nor all invalid
 
 
-def test_both_decoders_give_the_same_verdict_on_mutated_frames_of_a_crew(check):
+def test_decoders_agree_on_mutated_crew_frames(check):
     """These frames are not signed, so every change reaches the decoder."""
     rng = random.Random(3)
     given = stage_vectors.GIVEN
@@ -602,7 +602,7 @@ def test_every_reason_of_the_fence_has_a_vector():
 
 
 @pytest.mark.parametrize("document", ["crews.json", "state.json"])
-def test_both_decoders_give_the_same_verdict_on_mutated_messages_of_a_crew(check, document):
+def test_decoders_agree_on_mutated_crew_messages(check, document):
     rng = random.Random(4)
     seeds = [v for v in DOCUMENTS[document]["vectors"] if v.get("verdict") == "accept"]
     accepted = 0

@@ -56,11 +56,11 @@ def environment(text):
     }
 
 
-def test_hadolint_has_nothing_to_say():
+def test_hadolint_accepts_the_dockerfile():
     assert clean("hadolint", DOCKERFILE) == (0, "")
 
 
-def test_hadolint_would_have_something_to_say(tmp_path):
+def test_hadolint_detects_a_defect(tmp_path):
     bad = tmp_path / "Dockerfile"
     bad.write_text(DOCKERFILE.read_text() + "\nRUN cd /tmp && apt-get install curl\n")
     code, said = clean("hadolint", bad)
@@ -68,7 +68,7 @@ def test_hadolint_would_have_something_to_say(tmp_path):
     assert "DL3003" in said
 
 
-def test_every_accelerator_has_an_index_and_runs_as_nobody():
+def test_every_accelerator_has_an_index_and_no_root():
     text = DOCKERFILE.read_text()
     assert set(re.findall(r"^ +(\w+)\) index=https:", text, re.MULTILINE)) == {
         "cpu",
@@ -81,7 +81,7 @@ def test_every_accelerator_has_an_index_and_runs_as_nobody():
     assert "HEALTHCHECK" in last
 
 
-def test_what_the_image_sets_is_configuration():
+def test_image_sets_only_configuration_variables():
     set_by_image = environment(DOCKERFILE.read_text())
     config = settings.load(None, set_by_image).config
     assert len(set_by_image) == 3
@@ -95,13 +95,13 @@ def test_compose_files_match_the_schema(path):
     assert (code, said.strip()) == (0, "ok -- validation done")
 
 
-def test_the_schema_would_notice_an_unknown_key(tmp_path):
+def test_compose_schema_detects_an_unknown_key(tmp_path):
     bad = tmp_path / "compose.yaml"
     bad.write_text(COMPOSE[-1].read_text().replace("init: true", "inti: true"))
     assert clean("check-jsonschema", "--builtin-schema", "vendor.compose-spec", bad)[0] != 0
 
 
-def test_compose_mounts_what_exists_and_gives_the_node_its_time():
+def test_compose_mounts_exist_and_stop_period_suffices():
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     mounted = [
         volume.split(":")[0]
@@ -118,13 +118,13 @@ def test_compose_mounts_what_exists_and_gives_the_node_its_time():
     assert settings.load(None, given).config.http.host == "0.0.0.0"
 
 
-def test_nothing_but_peers_reaches_a_composed_node_from_outside():
+def test_compose_exposes_only_the_peer_port():
     compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
     ports = [port for service in compose["services"].values() for port in service.get("ports", [])]
     assert [port for port in ports if not port.startswith("127.0.0.1:")] == ["9512:9512"]
 
 
-def test_grafana_is_provisioned_where_the_files_say():
+def test_grafana_provisioning_paths_match():
     grafana = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]["grafana"]
     provisioning = ROOT / "deploy" / "grafana" / "provisioning"
     provider = yaml.safe_load((provisioning / "dashboards" / "swarmnode.yml").read_text())[
@@ -137,7 +137,7 @@ def test_grafana_is_provisioned_where_the_files_say():
     assert source["url"].strip("${}") in grafana["environment"]
 
 
-def test_prometheus_takes_the_composed_configuration(tmp_path):
+def test_prometheus_accepts_the_compose_configuration(tmp_path):
     text = (ROOT / "docker" / "prometheus.yml").read_text()
     config = tmp_path / "prometheus.yml"
     config.write_text(
@@ -151,12 +151,12 @@ def test_prometheus_takes_the_composed_configuration(tmp_path):
     )
 
 
-def test_kubernetes_takes_the_manifests():
+def test_kubernetes_accepts_the_manifests():
     code, said = clean("kubernetes-validate", "--strict", "--quiet", MANIFEST)
     assert (code, said) == (0, "")
 
 
-def test_kubernetes_would_notice_a_misspelt_field(tmp_path):
+def test_kubernetes_detects_a_misspelt_field(tmp_path):
     bad = tmp_path / "bad.yaml"
     bad.write_text(
         MANIFEST.read_text().replace("terminationGracePeriodSeconds", "terminationGraceSeconds")
@@ -164,7 +164,7 @@ def test_kubernetes_would_notice_a_misspelt_field(tmp_path):
     assert clean("kubernetes-validate", "--strict", bad)[0] != 0
 
 
-def test_a_pod_may_drain_and_is_not_killed_for_loading():
+def test_pod_may_drain_and_load_slowly():
     assert pod()["terminationGracePeriodSeconds"] > DRAIN + 10
     container = pod()["containers"][0]
     assert {
@@ -220,5 +220,5 @@ def test_pods_are_locked_down():
         assert locked["capabilities"] == {"drop": ["ALL"]}
 
 
-def test_yamllint_has_nothing_to_say():
+def test_yamllint_accepts_the_files():
     assert clean("yamllint", "--strict", "-c", ".yamllint.yaml", "deploy", "docker") == (0, "")

@@ -57,7 +57,7 @@ def installed(tmp_path):
 
 
 @needs_systemd
-def test_systemd_has_nothing_to_say_about_the_unit(installed):
+def test_systemd_accepts_the_unit(installed):
     """Unknown keys leave the exit code at 0, so any output on stderr fails."""
     result = subprocess.run(
         [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
@@ -67,7 +67,7 @@ def test_systemd_has_nothing_to_say_about_the_unit(installed):
 
 @needs_systemd
 @pytest.mark.parametrize("line", ["Restrt=always", "ProtectSystem=sometimes", "WatchdogSec=soon"])
-def test_and_would_have_something_to_say_about_a_mistake(installed, line):
+def test_systemd_detects_a_mistake(installed, line):
     installed.write_text(installed.read_text().replace("[Service]\n", f"[Service]\n{line}\n"))
     result = subprocess.run(
         [ANALYZE, "verify", "--man=no", installed], capture_output=True, text=True, check=False
@@ -76,7 +76,7 @@ def test_and_would_have_something_to_say_about_a_mistake(installed, line):
 
 
 @needs_systemd
-def test_the_unit_is_as_locked_as_it_can_be(installed):
+def test_unit_is_sandboxed(installed):
     result = subprocess.run(
         [ANALYZE, "security", "--offline=true", f"--threshold={int(EXPOSURE * 10)}", installed],
         capture_output=True,
@@ -89,27 +89,27 @@ def test_the_unit_is_as_locked_as_it_can_be(installed):
     assert result.returncode == 0
 
 
-def test_what_a_restart_cannot_mend_is_not_restarted():
+def test_permanent_failures_are_not_restarted():
     assert {
         int(code) for code in section("Service")["RestartPreventExitStatus"].split()
     } == FINAL_CODES
 
 
-def test_a_node_that_was_told_to_finish_stays_ended():
+def test_finished_node_is_not_restarted():
     """It ends with 0 (tests/swarm/test_node.py), which systemd counts as success by default."""
     service = section("Service")
     assert service["Restart"] == "on-failure"
     assert not {"RestartForceExitStatus", "SuccessExitStatus"} & service.keys()
 
 
-def test_systemd_is_more_patient_than_the_supervisor():
+def test_systemd_timeouts_exceed_the_supervisor_timeouts():
     service = section("Service")
     assert int(service["WatchdogSec"]) > OVERDUE_SECONDS + 10 * NOTIFY_SECONDS
     assert int(service["TimeoutStopSec"]) > SupervisorConfig().drain_seconds + EXTEND_SECONDS / 3
     assert int(service["TimeoutStartSec"]) > EXTEND_SECONDS
 
 
-def test_the_supervisor_survives_what_its_children_do():
+def test_supervisor_survives_failures_of_its_children():
     service = section("Service")
     assert service["Type"] == "notify"
     # the supervisor restarts a trainer that the kernel kills

@@ -38,7 +38,7 @@ def test_the_metadata_names_distribution_and_licence(built):
     assert [url for url in urls if url.startswith("Repository, ")] == expected
 
 
-def test_wheel_and_sdist_hold_the_licence_and_what_they_need(built):
+def test_wheel_and_sdist_are_complete(built):
     in_wheel, in_sdist, *_ = built
     licences = {name.rpartition("licenses/")[2] for name in in_wheel if "licenses/" in name}
     assert licences == {"LICENSE", "NOTICE"}

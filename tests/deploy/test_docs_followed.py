@@ -29,7 +29,7 @@ def commands(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_of_a_page_is_one_that_there_is(page):
+def test_every_command_of_a_page_exists(page):
     for line in commands(page):
         words = shlex.split(
             re.sub("|".join(PLACEHOLDERS), lambda found: PLACEHOLDERS[found[0]], line)

@@ -93,25 +93,25 @@ def promtool(*arguments: str, stdin: bytes = b"") -> subprocess.CompletedProcess
     )
 
 
-def test_every_metric_that_is_named_exists() -> None:
+def test_every_named_metric_exists() -> None:
     named = names_in(panel_expressions() + rule_expressions())
     assert named - FAMILIES.keys() == set()
     assert len(named) > 50
 
 
-def test_every_metric_is_on_a_panel_or_exempt_with_a_reason() -> None:
+def test_every_metric_is_on_a_panel_or_exempt() -> None:
     exempt = build().EXEMPT
     assert FAMILIES.keys() - names_in(panel_expressions()) == exempt.keys()
     assert all(exempt.values())
 
 
-def test_histograms_are_asked_for_buckets_and_the_rest_is_not() -> None:
+def test_only_histograms_are_queried_for_buckets() -> None:
     for expression in panel_expressions() + rule_expressions():
         for name in re.findall(r"\bswarmnode_[a-z0-9_]+", expression):
             assert (name not in FAMILIES) == (FAMILIES[family_of(name)].kind == "histogram"), name
 
 
-def test_labels_in_matchers_groupings_and_legends_exist() -> None:
+def test_labels_in_expressions_and_legends_exist() -> None:
     legends = [
         (target["expr"], target["legendFormat"])
         for panel in panels()
@@ -153,7 +153,7 @@ def labels_of(expression: str) -> set[str]:
     return ({*FAMILIES[name].labels} | {"instance"}) - fixed
 
 
-def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
+def test_legends_distinguish_the_series_of_a_panel() -> None:
     """On the node board the node is excluded, because the board shows one node."""
     for path in sorted(DASHBOARDS.glob("*.json")):
         board = json.loads(path.read_text())
@@ -173,7 +173,7 @@ def test_series_of_a_panel_are_told_apart_by_their_legends() -> None:
                 )
 
 
-def test_of_several_states_the_one_that_holds_is_named() -> None:
+def test_state_panels_name_the_current_state() -> None:
     """A stat without names shows the 1 of `== 1`, and over a range every past state. As lines all
     states lie at 1."""
     found = [
@@ -199,7 +199,7 @@ def test_generated_files_are_up_to_date() -> None:
         )
 
 
-def test_on_a_plain_node_every_panel_of_an_open_row_has_data() -> None:
+def test_open_rows_have_data_on_a_plain_node() -> None:
     """Metrics that a node without crew, accelerator, reference policy and caps does not have are in
     collapsed rows."""
     s = example()
@@ -298,7 +298,7 @@ def test_promtool_accepts_a_scrape() -> None:
 
 @needs_promtool
 @pytest.mark.parametrize("name", ["prometheus.yml", "kubernetes.yml"])
-def test_promtool_accepts_the_configuration_and_its_rules(tmp_path, name) -> None:
+def test_promtool_accepts_configuration_and_rules(tmp_path, name) -> None:
     """Debian's Prometheus lacks Kubernetes discovery, so the pods become fixed targets. The rest is
     unchanged."""
     config = yaml.safe_load((PROMETHEUS / name).read_text())
@@ -313,7 +313,7 @@ def test_promtool_accepts_the_configuration_and_its_rules(tmp_path, name) -> Non
 
 @pytest.mark.skipif(shutil.which("amtool") is None, reason="amtool is not installed")
 @pytest.mark.parametrize(("severity", "receiver"), [("critical", "now"), ("warning", "daily")])
-def test_amtool_accepts_the_sample_and_routes_by_severity(severity, receiver) -> None:
+def test_amtool_routes_by_severity(severity, receiver) -> None:
     config = str(PROMETHEUS / "alertmanager.yml")
     checked = subprocess.run(
         ["amtool", "check-config", config], capture_output=True, timeout=60, check=False
@@ -332,7 +332,7 @@ def test_amtool_accepts_the_sample_and_routes_by_severity(severity, receiver) ->
     assert routed.stdout.strip() == receiver, routed.stderr
 
 
-def test_kubernetes_pods_are_found_by_what_they_are_called_there() -> None:
+def test_kubernetes_pods_are_found_by_label() -> None:
     documents = list(
         yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "swarmnode.yaml").read_text())
     )
@@ -357,7 +357,7 @@ def test_kubernetes_pods_are_found_by_what_they_are_called_there() -> None:
     ]
 
 
-def test_what_an_alert_means_is_told_without_gaps() -> None:
+def test_alert_descriptions_render_without_gaps() -> None:
     table = (
         (ROOT / "docs" / "monitoring.md")
         .read_text()

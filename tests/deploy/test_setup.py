@@ -56,7 +56,7 @@ def unmet(lines: list[str], found: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_each_list_meets_what_its_distributions_require(name):
+def test_lists_meet_their_distributions_requirements(name):
     found = pins(name)
     missing = {
         missed
@@ -67,7 +67,7 @@ def test_each_list_meets_what_its_distributions_require(name):
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_each_list_meets_what_the_project_requires(name):
+def test_lists_meet_the_project_requirements(name):
     wanted = list(PROJECT["dependencies"])
     for extra in EXTRAS[name]:
         wanted += PROJECT["optional-dependencies"][extra]
@@ -75,13 +75,13 @@ def test_each_list_meets_what_the_project_requires(name):
 
 
 @pytest.mark.parametrize("name", EXTRAS)
-def test_no_list_has_torch_or_what_nothing_imports(name):
+def test_lists_have_neither_torch_nor_unused_distributions(name):
     names = pins(name).keys()
     assert not names & LEFT_OUT[name]
     assert not [found for found in names if found.startswith(("torch", "nvidia"))]
 
 
-def test_a_bootstrap_node_has_nothing_that_trains():
+def test_bootstrap_list_has_no_training_libraries():
     trains = {
         canonicalize_name(Requirement(line).name)
         for line in PROJECT["optional-dependencies"]["train"]
@@ -90,7 +90,7 @@ def test_a_bootstrap_node_has_nothing_that_trains():
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "check", "bench"])
-def test_set_up_lets_pip_resolve_torch_alone(target):
+def test_setup_lets_pip_resolve_only_torch(target):
     command = ["make", "--dry-run", "--always-make", target]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     installs = [line for line in done.stdout.splitlines() if "/pip install" in line]

@@ -37,7 +37,7 @@ def varied(rng, corpus):
 
 
 @pytest.mark.parametrize("name", sorted(TARGETS))
-def test_a_target_answers_or_refuses(name, corpus):
+def test_target_raises_only_declared_errors(name, corpus):
     make, refusals = TARGETS[name]
     feed = make()
     rng = random.Random(name)

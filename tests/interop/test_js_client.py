@@ -107,7 +107,7 @@ def drawn(node, count):
     return groups
 
 
-def test_it_judges_the_vectors_as_the_documents_do():
+def test_client_agrees_with_the_vectors():
     files = [VECTORS / f"{name}.json" for name in DOCUMENTS]
     vectors = [
         (path, vector) for path in files for vector in json.loads(path.read_text())["vectors"]
@@ -125,7 +125,7 @@ def greeting(foreign):
     return told if told and told["summaries"] else None
 
 
-def test_it_joins_by_an_invite_and_is_told_what_members_tell(foreign, node, alice):
+def test_client_joins_and_exchanges_summaries(foreign, node, alice):
     assert (alice["encryption"], alice["multiplexer"]) == ("/noise", "/yamux/1.0.0")
     assert [task["id"] for task in alice["manifest"]["tasks"]] == ["builtin/copy", "builtin/sum"]
     greeted = until(lambda: greeting(foreign), lambda: "no summary yet", seconds=60.0, pause=1.0)
@@ -144,7 +144,7 @@ def test_it_joins_by_an_invite_and_is_told_what_members_tell(foreign, node, alic
     assert shown[0]["name"] == "foreign"
 
 
-def test_its_groups_are_fetched_scored_and_drawn_for_training(foreign, node, alice):
+def test_client_groups_are_fetched_scored_and_drawn(foreign, node, alice):
     offered = [
         foreign("offer", name="alice", sequence=sequence, long=sequence == 4, codec=codec)
         for sequence, codec in enumerate(("raw", "raw", "raw", "zstd", "raw"))
@@ -158,7 +158,7 @@ def test_its_groups_are_fetched_scored_and_drawn_for_training(foreign, node, ali
     assert set(node.outcomes()) == OF_AN_ADMITTED_GROUP
 
 
-def test_the_node_polls_with_patience_and_is_answered_when_there_is_news(foreign, node, alice):
+def test_waiting_poll_of_the_node_gets_news(foreign, node, alice):
     held = foreign("told", name="alice")["held"]
     until(
         lambda: node.draw() or node.status()["rollouts"]["pulling"]["polled"],
@@ -172,7 +172,7 @@ def test_the_node_polls_with_patience_and_is_answered_when_there_is_news(foreign
     assert foreign("told", name="alice")["held"] > held
 
 
-def test_it_fetches_the_groups_that_the_node_lists_and_computes_the_same_rewards(
+def test_client_fetches_groups_and_computes_equal_rewards(
     foreign, node, alice, bob
 ):
     rewards = {sequence: node.publish(sequence, long=sequence == 3) for sequence in (1, 2, 3)}
@@ -200,7 +200,7 @@ def test_it_fetches_the_groups_that_the_node_lists_and_computes_the_same_rewards
     )
 
 
-def test_the_node_holds_a_poll_until_it_has_a_group_of_its_own(foreign, node, bob):
+def test_node_holds_a_poll_until_a_new_group(foreign, node, bob):
     listing = foreign("list", name="bob")
     cursor = {"life": listing["life"], "position": listing["position"]}
     empty = foreign("list", name="bob", patience=1, **cursor)
@@ -217,7 +217,7 @@ def test_the_node_holds_a_poll_until_it_has_a_group_of_its_own(foreign, node, bo
     assert (later["life"], later["position"]) == (listing["life"], listing["position"] + 1)
 
 
-def test_a_request_that_is_none_has_its_stream_reset(foreign, node, bob):
+def test_malformed_request_resets_its_stream(foreign, node, bob):
     for protocol in ("listing", "groups", "manifest", "peers", "session", "summary"):
         asked = foreign("ask", name="bob", protocol=protocol, request="81a1")
         assert asked["error"] == "StreamResetError", protocol
@@ -238,7 +238,7 @@ def test_copies_of_the_nodes_own_groups_are_refused(foreign, node, alice, bob):
         )
 
 
-def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(foreign, node):
+def test_malformed_groups_are_refused_as_in_the_vectors(foreign, node):
     expected, found = reasons(), {}
     faults = foreign("faults")
     assert len(faults) >= 35
@@ -267,7 +267,7 @@ def test_what_is_malformed_is_refused_for_the_reason_that_the_vectors_name(forei
     assert foreign("told", name=name)["served"]["groups"] >= 1
 
 
-def test_episodes_travel_through_it_and_are_replayed_by_the_node(foreign, tmp_path, monkeypatch):
+def test_episodes_pass_through_the_client(foreign, tmp_path, monkeypatch):
     """The client has no copy of the environment. It verifies form and signature of an episode, and
     lists episodes of other members."""
     with guessing_game(tmp_path, monkeypatch) as game:
@@ -296,7 +296,7 @@ def test_episodes_travel_through_it_and_are_replayed_by_the_node(foreign, tmp_pa
             foreign("leave", name="erin")
 
 
-def test_a_malformed_answer_is_refused_for_the_reason_that_the_vectors_name(foreign, node):
+def test_malformed_answers_are_refused_as_in_the_vectors(foreign, node):
     """The node drops the answer, charges the peer, and uses no group of the answer."""
     expected, found = reasons(), {}
     answers = foreign("answers")

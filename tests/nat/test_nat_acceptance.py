@@ -158,7 +158,7 @@ def prometheus(machine, directory):
     return True
 
 
-def test_found_a_swarm_join_it_from_behind_two_routers_and_lose_the_founder(tmp_path):
+def test_swarm_behind_routers_survives_loss_of_the_founder(tmp_path):
     with Topology() as net:
         net.public("f", "5.5.5.5")
         net.behind_nat("a", "5.5.5.11")

@@ -57,7 +57,7 @@ def exchange(a, b):
         wait_until(carried, "1 MiB arrives")
 
 
-def test_neither_can_be_reached_and_both_say_so_and_reserve(tmp_path):
+def test_unreachable_hosts_detect_it_and_reserve_a_relay(tmp_path):
     with swarm(tmp_path, ("preserving", "fully-random"), hole_punching=False) as (
         _,
         _,
@@ -80,7 +80,7 @@ def test_neither_can_be_reached_and_both_say_so_and_reserve(tmp_path):
         exchange(a, b)
 
 
-def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_the_relay(tmp_path):
+def test_punched_connection_outlives_the_relay(tmp_path):
     with swarm(tmp_path, ("preserving", "preserving")) as (_, _, relay, a, b):
         wait_until(lambda: a.sees(b) == b.sees(a) == "direct", "the hole is punched")
         wait_until(
@@ -93,7 +93,7 @@ def test_routers_that_keep_ports_let_a_direct_connection_through_that_outlives_t
         exchange(a, b)
 
 
-def test_a_router_that_does_not_leaves_them_on_the_relay_and_they_come_back_with_it(tmp_path):
+def test_random_ports_keep_hosts_on_the_relay(tmp_path):
     with swarm(tmp_path, ("preserving", "fully-random")) as (_, start_relay, relay, a, b):
         exchange(a, b)
         wait_until(
@@ -108,7 +108,7 @@ def test_a_router_that_does_not_leaves_them_on_the_relay_and_they_come_back_with
         exchange(a, b)
 
 
-def test_the_doctor_asks_to_be_dialled_back_and_tells_the_nat_class_from_it(tmp_path):
+def test_doctor_reports_the_nat_class(tmp_path):
     def probe(net, name):
         asked = {
             "addresses": relay.addrs,
@@ -161,7 +161,7 @@ def test_nodes_recover_when_the_router_changes_its_address(
         exchange(a, b)
 
 
-def test_hosts_with_ipv6_alone_reach_each_other_and_find_a_third_through_the_second(tmp_path):
+def test_ipv6_only_hosts_find_each_other(tmp_path):
     with Topology() as net:
         for name, number in (("a", 1), ("b", 2), ("c", 3)):
             net.public(name, f"2a01:4f8:1:2::{number}")

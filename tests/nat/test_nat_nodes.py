@@ -87,7 +87,7 @@ class Node:
         return (self.directory / "node.log").read_text(errors="replace")
 
 
-def test_nodes_behind_two_routers_and_a_public_one_all_train_on_each_other(tmp_path):
+def test_nodes_behind_routers_train_on_each_others_groups(tmp_path):
     """The public node does not relay, and the relay does not support rollouts. The routers allow no
     direct connection: groups of a and b travel by circuit or through the public node, weights by
     circuit only."""

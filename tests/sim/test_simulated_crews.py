@@ -16,7 +16,7 @@ async def stepping(world: CrewWorld, steps: int = 12) -> None:
         await world.next_step(40.0)
 
 
-def test_crew_of_four_without_a_spare_is_back_in_seconds():
+def test_crew_without_a_spare_recovers_in_seconds():
     async def story(world):
         await stepping(world)
         for node in world.nodes:
@@ -32,7 +32,7 @@ def test_crew_of_four_without_a_spare_is_back_in_seconds():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_kill_at_any_moment_of_founding_costs_seconds(seed):
+def test_kill_during_founding_costs_seconds(seed):
     async def story(world):
         await stepping(world)
         for _ in range(6):
@@ -61,7 +61,7 @@ def test_spares_take_the_stages_of_two_members(lose_disk):
 
 
 @pytest.mark.parametrize("disk", ["empty", "old"])
-def test_member_that_lost_steps_with_its_disk_costs_one_stage(disk):
+def test_lost_disk_costs_only_one_stage(disk):
     async def story(world):
         await stepping(world)
         node = world.crew()[2]
@@ -78,7 +78,7 @@ def test_member_that_lost_steps_with_its_disk_costs_one_stage(disk):
     assert not world.lost
 
 
-def test_150_seconds_without_network_lose_nothing():
+def test_network_outage_of_150_seconds_loses_nothing():
     async def story(world):
         await stepping(world)
         alone = world.crew()[1:2]
@@ -92,7 +92,7 @@ def test_150_seconds_without_network_lose_nothing():
     assert (world.inexact, world.lost) == (0, [])
 
 
-def test_after_a_partition_two_crews_continue_and_a_free_node_joins_the_newest():
+def test_partitioned_crews_continue_and_the_newest_gets_spares():
     async def story(world):
         await stepping(world)
         side = world.crew()[:2] + [node for node in world.nodes if node not in world.crew()][:2]
@@ -115,7 +115,7 @@ def test_after_a_partition_two_crews_continue_and_a_free_node_joins_the_newest()
     run(5, 8, story)
 
 
-def test_silent_machine_is_left_out_and_comes_back_as_a_spare():
+def test_silent_machine_returns_as_a_spare():
     async def story(world):
         await stepping(world)
         node = world.crew()[1]
@@ -129,7 +129,7 @@ def test_silent_machine_is_left_out_and_comes_back_as_a_spare():
     assert not run(6, 5, story).lost
 
 
-def test_struck_member_is_admitted_at_once_where_there_is_no_spare():
+def test_blamed_member_is_readmitted_without_a_spare():
     async def story(world):
         await stepping(world)
         machine = str(world.crew()[1].address)
@@ -144,7 +144,7 @@ def test_struck_member_is_admitted_at_once_where_there_is_no_spare():
     assert (world.inexact, world.lost) == (0, [])
 
 
-def test_slow_member_slows_the_crew_and_ends_nothing():
+def test_slow_member_does_not_end_the_crew():
     async def story(world):
         await stepping(world)
         world.crew()[3].slowness = 20.0
@@ -170,7 +170,7 @@ def test_liar_costs_bounded_time(stage):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_crew_runs_again_after_whatever_happened(seed):
+def test_crew_recovers_from_random_faults(seed):
     async def story(world):
         await stepping(world)
         for _ in range(8):

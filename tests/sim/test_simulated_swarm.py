@@ -31,7 +31,7 @@ def replay(seed: int, nodes: int, kinds: tuple[str, ...] = ()) -> str:
         (3, 3, ("cherry", "stolen", "storm")),
     ],
 )
-def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
+def test_swarm_recovers_from_its_faults(seed, nodes, kinds):
     """With one hostile node of each kind given. The cases together cover every kind."""
     ended = simulate(draw(seed, nodes, kinds))
     assert ended.problem == "", replay(seed, nodes, kinds)
@@ -39,12 +39,12 @@ def test_a_swarm_is_whole_again_after_its_faults(seed, nodes, kinds):
     assert ended.averaged >= nodes
 
 
-def test_a_swarm_that_nobody_has_seen_before_is_whole_again_too():
+def test_fresh_seed_recovers_from_its_faults():
     ended = simulate(draw(FRESH, 4))
     assert ended.problem == "", replay(FRESH, 4)
 
 
-def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(tmp_path):
+def test_history_does_not_depend_on_the_hash_seed(tmp_path):
     lines: list[str] = []
     here = simulate(draw(5, 4), lines)
     told = tmp_path / "history"
@@ -71,7 +71,7 @@ def test_the_same_seed_is_the_same_history_in_a_process_with_another_hash_seed(t
     assert len(lines) == here.events > 300
 
 
-def test_a_thread_that_something_else_has_left_behind_draws_nothing_of_it():
+def test_foreign_thread_draws_no_seeded_randomness():
     over = threading.Event()
 
     def draws():
@@ -96,10 +96,10 @@ def test_a_thread_that_something_else_has_left_behind_draws_nothing_of_it():
         ("commit", "has been in an exchange", ("stolen", "dripper")),
     ],
 )
-def test_a_defect_that_was_put_in_is_found(defect, found, kinds):
+def test_inserted_defect_is_found(defect, found, kinds):
     problems = (simulate(draw(seed, 4, kinds), broken=defect).problem for seed in range(5))
     assert found in next(filter(None, problems))
 
 
-def test_another_seed_is_another_history():
+def test_other_seed_gives_another_history():
     assert simulate(draw(2, 3)).digest != simulate(draw(3, 3)).digest

@@ -1,7 +1,7 @@
 """The network half of a crew without a network: real links and stage sockets to real trainers, in
 one trio program.
 
-    # run `CrewTrainer`s there, in threads or processes
+    # run `CrewTrainer`s there, in threads
     async with crew_network(directories) as network:
         await until(lambda: network.step >= 5)
 

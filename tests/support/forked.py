@@ -9,5 +9,5 @@ import multiprocessing
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    [f"tests.support.{name}_child" for name in ("crew", "host", "nat", "replica")]
+    [f"tests.support.{name}_child" for name in ("host", "nat", "replica")]
 )

@@ -120,11 +120,6 @@ class HostProcess:
         fields = Path(f"/proc/{self.pid}/statm").read_text().split()
         return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def peak_rss(self) -> int:
-        """Return the peak resident memory in bytes."""
-        text = Path(f"/proc/{self.pid}/status").read_text()
-        return int(text.partition("VmHWM:")[2].split()[0]) * 1024
-
     def sockets(self) -> int:
         """Return the number of open sockets."""
         names = (

@@ -69,7 +69,7 @@ def lie(liar, answer: bytes, *, then: str = "close") -> None:
         (bytes(limits.BULK_MANIFEST_BYTES + 1), "bounds"),
     ],
 )
-async def test_a_manifest_that_lies_is_refused(tmp_path, manifest, reason):
+async def test_rejects_a_false_manifest(tmp_path, manifest, reason):
     async def handler(peer: str, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
         return codec.encode(
@@ -86,7 +86,7 @@ async def test_a_manifest_that_lies_is_refused(tmp_path, manifest, reason):
             await client.bulk.manifest(server.peer_id, TRANSFER, root=bytes(32))
 
 
-async def test_a_wrong_chunk_is_not_accepted_and_what_came_before_it_stays(tmp_path):
+async def test_wrong_chunk_is_rejected_and_earlier_chunks_stay(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = honest(server)
         content = bytearray(b"".join(map(bytes, (source.chunk(index) for index in range(8)))))
@@ -112,7 +112,7 @@ async def test_a_wrong_chunk_is_not_accepted_and_what_came_before_it_stays(tmp_p
         (framed(BulkResponse("ok", 8 * CHUNK)) + bytes(3 * CHUNK), "hash"),
     ],
 )
-async def test_an_answer_that_does_not_fit_the_request_ends_it(tmp_path, answer, outcome):
+async def test_mismatched_answer_ends_the_request(tmp_path, answer, outcome):
     async with hosts(tmp_path, 2) as (server, client):
         _, sink = honest(server)
         lie(server, answer)
@@ -122,7 +122,7 @@ async def test_an_answer_that_does_not_fit_the_request_ends_it(tmp_path, answer,
         assert client.bulk.statistics().fetched == {outcome: 1}
 
 
-async def test_more_than_was_announced_is_not_read(tmp_path):
+async def test_does_not_read_beyond_the_announced_size(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = honest(server)
         content = b"".join(map(bytes, (source.chunk(index) for index in range(8))))
@@ -136,7 +136,7 @@ async def test_more_than_was_announced_is_not_read(tmp_path):
 # -- stopped peers
 
 
-async def test_a_peer_that_stalls_costs_the_deadline_and_nothing_of_others(tmp_path):
+async def test_stalled_peer_costs_only_its_own_deadline(tmp_path):
     async with hosts(tmp_path, 3) as (server, client, other):
         source, sink = honest(server)
         _, theirs = honest(other)
@@ -159,7 +159,7 @@ async def _times_out(client, server, sink) -> None:
         await fetch(client, server, sink, deadline=1.0)
 
 
-async def test_after_a_death_in_the_middle_only_the_rest_comes_from_elsewhere(tmp_path):
+async def test_resumes_a_broken_transfer_from_another_peer(tmp_path):
     async with hosts(tmp_path, 3) as (dying, client, other):
         source, sink = honest(dying)
         other.bulk.offer(TRANSFER, source)
@@ -179,7 +179,7 @@ async def test_after_a_death_in_the_middle_only_the_rest_comes_from_elsewhere(tm
         assert client.bulk.statistics().received_bytes - before == 5 * CHUNK
 
 
-async def test_a_reader_that_does_not_read_gives_its_slot_back(tmp_path, monkeypatch):
+async def test_idle_reader_loses_its_slot(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "STALL_SECONDS", 0.5)
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = honest(server, 32, MIB)
@@ -199,7 +199,7 @@ async def test_a_reader_that_does_not_read_gives_its_slot_back(tmp_path, monkeyp
 # -- flooding peers
 
 
-async def test_a_hundred_transfers_at_once_leave_room_for_others(tmp_path):
+async def test_greedy_peer_leaves_slots_for_other_peers(tmp_path):
     async with hosts(tmp_path, 3) as (server, greedy, client):
         source, sink = honest(server, 16, MIB)
         await until(lambda: server.peer_id in client.connected())

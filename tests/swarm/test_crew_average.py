@@ -153,7 +153,7 @@ async def meet(first, second):
     return before
 
 
-async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with_nothing_else(
+async def test_averages_only_equal_layers_of_another_crew(
     tmp_path,
 ):
     async with stages(tmp_path, [(1, 1), (2, 1), (1, 0)]) as holders:
@@ -176,7 +176,7 @@ async def test_a_stage_is_averaged_with_the_same_layers_of_another_crew_and_with
         assert all(torch.equal(t, others[n]) for n, t in head.weights().items())
 
 
-async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_layers_that_both_hold(
+async def test_differently_cut_crews_average_common_layers(
     tmp_path,
 ):
     async with stages(tmp_path, [(1, 1), (2, 1, 1, 3)]) as (half, long):
@@ -190,7 +190,7 @@ async def test_stages_of_crews_that_are_cut_differently_are_averaged_in_the_laye
         assert distance(half, long) < 0.1 * before
 
 
-async def test_a_stage_that_is_suspended_averages_at_none_of_its_steps(tmp_path, monkeypatch):
+async def test_suspended_stage_does_not_average(tmp_path, monkeypatch):
     async with stages(tmp_path, [(1, 1)]) as (holder,):
         between = []
         holder.averaging.begin()

@@ -25,7 +25,7 @@ def newest_common(nodes):
     return min(found.values())
 
 
-def test_all_killed_at_once_and_one_disk_gone_costs_nothing_that_is_on_another(tmp_path):
+def test_restores_after_all_nodes_and_one_disk_are_lost(tmp_path):
     model = write_deep_model(tmp_path / "model", layers=6, middle=True)
     settings = [
         whole_settings(model, i, STAGES, stages={"checkpoint_every": 2}) for i in range(STAGES)

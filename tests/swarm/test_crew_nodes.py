@@ -51,7 +51,7 @@ def crew(tmp_path_factory, model):
         stop(made.nodes)
 
 
-def test_they_train_it_together_and_only_the_head_reports_and_publishes(crew):
+def test_crew_trains_and_only_the_head_publishes(crew):
     seen = until(lambda: crew.at(6), crew.story)
     whole = {stage: snapshot(node) for stage, (node, _) in seen.items()}
     assert whole[0]["rollouts"]["published"] > 0
@@ -64,7 +64,7 @@ def test_they_train_it_together_and_only_the_head_reports_and_publishes(crew):
 
 
 @pytest.mark.parametrize("stages", [(0,), (1, 2)])
-def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
+def test_killed_trainers_lose_no_committed_step(crew, stages):
     def kill(nodes):
         kill_trainers([nodes[stage] for stage in stages])
 
@@ -81,7 +81,7 @@ def test_kill_minus_nine_of_trainers_costs_no_committed_step(crew, stages):
         assert after[stage][0] is before[stage][0]
 
 
-def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
+def test_killed_network_process_loses_no_committed_step(crew):
     trainers = {}
 
     def kill(nodes):
@@ -94,7 +94,7 @@ def test_kill_minus_nine_of_a_network_process_costs_no_committed_step(crew):
     )
 
 
-def test_kill_minus_nine_of_a_whole_node_costs_no_committed_step(crew):
+def test_killed_node_loses_no_committed_step(crew):
     def kill(nodes):
         nodes[2].kill()
         nodes[2].start(crew.address)
@@ -102,7 +102,7 @@ def test_kill_minus_nine_of_a_whole_node_costs_no_committed_step(crew):
     crew.lose(kill)
 
 
-def test_a_spare_takes_the_seat_of_a_node_that_does_not_come_back(crew, model, tmp_path):
+def test_spare_replaces_a_lost_node(crew, model, tmp_path):
     spare = DemoNode("spare", tmp_path / "spare", whole_settings(model, STAGES, STAGES))
     crew.nodes.append(spare)
     spare.start(crew.address)

@@ -76,7 +76,7 @@ def train(directory, model, losses=()):
     raise AssertionError("always another head")
 
 
-def test_what_was_lost_and_came_back_is_the_run_that_lost_nothing(tmp_path):
+def test_restored_run_equals_the_undisturbed_run(tmp_path):
     model = write_deep_model(tmp_path / "model", layers=6)
     step, weights = train(tmp_path / "lost", model, LOSSES)
     same, expected = train(tmp_path / "undisturbed", model)

@@ -114,7 +114,7 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
 
-async def test_a_trainer_that_is_killed_comes_back_to_its_stage_and_no_step_is_lost(tmp_path):
+async def test_killed_trainer_resumes_without_losing_a_step(tmp_path):
     async with crew(tmp_path) as (made, _):
         step = await made.running(above=3)
         name, node = made.holder(1)
@@ -126,7 +126,7 @@ async def test_a_trainer_that_is_killed_comes_back_to_its_stage_and_no_step_is_l
         await made.running(above=step, seconds=120)
 
 
-async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
+async def test_spare_takes_the_stage_of_a_lost_host(tmp_path):
     async with crew(tmp_path, "abcd") as (made, _):
         step = await made.running(above=3)
         name, _ = made.holder(2)
@@ -140,7 +140,7 @@ async def test_a_spare_takes_the_stage_of_a_host_that_is_gone(tmp_path):
         await made.running(above=step, seconds=120)
 
 
-async def test_a_network_process_that_starts_again_comes_back(tmp_path):
+async def test_restarted_network_process_rejoins_the_crew(tmp_path):
     async with crew(tmp_path) as (made, _):
         step = await made.running(above=3)
         name, node = made.holder(1)
@@ -151,7 +151,7 @@ async def test_a_network_process_that_starts_again_comes_back(tmp_path):
         await made.running(above=step, seconds=120)
 
 
-async def test_a_node_that_stops_says_so_and_is_not_waited_for(tmp_path):
+async def test_stopping_node_announces_its_leave(tmp_path):
     async with crew(tmp_path) as (made, _):
         await made.running(above=1)
         _, node = made.holder(2)
@@ -162,7 +162,7 @@ async def test_a_node_that_stops_says_so_and_is_not_waited_for(tmp_path):
         assert all("its node stops" in one.service.statistics().last_reason for one in others)
 
 
-async def test_in_quiet_hours_a_node_is_in_no_crew_and_comes_back_after(tmp_path):
+async def test_node_leaves_its_crew_in_quiet_hours(tmp_path):
     async with crew(tmp_path) as (made, _):
         step = await made.running(above=1)
         _, node = made.holder(1)
@@ -172,7 +172,7 @@ async def test_in_quiet_hours_a_node_is_in_no_crew_and_comes_back_after(tmp_path
         await made.running(above=step, seconds=120)
 
 
-async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
+async def test_strangers_do_not_affect_a_running_crew(tmp_path):
     async with crew(tmp_path) as (made, bootstrap):
         await made.running(above=1)
         target = made.holder(1)[1]
@@ -205,7 +205,7 @@ async def test_strangers_change_nothing_about_a_crew_that_works(tmp_path):
         assert "stages_malformed" in rejected
 
 
-async def test_switched_off_it_answers_nobody(tmp_path):
+async def test_disabled_service_answers_no_peer(tmp_path):
     async with (
         host(tmp_path / "a") as one,
         host(tmp_path / "b", initial_peers=[one.listen_addrs[0]]) as other,

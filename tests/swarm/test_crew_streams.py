@@ -85,7 +85,7 @@ async def ended(stream):
             pass
 
 
-async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp_path):
+async def test_large_streams_arrive_complete_in_bounded_memory(tmp_path):
     async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
         peer_a = ca.members[0]
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
@@ -120,7 +120,7 @@ async def test_sixty_four_megabytes_both_ways_arrive_whole_in_bounded_memory(tmp
         assert a.statistics().lost == {}
 
 
-async def test_the_metered_bytes_are_those_of_the_stage_protocol(tmp_path):
+async def test_meters_bytes_of_the_stage_protocol(tmp_path):
     async with crew(tmp_path) as (networks, (a, b), (ca, cb), _):
         one, other = await open_pipe(a, ca, 1, "state"), await open_pipe(b, cb, 0, "state")
         await one.send_all(bytes(100_000))
@@ -133,7 +133,7 @@ async def test_the_metered_bytes_are_those_of_the_stage_protocol(tmp_path):
         ] == pytest.approx(100_000, abs=500)
 
 
-async def test_what_is_written_before_the_other_end_is_there_arrives(tmp_path):
+async def test_delivers_bytes_written_before_the_peer_connects(tmp_path):
     async with crew(tmp_path) as (_, (a, b), (ca, cb), _):
         one = await open_pipe(a, ca, 1)
         await one.send_all(b"early")
@@ -146,7 +146,7 @@ async def test_what_is_written_before_the_other_end_is_there_arrives(tmp_path):
         assert a.statistics().waiting == b.statistics().parked == 0
 
 
-async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_path):
+async def test_opens_in_any_order_and_both_kinds_at_once(tmp_path):
     async with crew(tmp_path, 3) as (_, pipes, seen, _):
         ends = {}
         for kind in ("frames", "state"):
@@ -163,7 +163,7 @@ async def test_the_upper_end_may_be_there_first_and_both_kinds_side_by_side(tmp_
         assert all(each.statistics().open == {"frames": 2, "state": 2} for each in pipes)
 
 
-async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_nothing(
+async def test_busy_trainer_blocks_its_sender_without_loss(
     tmp_path, monkeypatch
 ):
     """The guards allow other writers a fifth of a second without credit; this trainer reads nothing
@@ -196,7 +196,7 @@ async def test_a_trainer_that_is_busy_for_long_holds_up_its_sender_and_loses_not
         assert lost == [[], []]
 
 
-async def test_a_stream_that_stands_still_for_too_long_ends_on_both_sides(tmp_path, monkeypatch):
+async def test_stalled_stream_ends_on_both_sides(tmp_path, monkeypatch):
     monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.5)
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.05)
     async with crew(tmp_path) as (_, (a, b), (ca, cb), lost):
@@ -208,7 +208,7 @@ async def test_a_stream_that_stands_still_for_too_long_ends_on_both_sides(tmp_pa
         assert a.statistics().lost == b.statistics().lost == {"frames": 1}
 
 
-async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
+async def test_new_crew_ends_streams_without_reporting_losses(tmp_path):
     async with crew(tmp_path) as (networks, (a, b), (ca, cb), lost):
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         await one.send_all(b"x")
@@ -231,7 +231,7 @@ async def test_a_new_crew_ends_every_stream_and_nobody_is_called_lost(tmp_path):
         await until(lambda: lost == [[], [peer_a]])
 
 
-async def test_a_member_that_is_a_crew_ahead_tries_until_the_other_is_there_too(tmp_path):
+async def test_member_retries_until_the_peer_has_the_new_crew(tmp_path):
     async with crew(tmp_path) as (networks, (a, b), _, lost):
         newer = stream_peers([network.peer_id for network in networks], crew=b"d" * 32)
         a.assign(newer[0])
@@ -244,7 +244,7 @@ async def test_a_member_that_is_a_crew_ahead_tries_until_the_other_is_there_too(
         assert lost == [[], []]
 
 
-async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
+async def test_lost_host_is_reported_at_once(tmp_path):
     async with crew(tmp_path, 3) as (networks, pipes, seen, lost):
         ends = {
             (i, j): await open_pipe(pipes[i], seen[i], j)
@@ -262,7 +262,7 @@ async def test_a_host_that_is_gone_is_told_at_once(tmp_path):
         assert pipes[0].statistics().open["frames"] == 1  # the stream to stage 2
 
 
-async def test_it_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
+async def test_stream_works_through_a_relay_and_ends_with_it(tmp_path, monkeypatch):
     monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=8 * 2**20))
     members = {"relay": "client", "hole_punching": False}
     async with host(tmp_path / "relay", relay="server") as relay, trio.open_nursery() as nursery:
@@ -353,7 +353,7 @@ def said(circle, **other):
         ({"to_stage": 0}, "stage"),
     ],
 )
-async def test_a_member_is_refused_where_the_crew_says_otherwise(tmp_path, other, reason):
+async def test_rejects_openings_that_contradict_the_crew(tmp_path, other, reason):
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
         await refused(networks[0], networks[1].peer_id, said(ca, **other))
         assert b.statistics().refused == {reason: 1}
@@ -361,7 +361,7 @@ async def test_a_member_is_refused_where_the_crew_says_otherwise(tmp_path, other
         assert networks[1].welcome(networks[0].peer_id)
 
 
-async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):
+async def test_stranger_gets_no_stream(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
         await refused(networks[2], networks[1].peer_id, said(ca))
         assert b.statistics().refused == {"peer": 1}
@@ -380,7 +380,7 @@ async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):
     ],
     ids=["empty", "garbage", "nothing", "long", "half", "array"],
 )
-async def test_what_is_no_message_costs_standing(tmp_path, data):
+async def test_malformed_message_costs_reputation(tmp_path, data):
     async with crew(tmp_path) as (networks, (_, b), _, _):
         await refused(networks[0], networks[1].peer_id, data)
         assert b.statistics().refused == {"malformed": 1}
@@ -389,7 +389,7 @@ async def test_what_is_no_message_costs_standing(tmp_path, data):
         )
 
 
-async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
+async def test_parked_streams_are_limited_in_number_and_time(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "PARK_SECONDS", 0.5)
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
         first = await open_as(networks[0], networks[1].peer_id, said(ca))
@@ -402,7 +402,7 @@ async def test_streams_are_parked_once_and_not_for_ever(tmp_path, monkeypatch):
         assert b.statistics().parked == 0
 
 
-async def test_who_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
+async def test_silent_opener_times_out(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "OPEN_SECONDS", 0.3)
     async with crew(tmp_path) as (networks, (a, b), _, _):
         silent = await networks[0].streams.open(
@@ -419,7 +419,7 @@ async def test_who_says_nothing_is_not_waited_for(tmp_path, monkeypatch):
         assert a.statistics().waiting == 0
 
 
-async def test_a_trainer_that_opens_the_same_again_takes_over(tmp_path):
+async def test_reopened_stream_replaces_the_former_one(tmp_path):
     async with crew(tmp_path) as (_, (a, b), (ca, cb), _):
         old, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
         await old.send_all(b"old")
@@ -432,7 +432,7 @@ async def test_a_trainer_that_opens_the_same_again_takes_over(tmp_path):
         assert await exactly(other, 3) == b"new"
 
 
-async def test_without_budget_bytes_wait(tmp_path):
+async def test_bytes_wait_without_budget(tmp_path):
     allowed = [False]
     async with crew(tmp_path, allows=lambda choice: allowed[0]) as (_, (a, b), (ca, cb), _):
         one, other = await open_pipe(a, ca, 1), await open_pipe(b, cb, 0)
@@ -443,7 +443,7 @@ async def test_without_budget_bytes_wait(tmp_path):
         assert await exactly(other, 1) == b"x"
 
 
-async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
+async def test_ended_pipes_leave_nothing_open(tmp_path):
     async with hosts(tmp_path, 2) as networks:
         seen = stream_peers([network.peer_id for network in networks])
         for _ in range(3):
@@ -476,7 +476,7 @@ async def test_nothing_stays_open_when_the_pipes_end(tmp_path):
         assert oct(os.stat(pipes[0].path).st_mode)[-3:] == "600"
 
 
-async def test_strangers_keep_no_member_waiting_for_a_place(tmp_path):
+async def test_strangers_do_not_delay_members(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
         # It is reset at once, perhaps before both sides have agreed on a protocol, and not after
         # OPEN_SECONDS.

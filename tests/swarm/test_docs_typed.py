@@ -450,7 +450,7 @@ def test_stages(world):
     assert (world.machine("stager").home / "policy" / "swarmnode.json").exists()
 
 
-def test_every_section_of_a_page_is_typed():
+def test_types_every_section_of_a_page():
     for page in {page for page, _ in PARTS.values()}:
         parts = [commands(part) for part, (of_page, _) in PARTS.items() if of_page == page]
         assert sorted(line for part in parts for line in part) == sorted(

@@ -55,7 +55,7 @@ def founded_at(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path, founded_at):
+def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
     """The founder is the member. tests/swarm/test_docs_typed.py checks that joined nodes train on
     each other's groups."""
     a, invite = founded_at
@@ -137,7 +137,7 @@ def refusal(capsys):
 @pytest.mark.parametrize(
     ("change", "says"), [({"minimum_version": "99.0"}, "99.0"), ({"protocols": ["/x/1"]}, "/x/1")]
 )
-def test_a_swarm_that_this_version_cannot_honour_is_refused_and_not_joined(
+def test_join_rejects_an_unsupported_swarm(
     tmp_path, monkeypatch, capsys, change, says
 ):
     opened = founded(**change)
@@ -158,7 +158,7 @@ def kept(data_dir, capsys):
     }
 
 
-def test_what_join_was_given_is_kept_once_it_has_joined(tmp_path, monkeypatch, capsys):
+def test_join_stores_its_options(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded(minimum_version="99.0"))
     asked = ["--set", "node.name=evening", "--set", "http.port=9000"]
     assert join(tmp_path / "a", founded(minimum_version="99.0"), *asked) == 77
@@ -169,7 +169,7 @@ def test_what_join_was_given_is_kept_once_it_has_joined(tmp_path, monkeypatch, c
     assert kept(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
 
 
-def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is_printed(
+def test_init_stores_options_and_prints_the_run_command(
     tmp_path, capsys
 ):
     asked = [
@@ -199,14 +199,14 @@ def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is
     }
 
 
-def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, monkeypatch, capsys):
+def test_join_rejects_a_manifest_of_another_swarm(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded(name="another"))
     assert join(tmp_path, founded()) == 77
     assert "not that of the invite" in refusal(capsys)
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_a_node_of_one_swarm_does_not_join_another_in_the_same_directory(
+def test_join_refuses_a_directory_of_another_swarm(
     tmp_path, monkeypatch, capsys
 ):
     served_by_a_child(monkeypatch, founded())
@@ -219,7 +219,7 @@ def test_a_node_of_one_swarm_does_not_join_another_in_the_same_directory(
     assert ManifestStore(tmp_path).current() == founded().swarm
 
 
-def test_whoever_follows_founders_joins_the_successor_and_nobody_else_does(tmp_path, monkeypatch):
+def test_join_follows_a_successor_only_if_configured(tmp_path, monkeypatch):
     first = founded()
     second = founded(predecessor=first.swarm, created_at=first.manifest.created_at + 1)
     served_by_a_child(monkeypatch, first, second)
@@ -228,7 +228,7 @@ def test_whoever_follows_founders_joins_the_successor_and_nobody_else_does(tmp_p
         assert ManifestStore(tmp_path / policy).current() == expected.swarm
 
 
-def test_a_broken_invite_is_refused_before_anything_is_tried(tmp_path, capsys):
+def test_join_rejects_a_broken_invite_first(tmp_path, capsys):
     assert (
         cli.run(
             ["join", "/ip4/127.0.0.1/tcp/1/swarm/nothex", "--no-run", "--data-dir", str(tmp_path)]
@@ -239,7 +239,7 @@ def test_a_broken_invite_is_refused_before_anything_is_tried(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_loose_secret_file_is_refused(tmp_path, capsys):
+def test_join_refuses_a_readable_secret_file(tmp_path, capsys):
     file = tmp_path / "secret"
     file.write_text("00" * 32)
     file.chmod(0o644)
@@ -247,7 +247,7 @@ def test_a_loose_secret_file_is_refused(tmp_path, capsys):
     assert "chmod 600" in refusal(capsys)
 
 
-def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder_alone(
+def test_only_the_founder_creates_a_successor(
     tmp_path, capsys
 ):
     store = ManifestStore(tmp_path)
@@ -259,7 +259,7 @@ def test_a_directory_with_a_swarm_founds_no_other_but_a_successor_by_the_founder
     assert "only the founder" in refusal(capsys)
 
 
-def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything(
+def test_no_successor_when_the_clock_went_back(
     tmp_path, monkeypatch, capsys
 ):
     found = [
@@ -286,7 +286,7 @@ def test_a_founder_whose_clock_went_back_signs_no_successor_and_keeps_everything
     assert ManifestStore(tmp_path).current() != current
 
 
-def test_whoever_joins_needs_no_clock_that_agrees_with_the_founders(tmp_path, monkeypatch):
+def test_join_does_not_compare_clocks(tmp_path, monkeypatch):
     for name, days in (("past", -4000), ("future", 4000)):
         opened = founded(created_at=int((time.time() + 86_400 * days) * 1000))
         served_by_a_child(monkeypatch, opened)
@@ -294,7 +294,7 @@ def test_whoever_joins_needs_no_clock_that_agrees_with_the_founders(tmp_path, mo
         assert ManifestStore(tmp_path / name).current() == opened.swarm
 
 
-def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
+def test_config_show_marks_manifest_settings(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
@@ -320,7 +320,7 @@ def test_config_show_tells_what_the_manifest_set(tmp_path, capsys):
     assert shown["training.learning_rate"]["origin"] == "default for this model"
 
 
-def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
+def test_manifest_show_prints_invite_and_successor(tmp_path, capsys):
     assert cli.run(["manifest", "show", "--data-dir", str(tmp_path)]) == 69
     first = founded(
         bootstrap=["/ip4/192.0.2.7/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"]
@@ -338,7 +338,7 @@ def test_manifest_show_prints_an_invite_and_a_successor(tmp_path, capsys):
     assert shown["successor"]["changes"] == [f"- bootstrap {first.manifest.bootstrap[0]}: named"]
 
 
-def test_there_is_nothing_to_follow_before_a_successor_is_known(tmp_path, capsys):
+def test_follow_without_a_successor_is_an_error(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
@@ -349,12 +349,12 @@ def test_there_is_nothing_to_follow_before_a_successor_is_known(tmp_path, capsys
     assert ManifestStore(tmp_path).current() != founded().swarm
 
 
-def test_a_bootstrap_node_without_a_swarm_says_what_to_give_it(tmp_path, capsys):
+def test_bootstrap_without_a_swarm_names_the_remedy(tmp_path, capsys):
     assert cli.run(["bootstrap", "--data-dir", str(tmp_path)]) == 78
     assert "invite" in refusal(capsys)
 
 
-def test_a_manifest_file_beyond_the_cap_is_refused_unread(tmp_path, capsys):
+def test_oversized_manifest_file_is_not_read(tmp_path, capsys):
     (tmp_path / "m").write_bytes(founded().signed + bytes(1 << 20))
     assert (
         cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77
@@ -363,7 +363,7 @@ def test_a_manifest_file_beyond_the_cap_is_refused_unread(tmp_path, capsys):
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_alone(
+def test_damaged_manifest_leaves_key_and_address_book_intact(
     tmp_path, capsys
 ):
     store = ManifestStore(tmp_path)
@@ -379,7 +379,7 @@ def test_a_manifest_that_grew_on_disk_is_damaged_and_the_key_and_book_are_left_a
     assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
 
 
-def test_a_manifest_file_that_is_none_is_refused(tmp_path, capsys):
+def test_rejects_an_invalid_manifest_file(tmp_path, capsys):
     (tmp_path / "m").write_bytes(founded().signed[:-1])
     assert (
         cli.run(["bootstrap", "--manifest", str(tmp_path / "m"), "--data-dir", str(tmp_path)]) == 77

@@ -50,14 +50,14 @@ def refounded(opened):
     return msgspec.msgpack.encode(msgspec.structs.replace(envelope, signature=bytes(64)))
 
 
-async def test_the_manifest_comes_from_whichever_peer_is_there(tmp_path):
+async def test_fetches_the_manifest_from_any_available_peer(tmp_path):
     async with host(tmp_path / "a") as a:
         where = Invite((NOWHERE, *serving(a).listen_addrs), FIRST.swarm)
         found = await join.fetch(JOINER, where, None)
     assert (found.manifest, found.successor) == (FIRST, None)
 
 
-async def test_a_successor_comes_with_it(tmp_path):
+async def test_fetches_the_successor_with_the_manifest(tmp_path):
     async with host(tmp_path / "a") as a:
         found = await join.fetch(JOINER, invite(serving(a, successor=SECOND.signed)), None)
     assert found.successor == SECOND
@@ -76,7 +76,7 @@ async def test_a_successor_comes_with_it(tmp_path):
         (FIRST.signed, succeeding(FIRST, OTHER_KEY).signed, "does not follow"),
     ],
 )
-async def test_a_peer_with_something_else_is_refused_and_told_apart(
+async def test_wrong_manifests_are_rejected_by_reason(
     tmp_path, manifest, successor, says
 ):
     async with host(tmp_path / "a") as a:
@@ -84,7 +84,7 @@ async def test_a_peer_with_something_else_is_refused_and_told_apart(
             await join.fetch(JOINER, invite(serving(a, manifest, successor)), None)
 
 
-async def test_a_bootstrap_that_is_not_the_peer_it_claims_is_refused(tmp_path):
+async def test_rejects_a_bootstrap_with_another_peer_id(tmp_path):
     async with host(tmp_path / "a") as a:
         where = serving(a).listen_addrs[0].partition("/p2p/")[0]
         with pytest.raises(Refused, match="not the one that the invite names"):
@@ -93,13 +93,13 @@ async def test_a_bootstrap_that_is_not_the_peer_it_claims_is_refused(tmp_path):
             )
 
 
-async def test_an_honest_peer_beside_a_wrong_one_is_enough(tmp_path):
+async def test_one_honest_bootstrap_peer_is_enough(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
         found = await join.fetch(JOINER, invite(serving(a, SECOND.signed), serving(b)), None)
     assert found.manifest == FIRST
 
 
-async def test_nobody_there_is_unavailable_and_not_refused():
+async def test_unreachable_peers_are_unavailable_not_refused():
     with pytest.raises(Unavailable, match="Connection refused"):
         await join.fetch(JOINER, Invite((NOWHERE,), FIRST.swarm), None, seconds=0.5)
 
@@ -107,7 +107,7 @@ async def test_nobody_there_is_unavailable_and_not_refused():
 # ---- private swarms
 
 
-async def test_who_has_the_secret_gets_the_manifest_and_nobody_else(tmp_path):
+async def test_private_manifest_requires_the_secret(tmp_path):
     founder = load_or_create(tmp_path / "identity.key")
     async with open_host(NetworkConfig(mdns=False), founder, tmp_path, secret=SECRET) as network:
         where = invite(serving(network))
@@ -119,7 +119,7 @@ async def test_who_has_the_secret_gets_the_manifest_and_nobody_else(tmp_path):
         assert network.connected() == []
 
 
-async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
+async def test_members_with_the_secret_connect(tmp_path):
     async with open_host(
         NetworkConfig(mdns=False), from_key(KEY), tmp_path / "a", secret=SECRET
     ) as a:
@@ -129,7 +129,7 @@ async def test_members_of_a_swarm_with_a_secret_connect(tmp_path):
                 await b.wait_connected()
 
 
-async def test_who_is_not_on_the_list_is_closed_at_the_handshake(tmp_path):
+async def test_unlisted_peer_is_closed_at_the_handshake(tmp_path):
     founder = load_or_create(tmp_path / "identity.key")
     async with open_host(
         NetworkConfig(mdns=False), founder, tmp_path, members={JOINER.peer_id}
@@ -154,7 +154,7 @@ def successors(network, directory, follow, opened=FIRST):
 
 
 @pytest.mark.parametrize(("policy", "moves"), [("founder", True), ("ask", False), ("never", False)])
-async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(
+async def test_running_node_follows_a_successor_by_policy_only(
     tmp_path, policy, moves
 ):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
@@ -177,7 +177,7 @@ async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(
                 nursery.cancel_scope.cancel()
 
 
-async def test_a_successor_that_trains_another_model_is_not_followed_by_itself(tmp_path):
+async def test_successor_with_another_model_needs_the_operator(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         serving(a, FIRST.signed, succeeding(FIRST, models=[]).signed)
         store, following = successors(b, tmp_path / "b", "founder")
@@ -192,7 +192,7 @@ async def test_a_successor_that_trains_another_model_is_not_followed_by_itself(t
 # ---- one key, two processes
 
 
-async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_goes_on(tmp_path):
+async def test_later_process_with_the_same_key_ends(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         shutil.copytree(tmp_path / "b", tmp_path / "c", ignore=shutil.ignore_patterns("port"))
         async with host(tmp_path / "c", initial_peers=a.listen_addrs) as c:
@@ -223,7 +223,7 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
             assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
 
 
-async def test_who_has_just_connected_is_told_more_often(autojump_clock):
+async def test_notifies_new_connections_more_often(autojump_clock):
     class Answers:
         def __init__(self):
             self.at = []
@@ -254,7 +254,7 @@ async def test_who_has_just_connected_is_told_more_often(autojump_clock):
     assert len(gaps) > 20
 
 
-async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
+async def test_earlier_session_is_not_a_twin(tmp_path):
     async with host(tmp_path / "a") as a:
         sessions = Sessions(
             a.requests, a.peer_id, KEY, FIRST.swarm, a.connected, clock=lambda: 1000.0
@@ -275,7 +275,7 @@ async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
         )
 
 
-async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_path):
+async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
     """Witnesses report two sessions of the earlier run, one later than the other."""
 
     class Told:
@@ -338,7 +338,7 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1" * 400, "\u0663", "12\n13"])
-async def test_a_damaged_stamp_file_is_none(tmp_path, text):
+async def test_ignores_a_damaged_stamp_file(tmp_path, text):
     (tmp_path / "stamp").write_text(text, encoding="utf-8")
     stamps = Stamps(lambda: 1000.0, tmp_path / "stamp")
     assert stamps.first == 1_000_000
@@ -346,7 +346,7 @@ async def test_a_damaged_stamp_file_is_none(tmp_path, text):
     assert Stamps(lambda: 900.0, tmp_path / "stamp").first > 1_000_001
 
 
-async def test_stamps_rise_while_the_clock_falls(tmp_path):
+async def test_stamps_increase_when_the_clock_goes_back(tmp_path):
     clock = iter([1000.0, 1000.0, 5000.0, 10.0, 11.0, 6000.0]).__next__
     stamps = Stamps(clock, tmp_path / "stamp")
     issued = [await stamps.next() for _ in range(5)]
@@ -354,7 +354,7 @@ async def test_stamps_rise_while_the_clock_falls(tmp_path):
     assert issued[-1] == 6_000_000
 
 
-def test_a_witness_remembers_a_few_sessions_of_many_peers_for_a_while():
+def test_witness_memory_is_bounded_in_peers_and_time():
     witness = Witness()
 
     def heard(peer, number, now):

@@ -84,7 +84,7 @@ def swarm(tmp_path_factory):
             node.wait(30)
 
 
-def test_each_trains_on_groups_of_the_other(swarm):
+def test_nodes_train_on_each_others_groups(swarm):
     first, second = (status(node) for node in swarm)
     assert first["trainer"]["report"]["peers_used"].keys() == {second["node"]["peer"]}
     assert second["trainer"]["report"]["peers_used"].keys() == {first["node"]["peer"]}
@@ -122,7 +122,7 @@ def told(node, *command):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
+def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     node = swarm[1]
     resting = lambda: (
         (s := status(node))
@@ -161,7 +161,7 @@ def test_a_pause_outlives_the_trainer_and_everybody_is_told_why(swarm):
     assert json.loads(samples[-1])["completions"]
 
 
-def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
+def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
     node = swarm[0]
     before = status(node)
     start = time.monotonic()
@@ -221,7 +221,7 @@ def own_line(result, says):
     return lines[0]
 
 
-def test_a_taken_port_is_one_line_and_exit_69(tmp_path):
+def test_occupied_port_exits_69_with_one_line(tmp_path):
     import socket
 
     with socket.socket() as taken:
@@ -233,7 +233,7 @@ def test_a_taken_port_is_one_line_and_exit_69(tmp_path):
     own_line(result, str(port))
 
 
-def test_a_taken_page_port_does_not_end_a_node(tmp_path):
+def test_occupied_page_port_does_not_end_the_node(tmp_path):
     import socket
 
     with socket.socket() as taken:
@@ -247,7 +247,7 @@ def test_a_taken_page_port_does_not_end_a_node(tmp_path):
     assert len([each for each in records if each.get("taken") == port]) == 1
 
 
-def test_a_key_that_others_can_read_is_refused_with_77(tmp_path):
+def test_readable_key_exits_77(tmp_path):
     data = tmp_path / "data"
     data.mkdir()
     (data / "identity.key").write_bytes(b"x" * 64)
@@ -257,14 +257,14 @@ def test_a_key_that_others_can_read_is_refused_with_77(tmp_path):
     own_line(result, "chmod")
 
 
-def test_a_model_that_does_not_exist_is_one_line_and_exit_78_before_anything_starts(tmp_path):
+def test_missing_model_exits_78_with_one_line(tmp_path):
     result = run_until_exit(tmp_path, "policy.model=/nowhere/at/all")
     assert result.returncode == 78
     assert own_line(result, "/nowhere/at/all").startswith("swarmnode: ")
     assert "started" not in result.stderr
 
 
-def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp_path):
+def test_too_large_model_exits_75_with_an_estimate(tmp_path):
     model = tmp_path / "huge"
     model.mkdir()
     config = {
@@ -283,7 +283,7 @@ def test_a_model_that_does_not_fit_is_one_line_with_the_estimate_and_exit_75(tmp
     assert "GiB" in own_line(result, "need about")
 
 
-def test_an_unreachable_bootstrap_is_a_warning_and_the_node_trains_alone(tmp_path):
+def test_unreachable_bootstrap_warns_and_the_node_trains(tmp_path):
     dead = "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWJGRv7Qiy8JU4HmmyQdgNkMKrw3DiLEvWRFM6WLrMyRXo"
     result = run_until_exit(
         tmp_path,

@@ -15,13 +15,13 @@ NAME = "/test/echo/1"
 OTHER = bytes([7]) * 32
 
 
-async def test_nodes_that_share_a_bootstrap_peer_find_each_other(tmp_path):
+async def test_nodes_with_one_bootstrap_peer_find_each_other(tmp_path):
     async with hosts(tmp_path, 4) as networks:
         await until(lambda: all(len(network.connected()) == 3 for network in networks))
         assert sum(network.statistics().exchange["learned"] for network in networks) >= 3
 
 
-async def test_a_full_bootstrap_peer_lets_newcomers_in_and_they_find_others(tmp_path, monkeypatch):
+async def test_full_bootstrap_peer_admits_new_nodes(tmp_path, monkeypatch):
     monkeypatch.setattr(turnover, "SETTLED_SECONDS", 0.5)
     # The first host has room for half of the nodes.
     async with hosts(tmp_path, 8, max_connections=4) as networks:
@@ -36,7 +36,7 @@ async def test_a_full_bootstrap_peer_lets_newcomers_in_and_they_find_others(tmp_
         assert networks[0].statistics().peers.let_go["full"] > 0
 
 
-async def test_nodes_of_different_swarms_do_not(tmp_path):
+async def test_nodes_of_different_swarms_do_not_connect(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         async with host(tmp_path / "c", initial_peers=a.listen_addrs, swarm=OTHER) as c:
             await until(
@@ -50,7 +50,7 @@ async def test_nodes_of_different_swarms_do_not(tmp_path):
             assert b.peers.get(c.peer_id) is None
 
 
-async def test_a_stranger_to_the_swarm_is_told_of_nobody(tmp_path):
+async def test_stranger_gets_no_addresses(tmp_path):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: all(len(network.connected()) == 2 for network in (a, b, c)))
         for swarm, told in ((bytes(32), {c.peer_id}), (OTHER, set())):
@@ -61,7 +61,7 @@ async def test_a_stranger_to_the_swarm_is_told_of_nobody(tmp_path):
             assert {each.peer for each in codec.decode(answer, PeersResponse, limit).peers} == told
 
 
-async def test_a_bootstrap_peer_that_restarts_is_found_again_and_answers(tmp_path):
+async def test_restarted_bootstrap_peer_is_found_again(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
     async with (
@@ -88,7 +88,7 @@ async def test_a_bootstrap_peer_that_restarts_is_found_again_and_answers(tmp_pat
                 assert answer == b"hello again"
 
 
-async def test_the_last_node_left_goes_on_and_takes_back_who_returns(tmp_path):
+async def test_last_node_continues_and_accepts_returning_peers(tmp_path):
     async with host(tmp_path / "a") as a:
         async with (
             host(tmp_path / "b", initial_peers=a.listen_addrs) as b,
@@ -102,7 +102,7 @@ async def test_the_last_node_left_goes_on_and_takes_back_who_returns(tmp_path):
             await until(lambda: len(a.connected()) == 1)
 
 
-async def test_the_book_replaces_a_bootstrap_peer_that_is_gone(tmp_path):
+async def test_address_book_replaces_a_lost_bootstrap_peer(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
         async with (
@@ -115,7 +115,7 @@ async def test_the_book_replaces_a_bootstrap_peer_that_is_gone(tmp_path):
         assert b.statistics().peers.known_by_source["book"] >= 1
 
 
-async def test_a_liar_in_the_peer_exchange_costs_a_few_dials_only(tmp_path):
+async def test_false_peer_exchange_costs_few_dials(tmp_path):
     """The hostile peer claims addresses of others, of no node, of the honest node, and too many.
     The honest node keeps valid ones and stays connected."""
     async with hosts(tmp_path, 2) as (honest, liar):
@@ -147,7 +147,7 @@ async def test_a_liar_in_the_peer_exchange_costs_a_few_dials_only(tmp_path):
         assert honest.statistics().exchange["out_of_reach"] == 3
 
 
-async def test_a_peer_is_believed_its_port_but_not_somebody_elses_address(tmp_path):
+async def test_accepts_a_claimed_port_but_no_foreign_address(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         await until(lambda: server.peers.get(client.peer_id).addresses != [])
         server.peers.get(client.peer_id).addresses.clear()
@@ -163,7 +163,7 @@ async def test_a_peer_is_believed_its_port_but_not_somebody_elses_address(tmp_pa
         ]
 
 
-async def test_a_peer_that_asks_for_peers_all_the_time_is_refused_and_kept(tmp_path):
+async def test_frequent_peer_exchange_is_rate_limited(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         for _ in range(20):
             await client.discovery.exchange.ask(server.peer_id)

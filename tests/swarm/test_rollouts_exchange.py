@@ -107,7 +107,7 @@ def waiting(exchange):
 
 
 @both
-async def test_three_nodes_share_groups_and_a_poll_that_waits_brings_the_next(kind, tmp_path):
+async def test_three_nodes_share_groups_by_waiting_polls(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
         for exchange, author, _ in nodes:
             for sequence in range(3):
@@ -129,7 +129,7 @@ async def test_three_nodes_share_groups_and_a_poll_that_waits_brings_the_next(ki
 
 
 @both
-async def test_long_groups_travel_in_one_fetch_and_through_another_node(kind, tmp_path):
+async def test_long_groups_travel_in_one_fetch_and_two_hops(kind, tmp_path):
     async with exchanges(kind, tmp_path, 3) as nodes:
         own = [nodes[0][1].long_group(sequence) for sequence in range(3)]
         for group in own:
@@ -144,7 +144,7 @@ async def test_long_groups_travel_in_one_fetch_and_through_another_node(kind, tm
 
 
 @both
-async def test_hostile_groups_are_counted_and_an_honest_peer_is_served(kind, tmp_path):
+async def test_counts_hostile_groups_and_serves_honest_peers(kind, tmp_path):
     async with networks(kind, tmp_path, 3) as nodes, AsyncScorer() as scorer:
         (network, author), *others = nodes
         liar = Holder(None, network=network, author=author)
@@ -236,7 +236,7 @@ def game(tmp_path, monkeypatch):
 
 
 @both
-async def test_an_episode_is_replayed_by_the_node_that_trains_on_it(kind, tmp_path, game):
+async def test_training_node_replays_an_episode(kind, tmp_path, game):
     """One node publishes between two hosts, with the scorer's own process. A connected forger gets
     nothing admitted."""
     async with exchanges(kind, tmp_path, 2, GroupRules((game,))) as nodes, AsyncScorer() as scorer:
@@ -265,7 +265,7 @@ async def test_an_episode_is_replayed_by_the_node_that_trains_on_it(kind, tmp_pa
         assert asker.authors.trust(author.peer) > 0.0
 
 
-async def test_an_author_whose_episodes_cost_the_scorer_all_its_time_is_not_scored_for_a_while(
+async def test_author_of_slow_episodes_is_suspended_from_scoring(
     tmp_path, game
 ):
     async with (
@@ -301,7 +301,7 @@ async def test_an_author_whose_episodes_cost_the_scorer_all_its_time_is_not_scor
 
 
 @both
-async def test_requests_end_in_an_answer_or_in_one_of_three_errors(kind, tmp_path):
+async def test_requests_raise_only_three_errors(kind, tmp_path):
     async with networks(kind, tmp_path, 2) as [(a, _), (b, _)]:
 
         async def handler(peer, data):

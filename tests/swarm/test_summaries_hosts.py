@@ -35,7 +35,7 @@ def summaries(network, directory, name):
     return node
 
 
-async def test_summaries_travel_through_a_node_that_has_none(
+async def test_summaries_pass_through_a_node_without_one(
     tmp_path,
 ):
     async with hosts(tmp_path, 3, line=True) as networks:
@@ -54,7 +54,7 @@ async def test_summaries_travel_through_a_node_that_has_none(
         assert abs(middle.statistics().clock_offset_seconds) < 30
 
 
-async def test_garbage_over_the_wire_is_refused_and_the_next_is_served(tmp_path):
+async def test_garbage_is_rejected_and_later_requests_work(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
         ours, theirs = summaries(a, tmp_path / "0", "a"), summaries(b, tmp_path / "1", "b")
         for garbage in (b"", b"\xc1" * 400, b"\xdf\xff\xff\xff\xff", bytes(100_000)):

@@ -99,7 +99,7 @@ def averaged(crews):
     return seen if done else None
 
 
-def test_each_stage_is_averaged_with_the_same_stage_of_the_other_crew_and_with_no_other(crews):
+def test_averages_only_equal_stages_of_two_crews(crews):
     seen = until(lambda: averaged(crews), crews.story)
     same = peers(seen)
     for stages in seen.values():

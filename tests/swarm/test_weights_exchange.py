@@ -61,7 +61,7 @@ def rounded(tensors):
     return {name: tensor.to(torch.bfloat16).float() for name, tensor in tensors.items()}
 
 
-async def test_a_pair_meets_in_the_middle(tmp_path):
+async def test_pair_averages_to_the_midpoint(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         middle = {n: (t + b.weights()[n]) / 2 for n, t in a.weights().items()}
         a.due()
@@ -74,7 +74,7 @@ async def test_a_pair_meets_in_the_middle(tmp_path):
         assert 0.5 * 2 * 64 * 64 < payload < 1.02 * 2 * 64 * 64 + 600  # one policy, once
 
 
-async def test_a_swap_crosses_our_own_socket_five_times(tmp_path):
+async def test_swap_uses_the_trainer_socket_five_times(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         for node in (a, b):
             node.to_trainer.clear()
@@ -101,7 +101,7 @@ async def test_a_swap_crosses_our_own_socket_five_times(tmp_path):
         ]
 
 
-async def test_both_propose_at_once_and_average_once(tmp_path):
+async def test_simultaneous_proposals_average_once(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         a.due()
         b.due()
@@ -109,7 +109,7 @@ async def test_both_propose_at_once_and_average_once(tmp_path):
         assert distance(a, b) < 0.1
 
 
-async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
+async def test_keeps_steps_taken_during_a_swap(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         a.hold = {local.ApplyPayload}
         a.due()
@@ -124,14 +124,14 @@ async def test_steps_taken_while_weights_travel_are_kept(tmp_path):
         assert all(torch.allclose(apart[n], t, atol=PAYLOAD_ERROR) for n, t in moved.items())
 
 
-async def test_alone_the_outer_step_is_taken_alone(tmp_path):
+async def test_takes_a_solo_outer_step_without_peers(tmp_path):
     async with nodes(tmp_path, 1) as (a,):
         a.due()
         await until(lambda: a.counters.solo_steps_total == 1)
         assert a.outcome("solo") == 1
 
 
-async def test_a_partner_that_rests_is_busy(tmp_path):
+async def test_resting_partner_is_busy(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         b.due(step_seconds=10.0)  # slow enough to rest for two minutes afterwards
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
@@ -144,7 +144,7 @@ async def test_a_partner_that_rests_is_busy(tmp_path):
         await until(lambda: a.counters.outer_clocks == [2])
 
 
-async def test_a_trainer_that_restarts_costs_one_swap(tmp_path, monkeypatch):
+async def test_trainer_restart_costs_one_swap(tmp_path, monkeypatch):
     # Otherwise the other node would avoid this one for a while.
     monkeypatch.setattr(exchange, "FAILURE_FACTOR", 0.0)
     async with nodes(tmp_path, 2) as (a, b):
@@ -162,7 +162,7 @@ async def test_a_trainer_that_restarts_costs_one_swap(tmp_path, monkeypatch):
         await until(lambda: a.outcome("applied"))
 
 
-async def test_while_its_trainer_writes_a_state_a_node_begins_no_exchange(tmp_path):
+async def test_starts_no_exchange_while_saving_a_state(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         b.hold = {local.WriteState}
         ask = encode_message(
@@ -182,7 +182,7 @@ async def test_while_its_trainer_writes_a_state_a_node_begins_no_exchange(tmp_pa
         assert not a.outcome("applied")
 
 
-async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path):
+async def test_new_node_adopts_a_state_before_its_first_step(tmp_path):
     async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         with trio.fail_after(60):
             for network in networks:
@@ -230,7 +230,7 @@ async def test_a_newcomer_has_a_neighbours_state_before_its_first_step(tmp_path)
         assert not identical(new.weights(), before)
 
 
-async def test_a_neighbour_that_stays_silent_does_not_hold_up_a_newcomer(tmp_path):
+async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
     async with hosts(tmp_path, 4, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         with trio.fail_after(60):
             for network in networks:
@@ -258,7 +258,7 @@ async def test_a_neighbour_that_stays_silent_does_not_hold_up_a_newcomer(tmp_pat
 
 
 @pytest.mark.parametrize("from_one", [False, True])
-async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(
+async def test_single_neighbour_is_trusted_only_if_configured(
     from_one, tmp_path, caplog
 ):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
@@ -286,7 +286,7 @@ async def test_one_neighbour_alone_is_not_believed_unless_that_was_asked_for(
     assert len(advice) == (0 if from_one else 1), "the operator is told which setting takes it"
 
 
-async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_asked_for(tmp_path):
+async def test_disagreeing_neighbours_are_never_trusted_alone(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key
@@ -308,7 +308,7 @@ async def test_of_two_neighbours_no_single_one_is_believed_even_if_that_was_aske
         assert new.service.statistics().catch_up.source == networks[1].peer_id
 
 
-async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
+async def test_other_fingerprint_is_no_candidate(tmp_path):
     async with hosts(tmp_path, 3, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         made = []
         for number, wanted in enumerate((1, 2, 1)):
@@ -329,7 +329,7 @@ async def test_a_policy_of_another_fingerprint_is_no_candidate(tmp_path):
         await until(lambda: a.outcome("applied") and b.outcome("applied"))
 
 
-async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_served(tmp_path):
+async def test_averages_with_leading_peers_and_serves_lagging_ones(tmp_path):
     async with nodes(tmp_path, 2) as (a, b):
         a.counters.outer_clocks[0] = 20
         a.connect()

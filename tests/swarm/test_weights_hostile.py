@@ -84,7 +84,7 @@ def score(victim, liar):
 
 
 @pytest.mark.parametrize("kind", [*PAYLOADS, *MANNERS])
-async def test_a_lie_changes_not_one_bit(kind, tmp_path):
+async def test_false_payload_changes_no_bit(kind, tmp_path):
     async with victim_and_liar(tmp_path, kind) as (victim, _, liar):
         before = victim.weights()
         victim.due()
@@ -106,7 +106,7 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["nan", "huge", "flipped"])
 @pytest.mark.parametrize("codec", CODECS)
-async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path, monkeypatch):
+async def test_rejects_hostile_values_in_every_codec(kind, codec, tmp_path, monkeypatch):
     monkeypatch.setattr(
         codecs,
         "encode_smallest",
@@ -120,14 +120,14 @@ async def test_hostile_values_are_refused_in_every_codec(kind, codec, tmp_path, 
         assert identical(before, victim.weights())
 
 
-async def test_an_honest_partner_is_taken_by_the_same_road(tmp_path):
+async def test_honest_partner_is_averaged_the_same_way(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, _, liar):
         victim.due()
         await until(lambda: victim.outcome("applied") == 1)
         assert score(victim, liar) > 0
 
 
-async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
+async def test_false_payload_suspends_its_sender(tmp_path):
     async with victim_and_liar(tmp_path, "nan") as (victim, liar, peer):
         for expected in range(1, 4):
             victim.due()
@@ -137,7 +137,7 @@ async def test_after_one_lie_no_other_is_listened_to_for_a_while(tmp_path):
         assert score(victim, peer) < -1
 
 
-async def test_a_liar_is_no_candidate_in_the_end(tmp_path, monkeypatch):
+async def test_hostile_peer_stops_being_a_candidate(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "LIE_SECONDS", 0.0)
     async with victim_and_liar(tmp_path, "nan") as (victim, _, peer):
         for expected in range(1, 7):
@@ -150,7 +150,7 @@ async def test_a_liar_is_no_candidate_in_the_end(tmp_path, monkeypatch):
         assert victim.candidates() == 0
 
 
-async def test_who_proposes_and_vanishes_waits_longer_each_time(tmp_path, monkeypatch):
+async def test_vanishing_proposer_backs_off_longer_each_time(tmp_path, monkeypatch):
     monkeypatch.setattr(exchange, "FAILURE_FACTOR", 0.2)
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         before, waits = victim.weights(), []
@@ -167,7 +167,7 @@ async def test_who_proposes_and_vanishes_waits_longer_each_time(tmp_path, monkey
         assert identical(before, victim.weights())
 
 
-async def test_a_flood_of_proposals_gets_one_swap(tmp_path):
+async def test_flood_of_proposals_gets_one_swap(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         answers = [await liar.propose(victim.network.peer_id, follow=False) for _ in range(40)]
         assert sum(isinstance(answer, Accepted) for answer in answers) == 1
@@ -180,7 +180,7 @@ async def test_a_flood_of_proposals_gets_one_swap(tmp_path):
         assert len(copied) == 1
 
 
-async def test_a_replayed_proposal_opens_nothing(tmp_path):
+async def test_replayed_proposal_opens_no_session(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         name = b"\x07" * 16
         assert isinstance(await liar.propose(victim.network.peer_id, name=name), Accepted)
@@ -190,7 +190,7 @@ async def test_a_replayed_proposal_opens_nothing(tmp_path):
         assert victim.outcome("applied") == 1
 
 
-async def test_another_policy_is_refused_without_blame(tmp_path):
+async def test_other_policy_is_refused_without_blame(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         name = b"n" * 16
         foreign = Swap(name, bytes(32), 1023, 0, victim.blocks())
@@ -201,14 +201,14 @@ async def test_another_policy_is_refused_without_blame(tmp_path):
         assert score(victim, peer) >= 0
 
 
-async def test_a_payload_of_somebody_elses_swap_is_refused(tmp_path):
+async def test_rejects_a_payload_of_another_swap(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         answer = await liar.ask(victim.network.peer_id, Payload(b"n" * 16))
         assert answer == Refused(b"n" * 16, "over")
         assert score(victim, peer) >= 0
 
 
-async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
+async def test_claimed_lead_advances_the_outer_step_by_one(tmp_path):
     async with victim_and_liar(tmp_path, step=2**62) as (victim, liar, _):
         await liar.propose(victim.network.peer_id)
         await until(lambda: victim.outcome("applied") == 1)
@@ -220,7 +220,7 @@ async def test_claims_of_a_great_lead_move_the_clock_by_one(tmp_path):
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x81\xa4type\xa4swap", bytes(256), b"\x82" * 200])
-async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
+async def test_garbage_costs_only_reputation(data, tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         with contextlib.suppress(Exception):
             await liar._network.requests.request(
@@ -235,7 +235,7 @@ async def test_garbage_costs_standing_and_nothing_else(data, tmp_path):
         await until(lambda: victim.outcome("applied") == 1)
 
 
-async def test_an_answer_to_nothing_is_refused(tmp_path):
+async def test_rejects_an_unsolicited_answer(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, peer):
         with contextlib.suppress(Exception):
             await liar.ask(victim.network.peer_id, Accepted(b"n" * 16, 0, b"\1"))
@@ -243,7 +243,7 @@ async def test_an_answer_to_nothing_is_refused(tmp_path):
         assert victim.service.statistics().phase == "idle"
 
 
-async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_was(tmp_path):
+async def test_disconnected_partner_changes_nothing(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, _, peer):
         victim.hold = {local.TakeSnapshot}
         before = victim.weights()
@@ -254,7 +254,7 @@ async def test_a_partner_that_is_cut_off_in_the_middle_leaves_everything_as_it_w
         assert identical(before, victim.weights())
 
 
-async def test_a_node_that_may_not_average_does_not(tmp_path):
+async def test_does_not_average_without_permission(tmp_path):
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         victim.may_average = False
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Busy)
@@ -265,7 +265,7 @@ async def test_a_node_that_may_not_average_does_not(tmp_path):
         assert isinstance(await liar.propose(victim.network.peer_id, follow=False), Accepted)
 
 
-async def test_a_node_without_a_trainer_accepts_nothing(tmp_path):
+async def test_accepts_no_proposal_without_a_trainer(tmp_path):
     """The node may load for minutes: a partner would wait for it and avoid it afterwards."""
     async with victim_and_liar(tmp_path) as (victim, liar, _):
         victim.hold = {local.TakeSnapshot}

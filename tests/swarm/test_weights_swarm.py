@@ -146,7 +146,7 @@ def meeting_point(directory):
     return port, f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer}"
 
 
-def test_replicas_come_together_after_a_death_a_birth_and_a_liar(tmp_path):
+def test_replicas_converge_despite_death_join_and_liar(tmp_path):
     port, first = meeting_point(tmp_path / "node0")
     nodes = [
         DemoNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port)) for i in range(3)

@@ -4,7 +4,8 @@ API, samples from a small policy, and misbehaves on demand.
     with StandIn(policy.clone()) as server:
         server.fault = "nan"
 
-A node is configured with `server.url`. FAULTS lists the names of faults.
+A node is configured with `server.url`. Faults are the keys of
+ANSWER_FAULTS, and `ignores_weights`, `ignores_adapter` and `other_model`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,6 @@ ANSWER_FAULTS = {
     "moved": "answers 307",
 }
 """Fault of an answer to `generate` → words of the log line that reports it."""
-WEIGHT_FAULTS = {"ignores_weights": "former weights", "other_model": "other weights"}
-"""Fault of the weights in use → words of the log line that reports it."""
 
 
 class StandIn:

@@ -68,7 +68,6 @@ class Life:
     learner: Learner | None = None
     """None while there is no trainer."""
     ended: trio.Event = field(default_factory=trio.Event)
-    sent_before: int = 0
     began: float = 0.0
 
 
