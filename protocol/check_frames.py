@@ -1,8 +1,8 @@
-"""00-conventions: decoding of messages of a known shape, signatures, and limits that every
-document uses.
+"""00-conventions: decoding of messages of a known shape, signatures, and limits used by every
+document.
 
-A message is a dict of field → type in wire order; a type is str, bytes, int, float, a tuple of
-allowed strings, [element], a message, or a `Maybe` or `Row`.
+A message is a dict of field → type in wire order. A type is str, bytes, int, float, a tuple of
+allowed strings, [element], a message, a `Maybe` or a `Row`.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ class Maybe:
 
 
 class Row:
-    """A message as an array: its fields in order, without their names."""
+    """A message encoded as an array: its fields in order, without names."""
 
     def __init__(self, **fields):
         self.fields = fields
 
 
 class Refused(Exception):
-    """Raised for a refused message; `args[0]` is the reason."""
+    """Rejection of a message; `args[0]` is the reason."""
 
 
 def require(condition, reason="bounds"):
@@ -74,7 +74,7 @@ def kind(lead):
 
 
 def read(stream, data, wanted):
-    """Read a value of type `wanted`. Its kind is checked first: no other value is built."""
+    """Read a value of type `wanted`. Its kind is checked first, so that no other value is built."""
     require(stream.tell() < len(data), "malformed")
     found = kind(data[stream.tell()])
     if isinstance(wanted, Maybe):
@@ -92,7 +92,7 @@ def read(stream, data, wanted):
         return [read(stream, data, wanted[0]) for _ in range(stream.read_array_header())]
     if wanted is float:
         require(found in (float, int), "schema")
-        return float(stream.unpack())  # an integer here is found out by its bytes, below
+        return float(stream.unpack())  # an integer here fails the byte comparison below
     require(found is (str if isinstance(wanted, tuple) else wanted), "schema")
     value = stream.unpack()
     require(not isinstance(wanted, tuple) or value in wanted, "schema")
@@ -120,8 +120,7 @@ def read_tagged(stream, data, shapes):
 
 
 def decode(data, limit, *shapes):
-    """Return the message in `data`: of the one shape, or of the shape that its first field names
-    where messages have a `type`."""
+    """Return the message in `data`. With several shapes, its first field `type` selects one."""
     require(len(data) <= limit, "oversize")
     stream = msgpack.Unpacker(
         raw=False,

@@ -92,7 +92,7 @@ def check_group(group):
 
 
 def check_turns(completion, most):
-    """Check a completion's turns (02, section 2). most: tokens of an action, or of an answer."""
+    """Check a completion's turns (02, section 2). most: tokens of an action or of a completion."""
     turns, text, tokens = completion["turns"], completion["text"].encode(), completion["tokens"]
     require(len(turns) <= COUNTS["turns"])
     if not turns:
@@ -232,7 +232,7 @@ def choose_task(tasks, swarm, peer, sequence):
 
 
 def admit(frames, given, domain, swarm):
-    """Return the reason to refuse the last of `frames`, which arrive in order, or None (02,
+    """Return the reason to reject the last of `frames`, which arrive in order, or None (02,
     sections 5.1 to 5.3)."""
     contents, sequences, reason = set(), set(), None
     for frame in frames:

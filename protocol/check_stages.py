@@ -1,5 +1,5 @@
-"""04-stages, sections 4 to 9: frames between the members of a crew, the fence, routes, and taking a
-step."""
+"""04-stages, sections 4 to 9: frames between the members of a crew, the fence, routes, and
+steps."""
 
 import itertools
 import math
@@ -78,7 +78,7 @@ WAVE = {
     "seed": int,
 }
 F32_OVERFLOW = (2 - 2**-24) * 2.0**127
-"""The least number that rounds to an infinite f32."""
+"""The smallest number that rounds to an infinite f32."""
 
 
 def read_frame(data, crew):
@@ -293,8 +293,8 @@ def positive(*values):
 
 
 def stage_fence(crew, sender, step, place, control):
-    """Return why a member at `step` drops a frame from `sender`, or None (section 4). crew: the
-    first half of its id, and its number of stages."""
+    """Return the reason why a member at `step` drops a frame from `sender`, or None (section 4).
+    crew: the first half of its id, and its number of stages."""
     ours, stage, at = place
     if ours != crew["crew"]:
         return "crew"

@@ -223,7 +223,7 @@ def streams() -> Iterator[Vector]:
     yield bad("stage", "a stream from a higher stage", from_stage=3)
     yield bad("stage", "a stream from itself", from_stage=2)
     yield bad("stage", "a stream from stage -1", from_stage=-1)
-    yield bad("peer", "a stream of somebody else", peer=PEERS[5])
+    yield bad("peer", "a stream of another peer", peer=PEERS[5])
     yield bad("peer", "a stream in another's place", from_stage=0)
     yield bad("schema", "a stream of gradients", kind="gradients")
     yield bad("schema", "a stream with a password", password="x")

@@ -1,4 +1,4 @@
-"""Valid and invalid frames, for `vectors.py` and for tests that alter them.
+"""Valid and invalid frames, for `vectors.py` and for tests that mutate them.
 
 Messages are plain dicts and msgpack, not swarmnode's structs, so that invalid messages can be built
 too. zstd frames are laid out by hand (RFC 8878), because a compressor's output may change between
@@ -105,15 +105,15 @@ SMALL_ORDER_KEYS = [
 ]
 """All encodings of points whose order divides 8, with either sign of x: 32 bytes each."""
 FORGED_SIGNATURE = b"\x01" + bytes(63)
-"""R is the identity and S is 0. It verifies under a key A of small order where the hash of RFC 8032
-(5.1.7) times A is the identity: for one message in eight at least."""
+"""R is the identity and S is 0. It verifies under a key A of small order if the hash of RFC 8032
+(5.1.7) times A is the identity: for at least one message in eight."""
 GROUP_ORDER = 2**252 + 27742317777372353535851937790883648493
 """Order of Ed25519's base point."""
 
 
 def is_forged(key: bytes, data: bytes) -> bool:
-    """Return True if FORGED_SIGNATURE verifies `data` under the small-order `key`, whatever the
-    key's order."""
+    """Return True if FORGED_SIGNATURE verifies `data` under the small-order `key`, for any order of
+    the key."""
     hashed = hashlib.sha512(FORGED_SIGNATURE[:32] + key + data).digest()
     return int.from_bytes(hashed, "little") % GROUP_ORDER % 8 == 0
 

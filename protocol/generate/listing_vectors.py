@@ -52,7 +52,7 @@ def polls() -> Iterator[Vector]:
         yield rejected("bounds", f"a patience of {patience} s", frame, "listing_request")
     for name, frame in (
         ("a patience of 2.5 s", pack({**REQUEST, "patience": 2.5})),
-        ("a request that lacks its patience", pack(without(REQUEST, "patience"))),
+        ("a request without its patience", pack(without(REQUEST, "patience"))),
     ):
         yield rejected("schema", name, frame, "listing_request")
     yield rejected(
@@ -74,7 +74,7 @@ def polls() -> Iterator[Vector]:
         "listing_request",
     )
     yield rejected(
-        "schema", "a request with a field more", pack({**REQUEST, "most": 64}), "listing_request"
+        "schema", "a request with an extra field", pack({**REQUEST, "most": 64}), "listing_request"
     )
     yield rejected(
         "schema",
@@ -152,13 +152,13 @@ def polls() -> Iterator[Vector]:
     )
     yield rejected(
         "schema",
-        "a group with a claim more",
+        "a group with an extra claim",
         pack(changed(LISTING, "groups.0", [*LISTED, 1])),
         "listing_response",
     )
     yield rejected(
         "schema",
-        "a group with a claim less",
+        "a group with a missing claim",
         pack(changed(LISTING, "groups.0", LISTED[:-1])),
         "listing_response",
     )
@@ -213,7 +213,7 @@ def fetches() -> Iterator[Vector]:
     absent, later = {"status": "unknown", "body": b""}, {"status": "busy", "body": b""}
     answer = {"groups": [group, absent, later]}
     yield accepted(
-        "a group, one that is not there, and one that did not fit",
+        "a group, a missing one, and one that did not fit",
         "groups_response",
         pack(answer),
         answer,
@@ -230,7 +230,7 @@ def fetches() -> Iterator[Vector]:
     )
     yield rejected(
         "bounds",
-        "a group that is not there",
+        "a missing group",
         pack({"groups": [{**group, "status": "unknown"}]}),
         "groups_response",
     )
@@ -263,7 +263,7 @@ def derivations() -> Iterator[Vector]:
         ("since a position that was pushed out", one, since(1), last14),
         ("since the last", one, since(102), []),
         ("since a position of another life", one, since(101, b"\x55" * 8), last14),
-        ("since a position to come", one, since(103), last14),
+        ("since a future position", one, since(103), last14),
         ("of ten own groups alone", own, beginning, list(range(93, 103))),
         (
             "of own groups before others",
@@ -277,7 +277,7 @@ def derivations() -> Iterator[Vector]:
             beginning,
             [1, 2, 3, 4, *range(11, 21)],
         ),
-        ("without groups that the reader made or gave", passed_on, beginning, [1]),
+        ("without groups that the reader made or sent", passed_on, beginning, [1]),
     ):
         given = {
             "life": LIFE.hex(),
@@ -297,7 +297,7 @@ def derivations() -> Iterator[Vector]:
         ("with another task", 2, "builtin/copy", "mismatch"),
         ("as a younger one", 3, 1_790_000_000_001, "mismatch"),
         ("with another size", 4, len(frame) + 1, "mismatch"),
-        ("with another spread, which only a scorer finds", 5, 0.0, None),
+        ("with another spread, which only a scorer detects", 5, 0.0, None),
     ):
         said = changed({"listed": LISTED}, f"listed.{place}", value)["listed"]
         plain = [item.hex() if isinstance(item, bytes) else item for item in said]

@@ -177,7 +177,7 @@ def manifests() -> Iterator[Vector]:
         ("65 tasks", "tasks", [{**task, "id": f"{number:02}"} for number in range(65)]),
         ("1025 bytes of settings", "tasks.0.settings", "a" * 1025),
         ("a group of one", "rollouts.min_completions", 1),
-        ("fewer at most than at least", "rollouts.max_completions", 1),
+        ("a maximum below the minimum", "rollouts.max_completions", 1),
         ("65 completions", "rollouts.max_completions", 65),
         ("no tokens", "rollouts.max_tokens", 0),
         ("temperature 0", "rollouts.temperature", 0.0),

@@ -170,7 +170,7 @@ def frames() -> Iterator[Vector]:
     }
     head = header("forward", **forward_fields(corrected))
     yield good(
-        "forward of what others have sampled",
+        "forward of completions sampled by peers",
         learn(corrected),
         {"header": head, "about": corrected, "values": floats(*VALUES)},
     )
@@ -263,7 +263,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
     yield bad("truncated", "three bytes", bytes(3))
     yield bad("truncated", "half a header", frame[:-3])
-    yield bad("truncated", "a body that is not there", learn()[: -4 * ROWS * HIDDEN])
+    yield bad("truncated", "a missing body", learn()[: -4 * ROWS * HIDDEN])
     yield bad("truncated", "a body without its last byte", learn()[:-1])
     yield bad("size", "a proposal with a body", joined(propose, bytes(16)))
     yield bad("malformed", "a header of zeros and a byte", joined(pack(done) + b"\0"))
@@ -395,13 +395,13 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("schema", "an unknown loss", "loss.loss_type", "mse")
     yield batch("schema", "an unknown correction", "loss.correction", "retrace")
     yield batch("schema", "a correction of groups", "loss.level", "group")
-    yield batch("schema", "who sampled it as a number", "loss.sampled", [1, 0])
-    yield batch("shape", "nobody knows who sampled the second", "loss.sampled", [True])
+    yield batch("schema", "the sampler as a number", "loss.sampled", [1, 0])
+    yield batch("shape", "the sampler of the second is missing", "loss.sampled", [True])
     yield batch("shape", "ids for another length", "prompt_ids", ids(7, 48, 9))
     yield batch("shape", "one id short", "completion_ids", ids(3, 4))
     yield bad(
         "shape",
-        "rows that the description does not have",
+        "rows beyond the description",
         learn(values=floats(*VALUES[:8]), rows=2),
     )
     yield batch("shape", "one log-probability short", "loss.old_logprobs", floats(-0.5, -1.0))
@@ -416,7 +416,7 @@ def hostile_bodies() -> Iterator[Vector]:
     yield batch("bounds", "a prompt of no tokens", "prompt_lengths", [0, 2])
     yield batch("bounds", "a completion of -1 tokens", "completion_lengths", [-1, 4])
     yield batch("bounds", "a completion of 2**40 tokens", "completion_lengths", [1, 2**40])
-    yield batch("bounds", "an answer to a prompt that is not there", "prompt_of", [0, 1])
+    yield batch("bounds", "an answer to a missing prompt", "prompt_of", [0, 1])
     yield batch("bounds", "an answer to prompt -1", "prompt_of", [0, -1])
     yield batch("bounds", "three owners of two completions", "prompt_of", [0, 0, 0])
     two = {**BATCH, "prompt_lengths": [1, 1], "prompt_ids": ids(7, 8)}
@@ -436,7 +436,7 @@ def hostile_bodies() -> Iterator[Vector]:
     }
     yield bad(
         "bounds",
-        "373 padded tokens, and 192 at most",
+        "373 padded tokens of at most 192",
         learn(padded, values=bytes(30 * 4 * HIDDEN), rows=30, purpose="score"),
     )
     yield batch("bounds", "no loss to learn from", "loss", None)
@@ -493,10 +493,10 @@ def hostile_bodies() -> Iterator[Vector]:
     yield wave("bounds", "more completions than the wave", total=3)
     yield wave("bounds", "more tokens than the crew's", max_tokens=15)
     yield wave("bounds", "2**40 tokens", max_tokens=2**40)
-    yield wave("bounds", "a wave that is over", position=8)
+    yield wave("bounds", "a finished wave", position=8)
     yield wave("bounds", "position -1", position=-1)
     yield wave("bounds", "a seed of 2**63", seed=2**63)
-    yield wave("bounds", "a token id that is none", ids=ids(7, 8, VOCAB))
+    yield wave("bounds", "a token id outside the vocabulary", ids=ids(7, 8, VOCAB))
     yield wave("bounds", "a wave's temperature below 0", temperature=-1.0)
     yield wave("bounds", "top-p 0", top_p=0.0)
     yield wave("bounds", "top-p above 1", top_p=1.01)
@@ -550,7 +550,7 @@ def fences() -> Iterator[Vector]:
         ("of now", 1, 40, PLACE, False),
         ("another crew", 1, 40, [b"\x99" * 16, *PLACE[1:]], False),
         ("another stage than the stream's", 2, 40, PLACE, False),
-        ("a stage that the crew has not", 3, 40, [CREW, 3, 40], False),
+        ("a stage beyond the crew", 3, 40, [CREW, 3, 40], False),
         ("the step before", 1, 40, [CREW, 1, 39], False),
         ("the step after", 1, 40, [CREW, 1, 41], False),
         ("a commit of the step before", 1, 40, [CREW, 1, 39], True),
@@ -605,7 +605,7 @@ COMMITS: dict[str, list[list[Any]]] = {
         ["gradient", 3],
         ["commit", 2],
     ],
-    "an abort of what is prepared": [["propose", 1, [1], 0.5], ["gradient", 1], ["abort", 1]],
+    "an abort after the acknowledgement": [["propose", 1, [1], 0.5], ["gradient", 1], ["abort", 1]],
     "a commit before all gradients are here": [["propose", 1, [1], 0.5], ["commit", 1]],
     "a commit of another attempt": [["propose", 3, [1], 0.5], ["gradient", 1], ["commit", 2]],
     "a commit twice": [

@@ -52,17 +52,17 @@ GOOD: list[dict[str, Any]] = [
 
 COPIES = (
     (
-        "a copy of what has not moved",
+        "a copy of unchanged weights",
         [[0.5, -1.984375], [0.0, 0.0]],
         [[0.5, -1.984375], [0.0, 0.0]],
     ),
     (
-        "a copy of what moved by a step and more, within its row's scale",
+        "a copy of weights changed within their row's scale",
         [[0.5, -1.984375]],
         [[0.515625, -1.25]],
     ),
     (
-        "a copy of rows that do not fit their scale any more",
+        "a copy of rows beyond their scale",
         [[0.5, -1.984375], [0.0, 0.0]],
         [[3.96875, 1.0], [1.984375, -0.25]],
     ),
@@ -117,7 +117,7 @@ def messages() -> Iterator[Vector]:
     yield bad("oversize", "a header of 4 GiB", b"\xff\xff\xff\xff")
     yield bad("truncated", "two bytes", bytes(2))
     yield bad("truncated", "half a header", framed(HAVE)[:-9])
-    yield bad("truncated", "a chunk that is not there", chunk)
+    yield bad("truncated", "a missing chunk", chunk)
     yield bad("truncated", "a chunk without its last byte", chunk, b"ab")
     yield bad("size", "a byte behind a chunk", chunk, b"abcd")
     yield bad("malformed", "a header and a byte", framed(pack(HAVE) + b"\0"))

@@ -98,7 +98,7 @@ def summaries() -> Iterator[Vector]:
     request = {"summary": signed(SUMMARY)}
     yield accepted("a request", "summary_request", pack(request), request)
     yield accepted(
-        "of a node that tells nothing", "summary_request", pack({"summary": b""}), {"summary": b""}
+        "of a node without a summary", "summary_request", pack({"summary": b""}), {"summary": b""}
     )
     yield rejected(
         "bounds", "a request with 513 bytes", pack({"summary": bytes(513)}), "summary_request"

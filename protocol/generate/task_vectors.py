@@ -62,10 +62,10 @@ def answers(right: str) -> Iterator[tuple[str, str]]:
     yield "one digit", right[:1]
     yield "first digit wrong", chr((ord(right[0]) - ord("0") + 1) % 10 + ord("0")) + right[1:]
     yield (
-        "white space of Python's that is none of JavaScript's",
+        "white space in Python but not in JavaScript",
         f"<answer>\u001c\u0085{right}\u001f</answer>",
     )
-    yield "white space of JavaScript's that is none", f"<answer>\ufeff{right}</answer>"
+    yield "white space in JavaScript only", f"<answer>\ufeff{right}</answer>"
     yield "another alphabet", f"{right}\U0001f98b"
     yield "nothing", ""
     yield "nothing, in a tag", "<answer> </answer>"

@@ -104,7 +104,7 @@ def valid() -> Iterator[Vector]:
     yield opened("an episode of three actions", changed(GROUP, "completions.0", EPISODE))
     longest = {**EPISODE, "text": "a" * 32, "tokens": 256, "turns": [[1, 8]] * 32}
     yield opened(
-        "episodes of one and of 32 actions, which have more tokens than an action may have",
+        "episodes of one and of 32 actions with more tokens than one action may have",
         changed(GROUP, "completions", [{**COMPLETION, "turns": [[18, 3]]}, longest]),
     )
     yield opened("64 completions", changed(GROUP, "completions", [COMPLETION] * 64))
@@ -138,11 +138,11 @@ def hostile_envelopes() -> Iterator[Vector]:
     frame = pack(good)
     key, payload, signature = good["key"], good["payload"], good["signature"]
     _, too_long = padded(limits.GROUP_BYTES + 1)
-    yield rejected("oversize", "an envelope of one byte too many", too_long)
+    yield rejected("oversize", "an envelope with one byte too many", too_long)
     yield rejected("malformed", "nothing", b"")
     yield rejected("malformed", "last byte missing", frame[:-1])
     yield rejected("malformed", "half of it", frame[: len(frame) // 2])
-    yield rejected("malformed", "a map of 2**32 - 1 entries, none there", b"\xdf\xff\xff\xff\xff")
+    yield rejected("malformed", "a map of 2**32 - 1 missing entries", b"\xdf\xff\xff\xff\xff")
     yield rejected(
         "malformed",
         "payload claims 2**32 - 1 bytes",
@@ -296,7 +296,7 @@ def hostile_payloads() -> Iterator[Vector]:
     )
     yield rejected(
         "malformed",
-        "completions claim 2**32 - 1 items, none there",
+        "completions claim 2**32 - 1 missing items",
         sealed(
             payload.split(pack("completions"))[0] + pack("completions") + b"\xdd\xff\xff\xff\xff"
         ),
@@ -439,7 +439,7 @@ FALSE_TURNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("turns with fewer tokens than the completion", {"turns": [[4, 2], [0, 1], [8, 2]]}),
     ("a turn that ends within a character", {"turns": [[5, 2], [0, 1], [7, 3]]}),
     ("a turn of no token", {"turns": [[4, 3], [0, 0], [8, 3]]}),
-    ("a turn of less than no text", {"turns": [[5, 2], [-1, 1], [8, 3]]}),
+    ("a turn of negative length", {"turns": [[5, 2], [-1, 1], [8, 3]]}),
     ("a turn with more tokens than an action may have", {"tokens": 9, "turns": [[12, 9]]}),
     ("a turn of 2**64 - 1 bytes", {"turns": [[2**64 - 1, 2], [0, 1], [8, 3]]}),
     ("more tokens than an episode may have", {"tokens": 16_385, "turns": [[4, 8193], [8, 8192]]}),
@@ -457,7 +457,7 @@ def out_of_bounds() -> Iterator[Vector]:
         yield rejected("bounds", f"{path}: {_shown(value)}", sealed(changed(GROUP, path, value)))
     yield rejected(
         "bounds",
-        "text of one byte too many",
+        "text with one byte too many",
         sealed(changed(GROUP, "completions.0.text", "a" * (limits.TEXT_BYTES + 1))),
     )
     yield rejected(
@@ -526,7 +526,7 @@ def hostile_compression() -> Iterator[Vector]:
     checked = zstandard.ZstdCompressor(write_checksum=True).compress(payload)
     yield rejected(
         "compression",
-        "a checksum that is not its content's",
+        "a checksum of other content",
         sealed(checked[:-1] + bytes([checked[-1] ^ 1]), "zstd"),
     )
     yield rejected(
@@ -536,7 +536,7 @@ def hostile_compression() -> Iterator[Vector]:
     yield rejected("compression", "nothing", sealed(b"", "zstd"))
     yield rejected(
         "malformed",
-        "sound frame around a truncated group",
+        "valid frame around a truncated group",
         sealed(zstd(raw_block(payload[:-1]), size - 1), "zstd"),
     )
     yield rejected("schema", "compressed, but codec says raw", sealed(good))
@@ -765,7 +765,7 @@ def admission() -> Iterator[Vector]:
     )
     yield case(
         "reject turns",
-        "an episode of more turns than the task's most",
+        "an episode with more turns than the task allows",
         episode,
         turns={"rg/chain_sum": 2},
     )
@@ -780,7 +780,7 @@ def admission() -> Iterator[Vector]:
     yield case("reject tokens", "257 bytes of text for a token", text("a" * 257, 1))
     yield case("reject tokens", "258 bytes in 86 characters for a token", text("≤" * 86, 1))
     yield case("accept", "log-probabilities that sum up", packed(-1.75))
-    yield case("accept", "log-probabilities that sum up but for rounding", packed(-1.81))
+    yield case("accept", "log-probabilities with a correct sum up to rounding", packed(-1.81))
     yield case("reject tokens", "log-probabilities that sum to less", packed(-1.6))
     yield case("reject tokens", "log-probabilities that sum to more", packed(-2.0))
     yield case("accept", "tab, newline and carriage return", text("a\tb\r\nc"))
@@ -854,7 +854,7 @@ def derivations() -> Iterator[Vector]:
 DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     "valid": ("What every node accepts.", (valid,)),
     "envelopes": (
-        "Frames whose envelope is no envelope, or not signed as it must be.",
+        "Frames with an invalid envelope or signature.",
         (hostile_envelopes, hostile_signatures),
     ),
     "payloads": (
@@ -862,10 +862,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         (hostile_payloads, out_of_bounds),
     ),
     "compression": (
-        (
-            "Correctly signed frames with a compressed payload that must not be opened, or not be"
-            " believed."
-        ),
+        "Correctly signed frames with a compressed payload that must be rejected.",
         (hostile_compression,),
     ),
     "listings": (
@@ -894,7 +891,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         (bulk_vectors.messages, bulk_vectors.roots),
     ),
     "weights": (
-        "What partners say, states and their manifests, and what follows from names and shapes.",
+        "Messages of a swap, states and their manifests, and values derived from names and shapes.",
         (
             weight_vectors.messages,
             weight_vectors.states,
@@ -903,8 +900,8 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
     ),
     "stages": (
         (
-            "Frames between the members of a crew with the `given` shapes; the fence; what a stage"
-            " answers while a step is taken."
+            "Frames between the members of a crew with the `given` shapes; the fence; the answers"
+            " of a stage during a step."
         ),
         (
             stage_vectors.frames,
@@ -917,7 +914,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         ),
     ),
     "crews": (
-        "What members' network processes say, records of crews, and who may open a stream.",
+        "Messages of members' network processes, records of crews, and openings of streams.",
         (
             crew_vectors.messages,
             crew_vectors.streams,
@@ -925,7 +922,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         ),
     ),
     "state": (
-        "What members of a crew send each other of their stages' state, and how long it is.",
+        "Messages with the state of stages between members of a crew, and their lengths.",
         (
             state_vectors.messages,
             state_vectors.derivations,
@@ -939,7 +936,7 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
         "Questions of the builtin tasks, rewards of answers, and versions.",
         (task_vectors.tasks,),
     ),
-    "derivations": ("Names and numbers that follow from others.", (derivations,)),
+    "derivations": ("Derived names and numbers.", (derivations,)),
 }
 
 

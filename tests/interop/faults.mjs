@@ -139,5 +139,5 @@ export const ANSWERS = {
   'listings/no groups': groups(() => []),
   'listings/17 answers': groups(([answer]) => Array(REGISTRY.counts.pulled + 1).fill({ status: 'unknown', body: answer.body.subarray(0, 0) })),
   'listings/ok and no group': groups(([answer]) => [{ ...answer, body: answer.body.subarray(0, 0) }]),
-  'listings/a group that is not there': groups(([answer]) => [{ ...answer, status: 'unknown' }])
+  'listings/a missing group': groups(([answer]) => [{ ...answer, status: 'unknown' }])
 }
