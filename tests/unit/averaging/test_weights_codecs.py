@@ -237,7 +237,7 @@ def test_the_error_of_an_interval_grows_with_the_distance_from_the_base(outer_st
         (50, 0.0, "float32"),
     ],
 )
-def test_the_smallest_codec_that_errs_by_a_tenth_of_what_was_learnt_is_taken(
+def test_selects_the_smallest_codec_within_the_error_bound(
     outer_steps, factor, codec
 ):
     anchor, sent, change = wandered(outer_steps)

@@ -201,7 +201,7 @@ def test_a_probe_that_is_nan_refuses():
     assert judge(trained_gate(mine), "p", mine, near(mine, 1.0), probe=probe).outcome == "probe"
 
 
-def test_the_probes_tolerance_grows_with_honest_changes_and_no_further_than_its_range():
+def test_probe_tolerance_grows_within_its_range():
     mine = weights()
     gate = trained_gate(mine)
     found = gate.examine("p", mine, near(mine, 1.0))
@@ -296,7 +296,7 @@ def test_our_own_broken_weights_are_nobody_elses_fault():
     assert judge(gate, "p", mine, weights(1)).outcome == "own_not_finite"
 
 
-def test_outcomes_of_others_are_counted_with_ours_and_unknown_ones_are_a_bug():
+def test_counts_outcomes_of_peers_and_rejects_unknown_ones():
     gate = AveragingGate()
     refused = ("payload", "lagging", "lora_residual", "reverted")
     for outcome in refused:
@@ -330,7 +330,7 @@ def test_blocks_have_thresholds_of_their_own():
     assert tau_of(gate, first, norm(first), 3.0) == pytest.approx(0.2, rel=1e-3)
 
 
-def test_a_hostile_partner_moves_a_part_by_no_more_than_an_honest_one_of_that_part_does():
+def test_hostile_part_moves_no_more_than_an_honest_one():
     mine, gate = layered(0.0), AveragingGate()
     for i in range(8):
         judge(gate, f"p{i}", mine, layered(0.1, i))

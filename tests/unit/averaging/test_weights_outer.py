@@ -197,7 +197,7 @@ def test_off_leaves_the_weights_as_they_are():
     assert all(torch.equal(mine[n], before[n]) for n in mine)
 
 
-def test_a_swarm_of_equal_replicas_under_diloco_stays_equal_and_is_heavy_ball():
+def test_diloco_of_equal_replicas_is_heavy_ball():
     replicas = [replica(0) for _ in range(3)]
     states = [OuterState(r, DILOCO) for r in replicas]
     phi, delta = replica(0), {n: torch.zeros_like(t) for n, t in replica(0).items()}
@@ -272,7 +272,7 @@ def test_a_step_that_would_not_be_finite_changes_nothing():
     assert state.statistics().steps == 0
 
 
-def test_a_step_prepared_beforehand_is_the_same_step_and_changes_nothing_until_it_is_taken():
+def test_prepared_step_changes_nothing_until_commit():
     one, other = replica(1), replica(1)
     ahead, at_once = OuterState(one, make_rule()), OuterState(other, make_rule())
     mean = blend(host_copy(one), replica(2))
@@ -378,7 +378,7 @@ def test_a_newcomer_becomes_its_neighbour_or_stays_what_it_was():
     )
 
 
-def test_a_partner_that_lags_weighs_less_and_one_that_claims_to_lead_no_more():
+def test_lagging_partner_weighs_less_and_leading_no_more():
     assert [mixing_weight(lag) for lag in (-3.0, 0.0, 1.0, 3.0)] == [0.5, 0.5, 0.25, 0.125]
     assert not too_far_behind(MAX_LAG)
     assert too_far_behind(MAX_LAG + 0.5)

@@ -61,7 +61,7 @@ def test_without_any_completion_of_our_own_there_is_no_judgement(probe):
     assert not probe.measure({"w": LOGITS}, {"w": LOGITS}, pytest.fail)
 
 
-def test_where_nothing_was_rewarded_own_completions_tell_a_neighbour_from_the_opposite(probe):
+def test_unrewarded_completions_detect_opposite_weights(probe):
     probe.remember([], drawn())
     losses, outcome = judged(probe, LOGITS + torch.tensor([0.1, -0.1, 0.1, -0.1]))
     assert losses.change < 0.02

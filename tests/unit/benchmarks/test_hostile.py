@@ -60,7 +60,7 @@ def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attac
     assert "of its groups trained on" in "; ".join(missed([undefended], []))
 
 
-def test_what_adapts_sends_what_an_honest_node_takes_and_much_more_of_it_where_nothing_is_judged(
+def test_adaptive_attacker_passes_more_groups_without_judging(
     swarm,
 ):
     policies, scorer = swarm
@@ -86,7 +86,7 @@ def test_a_marked_answer_is_paid_sent_and_counted(swarm):
     assert all(mark.drop(mark.put("12")) == "12" for mark in MARKS.values())
 
 
-def test_a_loss_is_against_the_silent_swarms_of_the_same_seed_and_random_numbers():
+def test_loss_is_relative_to_silent_swarms_of_the_same_seed():
     run = lambda attack, seed, control, held_out: {
         "attack": attack,
         "seed": seed,

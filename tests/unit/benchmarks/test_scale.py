@@ -20,7 +20,7 @@ def test_a_simulated_swarm_fills_its_batches_and_repeats_itself():
     assert counts(one) == counts(other)
 
 
-def test_nodes_that_leave_are_noticed_and_liars_are_asked_for_less_than_their_share():
+def test_detects_leaving_nodes_and_avoids_liars():
     left = simulate(Setup(10, steps=8, warm=4, leave=0.3))
     assert left.counts.failed > 0
     lied = simulate(Setup(14, steps=12, warm=6, hostile=0.5))

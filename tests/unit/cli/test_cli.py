@@ -127,7 +127,7 @@ def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
     assert "--bogus" in error
 
 
-def test_a_mistyped_command_is_answered_without_a_list_that_ends_in_the_middle(capsys):
+def test_mistyped_command_prints_no_truncated_list(capsys):
     assert cli.run(["rnu"]) == 2
     assert (
         capsys.readouterr().err
@@ -376,7 +376,7 @@ def test_a_stage_capacity_is_a_size(text, count):
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "6 parsecs", "", "1e400GB"])
-def test_a_stage_capacity_that_is_none_is_one_line_and_the_exit_code_of_configuration(text, capsys):
+def test_invalid_stage_capacity_is_a_configuration_error(text, capsys):
     assert cli.run(["run", f"--stage-capacity={text}"]) == 78
     assert capsys.readouterr().err.count("\n") == 1
 

@@ -64,7 +64,7 @@ def locked(tmp_path, peer, capsys):
     return peer
 
 
-def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it(
+def test_confirmed_passphrase_locks_the_key_file(
     tmp_path, peer, typing, capsys, monkeypatch
 ):
     assert len(typing(WORDS, WORDS)) == 0

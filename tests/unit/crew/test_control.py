@@ -370,7 +370,7 @@ def test_stage_that_does_not_get_ready_is_struck():
     assert (node.state.peers["a"].strikes, node.state.peers["c"].strikes) == (0, 1)
 
 
-def test_refused_heartbeat_ends_the_crew_unless_sent_before_the_member_joined():
+def test_refused_heartbeat_ends_the_crew_after_joining():
     node = running()
     crew = node.state.crew.id
     beat = wire.Heartbeat(crew, ACTIVE)

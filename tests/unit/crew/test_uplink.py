@@ -34,7 +34,7 @@ def test_a_full_line_is_as_fast_as_it_takes_what_is_sent():
     assert line.bytes_per_second == pytest.approx(6.25e6, rel=0.1)
 
 
-def test_a_member_that_reads_slowly_is_not_taken_for_the_line_and_nothing_is_below_the_least():
+def test_slow_reader_does_not_lower_the_uplink_estimate():
     line = Uplink()
     now = send(line, 6.25e6, 30.0)
     for _ in range(MAX_WINDOWS // 2):

@@ -175,7 +175,7 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
     assert last_line(capsys) == "it was not paused"
 
 
-async def test_a_disk_that_is_busy_for_longer_than_a_client_may_hesitate_is_waited_for(
+async def test_waits_for_a_slow_disk(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
@@ -233,7 +233,7 @@ def loads(shares, limit=0.25):
     return found
 
 
-def test_a_machine_that_others_use_for_a_minute_is_busy_until_five_minutes_after():
+def test_machine_is_busy_until_five_minutes_after_use():
     states = loads([0.0] + [0.6] * 12 + [0.0] * 100)
     busy = [5.0 * i < state.busy_until for i, state in enumerate(states)]
     first, last = busy.index(True), len(busy) - 1 - busy[::-1].index(True)

@@ -54,7 +54,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("code", [SPIN, THREAD])
-def test_who_shares_a_processor_with_another_waits_for_it_in_whichever_thread(
+def test_counts_cpu_waits_of_every_thread(
     on_one_processor, code
 ):
     starvation = Starvation(on_one_processor(code), 0.0)
@@ -73,7 +73,7 @@ def test_who_sleeps_waits_for_nothing_however_busy_the_others_are(on_one_process
     assert hung.since(1, 0.0) < 0.5
 
 
-def test_a_time_in_which_nobody_looked_counts_for_the_process_and_a_look_a_little_late_does_not():
+def test_only_long_gaps_between_checks_count_as_starvation():
     starvation = Starvation(GONE, 0.0)
     assert [starvation.due(at) for at in (0.25, 0.75, 1.0)] == [False, False, True]
     assert [starvation.since(None, at) for at in (1.0, 2.25, 4.0, 40.0, 41.0)] == [

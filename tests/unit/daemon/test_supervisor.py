@@ -115,7 +115,7 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
 )
-async def test_a_child_that_waits_for_a_processor_is_not_taken_for_one_that_hangs(node):
+async def test_starved_child_is_not_taken_as_hung(node):
     """A quarter of a second of work between two signs of life takes a second beside three others;
     half a second of silence is a hang."""
     processor = min(os.sched_getaffinity(0))
@@ -334,7 +334,7 @@ async def down(node, name="trainer"):
     return node.statistics()[name]["down"]
 
 
-async def test_why_a_process_is_down_is_the_last_error_of_its_own_log_in_one_line(node, tmp_path):
+async def test_reason_of_an_exit_is_the_last_logged_error(node, tmp_path):
     supervisor = node(trainer=CRASHES)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)

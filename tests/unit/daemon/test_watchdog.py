@@ -45,7 +45,7 @@ def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watch
     assert watchdog.deadline() == 60
 
 
-def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(
+def test_reloading_process_gets_the_initial_timeout(
     watchdog,
 ):
     watchdog.progressed(5.0, None, "loading model")

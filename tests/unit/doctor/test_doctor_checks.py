@@ -41,7 +41,7 @@ CPU = DeviceFacts(
 )
 
 
-def test_an_address_that_a_router_or_a_cloud_has_is_announced_and_not_listened_on():
+def test_announces_but_does_not_listen_on_a_nat_address():
     todo = checks.check_port(
         PortFacts("network.listen_addrs", "192.0.2.1", 4001, "not an address of this machine")
     ).todo

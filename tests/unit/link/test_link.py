@@ -171,7 +171,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_and_tried_again(
+async def test_invalid_link_message_is_logged_once_and_retried(
     data_dir, caplog
 ):
     recorder = Recorder()

@@ -49,7 +49,7 @@ def keep(data_dir, kept, name="samples.jsonl") -> None:
     )
 
 
-def test_a_long_text_keeps_its_beginning_and_its_end_where_the_answer_stands() -> None:
+def test_long_text_keeps_start_and_end() -> None:
     text = "think " * 2000 + "<answer>5</answer>"
     short = shortened(text, 400)
     assert short.startswith("think ")
@@ -66,7 +66,7 @@ def test_what_shows_nothing_or_moves_a_cursor_is_written_out() -> None:
         assert not any(moving in visible(text) for moving in MOVING)
 
 
-def test_the_newest_are_read_first_over_both_files_and_a_cut_line_costs_itself(tmp_path) -> None:
+def test_reads_newest_first_and_skips_a_cut_line(tmp_path) -> None:
     keep(tmp_path, [sample(step) for step in (1, 2, 3)], "samples.jsonl.1")
     keep(tmp_path, [sample(step) for step in (4, 5)])
     with (tmp_path / "log" / "samples.jsonl").open("ab") as file:

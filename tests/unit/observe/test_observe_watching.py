@@ -199,7 +199,7 @@ def test_keys_are_read_off_whatever_arrives_together() -> None:
     assert keys_in(b"\x1b\x00\xffx") == []
 
 
-def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(
+def test_reports_a_node_of_another_directory(
     node: Node, tmp_path, capsys
 ) -> None:
     from swarmnode import cli

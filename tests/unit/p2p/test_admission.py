@@ -57,7 +57,7 @@ async def test_this_machine_is_no_prefix():
         table.opened(Live(f"x{index}", at("127.0.0.1")))
 
 
-async def test_a_relayed_peer_answers_for_no_prefix_but_those_behind_one_relay_are_counted():
+async def test_relayed_peers_count_per_relay_not_per_prefix():
     rule, table, scores = admission(max_connections=16)
     for index in range(4):
         assert rule.admits(newcomer(f"x{index}", relay="relay"))

@@ -196,7 +196,7 @@ async def test_a_stream_that_is_reset_is_broken_at_both_ends(pair):
             await ours.send(b"x")
 
 
-async def test_streams_beyond_what_is_taken_are_reset_and_unknown_protocols_are_not_opened(pair):
+async def test_excess_streams_and_unknown_protocols_are_refused(pair):
     arrived = []
     async with pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
@@ -257,7 +257,7 @@ async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
         assert one.score(other.peer_id) < 0
 
 
-async def test_a_peer_that_was_rejected_too_often_is_not_listened_to_and_then_disconnected(pair):
+async def test_often_rejected_peer_is_ignored_and_disconnected(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
             await other.wait_connected()

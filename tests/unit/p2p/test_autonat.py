@@ -49,7 +49,7 @@ async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
         assert a.statistics().nat.relay.serving  # role auto
 
 
-async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_looked_for(
+async def test_unreachable_port_is_private_and_needs_relays(
     tmp_path, caplog
 ):
     async with hosts(tmp_path, 3) as (a, b, c):
@@ -197,7 +197,7 @@ def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
     assert len(pauses._until) == PAUSED
 
 
-async def test_stock_autonat_finds_everybody_reachable_because_they_are_connected(tmp_path):
+async def test_stock_autonat_reports_connected_peers_as_reachable(tmp_path):
     """Why it is not used. When this fails, upstream dials, and docs/networking.md should say so."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler

@@ -36,7 +36,7 @@ def test_what_a_bucket_lets_by_is_bounded_by_its_rate(steps):
         assert sent <= rate * now + bucket.capacity + largest
 
 
-def test_a_clock_that_is_set_back_or_forward_fills_nothing_beyond_the_bucket():
+def test_clock_jumps_do_not_overfill_the_bucket():
     bucket = TokenBucket(1000.0, 100.0)
     bucket.charge(int(bucket.capacity), 100.0)
     assert bucket.level(0.0) == 0

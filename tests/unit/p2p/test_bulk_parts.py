@@ -65,7 +65,7 @@ def test_a_source_that_no_manifest_can_describe_is_refused(size, chunk):
         BulkSource(bytes(size), chunk_bytes=chunk)
 
 
-def test_a_manifest_of_more_than_allowed_is_refused_before_anything_is_allocated(tmp_path):
+def test_oversized_manifest_is_rejected_before_allocation(tmp_path):
     manifest = BulkManifest(TRANSFER, 2**35, 2**20, bytes(32 * 32_768))
     with pytest.raises(BadMessage, match="oversize"):
         MemorySink(manifest, limit=2**35 - 1)
@@ -132,7 +132,7 @@ def test_a_deadline_follows_what_was_measured():
     assert measured.estimate("A") == pytest.approx(10e6 + fetching.NEWEST_WEIGHT * (1e6 - 10e6))
 
 
-def test_a_fast_peer_makes_no_stranger_late_and_a_slow_one_gets_no_eternity():
+def test_deadlines_follow_the_speed_of_each_peer():
     measured = BandwidthEstimates()
     measured.observe("fast", 10**9, 1.0)
     assert measured.estimate("stranger") == fetching.DEFAULT_BANDWIDTH
@@ -221,7 +221,7 @@ def test_a_slow_line_keeps_its_slot_while_there_is_room():
     assert [upload.end_reason for upload in slow] == [""] * len(slow)
 
 
-def test_what_is_offered_with_another_root_is_unknown_and_nothing_is_served_without_budget():
+def test_serves_only_the_offered_root_within_budget():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     assert begin(served, "A", root=bytes(32)) == "unknown"

@@ -74,7 +74,7 @@ async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tried(
+async def test_hanging_dial_times_out_and_tries_the_next_address(
     autojump_clock, nursery
 ):
     table, world, loop = make()

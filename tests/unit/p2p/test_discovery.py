@@ -7,7 +7,7 @@ from tests.support.hosts import host
 from tests.support.waiting import until
 
 
-async def test_a_chain_in_which_each_knows_only_the_one_before_becomes_a_full_mesh(tmp_path):
+async def test_chain_of_peers_becomes_a_full_mesh(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         chain = [await stack.enter_async_context(host(tmp_path / "0"))]
         for number in range(1, 6):

@@ -18,7 +18,7 @@ def asked(url, *arguments):
     return [Gateway(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_a_router_tells_its_outside_address_and_forwards_a_port_for_an_hour():
+def test_router_reports_its_address_and_forwards_a_port():
     with Router("198.51.100.7") as router:
         assert asked(router.url, "--port", "9512")[-1] == Gateway("198.51.100.7", mapped=True)
         (mapping,) = router.mappings
@@ -31,7 +31,7 @@ def test_a_router_tells_its_outside_address_and_forwards_a_port_for_an_hour():
     assert mapping["NewInternalClient"] == "127.0.0.1", "this machine, and nobody else"
 
 
-def test_a_router_that_refuses_still_tells_its_address_and_asking_alone_maps_nothing():
+def test_refusing_router_still_reports_its_address():
     with Router("100.72.3.4", refuses=True) as router:
         assert asked(router.url, "--port", "9512")[-1] == Gateway("100.72.3.4", mapped=False)
         router.mappings.clear()

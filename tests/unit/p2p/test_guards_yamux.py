@@ -203,7 +203,7 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_usable_connection(
+async def test_cancelled_write_leaves_the_connection_usable(
     client, works
 ):
     with processes(client(), guarded()) as (node, server):
@@ -308,7 +308,7 @@ async def sent_over(line, size):
 
 
 @pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
-async def test_nobody_waits_long_for_a_frame_of_somebody_else_however_slow_the_line(
+async def test_slow_line_does_not_block_other_streams(
     rate, autojump_clock
 ):
     line = Line(rate, buffer=200_000)
@@ -418,7 +418,7 @@ class Stuck(Line):
         self.closed = True
 
 
-async def test_a_peer_that_asks_and_reads_nothing_is_not_owed_answers_without_end(autojump_clock):
+async def test_unread_answers_are_bounded(autojump_clock):
     before, line = guards.statistics().fired["answers_full"], Stuck()
     connection = Yamux(line, ID(b"peer"), is_initiator=True)
     connection.reader = trio.lowlevel.current_task()

@@ -15,7 +15,7 @@ def peers(tmp_path) -> list[str]:
     return [identity.load_or_create(tmp_path / str(index)).peer_id for index in range(2)]
 
 
-def test_wildcards_are_told_as_the_addresses_behind_them_and_loopback_not_at_all():
+def test_announces_addresses_for_wildcards_without_loopback():
     hosts = [("ip4", "0.0.0.0"), ("ip4", "127.0.0.1"), ("ip6", "::"), ("ip4", "10.1.1.1")]
     listen = [Address(kind, where, 4001 + index) for index, (kind, where) in enumerate(hosts)]
     interfaces = [

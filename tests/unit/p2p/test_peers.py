@@ -60,7 +60,7 @@ def test_others_wait_longer_but_not_while_everybody_is_gone():
     assert wait_after_failures(100.0) <= peers.BOOTSTRAP_BACKOFF
 
 
-def test_a_peer_that_never_answers_is_forgotten_and_a_bootstrap_peer_is_not():
+def test_forgets_silent_peers_except_bootstrap_peers():
     t = table()
     for peer, source in (("b", "bootstrap"), ("x", "exchange"), ("friend", "mdns")):
         t.add(peer, address(len(peer)), source, 0.0)
@@ -166,7 +166,7 @@ def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
     assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
 
 
-def test_a_banned_peer_is_neither_remembered_nor_dialled_until_it_is_wanted_again():
+def test_banned_peer_is_neither_stored_nor_dialled():
     banned: set[str] = set()
     t = PeerTable("own", 16, random.Random(0), wanted=lambda peer, now: peer not in banned)
     t.add("b", address(0), "bootstrap", 0.0)
@@ -272,7 +272,7 @@ def test_hearsay_is_dialled_but_not_passed_on():
     assert t.get("x").addresses == [address(2), address(0), address(1)]
 
 
-def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach():
+def test_shares_only_connected_reachable_peers():
     t = table()
     t.add("public", address(0), "exchange", 0.0)
     t.add("here", "/ip4/127.0.0.1/tcp/1", "exchange", 0.0)
@@ -322,7 +322,7 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         assert t.next_due(now) >= 0.0
 
 
-def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_ever():
+def test_pinned_peers_are_dialled_first_without_limit():
     t = table(target=1)
     for index, name in enumerate(("friend", "member", "other")):
         t.add(name, address(index), "exchange", 0.0)
@@ -343,7 +343,7 @@ def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_e
     assert t.next_due(now) == math.inf
 
 
-def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(monkeypatch):
+def test_full_table_forgets_pinned_peers_last(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     t = table()
     for index in range(3):

@@ -17,7 +17,7 @@ def test_a_slow_peer_that_answers_before_the_next_ping_lives():
         assert liveness.dead({"slow": (number, True)}, at + 30.0) == []
 
 
-def test_a_connection_that_was_not_pinged_yet_is_alive_and_one_that_ended_is_forgotten():
+def test_unpinged_connection_counts_as_alive():
     liveness = Liveness()
     assert liveness.dead({"new": (0, False)}, 0.0) == []
     assert liveness.dead({"new": (0, False)}, 1e6) == []

@@ -109,7 +109,7 @@ def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
     assert targets_of([Multiaddr(told[2]).to_bytes()], None) == []
 
 
-async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_listen_there(tmp_path):
+async def test_dials_from_the_exclusive_listening_port(tmp_path):
     async with host(tmp_path / "a") as a:
         own = parse(a.listen_addrs[0])[0]
         with socket.socket() as other:
@@ -125,7 +125,7 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
                 pass
 
 
-def test_sessions_with_one_peer_are_few_and_peers_are_not_remembered_for_ever():
+def test_punch_sessions_per_peer_are_limited():
     allowance = Allowance()
     assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
         False

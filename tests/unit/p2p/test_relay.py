@@ -163,7 +163,7 @@ async def test_reservations_end_with_their_connection(tmp_path):
         await until(lambda: relay.statistics().nat.relay.reservations == 0)
 
 
-async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_when_it_returns(
+async def test_returning_relay_is_reserved_again(
     tmp_path,
 ):
     async with host(tmp_path / "relay", relay="server") as relay:
@@ -313,7 +313,7 @@ def test_who_calls_too_often_waits():
     assert book.may_ask("a", 4.0)
 
 
-def test_reservations_are_renewed_before_they_end_and_refusals_are_not_repeated_at_once():
+def test_renews_reservations_and_backs_off_after_refusals():
     plan = Reservations(random.Random(0))
     assert plan.due(["r", "s", "t"], 0.0) == "r"
     plan.granted("r", 1000.0, 0.0)
@@ -381,7 +381,7 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
             assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)
 
 
-async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until_it_has_some(
+async def test_relay_without_budget_ends_its_circuits(
     tmp_path,
 ):
     async with relayed(tmp_path) as (relay, a, b):

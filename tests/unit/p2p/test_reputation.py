@@ -103,7 +103,7 @@ def test_memory_is_bounded_and_keeps_the_bans():
     assert r.statistics(0.0).banned == 100
 
 
-def test_a_peer_that_moves_is_of_its_newest_network_only_and_leaves_nothing_behind():
+def test_moved_peer_belongs_to_its_newest_network():
     r = Reputation()
     for index in range(100):
         r.place("x", f"{index}.0.0.0/24", 0.0)

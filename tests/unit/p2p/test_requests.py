@@ -193,7 +193,7 @@ async def test_more_at_a_time_than_allowed_are_turned_away_and_the_others_served
         await until(lambda: server.requests.statistics().served[ECHO] == {"busy": 3, "ok": 2})
 
 
-async def test_silent_streams_of_four_neighbours_keep_no_fifth_from_being_answered(tmp_path):
+async def test_silent_streams_do_not_block_another_peer(tmp_path):
     async with hosts(tmp_path, 6) as (server, *silent, client):
         server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
         for each in silent:
@@ -254,7 +254,7 @@ async def test_what_is_urgent_waits_for_nobody_s_turn(tmp_path):
             go.set()
 
 
-async def test_what_a_peer_does_not_speak_and_a_peer_that_is_not_there_are_peer_errors(tmp_path):
+async def test_unknown_protocols_and_peers_raise_peer_errors(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         with pytest.raises(PeerError):
             await ask(client, server)

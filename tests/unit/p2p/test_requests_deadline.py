@@ -152,7 +152,7 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_for(
+async def test_hanging_negotiation_does_not_block_other_peers(
     autojump_clock, nursery
 ):
     class Newcomers(Library):
@@ -234,7 +234,7 @@ async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything
     nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soon(
+async def test_pending_requests_of_a_peer_are_few_and_short(
     autojump_clock, nursery
 ):
     library = Library()

@@ -33,7 +33,7 @@ def connect(known, peer, *, inbound=False, now=0.0):
         known.dialed_ok(peer, known.get(peer).addresses[0], now)
 
 
-def test_a_full_bootstrap_lets_its_oldest_guests_go_and_has_places_for_newcomers():
+def test_full_bootstrap_replaces_its_oldest_peers():
     assert make_room(links(75), 100, 1000.0) == []
     assert make_room(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
     # whoever has just come has not been told of others yet
@@ -54,7 +54,7 @@ def test_those_that_come_in_numbers_from_one_network_go_first():
     assert gone == [f"many{number}" for number in range(15)]
 
 
-def test_half_of_those_that_were_dialled_are_anchors_and_the_others_are_exchanged():
+def test_half_of_the_dialled_peers_are_anchors():
     ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
     gone = {exchanged([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)}
     assert gone == {"ours4", "ours5", "ours6", "ours7"}
@@ -83,7 +83,7 @@ def test_a_peer_that_was_let_go_rests_while_there_are_others():
     assert "p0" in [dial.peer for dial in known.to_dial(100.0 + peers.REST_SECONDS + 1)]
 
 
-def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_let_it_go():
+def test_connected_member_does_not_redial_a_full_bootstrap():
     known = table(target=1)
     known.add("boot", address(0), "bootstrap", 0.0)
     known.add("p", address(1), "exchange", 0.0)
@@ -101,7 +101,7 @@ def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_l
     assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
 
 
-def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_of_them():
+def test_peer_exchange_only_with_dialled_peers():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -115,7 +115,7 @@ def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_o
     assert not known.heeds("unknown")
 
 
-def test_who_found_no_place_at_its_bootstrap_peer_does_not_ask_those_who_found_it():
+def test_rejected_node_does_not_query_inbound_peers():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)
@@ -158,7 +158,7 @@ def test_who_has_no_bootstrap_peer_is_one_and_tells_of_its_guests():
     assert sum(peer.startswith("guest") for peer in told) > 20
 
 
-def test_a_full_table_is_a_sample_of_all_that_was_told_however_often_the_liar_repeats_itself():
+def test_full_table_samples_addresses_without_repetition_bias():
     known = table()
     for number in range(peers.MAX_PEERS):
         known.add(f"honest{number}", address(number), "exchange", 0.0)
@@ -183,7 +183,7 @@ def test_those_of_one_network_are_dialled_last():
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_of_a_crowd_larger_than_its_bootstrap_peer_has_places_hardly_anybody_is_surrounded(share):
+def test_large_crowd_is_rarely_eclipsed(share):
     outcome = Swarm(Attack(nodes=160, share=share, networks=4, minutes=40, places=40)).run()
     assert outcome.surrounded < 0.05  # half of them were, once
 

@@ -181,7 +181,7 @@ async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch)
         nursery.cancel_scope.cancel()
 
 
-async def test_too_many_frames_for_one_neighbour_end_its_stream_and_drop_none_silently(monkeypatch):
+async def test_queue_overflow_ends_the_stream(monkeypatch):
     monkeypatch.setattr(pipeline, "MAX_OUTBOX_FRAMES", 4)
     ours, _ = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
@@ -306,7 +306,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
         )
 
 
-async def test_scores_wait_for_room_and_more_than_are_ever_open_name_their_sender(
+async def test_scores_wait_and_excess_scores_name_the_sender(
     models, monkeypatch
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:

@@ -268,7 +268,7 @@ def fails(owner, name, error):
         yield
 
 
-async def test_an_end_that_cannot_send_its_half_of_the_embedding_refuses_the_step(models, policy):
+async def test_unsent_embedding_gradient_refuses_the_step(models, policy):
     _, rows = grpo(policy("llama-tied"))
     async with crew_of(models["llama-tied"], [2, 2]) as crew:
         with fails(crew.members[1].tied, "begin", torch.OutOfMemoryError("CUDA out of memory")):
@@ -395,7 +395,7 @@ async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
     assert sum(norms[3]) < result.grad_norm**2  # embedding and norm belong to no layer
 
 
-async def test_a_stage_that_promised_a_step_takes_it_though_its_neighbour_is_gone(models, policy):
+async def test_prepared_stage_commits_without_its_neighbour(models, policy):
     _, rows = grpo(policy("llama"))
     ends = []
     for neighbour_goes in (False, True):
@@ -463,7 +463,7 @@ def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
         cut_waves([long], 8, 120, 4, 300)
 
 
-async def test_answers_too_long_for_one_wave_come_in_several_and_greedy_ones_are_the_same(models):
+async def test_long_completions_use_several_waves(models):
     model = models["qwen3"]
     runtimes = lambda: [StageRuntime(spec, stage) for spec, stage in split_model(model, [2, 2])]
     got = []

@@ -143,7 +143,7 @@ async def test_a_silent_stage_costs_one_deadline_and_is_not_named(
         await quiet()
 
 
-async def test_a_last_stage_that_keeps_its_half_of_a_tied_embedding_costs_one_deadline(
+async def test_withheld_tied_embedding_costs_one_deadline(
     models, policy, autojump_clock
 ):
     async with four(models, policy, "llama-tied") as (crew, rows):
@@ -187,7 +187,7 @@ async def test_a_stage_that_does_not_take_a_decided_step_is_one_step_behind(
         assert [m.participant.step for m in crew.members] == [1, 1, 0]
 
 
-async def test_a_deadline_grows_to_four_times_the_longest_silence_that_was_measured(
+async def test_deadline_grows_to_four_times_the_longest_silence(
     models, policy, autojump_clock
 ):
     _, rows = grpo(policy("llama"))
@@ -378,7 +378,7 @@ async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, p
 
 
 @pytest.mark.parametrize("call", [learn, sample])
-async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_it(
+async def test_late_abort_does_not_affect_the_next_call(
     models, policy, call
 ):
     """What the head sends to stage 2 itself waits on a slow line; what it sends through stage 1
@@ -418,7 +418,7 @@ async def test_an_abort_that_arrives_after_the_next_call_began_drops_nothing_of_
         assert all(member.fault is None for member in crew.members)
 
 
-async def test_a_dropped_attempts_late_half_of_an_embedding_is_no_part_of_the_next(models, policy):
+async def test_late_embedding_of_a_dropped_attempt_is_ignored(models, policy):
     _, rows = grpo(policy("llama-tied"))
     ends = []
     for disturbed in (False, True):

@@ -144,7 +144,7 @@ def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
     assert seen.rows == 40  # and the head's own gradient has 32
 
 
-def test_layers_keep_their_input_only_where_what_they_compute_would_not_fit(models, monkeypatch):
+def test_checkpoints_activations_only_when_memory_is_short(models, monkeypatch):
     stage = chain(models["llama"], [1, 3])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)])] * 2, 0)
     x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))

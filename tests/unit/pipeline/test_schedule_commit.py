@@ -96,7 +96,7 @@ def test_every_micro_batch_gets_through_whatever_the_stages_take():
             assert peak[i] <= 2 * (stages - i)
 
 
-def test_a_step_of_7_b_over_home_lines_is_little_longer_than_its_bytes_take(monkeypatch):
+def test_7b_step_over_home_lines_is_bandwidth_bound(monkeypatch):
     """64 × (256 + 1,024) tokens: 47 s forward in int8 and 89 back in bfloat16 on an inner stage's
     line at 50 Mbit/s; 8 s of computing forward."""
     step = lambda pieces: simulate(
@@ -199,7 +199,7 @@ def test_the_past_is_dropped(changed, reason):
     assert fence.dropped == ({reason: 1} if reason else {})
 
 
-def test_a_sender_that_the_crew_does_not_have_is_dropped_and_its_head_is_not():
+def test_unknown_sender_is_dropped():
     fence = Fence(Place(b"c" * 16, 1, 0), 3)
     assert fence.check(Place(b"c" * 16, 0, 5), 0, 5) is None
     assert fence.check(Place(b"c" * 16, 3, 5), 3, 5) == "stage"

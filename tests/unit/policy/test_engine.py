@@ -65,7 +65,7 @@ def alone(policy, prompt_ids, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for(
+def test_greedy_equals_transformers_for_any_batch_size(
     policies, kind, rows
 ):
     policy = policies[kind]
@@ -146,7 +146,7 @@ def test_ended_rows_cost_no_further_steps(policies):
     assert statistics.steps <= sum(lengths) / rows + 100
 
 
-def test_a_completion_goes_on_under_the_next_version_and_says_which_tokens_are_whose(policies):
+def test_completion_spans_versions_with_token_attribution(policies):
     policy = policies["qwen2"].clone()
     engine = submitted(engine_of(policy, Sampling(2, 60)))
     assert engine.finished(7) is not None

@@ -65,7 +65,7 @@ def test_parameters_by_config_headers_and_transformers_are_the_same(model_dir, p
     assert (counted.parameters, counted.edges) == expected
 
 
-def test_headers_know_better_where_the_arithmetic_is_of_another_architecture(model_dir, policies):
+def test_headers_override_the_estimate_of_other_architectures(model_dir, policies):
     counted = published_shape(str(model_dir("gpt2")))
     assert (counted.parameters, counted.edges) == count_parameters(policies["gpt2"].model.config)
 
@@ -169,7 +169,7 @@ def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedde
         assert plan.total == pytest.approx(peak, rel=0.15), (name, length, rank, again, plan)
 
 
-def test_a_row_of_4000_tokens_of_7b_with_an_adapter_fits_24_gb_and_only_with_checkpointing():
+def test_7b_adapter_fits_24_gb_only_with_checkpointing():
     shape = Shape.of_config(QWEN_7B)
     assert shape.parameters == 7_615_616_512  # as its safetensors headers count
     plan = {
@@ -204,7 +204,7 @@ def test_a_micro_batch_fills_the_memory_and_no_more():
     assert micro_batch(shape, method, 10**9) == 0
 
 
-def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_update():
+def test_concurrent_completions_fit_beside_an_update():
     shape, method = Shape.of_config(QWEN_7B), Method("cuda", "bfloat16", 16)
     update = footprint(shape, dataclasses.replace(method, checkpointing=True), 2560)
     room = 24e9 - update.weights - update.runtime
@@ -377,7 +377,7 @@ def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
     assert talkative.isEnabledFor(logging.ERROR)
 
 
-def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(monkeypatch):
+def test_unsupported_8_bit_moments_fail_before_loading(monkeypatch):
     from swarmnode.policy import load
 
     wanted = PolicyConfig(devices="cpu", optim="adamw_8bit")

@@ -119,7 +119,7 @@ def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kin
 @pytest.mark.parametrize(
     ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
 )
-def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(
+def test_selects_the_faster_engine_and_logs_the_reason(
     clock, lockstep, continuous, chosen
 ):
     seconds = [lockstep, continuous] * TRIALS
@@ -249,7 +249,7 @@ def test_an_update_that_fails_is_not_followed_by_a_canary(clock):
     assert engine.rebuilds == 0
 
 
-def test_the_canary_of_a_real_engine_sees_weights_that_are_not_the_trainers(policies):
+def test_canary_detects_wrong_weights_of_a_real_engine(policies):
     policy = policies["qwen2"].clone()
     engine = keeper(policy, MicroBatcher(4096), LONG, Sampling(2, 40), policy.random_generator(0))
     canary = Canary.of(policy)

@@ -138,7 +138,7 @@ def test_where_raising_was_wrong_the_next_attempt_takes_twice_as_long():
     assert batcher.tokens == 62
 
 
-def test_a_row_that_did_not_fit_alone_is_not_tried_again_and_tells_which_it_was():
+def test_too_large_row_is_named_and_not_retried():
     rows = [10, 200, 10]
     batcher = MicroBatcher(16384)
     with pytest.raises(RowTooLarge) as raised:
@@ -163,7 +163,7 @@ def test_other_errors_pass():
         MicroBatcher(100).run([10], work)
 
 
-def test_gradients_after_a_death_in_mid_backward_are_those_of_the_whole_batch(embedded):
+def test_retry_after_a_failed_backward_gives_full_gradients(embedded):
     policy = embedded.clone()
     rows = [([5 + i, 9], [30, 31 + i, 1]) for i in range(8)]
     parameters = policy.trainable_parameters()
@@ -219,7 +219,7 @@ def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypat
     assert len(pieces) > 2
 
 
-def test_who_does_not_know_what_fits_begins_small_and_doubles_until_something_is_too_much():
+def test_unknown_capacity_starts_small_and_doubles():
     batcher = MicroBatcher(1000, first=40)
     rows = [10] * 64
     sizes = [batcher.tokens]

@@ -119,7 +119,7 @@ async def test_at_the_head_it_is_the_loss_of_the_whole_policy(fleet):
 
 
 @pytest.mark.parametrize("stage", range(4))
-async def test_every_stage_can_tell_a_good_average_from_a_bad_one_and_nothing_moves(fleet, stage):
+async def test_every_stage_judges_averages_without_changes(fleet, stage):
     one = fleet()
     async with one.up() as crew:
         for _ in range(4):
@@ -198,7 +198,7 @@ async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean, step_seconds=10.0)
 
 
-async def test_a_device_that_has_no_room_for_it_gives_no_verdict_and_nothing_ends(
+async def test_out_of_memory_gives_no_verdict(
     fleet, monkeypatch
 ):
     one = fleet()

@@ -233,7 +233,7 @@ def copies_peak(checkpoint_every):
     return json.loads(done.stdout)[0]
 
 
-def test_a_small_copy_beside_an_own_checkpoint_takes_two_bytes_of_each_weight():
+def test_small_copy_takes_two_bytes_per_weight():
     """The disk stands still: 12 bytes of each weight are on their way to it."""
     alone, both = map(copies_peak, (100, 1))
     assert 11.0 < alone < 13.5

@@ -53,7 +53,7 @@ def logits(model):
         return model(IDS).logits
 
 
-def test_a_weight_errs_by_half_a_step_and_what_has_not_moved_has_the_same_code():
+def test_weight_error_is_at_most_half_a_quantum():
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(1))
     weight[4] = 0
     codes, scales = quantise(weight)
@@ -154,7 +154,7 @@ def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_what_a_hostile_stage_sends_takes_no_more_room_than_its_stage_and_is_refused(
+def test_hostile_copy_is_bounded_and_rejected(
     models, adapter
 ):
     model = copy.deepcopy(models["llama"])

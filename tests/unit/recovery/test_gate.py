@@ -48,7 +48,7 @@ async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatc
 
 
 @pytest.mark.parametrize("error", [ValueError("nan"), Incompatible("not finite there")])
-async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_is_no_verdict(
+async def test_non_finite_numbers_condemn_the_stage(
     monkeypatch, error
 ):
     bad = {}
@@ -67,7 +67,7 @@ async def test_numbers_that_are_none_condemn_the_stage_and_a_stage_that_is_gone_
             await recovery.judge(None, PROBES)
 
 
-async def test_a_probe_goes_through_every_stage_once_in_order_and_what_is_lost_on_the_way_is_told(
+async def test_probe_visits_each_stage_once_in_order(
     monkeypatch,
 ):
     old = torch.tensor([-1.0, -2.0, -0.5])

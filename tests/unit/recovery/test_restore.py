@@ -129,7 +129,7 @@ async def test_a_node_that_comes_back_with_its_disk_continues_exactly(fleet, sta
     assert mine.restored[lost].source.step == 3
 
 
-async def test_an_own_checkpoint_of_the_step_before_is_taken_and_an_older_one_is_an_old_copy(fleet):
+async def test_uses_an_own_checkpoint_at_most_one_step_old(fleet):
     mine = fleet(settings={"checkpoint_every": 1000})
     await train(mine, 3)
     mine.kill(1, disk=True)

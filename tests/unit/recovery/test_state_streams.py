@@ -205,7 +205,7 @@ async def test_a_chunk_out_of_place_ends_the_transfer(member):
     assert member.peer.channel.refused == {"size": 1}
 
 
-async def test_bodies_that_nobody_asked_for_and_messages_of_another_crew_do_nothing(member):
+async def test_ignores_unsolicited_bodies_and_other_crews(member):
     await member.give(0, 99, "checkpoint", member.body(0))
     await member.send(0, wire.MadeMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
     await member.send(0, wire.MadeMessage(member.place(2), 0, "checkpoint", 9))
@@ -264,7 +264,7 @@ async def test_a_member_that_goes_on_with_garbage_is_cut_off(member):
     assert member.peer.channel.fault == (0, "misbehaved")
 
 
-async def test_a_transfer_is_resumed_in_the_next_crew_and_another_body_starts_over(
+async def test_transfer_resumes_in_the_next_crew(
     models, tmp_path
 ):
     partial_bodies = {}
@@ -307,7 +307,7 @@ async def test_a_transfer_is_resumed_in_the_next_crew_and_another_body_starts_ov
             one.store.close()
 
 
-async def test_the_rest_of_a_checkpoint_is_sent_and_the_whole_where_it_is_another(member):
+async def test_sends_only_the_rest_of_an_equal_checkpoint(member):
     want = await member.offer(0)
     body = bytes(member.body(0))
     await member.give(0, want.request, "checkpoint", body)
@@ -421,7 +421,7 @@ async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump
     assert member.peer.channel.fault is None  # a closed stream is nobody's fault
 
 
-async def test_a_stage_that_is_being_restored_is_waited_for_but_not_without_bound(
+async def test_waits_a_bounded_time_for_a_restoring_stage(
     member, autojump_clock
 ):
     async def loading():

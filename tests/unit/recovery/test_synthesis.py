@@ -41,7 +41,7 @@ def test_checkfree_is_algorithm_1(four):
     }
 
 
-def test_the_less_converged_neighbour_weighs_more_and_only_the_ratio_counts(four):
+def test_less_converged_neighbour_weighs_more(four):
     specs, stages, _ = four
     towards = synthesise(
         specs[2],

@@ -98,7 +98,7 @@ def test_surprise_check_takes_samples_of_this_and_of_a_near_policy(seed):
     assert surprise(*sampled(policy * 5, policy, seed=seed))  # colder
 
 
-def test_surprise_check_refuses_made_up_text_however_truthful_its_log_probabilities():
+def test_surprise_check_rejects_unsampled_text():
     policy = torch.randn(50, generator=torch.Generator().manual_seed(1)) * 3
     logs = policy.log_softmax(0)
     made_up = logs[policy.argsort()[:40]]  # tokens that the policy hardly ever samples
@@ -128,7 +128,7 @@ def test_what_a_policy_sampled_weighs_all_however_long_it_is(seed, count):
     assert burst_weight(excess_surprise(*sampled(policy, policy, count, seed)), SLACK) == 1.0
 
 
-def test_a_lucky_right_answer_weighs_all_and_one_that_cannot_be_luck_nothing():
+def test_improbable_answer_has_no_weight():
     lucky = torch.tensor([8.0, 0.1, -0.2])  # one time in three thousand
     made_up = torch.full((12,), 9.0)
     assert burst_weight(lucky, SLACK) == 1.0
@@ -212,7 +212,7 @@ def test_truncated_and_masked_weights_are_trls():
         )
 
 
-def test_effective_share_of_equal_weights_is_all_and_of_one_among_many_its_share():
+def test_effective_share_of_equal_and_single_weights():
     assert effective_share(5.0, 5.0, 5) == 1.0
     assert effective_share(0.5 * 8, 0.25 * 8, 8) == 1.0
     assert effective_share(1.0, 1.0, 10) == pytest.approx(0.1)

@@ -26,7 +26,7 @@ def test_of_nothing_known_all_buckets_are_asked_alike():
     assert max(counts.values()) < 1.2 * min(counts.values())
 
 
-def test_the_bucket_with_signals_is_asked_most_and_the_others_go_on_being_asked():
+def test_prefers_informative_buckets_and_explores_others():
     curriculum = Curriculum([EASY, GOOD, HARD])
     for _ in range(20):
         for bucket in (EASY, GOOD, HARD):

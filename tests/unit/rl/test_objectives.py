@@ -141,7 +141,7 @@ def test_micro_batches_add_up_to_the_whole_batch(loss_type, cuts):
     assert torch.allclose(logprobs.grad, expected, atol=1e-7)
 
 
-def test_token_mean_weighs_long_completions_more_and_sequence_mean_does_not():
+def test_token_mean_weighs_long_completions_more():
     mask = torch.tensor([[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]])
     logprobs = torch.full((2, 4), -1.0, requires_grad=True)
     loss_of(

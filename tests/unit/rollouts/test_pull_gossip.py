@@ -267,7 +267,7 @@ async def test_groups_arrive_before_the_trainer_has_ever_drawn(pair, autojump_cl
     assert len(pair.draw(1, 8, per_peer=8)) == 6
 
 
-async def test_what_is_published_while_a_trainer_lacks_groups_is_there_a_second_later(
+async def test_short_trainer_gets_new_groups_within_a_second(
     pair, autojump_clock
 ):
     for step in range(5):
@@ -278,7 +278,7 @@ async def test_what_is_published_while_a_trainer_lacks_groups_is_there_a_second_
         assert pair.admitted_of(1, 0) == step + 1
 
 
-async def test_a_trainer_that_never_draws_still_has_about_one_group_in_ten_seconds(
+async def test_idle_trainer_gets_one_group_in_ten_seconds(
     pair, autojump_clock
 ):
     """It fetches what two first steps need, and then forwards."""
@@ -394,7 +394,7 @@ async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pa
         ({"created_at": int(EPOCH * 1000) - 5}, "age", True),
     ],
 )
-async def test_a_listing_that_lies_costs_its_holder_and_the_signed_group_is_taken(
+async def test_false_listing_costs_its_holder_only(
     lone, autojump_clock, claims, lie, costs
 ):
     liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)

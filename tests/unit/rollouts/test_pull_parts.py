@@ -48,7 +48,7 @@ def ask(position=0, life=LIFE, swarm=SWARM):
 # -- shelf
 
 
-def test_a_listing_is_the_newest_and_a_cursor_of_this_life_leaves_out_what_is_known():
+def test_listing_skips_groups_before_the_cursor():
     kept = filled(100)
     first = kept.listing(ask(), NOW)
     assert [group.content for group in first.groups] == [listed(n).content for n in range(86, 100)]
@@ -114,7 +114,7 @@ def test_no_author_hides_what_a_node_made_itself_nor_others(others, names):
     assert other in answer.groups or names > 1
 
 
-def test_a_listing_has_one_group_of_each_author_before_any_has_two_and_the_newest_of_each():
+def test_listing_alternates_authors_newest_first():
     kept = Shelf(OWN_KEY, SWARM, LIFE)
     for number, author in enumerate("obcd" + "o" * 10 + "a" * 20):
         kept.put(bytes(100), listed(number, author=author))
@@ -123,7 +123,7 @@ def test_a_listing_has_one_group_of_each_author_before_any_has_two_and_the_newes
     assert kept.listing(ask(34), NOW).groups == []
 
 
-def test_a_node_that_makes_more_than_it_lists_keeps_half_for_what_others_made():
+def test_listing_reserves_half_for_groups_of_peers():
     kept = Shelf(OWN_KEY, SWARM, LIFE)
     for number in range(1000):
         kept.put(bytes(100), listed(number, author="oab"[number % 3]))
@@ -237,7 +237,7 @@ def test_the_same_group_under_many_holders_is_asked_for_once():
     assert sorted(contents) == sorted(group.content for group in same)
 
 
-def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_of_a_step():
+def test_requests_are_bounded_in_groups_bytes_and_share():
     small = [listed(n, author=chr(ord("a") + n % 20)) for n in range(60)]
     (pull,) = choose(heard(h=small), 40)
     assert len(pull.groups) == limits.PULLED
@@ -252,7 +252,7 @@ def test_a_request_has_at_most_sixteen_groups_and_a_mebibyte_and_a_holder_half_o
     assert max(len(pull.groups) for pull in pulls) <= 4
 
 
-def test_where_nothing_is_urgent_few_holders_are_asked_and_those_the_more_that_offer_more():
+def test_relaxed_fetches_use_few_holders():
     offered = {
         f"h{n}": [listed(8 * n + each, author=chr(ord("a") + n % 14)) for each in range(8)]
         for n in range(14)
@@ -274,7 +274,7 @@ def test_where_nothing_is_urgent_few_holders_are_asked_and_those_the_more_that_o
     assert sum("h7" in holders for holders in asked) == 50
 
 
-def test_spread_freshness_trust_and_novelty_decide_and_what_is_known_or_late_is_left_out():
+def test_ranks_by_spread_freshness_trust_and_novelty():
     two = lambda good, bad: [listed(1, author="a", **good), listed(2, author="b", **bad)]
     one = lambda groups, seed, **how: choose(heard(h=groups), 1, seed, **how)[0].groups[0].content
     first = lambda groups, **how: [one(groups, seed, **how) for seed in range(200)].count(
@@ -372,7 +372,7 @@ def test_who_lists_what_everybody_has_takes_nobody_elses_place():
     [{"author": "z"}, {"author": "a", "age": 3000.0}],
     ids=["by a banned author", "made long ago"],
 )
-def test_what_a_liar_says_of_a_group_stands_beside_what_others_say_and_not_in_its_place(lie):
+def test_false_claims_do_not_replace_other_claims(lie):
     """The liar's listing came first."""
     honest = {"ha": [listed(1, author="a")], "hb": [listed(2, author="b")]}
     trust = lambda author: 0.0 if author == "z" else 1.0
@@ -389,7 +389,7 @@ def test_what_a_liar_says_of_a_group_stands_beside_what_others_say_and_not_in_it
     ) == pytest.approx(alone, abs=30)
 
 
-def test_a_group_is_asked_for_once_whatever_is_said_of_it_and_its_other_places_go_to_others():
+def test_requests_a_group_once():
     groups = [listed(n, author=chr(ord("a") + n)) for n in range(12)]
     said = {
         f"liar{i}": [listed(n, author=chr(ord("A") + (n + i) % 20), age=i / 10) for n in range(12)]
@@ -436,7 +436,7 @@ def test_a_liar_is_asked_as_rarely_as_it_is_believed():
     assert 50 < sum(map(bool, alone)) < 100  # for want of others no oftener, but it can come back
 
 
-def test_authors_whose_groups_no_draw_would_take_have_no_place_before_others_second_group():
+def test_undrawable_authors_rank_last():
     offered = [listed(n, author="ab"[n % 2]) for n in range(8)]
     chosen = {}
     for kind, worth in (("refused", 0.25 / 16), ("new", 0.25)):
@@ -493,7 +493,7 @@ def pulled_among_liars(share, lie, seed, steps=100):
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 0.05), (0.5, 0.15)])
 @pytest.mark.parametrize("lie", ["content", "absent", "spread"])
-def test_among_many_liars_few_of_their_groups_are_asked_for_and_honest_ones_fill_the_batch(
+def test_honest_groups_fill_the_batch_among_liars(
     share, most, lie
 ):
     for seed in range(3):
@@ -515,7 +515,7 @@ def test_a_group_that_is_being_fetched_stays_on_offer_at_other_holders():
     assert len(heard_) == 0, "forgotten once it is here"
 
 
-def test_groups_on_offer_are_counted_once_and_without_those_of_busy_holders():
+def test_counts_offered_groups_once_without_busy_holders():
     heard_ = heard(h=[listed(1), listed(2)], other=[listed(2), listed(3)])
     assert len(heard_) == 4
     assert heard_.count(set().__contains__) == 3
@@ -523,7 +523,7 @@ def test_groups_on_offer_are_counted_once_and_without_those_of_busy_holders():
     assert heard_.count(set().__contains__, busy=["other"]) == 2
 
 
-def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_none():
+def test_cursor_must_advance_within_one_life():
     heard_ = heard(h=[listed(1), listed(2)])
     assert heard_.cursor("h") == (LIFE, 2)
     assert not heard_.take("h", listing(listed(3), position=2), NOW)
@@ -536,7 +536,7 @@ def test_a_cursor_that_goes_back_or_does_not_move_is_a_lie_and_another_life_is_n
     assert len(heard_) == 1  # what was listed in the other life is not there any more
 
 
-def test_offers_are_bounded_in_holders_and_groups_and_gone_with_the_connection():
+def test_offers_are_bounded_and_end_with_the_connection():
     heard_ = Offers(b"o" * 32, lambda key: "a")
     for turn in range(10):
         heard_.take(
@@ -659,7 +659,7 @@ def test_a_node_that_has_its_next_steps_fetches_one_group_in_ten_seconds():
     assert world.polls() == world.fetches() == []
 
 
-def test_a_node_fetches_shortly_before_its_next_draw_and_at_once_where_it_lacks_that_step():
+def test_fetches_shortly_before_the_next_draw():
     world = World()
     for step in range(20):
         world.puller.drew(6, 8, step, 100.0 * step)  # of the two steps, four are missing
@@ -784,7 +784,7 @@ def test_a_busy_holder_keeps_its_offers_and_rests():
     ]
 
 
-def test_a_failed_fetch_is_repeated_at_other_holders_and_a_minute_later_at_the_same():
+def test_failed_fetch_retries_other_holders_first():
     world = World(["h", "other"])
     world.polls()
     world.list("h", listed(1))

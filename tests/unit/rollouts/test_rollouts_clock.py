@@ -19,7 +19,7 @@ from tests.support.pulling import PullSwarm
         (86_400.0, "stale", "future"),
     ],
 )
-async def test_a_clock_off_by_more_than_the_window_costs_groups_and_no_reputation(
+async def test_wrong_clock_costs_groups_but_no_reputation(
     nursery, autojump_clock, offset, ours_to_it, its_to_us
 ):
     swarm = await PullSwarm(2, skews=(0.0, offset)).start(nursery)

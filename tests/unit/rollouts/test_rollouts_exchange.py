@@ -64,7 +64,7 @@ def question(author, sequence, name, difficulty):
 
 
 @pytest.mark.parametrize(("chooses", "outcome"), [(False, "seed"), (True, "unregenerable")])
-async def test_a_difficulty_is_taken_where_members_choose_it_and_a_seed_is_of_one_question(
+async def test_chosen_difficulty_determines_the_seed(
     nursery, autojump_clock, chooses, outcome
 ):
     """The builtin tasks have one difficulty, so that no scorer can ask for another."""

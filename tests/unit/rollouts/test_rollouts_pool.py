@@ -38,7 +38,7 @@ def test_the_same_group_is_not_added_twice():
     assert pool.statistics(0.0).refused == 1
 
 
-def test_groups_of_whoever_is_hardly_believed_are_hardly_counted_as_waiting():
+def test_distrusted_groups_hardly_count_as_waiting():
     pool = filled("ab", 8)
     assert pool.waiting(lambda peer: 1.0) == len(pool) == 16
     assert pool.waiting(lambda peer: {"a": 1.0, "b": 1 / 16}[peer]) == 8
@@ -183,7 +183,7 @@ def test_names_cost_nothing_and_are_worth_nothing_where_peers_are_known():
         assert others < 0.6, "all newcomers together are one, and of little weight"
 
 
-def test_while_nobody_is_known_newcomers_fill_a_step_each_once_before_any_twice():
+def test_unknown_authors_take_turns_in_a_step():
     pool = filled("abcdef", 3)
     drawn = [group.peer for group in draw(pool, 6, trust=lambda peer: PROBATION_TRUST)]
     assert sorted(drawn) == list("abcdef")
@@ -201,7 +201,7 @@ def test_newcomers_fill_what_the_known_leave():
     assert sum(drawn.values()) == 6
 
 
-def test_a_newcomer_has_a_name_of_its_own_after_a_few_groups_that_were_trained_on():
+def test_new_author_is_known_after_a_few_used_groups():
     assert [sampling.is_known(sampling.trust(1.0, used)) for used in (0, 3, 4, 16)] == [
         False,
         False,

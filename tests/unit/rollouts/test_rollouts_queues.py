@@ -42,7 +42,7 @@ def test_one_peer_cannot_fill_the_queue():
     assert queue.put(candidate("a", 60))
 
 
-def test_the_queue_is_bounded_in_bytes_and_has_room_again_for_what_was_taken():
+def test_queue_is_bounded_in_bytes():
     queue = CandidateQueue(size=3 * memory_bytes(candidate("a", 0, "x" * 1000).group))
     put = lambda peers: [queue.put(candidate(peer, 0, "x" * 1000)) for peer in peers]
     assert put("abcd") == [True, True, True, False]
@@ -116,7 +116,7 @@ def test_strikes_far_apart_are_forgiven():
         assert not strikes.is_out("a", n * (STRIKE_SECONDS + 1))
 
 
-def test_strikes_count_within_ten_minutes_of_the_first_and_cost_ten_minutes_from_the_last():
+def test_strikes_expire_after_ten_minutes():
     strikes, began = Strikes(), 1_800_000_000.0
     for seconds in (0.0, 300.0, 599.0):
         strikes.add("a", began + seconds)

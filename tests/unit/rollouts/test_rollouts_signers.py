@@ -63,7 +63,7 @@ def test_a_jump_to_the_largest_sequence_costs_no_memory():
     assert one.sequence_reason(3, 0.0) == "stale"
 
 
-def test_a_sequence_number_is_remembered_for_as_long_as_a_group_may_be_sent_again():
+def test_remembers_sequence_numbers_while_groups_are_valid():
     one, longest = signer(), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
     for minute in range(100):  # an author that is heard all the time never starts anew
         one.note(minute, minute * 60.0)
@@ -119,7 +119,7 @@ def test_others_push_out_no_author_of_a_candidate(monkeypatch):
     assert len(signers) == 4
 
 
-def test_frames_are_bounded_and_candidates_kept_for_as_long_as_a_group_may_be_admitted():
+def test_frames_are_bounded_and_candidates_expire():
     frames, rng, longest = Frames(100), random.Random(0), GROUP_AGE_SECONDS + CLOCK_SKEW_SECONDS
     frames.add(b"first")
     frames.prove(b"first", 0.0)

@@ -47,7 +47,7 @@ def test_every_flipped_bit_is_another_swarm_or_none():
             open_manifest(bytes(data))
 
 
-def test_a_manifest_of_another_founder_with_the_same_content_is_another_swarm():
+def test_equal_content_of_another_founder_is_another_swarm():
     assert founded(KEY).swarm != founded(OTHER_KEY).swarm
 
 
@@ -78,7 +78,7 @@ def test_members_in_another_order_cannot_be_signed():
         (lambda first: founded(created_at=first.manifest.created_at + 1), False),
     ],
 )
-def test_a_successor_names_its_predecessor_is_younger_and_of_the_same_founder(successor, expected):
+def test_successor_is_newer_and_of_the_same_founder(successor, expected):
     first = founded()
     assert follows(successor(first), first) is expected
 
@@ -86,7 +86,7 @@ def test_a_successor_names_its_predecessor_is_younger_and_of_the_same_founder(su
 # ---- drafting
 
 
-def test_a_draft_is_what_its_own_founder_can_honour_and_changes_nothing_but_ids():
+def test_draft_is_valid_for_its_own_founder():
     opened = founded()
     assert problems(opened) == []
     config, changes = manifest.agreed(CONFIG, opened)
@@ -146,7 +146,7 @@ def test_a_task_that_this_node_does_not_have_alike_is_named(task, says):
         Setting("training.loss_type", "1e999"),
     ],
 )
-def test_a_setting_outside_the_list_or_the_type_is_a_problem_and_never_applied(setting):
+def test_invalid_manifest_setting_is_never_applied(setting):
     opened = founded(settings=[setting])
     assert setting.key in problems(opened)[0]
 
@@ -161,7 +161,7 @@ def test_a_setting_outside_the_list_or_the_type_is_a_problem_and_never_applied(s
         (ModelRef("/etc/model", "", bytes(32), bytes(32)), "embedded", False),
     ],
 )
-def test_a_model_is_embedded_or_on_the_hub_and_never_a_path_of_the_founders(model, name, ok):
+def test_model_is_embedded_or_on_the_hub(model, name, ok):
     assert (problems(founded(models=[model]), changed(policy={"model": name})) == []) is ok
 
 

@@ -680,7 +680,7 @@ def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, fun
         pass
 
 
-def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_the_task_is(
+def test_reward_weights_are_part_of_the_task_version(
     tmp_path, rewards
 ):
     versions = set()
@@ -705,7 +705,7 @@ def test_its_components_are_weighed_by_the_configuration_and_are_part_of_what_th
         installed(tmp_path, weights={"correct": 2.0})
 
 
-def test_a_reward_that_raises_or_is_no_number_costs_that_answer_and_is_named(tmp_path, rewards):
+def test_failed_reward_costs_one_answer_and_is_named(tmp_path, rewards):
     installed(tmp_path, verifier="rewards_of_mine:moody")
     with Scorer() as scorer:
         problems = {

@@ -304,7 +304,7 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
         (NAME, "rows.jsonl", {}, "is named env/<name>, and nothing else is"),
     ],
 )
-def test_what_is_wrong_with_an_environment_is_one_line_before_anything_starts(
+def test_environment_errors_are_one_line_before_the_start(
     tmp_path, server, name, source, settings, problem
 ):
     with pytest.raises(ConfigError, match=problem) as raised:
@@ -344,7 +344,7 @@ def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(
         ("http://127.0.0.1", "closed|reset|HTTP"),
     ],
 )
-def test_a_certificate_of_another_name_and_tls_that_was_not_meant_are_one_line(
+def test_tls_errors_are_one_line(
     tmp_path, servers, certificate, monkeypatch, named, problem
 ):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))

@@ -139,7 +139,7 @@ def test_the_version_follows_every_file_of_the_package(package, file):
     assert installed(NAME) != [before]
 
 
-def test_the_version_does_not_depend_on_where_the_package_lies_nor_on_bytecode(
+def test_version_ignores_location_and_bytecode(
     package, tmp_path, monkeypatch
 ):
     (before,) = installed(NAME)
@@ -296,7 +296,7 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
     assert "to the byte" in problem
 
 
-def test_config_show_has_it_and_a_module_that_is_missing_stops_no_key_command(
+def test_missing_module_does_not_stop_key_commands(
     package, tmp_path, capsys
 ):
     settings = [
@@ -327,7 +327,7 @@ MOODY, FEW, APART = (
 )
 
 
-def test_an_exception_of_a_reward_is_zero_and_counted_and_the_scorer_goes_on(package):
+def test_reward_exception_counts_as_zero(package):
     installed(MOODY)
     with Scorer() as scorer:
         for index in range(40):

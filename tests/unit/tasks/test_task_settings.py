@@ -124,7 +124,7 @@ def test_a_task_of_ones_own_has_no_difficulties() -> None:
         registry.install(["some:task"], {"some:task": {"size": [1, 2]}})
 
 
-def test_settings_that_the_generator_does_not_take_are_a_line_before_anything_starts() -> None:
+def test_unknown_generator_settings_are_one_line_before_the_start() -> None:
     registry.install([], {"rg/gcd": {"min_value": 30}})  # above max_value
     with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
         prove_own(["rg/gcd"])

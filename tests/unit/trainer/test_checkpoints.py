@@ -206,7 +206,7 @@ def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
     assert [line["save_every"] for line in lines if line["log_level"] == "warning"] == [60.0]
 
 
-def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(
+def test_saves_before_reserved_group_numbers_run_out(
     tmp_path, clock
 ):
     source, counters = Source(), Counters()
@@ -221,7 +221,7 @@ def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whateve
     assert 4 < source.taken < 10
 
 
-def test_weights_and_counters_are_of_one_step_though_training_goes_on_while_they_are_copied(
+def test_copies_weights_and_counters_of_one_step(
     tmp_path, monkeypatch
 ):
     """The optimizer waits for the copy, and for nothing else."""
@@ -364,7 +364,7 @@ def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsy
     assert saved(data_dir / "trainer")[0].step == 3
 
 
-def test_what_peers_have_seen_is_found_in_every_state_and_damaged_ones_say_nothing(data_dir):
+def test_published_numbers_are_read_from_every_state(data_dir):
     rollback.roll_back(data_dir, 2)
     (data_dir / "trainer" / "history" / "9.safetensors").write_bytes(os.urandom(100))
     (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")

@@ -128,7 +128,7 @@ def test_a_refused_call_is_repeated_under_the_same_head():
     assert len(crew.calls) == 2
 
 
-def test_what_is_too_much_is_scored_in_halves_until_a_row_alone_does_not_fit():
+def test_scores_in_halves_until_a_single_row_does_not_fit():
     halved = (CannotScore(DEVICE_REASON, divisible=True), True)
     crew = Crew(halved, halved, (CannotScore(DEVICE_REASON, divisible=False), True))
     policy = policy_of(crew)

@@ -133,7 +133,7 @@ async def test_lost_steps_are_not_sampled_from_and_are_fetched_again(
     assert ids(one.sample(3)) != ahead
 
 
-async def test_what_was_asked_for_before_its_memory_was_given_up_is_not_put_into_the_next_one(one):
+async def test_late_answer_is_not_written_to_a_new_buffer(one):
     first, read = ids(one.sample(0)), one.peer.stage.base
     reading, on = threading.Event(), threading.Event()
     one.peer.stage.base = lambda name: reading.set() or (on.wait(30) and read(name))

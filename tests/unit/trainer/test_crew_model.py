@@ -130,7 +130,7 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
-def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(tmp_path, mode):
+def test_checkpoint_free_recovery_warns_with_a_published_base(tmp_path, mode):
     with capture_logs() as logs, opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
         assert model.pretrained
         assert model.settings().swapped == (mode == "checkfree+")
@@ -229,7 +229,7 @@ def assert_it_says_that_it_goes_on(runtime):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(
+def test_block_names_do_not_depend_on_the_cut(
     tmp_path, rank
 ):
     path = write_deep_model(tmp_path / "model", layers=4)
@@ -316,7 +316,7 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
 
 
-def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trained_on(monkeypatch):
+def test_checkpoints_and_averaging_count_as_host_memory(monkeypatch):
     """A journal copies weights and moments after each step; slow weights, momentum and base lie
     beside them, and three snapshots. Who has no room is killed."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")

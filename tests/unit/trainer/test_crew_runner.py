@@ -184,7 +184,7 @@ def test_a_stage_is_built_restored_and_active(node):
     assert one.runner.stage.source == "neighbour"
 
 
-def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(node):
+def test_stage_in_memory_serves_the_next_crew(node):
     built = []
     one = node(lambda assigned: built.append(assigned) or FakeStage(assigned))
     one.runner.receive(assigned_to(step=5))
@@ -199,7 +199,7 @@ def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(nod
         assert len(built) == builds
 
 
-def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(node):
+def test_stage_is_used_only_while_active_and_not_suspended(node):
     one = node()
     one.runner.receive(CrewResume(CREW))
     one.runner.receive(CrewPause("nobody is there"))
@@ -274,7 +274,7 @@ def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
 
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, Refused])
-def test_a_stage_that_cannot_be_built_is_reported_as_failed_and_the_process_goes_on(node, error):
+def test_failed_stage_build_is_reported(node, error):
     def build(assigned):
         raise error("not this one")
 
@@ -418,7 +418,7 @@ def test_while_weights_arrive_the_crew_is_shown_progress(node):
     assert progress == sorted(set(progress))
 
 
-def test_a_member_stays_after_the_last_step_until_the_crew_ends_or_continues(node):
+def test_member_stays_until_the_crew_ends(node):
     """The head evaluates the policy after the last step, and needs every stage for that."""
     one = node()
     assert not one.runner.finished(3), "no stage yet"

@@ -112,7 +112,7 @@ def offer_of(stage):
     return held and (held.lineage, held.layers, held.step, held.where)
 
 
-async def test_weights_are_offered_when_they_are_restored_and_count_as_ours_after_a_step(model):
+async def test_restored_weights_are_offered_and_own_after_a_step(model):
     assert offer_of(stage_at(model)) is None, "the base is on every disk"
     for source, where in (
         ("checkpoint", "memory"),
@@ -130,7 +130,7 @@ async def test_weights_are_offered_when_they_are_restored_and_count_as_ours_afte
         assert offer_of(stage) == (LINEAGE, (1, 2), 8, "memory")
 
 
-async def test_gradients_of_the_last_crew_are_dropped_and_the_optimizer_continues(stage):
+async def test_new_crew_drops_old_gradients_only(stage):
     await take_step(stage)
     optimizer = stage.worker.optimizer.adam
     for parameter in stage.runtime.parameters():

@@ -238,7 +238,7 @@ def some_rows(policy, seed):
     return assemble(groups, "grpo")
 
 
-async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_smaller_pieces(
+async def test_small_member_reduces_the_micro_batch(
     tmp_path, model, monkeypatch
 ):
     Idle(monkeypatch)
@@ -296,7 +296,7 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
         assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
 
 
-async def test_a_slow_stage_gets_small_pieces_first_and_the_deadline_grows_with_them(
+async def test_slow_stage_starts_with_small_micro_batches(
     tmp_path, model, monkeypatch
 ):
     """No deadline expires on work that only takes long."""
@@ -343,7 +343,7 @@ async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
         assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
 
 
-async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(
+async def test_long_completions_of_several_waves_form_one_group(
     tmp_path, model, monkeypatch
 ):
     Idle(monkeypatch)
@@ -536,7 +536,7 @@ def as_received(published, policy):
     ]
 
 
-async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believes_it(
+async def test_head_accepts_groups_of_a_member_with_a_policy_copy(
     tmp_path, model, monkeypatch
 ):
     Idle(monkeypatch)
@@ -583,7 +583,7 @@ async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believ
     assert not network.nodes[2].published, "it has no copy"
 
 
-async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(
+async def test_whole_node_accepts_groups_of_a_quantised_crew(
     tmp_path, model
 ):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
@@ -631,7 +631,7 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outlives_a_member(
+async def test_policy_copy_of_the_head_outlives_a_member(
     tmp_path, model, monkeypatch, rank
 ):
     Idle(monkeypatch)

@@ -63,7 +63,7 @@ def test_the_model_computes_in_float16_and_its_weights_are_float32(policy):
     assert not any(policy.obstacles.values())
 
 
-def test_an_overflow_skips_the_step_and_lowers_the_scale_until_steps_are_taken(policy, rows):
+def test_overflow_skips_the_step_and_lowers_the_scale(policy, rows):
     updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
     updater.restore_loss_scale(TOO_LARGE)
     done = updater.update(rows)

@@ -31,7 +31,7 @@ def free(monkeypatch):
         ({"policy": {"optim": "adamw_8bit"}}, CUDA, 10),
     ],
 )
-def test_a_machine_with_too_little_memory_is_told_what_is_needed_and_what_to_set(
+def test_low_memory_error_names_need_and_remedy(
     free, sections, device, enough
 ):
     config = Config.model_validate(sections)

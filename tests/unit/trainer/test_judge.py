@@ -196,7 +196,7 @@ def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
     ] == [refused]
 
 
-def test_honest_text_that_claims_what_its_sender_did_not_compute_is_refused_with_and_without_ids(
+def test_rejects_false_log_probabilities_of_honest_text(
     policy, sample
 ):
     """A sender that says nothing of its tokens is held to their sum."""
@@ -501,7 +501,7 @@ def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sampl
     assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
 
 
-def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample(policy, sample):
+def test_learning_stops_before_an_improbable_token(policy, sample):
     answer = sample.completions[0]
     mark = policy.tokenize_completion("zQ", "length")
     body = answer.ids[:-1]
@@ -518,7 +518,7 @@ def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample
     assert judged(policy, group, replace(loose, least_probability=0)).accepted[0].learnt == []
 
 
-def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(policy, sample):
+def test_improbable_first_token_teaches_nothing(policy, sample):
     ids = policy.tokenize_completion("Z" + sample.completions[0].text, "eos")
     (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
     assert logprobs[0] < math.log(LEAST_PROBABILITY)
@@ -540,7 +540,7 @@ def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
 
 
-def test_a_fresh_group_of_a_peer_is_not_clipped_by_the_noise_between_two_passes(policy, sample):
+def test_numerical_noise_does_not_clip_fresh_peer_groups(policy, sample):
     (accepted,) = judged(policy, external(policy, sample)).accepted
     off = [[x - 1.0 for x in row] for row in accepted.old_logprobs]
     fresh = replace(accepted, old_logprobs=off, sampler_logprobs=off)

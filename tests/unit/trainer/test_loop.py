@@ -96,7 +96,7 @@ async def test_with_train_once_or_by_itself_a_node_samples_whole_batches(tmp_pat
         assert max(report.replayed_groups for report in network.reports) == 0
 
 
-async def test_a_restarted_trainer_goes_on_where_it_stopped_and_repeats_no_question(tmp_path):
+async def test_restarted_trainer_repeats_no_question(tmp_path):
     first, second = NetworkSide(), NetworkSide()
     await train(tmp_path, first, max_steps=5)
     await train(tmp_path, second, max_steps=8)

@@ -128,7 +128,7 @@ def ranks():
     return [each for each in multiprocessing.active_children() if each.name.startswith("rank")]
 
 
-async def test_a_killed_rank_ends_the_trainer_and_the_next_continues_from_its_state(tmp_path):
+async def test_killed_rank_ends_the_trainer_and_a_restart_resumes(tmp_path):
     def kill(trainer, report):
         if report.step == 2:
             for each in ranks():  # which reaps: the trainer's thread must be the only one later

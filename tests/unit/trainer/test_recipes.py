@@ -179,7 +179,7 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
     assert float((torch.tensor(gain) * rows.advantages).sum()) > 0
 
 
-def test_what_else_is_said_counts_for_more_than_a_recipe_and_what_is_kept_for_less(tmp_path):
+def test_recipe_precedence_is_between_options_and_stored_settings(tmp_path):
     (tmp_path / "config.toml").write_text("[training]\nlearning_rate = 0.5\nsave_every = 7\n")
     said = [f"node.data_dir={json.dumps(str(tmp_path))}", "training.num_generations=4"]
     resolved = settings.load(
@@ -257,7 +257,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
     ("name", "free", "also"),
     [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")],
 )
-def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(
+def test_too_large_recipe_error_names_a_fitting_one(
     name, free, also, monkeypatch
 ):
     policy = settings.load(recipe=name, overrides=["policy.devices=cuda"]).config.policy

@@ -109,7 +109,7 @@ def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
     kept.close()
 
 
-def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_are_kept():
+def test_records_first_used_and_first_refused_peer_group():
     refused, used, more = (
         external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3)
     )

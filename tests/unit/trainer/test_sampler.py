@@ -126,7 +126,7 @@ def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
     assert len(experience.groups) == 4 * DYNAMIC_FACTOR
 
 
-def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_old():
+def test_step_waits_for_groups_that_would_become_stale():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     sampler = Sampler(

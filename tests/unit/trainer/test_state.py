@@ -223,7 +223,7 @@ def test_moments_in_8_bits_are_kept_as_they_are(tmp_path):
     assert torch.equal(weights(model), weights(other))
 
 
-def test_who_changes_the_optimizer_keeps_the_weights_and_begins_with_new_moments(tmp_path):
+def test_changed_optimizer_keeps_weights_and_resets_moments(tmp_path):
     for before, after in ((Eight, torch.optim.AdamW), (torch.optim.AdamW, Eight)):
         model, _, rng = make()
         optimizer = before(model.parameters())

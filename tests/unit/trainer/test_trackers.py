@@ -74,7 +74,7 @@ def init(**kwargs):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_wandb_and_trackio_start_in_a_process_that_has_no_accelerator_and_are_told_the_same(
+def test_wandb_and_trackio_get_the_same_values_without_accelerator(
     tmp_path, monkeypatch, kind
 ) -> None:
     state = pytest.importorskip("accelerate.state")

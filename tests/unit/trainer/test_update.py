@@ -97,7 +97,7 @@ def small_device(monkeypatch, tokens):
 
 
 @pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
-def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(
+def test_out_of_memory_halves_the_micro_batch(
     base, rows, monkeypatch, peers
 ):
     """The second group does not fit as a whole, whosever it is."""
@@ -124,7 +124,7 @@ def test_running_out_of_memory_halves_the_micro_batch_and_gives_the_same_update(
     assert float((whole - small).abs().mean()) < 1e-6
 
 
-def test_a_peers_group_that_does_not_fit_costs_that_group_and_nothing_of_ours(
+def test_too_large_peer_group_costs_only_itself(
     base, rows, monkeypatch
 ):
     """Four times as long as ours is what admission takes."""

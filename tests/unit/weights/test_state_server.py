@@ -86,7 +86,7 @@ class Served:
         return int.from_bytes(self.network.offered[answer.transfer].chunk(0)[:2], "big")
 
 
-async def test_who_asks_for_hours_fills_no_disk_and_newcomers_are_given_what_is_hours_old_at_most(
+async def test_repeated_requests_reuse_one_recent_state(
     tmp_path, autojump_clock, monkeypatch
 ):
     monkeypatch.setattr(state_server, "SMALL_BYTES", 0)

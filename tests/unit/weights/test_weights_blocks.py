@@ -180,7 +180,7 @@ def met_half(parties):
     return whole, head, tail
 
 
-def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_fragment(parties):
+def test_missing_blocks_are_averaged_with_a_second_partner(parties):
     whole, _, tail = met_half(parties)
     asked = []
     for _ in range(4):
@@ -205,7 +205,7 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
     )
 
 
-def test_what_was_left_is_the_same_outer_step_here_and_one_like_any_other_for_the_partner(parties):
+def test_leftover_blocks_belong_to_the_same_outer_step(parties):
     whole, head, tail = met_half(parties)
     assert whole.counters.outer_clocks == [0, 1]
     exchange(whole, tail, 1, b"t" * 16)
@@ -254,7 +254,7 @@ def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
     assert whole.counters.revert.peers == ("peer",)
 
 
-def test_one_that_has_the_same_half_again_and_again_keeps_nothing_from_its_step(parties):
+def test_repeated_half_partner_does_not_delay_the_step(parties):
     whole, head, _ = met_half(parties)
     taken = []
     for number in range(4):
@@ -266,7 +266,7 @@ def test_one_that_has_the_same_half_again_and_again_keeps_nothing_from_its_step(
     assert taken == [ODD | LEFT, ODD, ODD | LEFT, ODD]
 
 
-def test_an_exchange_that_would_leave_what_has_become_due_meanwhile_is_given_up(parties):
+def test_abandons_an_exchange_that_omits_newly_due_blocks(parties):
     whole, _, _ = met_half(parties)
     (long,) = parties({5}, sync_every=16)
     blocks = blocks_shared(whole, long)
@@ -328,7 +328,7 @@ def spread(parties):
     )
 
 
-def test_two_crews_cut_differently_and_a_whole_node_stay_together_and_agree_when_they_learn_no_more(
+def test_differently_cut_crews_and_a_whole_node_converge(
     parties,
 ):
     everybody = parties(WHOLE, HEAD, TAIL, SHORT, LONG)

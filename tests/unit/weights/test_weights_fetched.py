@@ -62,7 +62,7 @@ async def fetch(bulk, tmp_path, seconds=1e6):
     return path.read_bytes()
 
 
-async def test_a_transfer_that_breaks_off_again_and_again_arrives_as_long_as_something_comes(
+async def test_interrupted_transfer_completes_with_progress(
     tmp_path, autojump_clock
 ):
     bulk = Breaking([0, 0, 1] * CHUNKS)
@@ -138,7 +138,7 @@ async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
     assert 4 <= len(bulk.sent) <= 6
 
 
-async def test_who_sends_as_little_as_it_may_is_found_out_in_a_minute_and_not_at_the_deadline(
+async def test_trickling_sender_is_detected_in_a_minute(
     tmp_path, autojump_clock
 ):
     """At 7 B the deadline of a state is four hours away, and a chunk in each half minute had them

@@ -300,7 +300,7 @@ def test_a_lone_liar_cannot_say_how_far_the_swarm_is():
     assert agreed_source({"low": manifest(0), "p": manifest(40), "q": manifest(40)}, FP) == "p"
 
 
-def test_steps_that_nobody_can_have_taken_are_no_claim_whoever_agrees_on_them():
+def test_rejects_impossible_step_counts():
     sybils = {"a": manifest(10**8 + 1), "b": manifest(2**62)}
     assert agreed_source(sybils, FP) is None
     assert agreed_source({**sybils, "p": manifest(40), "q": manifest(38)}, FP) == "q"

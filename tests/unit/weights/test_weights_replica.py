@@ -167,7 +167,7 @@ def made(tmp_path):
 ENDED_LOCALLY = local.ExchangeEnded(SESSION, 0, "", "local", False, 0)
 
 
-def test_a_killed_trainer_comes_back_with_its_slow_weights_and_goes_on_bit_by_bit(made, tmp_path):
+def test_killed_trainer_resumes_bit_identically(made, tmp_path):
     a, b, partner = made("a"), made("b"), made("c")
     a.step()
     partner.step(seed=2)
@@ -234,7 +234,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
-def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(
+def test_dropped_exchange_has_no_effect(
     made, monkeypatch
 ):
     a, copying, go_on = made("a"), threading.Event(), threading.Event()
@@ -275,7 +275,7 @@ def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_noth
         (None, local.ExchangeEnded(SESSION, 0, "peer", "local", False, 0)),
     ],
 )
-def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(
+def test_replica_without_a_probe_waits_for_the_verdict(
     made, losses, expected
 ):
     a, partner = made("a", asking=True), made("c")
@@ -335,7 +335,7 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
-def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without(
+def test_reverts_an_exchange_after_a_restart(
     made, tmp_path, reward, kept
 ):
     a, b, partner = made("a"), made("b"), made("c")
@@ -454,7 +454,7 @@ def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
     assert min(a.counters.outer_clocks) >= 500
 
 
-def test_a_node_that_was_told_an_absurd_outer_step_finds_back_by_those_it_meets(made):
+def test_absurd_outer_step_is_corrected_by_partners(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.counters.outer_clocks = [10**8, 10**8]
@@ -643,7 +643,7 @@ def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
     assert a.counters.outer_clocks == [30, 30]
 
 
-def test_an_adapter_that_has_learnt_nothing_takes_the_state_of_one_that_has(made):
+def test_untrained_adapter_adopts_a_trained_state(made):
     a, other = made("a", probe=Approving(), adapter=LoraShape(2, 4, ("q_proj",), 7)), made("b")
     with torch.no_grad():
         for p in a.model.parameters():
@@ -662,7 +662,7 @@ def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made):
     assert identical(a.weights(), before)
 
 
-def test_a_state_on_its_way_is_waited_for_and_nothing_else_for_longer_than_is_said(made):
+def test_waits_longer_only_for_a_state_in_transit(made):
     a = made("a")
     late = time.monotonic() - 1
     assert a.replica.wait_for_state(0, late)

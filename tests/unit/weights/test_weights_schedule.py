@@ -21,7 +21,7 @@ def took(schedule, fragment, names, step):
     return taken
 
 
-def test_after_partners_that_have_everything_nothing_is_due_but_each_fragment_in_its_turn():
+def test_complete_partners_leave_only_regular_fragments_due():
     schedule, seen = OuterSchedule(EVERY, 2), []
     for step in range(1, 65):
         if (fragment := schedule.due(step)) is not None:
@@ -30,7 +30,7 @@ def test_after_partners_that_have_everything_nothing_is_due_but_each_fragment_in
     assert seen == [(step, due(step, EVERY, 2)) for step in range(8, 65, 8)]
 
 
-def test_what_a_partner_lacked_is_due_once_more_midway_and_the_second_has_it():
+def test_missing_blocks_are_due_again_midway():
     schedule = OuterSchedule(24, 3)
     assert schedule.due(8) == 0
     took(schedule, 0, ["a0"], 9)
@@ -56,7 +56,7 @@ def test_blocks_without_a_partner_step_alone_next_time():
     assert schedule.due(24) == 0
 
 
-def test_what_is_left_is_part_of_the_fragment_when_that_is_due_again_and_is_not_left_again():
+def test_leftover_blocks_rejoin_their_fragment():
     schedule = OuterSchedule(EVERY, 2)
     took(schedule, 0, ["a0"], 9)
     assert schedule.due(24) == 0
@@ -81,7 +81,7 @@ def test_of_a_policy_in_one_fragment_nothing_is_left():
     assert not OuterSchedule(EVERY, 1).leaves(0, ["a0"])
 
 
-def test_while_a_partner_is_sought_for_a_fragment_nobody_is_sought_for_the_rest_of_another():
+def test_seeks_one_partner_at_a_time():
     schedule = OuterSchedule(EVERY, 2)
     took(schedule, 0, ["a0"], 9)
     assert schedule.due(16) == 1
@@ -107,7 +107,7 @@ comes to anything."""
 
 
 @given(st.integers(2 * LEAST_GAP, 60), DRAWS)
-def test_whatever_partners_have_and_propose_there_is_at_most_one_exchange_more_for_each_outer_step(
+def test_at_most_one_extra_exchange_per_outer_step(
     every, draws
 ):
     schedule, times = OuterSchedule(every, 2), []
