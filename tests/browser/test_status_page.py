@@ -171,9 +171,7 @@ async def test_page_shows_the_snapshot(tmp_path, monkeypatch) -> None:
     assert seen.requests == REQUESTS
 
 
-async def test_page_shows_swarm_exchanges_and_resource_use(
-    tmp_path, monkeypatch
-) -> None:
+async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch, width=390)
     text = re.sub(r"\s+", " ", seen.text)
     assert (
@@ -221,9 +219,7 @@ def recovering() -> NodeSnapshot:
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_crew_is_drawn_by_stage_with_colour_and_word(
-    tmp_path, monkeypatch, width
-) -> None:
+async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch, width) -> None:
     seen = await visit(tmp_path, monkeypatch, recovering, width=width)
     text = re.sub(r"\s+", " ", seen.text)
     short = lambda peer: f"{peer[:8]}…{peer[-6:]}"
@@ -274,9 +270,7 @@ async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> N
 
 
 @pytest.mark.parametrize("evidence", [{"rg/gcd 2": 9.5, "rg/gcd 10": 2.26, "a:b 0": 0.0}, {}])
-async def test_curriculum_shows_estimates_and_their_basis(
-    tmp_path, monkeypatch, evidence
-) -> None:
+async def test_curriculum_shows_estimates_and_their_basis(tmp_path, monkeypatch, evidence) -> None:
     s = example()
     report = msgspec.structs.replace(
         s.trainer.report, signals={"rg/gcd 2": 0.614, "rg/gcd 10": 0.05}, evidence=evidence
@@ -434,8 +428,6 @@ async def test_page_reports_an_unchanged_policy(tmp_path, monkeypatch) -> None:
     assert "the policy has not changed for 9 steps: the gradient is not finite" in seen.text
 
 
-async def test_unshared_groups_are_listed_with_reasons(
-    tmp_path, monkeypatch
-) -> None:
+async def test_unshared_groups_are_listed_with_reasons(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
     assert "special ids own, not shared" in re.sub(r"\s+", " ", seen.text)

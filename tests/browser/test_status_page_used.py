@@ -56,9 +56,7 @@ async def page(
         nursery.cancel_scope.cancel()
 
 
-async def test_nothing_is_clipped_or_overlaps_at_any_width(
-    tmp_path, monkeypatch
-) -> None:
+async def test_nothing_is_clipped_or_overlaps_at_any_width(tmp_path, monkeypatch) -> None:
     s = example()
     names = [f"/swarmnode/weights-manifest-{i}/1" for i in range(3)]
     traffic = TrafficStatistics(
@@ -209,9 +207,7 @@ async def test_large_numbers_fit_beside_the_axis(tmp_path, monkeypatch) -> None:
         )
 
 
-async def test_charts_and_lists_are_reachable_by_keyboard(
-    tmp_path, monkeypatch
-) -> None:
+async def test_charts_and_lists_are_reachable_by_keyboard(tmp_path, monkeypatch) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         reached = []
         charts = await tab.js("document.querySelectorAll('figure svg').length")
@@ -235,9 +231,7 @@ async def test_charts_and_lists_are_reachable_by_keyboard(
         assert await tab.js("document.activeElement.getAttribute('aria-label')") == newest
 
 
-async def test_selection_survives_a_refresh(
-    tmp_path, monkeypatch
-) -> None:
+async def test_selection_survives_a_refresh(tmp_path, monkeypatch) -> None:
     async with page(tmp_path, monkeypatch) as tab:
         await tab.js("getSelection().selectAllChildren(document.querySelector('#identity code'))")
         await tab.js("window.before = answeredAt, 0")
@@ -264,9 +258,7 @@ async def test_hides_speed_without_a_trainer(tmp_path, monkeypatch) -> None:
         )
 
 
-async def test_member_shows_its_stage_without_empty_charts(
-    tmp_path, monkeypatch
-) -> None:
+async def test_member_shows_its_stage_without_empty_charts(tmp_path, monkeypatch) -> None:
     third = lambda crew: replace(
         crew, stage=2, slots=tuple(replace(slot, layers=1) for slot in crew.slots)
     )

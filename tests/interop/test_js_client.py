@@ -172,9 +172,7 @@ def test_waiting_poll_of_the_node_gets_news(foreign, node, alice):
     assert foreign("told", name="alice")["held"] > held
 
 
-def test_client_fetches_groups_and_computes_equal_rewards(
-    foreign, node, alice, bob
-):
+def test_client_fetches_groups_and_computes_equal_rewards(foreign, node, alice, bob):
     rewards = {sequence: node.publish(sequence, long=sequence == 3) for sequence in (1, 2, 3)}
     listing = until(
         lambda: (

@@ -163,9 +163,7 @@ async def test_opens_in_any_order_and_both_kinds_at_once(tmp_path):
         assert all(each.statistics().open == {"frames": 2, "state": 2} for each in pipes)
 
 
-async def test_busy_trainer_blocks_its_sender_without_loss(
-    tmp_path, monkeypatch
-):
+async def test_busy_trainer_blocks_its_sender_without_loss(tmp_path, monkeypatch):
     """The guards allow other writers a fifth of a second without credit; this trainer reads nothing
     for longer."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)

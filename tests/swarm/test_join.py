@@ -137,9 +137,7 @@ def refusal(capsys):
 @pytest.mark.parametrize(
     ("change", "says"), [({"minimum_version": "99.0"}, "99.0"), ({"protocols": ["/x/1"]}, "/x/1")]
 )
-def test_join_rejects_an_unsupported_swarm(
-    tmp_path, monkeypatch, capsys, change, says
-):
+def test_join_rejects_an_unsupported_swarm(tmp_path, monkeypatch, capsys, change, says):
     opened = founded(**change)
     served_by_a_child(monkeypatch, opened)
     assert join(tmp_path, opened) == 77
@@ -169,9 +167,7 @@ def test_join_stores_its_options(tmp_path, monkeypatch, capsys):
     assert kept(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
 
 
-def test_init_stores_options_and_prints_the_run_command(
-    tmp_path, capsys
-):
+def test_init_stores_options_and_prints_the_run_command(tmp_path, capsys):
     asked = [
         "--set",
         'task.names=["builtin/copy"]',
@@ -206,9 +202,7 @@ def test_join_rejects_a_manifest_of_another_swarm(tmp_path, monkeypatch, capsys)
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_join_refuses_a_directory_of_another_swarm(
-    tmp_path, monkeypatch, capsys
-):
+def test_join_refuses_a_directory_of_another_swarm(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded())
     assert join(tmp_path, founded()) == 0
     assert join(tmp_path, founded()) == 0
@@ -247,9 +241,7 @@ def test_join_refuses_a_readable_secret_file(tmp_path, capsys):
     assert "chmod 600" in refusal(capsys)
 
 
-def test_only_the_founder_creates_a_successor(
-    tmp_path, capsys
-):
+def test_only_the_founder_creates_a_successor(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)
@@ -259,9 +251,7 @@ def test_only_the_founder_creates_a_successor(
     assert "only the founder" in refusal(capsys)
 
 
-def test_no_successor_when_the_clock_went_back(
-    tmp_path, monkeypatch, capsys
-):
+def test_no_successor_when_the_clock_went_back(tmp_path, monkeypatch, capsys):
     found = [
         "init",
         "--any-model",
@@ -363,9 +353,7 @@ def test_oversized_manifest_file_is_not_read(tmp_path, capsys):
     assert ManifestStore(tmp_path).current() is None
 
 
-def test_damaged_manifest_leaves_key_and_address_book_intact(
-    tmp_path, capsys
-):
+def test_damaged_manifest_leaves_key_and_address_book_intact(tmp_path, capsys):
     store = ManifestStore(tmp_path)
     store.add(founded())
     store.choose(founded().swarm)

@@ -76,9 +76,7 @@ async def test_fetches_the_successor_with_the_manifest(tmp_path):
         (FIRST.signed, succeeding(FIRST, OTHER_KEY).signed, "does not follow"),
     ],
 )
-async def test_wrong_manifests_are_rejected_by_reason(
-    tmp_path, manifest, successor, says
-):
+async def test_wrong_manifests_are_rejected_by_reason(tmp_path, manifest, successor, says):
     async with host(tmp_path / "a") as a:
         with pytest.raises(Refused, match=says):
             await join.fetch(JOINER, invite(serving(a, manifest, successor)), None)
@@ -154,9 +152,7 @@ def successors(network, directory, follow, opened=FIRST):
 
 
 @pytest.mark.parametrize(("policy", "moves"), [("founder", True), ("ask", False), ("never", False)])
-async def test_running_node_follows_a_successor_by_policy_only(
-    tmp_path, policy, moves
-):
+async def test_running_node_follows_a_successor_by_policy_only(tmp_path, policy, moves):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         serving(a, FIRST.signed, SECOND.signed)
         store, following = successors(b, tmp_path / "b", policy)

@@ -265,9 +265,7 @@ async def test_training_node_replays_an_episode(kind, tmp_path, game):
         assert asker.authors.trust(author.peer) > 0.0
 
 
-async def test_author_of_slow_episodes_is_suspended_from_scoring(
-    tmp_path, game
-):
+async def test_author_of_slow_episodes_is_suspended_from_scoring(tmp_path, game):
     async with (
         networks("memory", tmp_path, 2) as [(network, own), (other, relay)],
         AsyncScorer(cpu_seconds=1) as scorer,

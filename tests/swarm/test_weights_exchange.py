@@ -258,9 +258,7 @@ async def test_silent_neighbour_does_not_delay_a_new_node(tmp_path):
 
 
 @pytest.mark.parametrize("from_one", [False, True])
-async def test_single_neighbour_is_trusted_only_if_configured(
-    from_one, tmp_path, caplog
-):
+async def test_single_neighbour_is_trusted_only_if_configured(from_one, tmp_path, caplog):
     async with hosts(tmp_path, 2, swarm=SWARM) as networks, contextlib.AsyncExitStack() as stack:
         keys = [
             identity.load_or_create(tmp_path / str(n) / "identity.key").private_key

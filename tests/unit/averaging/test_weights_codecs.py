@@ -237,9 +237,7 @@ def test_the_error_of_an_interval_grows_with_the_distance_from_the_base(outer_st
         (50, 0.0, "float32"),
     ],
 )
-def test_selects_the_smallest_codec_within_the_error_bound(
-    outer_steps, factor, codec
-):
+def test_selects_the_smallest_codec_within_the_error_bound(outer_steps, factor, codec):
     anchor, sent, change = wandered(outer_steps)
     payload = encode_smallest(sent, WIDE, factor * change, anchor=anchor)
     assert header_of(payload).codec == codec

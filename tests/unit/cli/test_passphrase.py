@@ -64,9 +64,7 @@ def locked(tmp_path, peer, capsys):
     return peer
 
 
-def test_confirmed_passphrase_locks_the_key_file(
-    tmp_path, peer, typing, capsys, monkeypatch
-):
+def test_confirmed_passphrase_locks_the_key_file(tmp_path, peer, typing, capsys, monkeypatch):
     assert len(typing(WORDS, WORDS)) == 0
     assert key(tmp_path, "passphrase") == 0
     path = tmp_path / "identity.key"

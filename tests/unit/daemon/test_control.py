@@ -175,9 +175,7 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
     assert last_line(capsys) == "it was not paused"
 
 
-async def test_waits_for_a_slow_disk(
-    tmp_path, capsys, monkeypatch
-):
+async def test_waits_for_a_slow_disk(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
     kept = pauses.write_atomically
     async with controlled(tmp_path):

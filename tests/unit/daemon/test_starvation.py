@@ -54,9 +54,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("code", [SPIN, THREAD])
-def test_counts_cpu_waits_of_every_thread(
-    on_one_processor, code
-):
+def test_counts_cpu_waits_of_every_thread(on_one_processor, code):
     starvation = Starvation(on_one_processor(code), 0.0)
     on_one_processor(SPIN)
     until(lambda: starvation.since("first", 0.0) > 1.0)

@@ -171,9 +171,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-async def test_invalid_link_message_is_logged_once_and_retried(
-    data_dir, caplog
-):
+async def test_invalid_link_message_is_logged_once_and_retried(data_dir, caplog):
     recorder = Recorder()
     recorder.hello = lambda hello: hello  # as one of another version may
     async with trio.open_nursery() as nursery:

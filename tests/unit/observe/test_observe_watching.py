@@ -199,9 +199,7 @@ def test_keys_are_read_off_whatever_arrives_together() -> None:
     assert keys_in(b"\x1b\x00\xffx") == []
 
 
-def test_reports_a_node_of_another_directory(
-    node: Node, tmp_path, capsys
-) -> None:
+def test_reports_a_node_of_another_directory(node: Node, tmp_path, capsys) -> None:
     from swarmnode import cli
 
     (tmp_path / "run").mkdir()

@@ -49,9 +49,7 @@ async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
         assert a.statistics().nat.relay.serving  # role auto
 
 
-async def test_unreachable_port_is_private_and_needs_relays(
-    tmp_path, caplog
-):
+async def test_unreachable_port_is_private_and_needs_relays(tmp_path, caplog):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(
             lambda: (

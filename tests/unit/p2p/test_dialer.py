@@ -74,9 +74,7 @@ async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_hanging_dial_times_out_and_tries_the_next_address(
-    autojump_clock, nursery
-):
+async def test_hanging_dial_times_out_and_tries_the_next_address(autojump_clock, nursery):
     table, world, loop = make()
     world.hang.add("b")
     for port in (1, 2):

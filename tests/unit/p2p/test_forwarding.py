@@ -88,9 +88,7 @@ async def test_who_can_be_dialled_asks_no_router(autojump_clock):
         assert node.asked_at == []
 
 
-async def test_refusing_router_is_retried_rarely(
-    autojump_clock, caplog
-):
+async def test_refusing_router_is_retried_rarely(autojump_clock, caplog):
     with caplog.at_level(logging.WARNING):
         async with home("100.72.3.4", refuses=True) as node:
             await trio.sleep(HOUR)

@@ -203,9 +203,7 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_cancelled_write_leaves_the_connection_usable(
-    client, works
-):
+async def test_cancelled_write_leaves_the_connection_usable(client, works):
     with processes(client(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         await node.ask("keep", protocol="hold", **to)
@@ -308,9 +306,7 @@ async def sent_over(line, size):
 
 
 @pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
-async def test_slow_line_does_not_block_other_streams(
-    rate, autojump_clock
-):
+async def test_slow_line_does_not_block_other_streams(rate, autojump_clock):
     line = Line(rate, buffer=200_000)
     await sent_over(line, 1_000_000)
     late = line.frames[len(line.frames) // 2 :]

@@ -152,9 +152,7 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_hanging_negotiation_does_not_block_other_peers(
-    autojump_clock, nursery
-):
+async def test_hanging_negotiation_does_not_block_other_peers(autojump_clock, nursery):
     class Newcomers(Library):
         async def new_stream(self, peer: object, protocols: list) -> Stuck:
             await trio.lowlevel.checkpoint()
@@ -234,9 +232,7 @@ async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything
     nursery.cancel_scope.cancel()
 
 
-async def test_pending_requests_of_a_peer_are_few_and_short(
-    autojump_clock, nursery
-):
+async def test_pending_requests_of_a_peer_are_few_and_short(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS)

@@ -75,9 +75,7 @@ async def test_both_ways_at_once_and_an_end_each(tmp_path):
         assert ours.sent == theirs.received == len(there) + 5
 
 
-async def test_idle_receiver_blocks_only_its_sender(
-    tmp_path, monkeypatch
-):
+async def test_idle_receiver_blocks_only_its_sender(tmp_path, monkeypatch):
     """Longer than the guards let other writers wait for credit, which is why the stream brings
     patience of its own."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)

@@ -101,7 +101,7 @@ def test_connected_member_does_not_redial_a_full_bootstrap():
     assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
 
 
-def test_peer_exchange_only_with_dialled_peers():
+def test_prefers_dialled_peers_for_peer_exchange():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -115,7 +115,7 @@ def test_peer_exchange_only_with_dialled_peers():
     assert not known.heeds("unknown")
 
 
-def test_rejected_node_does_not_query_inbound_peers():
+def test_rejected_node_uses_inbound_peers_last():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)

@@ -306,9 +306,7 @@ async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
         )
 
 
-async def test_scores_wait_and_excess_scores_name_the_sender(
-    models, monkeypatch
-):
+async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)

@@ -143,9 +143,7 @@ async def test_a_silent_stage_costs_one_deadline_and_is_not_named(
         await quiet()
 
 
-async def test_withheld_tied_embedding_costs_one_deadline(
-    models, policy, autojump_clock
-):
+async def test_withheld_tied_embedding_costs_one_deadline(models, policy, autojump_clock):
     async with four(models, policy, "llama-tied") as (crew, rows):
         withholds(crew.members[3], wire.EmbeddingFrame)
         with pytest.raises(PeerTimeout):
@@ -187,9 +185,7 @@ async def test_a_stage_that_does_not_take_a_decided_step_is_one_step_behind(
         assert [m.participant.step for m in crew.members] == [1, 1, 0]
 
 
-async def test_deadline_grows_to_four_times_the_longest_silence(
-    models, policy, autojump_clock
-):
+async def test_deadline_grows_to_four_times_the_longest_silence(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
         compute = crew.members[1].compute
@@ -378,9 +374,7 @@ async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, p
 
 
 @pytest.mark.parametrize("call", [learn, sample])
-async def test_late_abort_does_not_affect_the_next_call(
-    models, policy, call
-):
+async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
     """What the head sends to stage 2 itself waits on a slow line; what it sends through stage 1
     does not."""
     _, rows = grpo(policy("llama"))

@@ -65,9 +65,7 @@ def alone(policy, prompt_ids, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_greedy_equals_transformers_for_any_batch_size(
-    policies, kind, rows
-):
+def test_greedy_equals_transformers_for_any_batch_size(policies, kind, rows):
     policy = policies[kind]
     sampling = Sampling(2, 12, 0.0)
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + sampling.max_tokens

@@ -119,9 +119,7 @@ def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kin
 @pytest.mark.parametrize(
     ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
 )
-def test_selects_the_faster_engine_and_logs_the_reason(
-    clock, lockstep, continuous, chosen
-):
+def test_selects_the_faster_engine_and_logs_the_reason(clock, lockstep, continuous, chosen):
     seconds = [lockstep, continuous] * TRIALS
     seconds[0] *= 10  # warming up
     engine, kinds = kept(

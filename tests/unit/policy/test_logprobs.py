@@ -145,9 +145,7 @@ def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypat
 
 
 @pytest.mark.parametrize("passes", ["one pass", "two passes", "packed"], indirect=True)
-def test_prompt_is_computed_once_per_group(
-    embedded, monkeypatch, passes
-):
+def test_prompt_is_computed_once_per_group(embedded, monkeypatch, passes):
     seen = []
     forward = type(embedded.model).forward
 

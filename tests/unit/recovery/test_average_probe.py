@@ -198,9 +198,7 @@ async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean, step_seconds=10.0)
 
 
-async def test_out_of_memory_gives_no_verdict(
-    fleet, monkeypatch
-):
+async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)

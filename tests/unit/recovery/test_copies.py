@@ -154,9 +154,7 @@ def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_hostile_copy_is_bounded_and_rejected(
-    models, adapter
-):
+def test_hostile_copy_is_bounded_and_rejected(models, adapter):
     model = copy.deepcopy(models["llama"])
     base = None if adapter else base_of(model)
     whole = add_adapter(model, LORA) if adapter else model

@@ -48,9 +48,7 @@ async def test_only_probes_of_the_newest_step_are_asked_and_each_once(monkeypatc
 
 
 @pytest.mark.parametrize("error", [ValueError("nan"), Incompatible("not finite there")])
-async def test_non_finite_numbers_condemn_the_stage(
-    monkeypatch, error
-):
+async def test_non_finite_numbers_condemn_the_stage(monkeypatch, error):
     bad = {}
 
     async def shift(peer, probe):

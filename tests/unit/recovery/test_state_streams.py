@@ -264,9 +264,7 @@ async def test_a_member_that_goes_on_with_garbage_is_cut_off(member):
     assert member.peer.channel.fault == (0, "misbehaved")
 
 
-async def test_transfer_resumes_in_the_next_crew(
-    models, tmp_path
-):
+async def test_transfer_resumes_in_the_next_crew(models, tmp_path):
     partial_bodies = {}
     settings = RecoverySettings(seconds=5.0)
     for crew in ("first", "second", "third"):
@@ -421,9 +419,7 @@ async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump
     assert member.peer.channel.fault is None  # a closed stream is nobody's fault
 
 
-async def test_waits_a_bounded_time_for_a_restoring_stage(
-    member, autojump_clock
-):
+async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock):
     async def loading():
         while True:
             got = await member.answer(0)

@@ -128,7 +128,7 @@ def test_what_a_policy_sampled_weighs_all_however_long_it_is(seed, count):
     assert burst_weight(excess_surprise(*sampled(policy, policy, count, seed)), SLACK) == 1.0
 
 
-def test_improbable_answer_has_no_weight():
+def test_burst_of_improbable_tokens_has_no_weight():
     lucky = torch.tensor([8.0, 0.1, -0.2])  # one time in three thousand
     made_up = torch.full((12,), 9.0)
     assert burst_weight(lucky, SLACK) == 1.0

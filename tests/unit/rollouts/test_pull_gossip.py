@@ -267,9 +267,7 @@ async def test_groups_arrive_before_the_trainer_has_ever_drawn(pair, autojump_cl
     assert len(pair.draw(1, 8, per_peer=8)) == 6
 
 
-async def test_short_trainer_gets_new_groups_within_a_second(
-    pair, autojump_clock
-):
+async def test_short_trainer_gets_new_groups_within_a_second(pair, autojump_clock):
     for step in range(5):
         pair.draw(1, 6, version=step)
         await trio.sleep(7)
@@ -278,9 +276,7 @@ async def test_short_trainer_gets_new_groups_within_a_second(
         assert pair.admitted_of(1, 0) == step + 1
 
 
-async def test_idle_trainer_gets_one_group_in_ten_seconds(
-    pair, autojump_clock
-):
+async def test_idle_trainer_gets_one_group_in_ten_seconds(pair, autojump_clock):
     """It fetches what two first steps need, and then forwards."""
     for sequence in range(4):
         await pair.publish(0, *range(8 * sequence, 8 * sequence + 8))
@@ -394,9 +390,7 @@ async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pa
         ({"created_at": int(EPOCH * 1000) - 5}, "age", True),
     ],
 )
-async def test_false_listing_costs_its_holder_only(
-    lone, autojump_clock, claims, lie, costs
-):
+async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims, lie, costs):
     liar, honest = Holder(lone.medium), Holder(lone.medium, seed=78)
     for sequence in range(4):
         await liar.add(sequence, **claims)

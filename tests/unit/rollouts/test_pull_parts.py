@@ -493,9 +493,7 @@ def pulled_among_liars(share, lie, seed, steps=100):
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 0.05), (0.5, 0.15)])
 @pytest.mark.parametrize("lie", ["content", "absent", "spread"])
-def test_honest_groups_fill_the_batch_among_liars(
-    share, most, lie
-):
+def test_honest_groups_fill_the_batch_among_liars(share, most, lie):
     for seed in range(3):
         hostile, filled = pulled_among_liars(share, lie, seed)
         assert hostile < most

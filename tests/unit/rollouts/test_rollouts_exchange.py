@@ -64,9 +64,7 @@ def question(author, sequence, name, difficulty):
 
 
 @pytest.mark.parametrize(("chooses", "outcome"), [(False, "seed"), (True, "unregenerable")])
-async def test_chosen_difficulty_determines_the_seed(
-    nursery, autojump_clock, chooses, outcome
-):
+async def test_chosen_difficulty_determines_the_seed(nursery, autojump_clock, chooses, outcome):
     """The builtin tasks have one difficulty, so that no scorer can ask for another."""
     rules = GroupRules(BUILTIN_TASKS, members_choose=chooses)
     swarm = await PullSwarm(1, rules=rules).start(nursery)

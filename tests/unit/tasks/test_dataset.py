@@ -680,9 +680,7 @@ def test_a_reward_function_that_does_not_work_is_one_line(tmp_path, rewards, fun
         pass
 
 
-def test_reward_weights_are_part_of_the_task_version(
-    tmp_path, rewards
-):
+def test_reward_weights_are_part_of_the_task_version(tmp_path, rewards):
     versions = set()
     for weights in ({}, {"correct": 3.0}):
         installed(tmp_path, verifier="rewards_of_mine:both", weights=weights)

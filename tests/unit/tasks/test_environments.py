@@ -344,9 +344,7 @@ def test_a_server_with_tls_is_asked_once_its_certificate_is_trusted(
         ("http://127.0.0.1", "closed|reset|HTTP"),
     ],
 )
-def test_tls_errors_are_one_line(
-    tmp_path, servers, certificate, monkeypatch, named, problem
-):
+def test_tls_errors_are_one_line(tmp_path, servers, certificate, monkeypatch, named, problem):
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with pytest.raises(ConfigError, match=problem) as raised:
         installed(tmp_path, f"{named}:{servers[1].rpartition(':')[2]}/sums")

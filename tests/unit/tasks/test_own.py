@@ -139,9 +139,7 @@ def test_the_version_follows_every_file_of_the_package(package, file):
     assert installed(NAME) != [before]
 
 
-def test_version_ignores_location_and_bytecode(
-    package, tmp_path, monkeypatch
-):
+def test_version_ignores_location_and_bytecode(package, tmp_path, monkeypatch):
     (before,) = installed(NAME)
     (package / "__pycache__").mkdir()
     (package / "__pycache__" / "words.cpython-311.pyc").write_bytes(b"x")
@@ -296,9 +294,7 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
     assert "to the byte" in problem
 
 
-def test_missing_module_does_not_stop_key_commands(
-    package, tmp_path, capsys
-):
+def test_missing_module_does_not_stop_key_commands(package, tmp_path, capsys):
     settings = [
         "--set",
         f'task.modules=["{NAME}"]',

@@ -206,9 +206,7 @@ def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
     assert [line["save_every"] for line in lines if line["log_level"] == "warning"] == [60.0]
 
 
-def test_saves_before_reserved_group_numbers_run_out(
-    tmp_path, clock
-):
+def test_saves_before_reserved_group_numbers_run_out(tmp_path, clock):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 1e9, source, torch.Generator(), counters) as kept:
         kept.save()
@@ -221,9 +219,7 @@ def test_saves_before_reserved_group_numbers_run_out(
     assert 4 < source.taken < 10
 
 
-def test_copies_weights_and_counters_of_one_step(
-    tmp_path, monkeypatch
-):
+def test_copies_weights_and_counters_of_one_step(tmp_path, monkeypatch):
     """The optimizer waits for the copy, and for nothing else."""
     source, counters = Source(), Counters()
     copying, go_on = threading.Event(), threading.Event()

@@ -133,7 +133,7 @@ async def test_lost_steps_are_not_sampled_from_and_are_fetched_again(
     assert ids(one.sample(3)) != ahead
 
 
-async def test_late_answer_is_not_written_to_a_new_buffer(one):
+async def test_late_fetch_is_not_written_to_the_next_copy(one):
     first, read = ids(one.sample(0)), one.peer.stage.base
     reading, on = threading.Event(), threading.Event()
     one.peer.stage.base = lambda name: reading.set() or (on.wait(30) and read(name))

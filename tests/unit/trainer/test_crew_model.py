@@ -229,9 +229,7 @@ def assert_it_says_that_it_goes_on(runtime):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_block_names_do_not_depend_on_the_cut(
-    tmp_path, rank
-):
+def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
     path = write_deep_model(tmp_path / "model", layers=4)
     policy = {"model": str(path), "devices": "cpu", "lora": {"r": rank}}
     config = Config.model_validate(

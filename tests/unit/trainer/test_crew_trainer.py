@@ -238,9 +238,7 @@ def some_rows(policy, seed):
     return assemble(groups, "grpo")
 
 
-async def test_small_member_reduces_the_micro_batch(
-    tmp_path, model, monkeypatch
-):
+async def test_small_member_reduces_the_micro_batch(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3)
     policy = whole(model)
@@ -296,9 +294,7 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
         assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
 
 
-async def test_slow_stage_starts_with_small_micro_batches(
-    tmp_path, model, monkeypatch
-):
+async def test_slow_stage_starts_with_small_micro_batches(tmp_path, model, monkeypatch):
     """No deadline expires on work that only takes long."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.HEAD_SECONDS", 1.5)
@@ -343,9 +339,7 @@ async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
         assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
 
 
-async def test_long_completions_of_several_waves_form_one_group(
-    tmp_path, model, monkeypatch
-):
+async def test_long_completions_of_several_waves_form_one_group(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.MAX_TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
@@ -536,9 +530,7 @@ def as_received(published, policy):
     ]
 
 
-async def test_head_accepts_groups_of_a_member_with_a_policy_copy(
-    tmp_path, model, monkeypatch
-):
+async def test_head_accepts_groups_of_a_member_with_a_policy_copy(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3, training={"groups_per_step": 6})
     configs[1] = config(
@@ -583,9 +575,7 @@ async def test_head_accepts_groups_of_a_member_with_a_policy_copy(
     assert not network.nodes[2].published, "it has no copy"
 
 
-async def test_whole_node_accepts_groups_of_a_quantised_crew(
-    tmp_path, model
-):
+async def test_whole_node_accepts_groups_of_a_quantised_crew(tmp_path, model):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
         await until(lambda: len(network.nodes[0].published) >= 4, seconds=60)
@@ -631,9 +621,7 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-async def test_policy_copy_of_the_head_outlives_a_member(
-    tmp_path, model, monkeypatch, rank
-):
+async def test_policy_copy_of_the_head_outlives_a_member(tmp_path, model, monkeypatch, rank):
     Idle(monkeypatch)
     policy = {"lora": {"r": rank, "lora_alpha": 2 * rank}} if rank else {}
     shared = {"policy": policy, "training": {"learning_rate": 1e-2 if rank else 1e-3}}

@@ -58,7 +58,7 @@ def test_step_requests_publishes_and_takes_groups_in_order():
     assert (judgement.outcomes, judgement.accepted) == ([], [])
 
 
-def test_full_step_requests_no_groups():
+def test_full_step_without_sharing_makes_no_calls():
     groups, link = external(room=0, enabled=False)
     groups.exchange([own_group()], policy_version=7)
     assert link.calls == []

@@ -31,9 +31,7 @@ def free(monkeypatch):
         ({"policy": {"optim": "adamw_8bit"}}, CUDA, 10),
     ],
 )
-def test_low_memory_error_names_need_and_remedy(
-    free, sections, device, enough
-):
+def test_low_memory_error_names_need_and_remedy(free, sections, device, enough):
     config = Config.model_validate(sections)
     free(enough)
     engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)

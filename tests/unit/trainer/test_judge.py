@@ -196,9 +196,7 @@ def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
     ] == [refused]
 
 
-def test_rejects_false_log_probabilities_of_honest_text(
-    policy, sample
-):
+def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
     """A sender that says nothing of its tokens is held to their sum."""
     for claims in (
         {},

@@ -257,9 +257,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
     ("name", "free", "also"),
     [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")],
 )
-def test_too_large_recipe_error_names_a_fitting_one(
-    name, free, also, monkeypatch
-):
+def test_too_large_recipe_error_names_a_fitting_one(name, free, also, monkeypatch):
     policy = settings.load(recipe=name, overrides=["policy.devices=cuda"]).config.policy
     hidden, intermediate, layers, heads, keys, tied = SHAPES[
         re.search(r"-([\d.]+B)-", policy.model)[1]

@@ -130,9 +130,7 @@ def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
 @pytest.mark.parametrize(
     ("loss_type", "again"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("gspo", 0), ("cispo", 0)]
 )
-def test_only_bounded_objectives_replay_groups(
-    loss_type, again
-):
+def test_only_bounded_objectives_replay_groups(loss_type, again):
     plan = StepPlan(
         TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters()
     )

@@ -97,9 +97,7 @@ def small_device(monkeypatch, tokens):
 
 
 @pytest.mark.parametrize("peers", [("", "p"), ("p", "")])
-def test_out_of_memory_halves_the_micro_batch(
-    base, rows, monkeypatch, peers
-):
+def test_out_of_memory_halves_the_micro_batch(base, rows, monkeypatch, peers):
     """The second group does not fit as a whole, whosever it is."""
     groups = [
         TrainingGroup(
@@ -124,9 +122,7 @@ def test_out_of_memory_halves_the_micro_batch(
     assert float((whole - small).abs().mean()) < 1e-6
 
 
-def test_too_large_peer_group_costs_only_itself(
-    base, rows, monkeypatch
-):
+def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
     """Four times as long as ours is what admission takes."""
     third = TrainingGroup(
         [

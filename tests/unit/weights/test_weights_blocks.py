@@ -254,7 +254,7 @@ def test_what_nobody_has_takes_its_step_alone_once(parties, refused):
     assert whole.counters.revert.peers == ("peer",)
 
 
-def test_repeated_half_partner_does_not_delay_the_step(parties):
+def test_repeated_half_partner_withholds_no_block(parties):
     whole, head, _ = met_half(parties)
     taken = []
     for number in range(4):

@@ -62,9 +62,7 @@ async def fetch(bulk, tmp_path, seconds=1e6):
     return path.read_bytes()
 
 
-async def test_interrupted_transfer_completes_with_progress(
-    tmp_path, autojump_clock
-):
+async def test_interrupted_transfer_completes_with_progress(tmp_path, autojump_clock):
     bulk = Breaking([0, 0, 1] * CHUNKS)
     assert await fetch(bulk, tmp_path) == b"".join(bulk.source.chunk(i) for i in range(CHUNKS))
     assert bulk.sent == list(range(CHUNKS)), "nothing is sent twice"
@@ -138,9 +136,7 @@ async def test_a_trickle_ends_with_its_time(tmp_path, autojump_clock):
     assert 4 <= len(bulk.sent) <= 6
 
 
-async def test_trickling_sender_is_detected_in_a_minute(
-    tmp_path, autojump_clock
-):
+async def test_trickling_sender_is_detected_in_a_minute(tmp_path, autojump_clock):
     """At 7 B the deadline of a state is four hours away, and a chunk in each half minute had them
     all."""
     bulk = Breaking([], chunks=4000)

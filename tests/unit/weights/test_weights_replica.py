@@ -234,9 +234,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
-def test_dropped_exchange_has_no_effect(
-    made, monkeypatch
-):
+def test_dropped_exchange_has_no_effect(made, monkeypatch):
     a, copying, go_on = made("a"), threading.Event(), threading.Event()
     encode = codecs.encode_smallest
 
@@ -275,9 +273,7 @@ def test_dropped_exchange_has_no_effect(
         (None, local.ExchangeEnded(SESSION, 0, "peer", "local", False, 0)),
     ],
 )
-def test_replica_without_a_probe_waits_for_the_verdict(
-    made, losses, expected
-):
+def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
     a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
@@ -335,9 +331,7 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
-def test_reverts_an_exchange_after_a_restart(
-    made, tmp_path, reward, kept
-):
+def test_reverts_an_exchange_after_a_restart(made, tmp_path, reward, kept):
     a, b, partner = made("a"), made("b"), made("c")
     partner.step(seed=2)
     a.step()

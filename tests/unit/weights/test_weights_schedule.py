@@ -107,9 +107,7 @@ comes to anything."""
 
 
 @given(st.integers(2 * LEAST_GAP, 60), DRAWS)
-def test_at_most_one_extra_exchange_per_outer_step(
-    every, draws
-):
+def test_at_most_one_extra_exchange_per_outer_step(every, draws):
     schedule, times = OuterSchedule(every, 2), []
     for step, (proposed, parts, comes) in enumerate(draws, 1):
         fragment = schedule.due(step)
