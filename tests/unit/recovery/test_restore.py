@@ -129,7 +129,7 @@ async def test_a_node_that_comes_back_with_its_disk_continues_exactly(fleet, sta
     assert mine.restored[lost].source.step == 3
 
 
-async def test_uses_an_own_checkpoint_at_most_one_step_old(fleet):
+async def test_own_checkpoint_is_current_only_within_one_step(fleet):
     mine = fleet(settings={"checkpoint_every": 1000})
     await train(mine, 3)
     mine.kill(1, disk=True)

@@ -179,7 +179,7 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
     assert float((torch.tensor(gain) * rows.advantages).sum()) > 0
 
 
-def test_recipe_precedence_is_between_options_and_stored_settings(tmp_path):
+def test_recipe_overrides_stored_settings_only(tmp_path):
     (tmp_path / "config.toml").write_text("[training]\nlearning_rate = 0.5\nsave_every = 7\n")
     said = [f"node.data_dir={json.dumps(str(tmp_path))}", "training.num_generations=4"]
     resolved = settings.load(
