@@ -40,7 +40,7 @@ from tests.support.chaos.nodes import (
     swarm_of,
     until,
 )
-from tests.support.chaos.schedule import errors, logged_since, now
+from tests.support.chaos.schedule import errors, logged_since, report_of
 
 SAMPLE_SECONDS, POINTS = 10.0, 40
 """Interval between samples, in seconds; a short soak has at least POINTS of them."""
@@ -158,7 +158,7 @@ def soak(
     rng = random.Random(seed)
     with swarm_of(directory, count, small_disks=False, pace=pace) as swarm:
         stay, come_and_go = swarm.nodes[: (count + 1) // 2], swarm.nodes[(count + 1) // 2 :]
-        assert until(lambda: all(now(node) for node in swarm.nodes), 600.0), [
+        assert until(lambda: all(report_of(node) for node in swarm.nodes), 600.0), [
             node.log()[-800:] for node in swarm.nodes
         ]
         watches, hows = [Watch(node) for node in stay], Counter[str]()
@@ -178,7 +178,7 @@ def soak(
             late.append(time.monotonic() - due)
         over.set()
         others.join()
-        last = [now(node) for node in stay]
+        last = [report_of(node) for node in stay]
         logged = Counter(line for node in swarm.nodes for line in errors_of(node))
         swarm.stop()
     print(heading(f"soak: {count} nodes, {seconds / 60:.0f} minutes, churn every {every:.0f} s"))

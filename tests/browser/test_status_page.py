@@ -264,8 +264,8 @@ async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> N
     seen = await visit(
         tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting)
     )
-    said = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
-    assert said in seen.text
+    expected = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
+    assert expected in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 

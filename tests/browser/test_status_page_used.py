@@ -171,7 +171,7 @@ async def test_hostile_completions_are_shown_as_text(tmp_path, monkeypatch, widt
             " each.clientWidth + 1)"
         )
         assert await tab.js(inside) is True
-        said = await tab.js("document.getElementById('samples').innerText")
+        shown = await tab.js("document.getElementById('samples').innerText")
         for value in (
             "own",
             "Küche 2",
@@ -181,7 +181,7 @@ async def test_hostile_completions_are_shown_as_text(tmp_path, monkeypatch, widt
             "9 tokens, cut",
             "refused",
         ):
-            assert value in said, value
+            assert value in shown, value
         assert tab.errors == []
 
 

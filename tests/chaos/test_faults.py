@@ -72,7 +72,7 @@ def test_cable_carries_bytes_both_ways(cable):
         sender.start()
         assert exactly(conversation, len(data)) == data
         sender.join()
-    for how in (lambda: cable.slow(0.05, 1e6), cable.mend):
+    for how in (lambda: cable.slow(0.05, 1e6), cable.repair):
         how()
         with call(cable) as conversation:
             conversation.sendall(b"hello")
@@ -100,7 +100,7 @@ def test_held_cable_delivers_after_repair(cable):
         with pytest.raises(TimeoutError):
             conversation.recv(1)
         conversation.settimeout(20)
-        cable.mend()
+        cable.repair()
         assert exactly(conversation, 4) == b"held"
 
 
@@ -124,15 +124,23 @@ def test_seed_orders_every_possible_fault():
     assert not any(fault.long for fault in schedule.drawn(7, False, True))
 
 
-def at(**told):
-    return schedule.Now(
-        **{"step": 9, "saved": 9, "used": 5, "connected": 1, "works": True, "restarts": {}, **told}
+def at(**fields):
+    return schedule.NodeReport(
+        **{
+            "step": 9,
+            "saved": 9,
+            "used": 5,
+            "connected": 1,
+            "works": True,
+            "restarts": {},
+            **fields,
+        }
     )
 
 
 def test_node_is_whole_after_progress_and_a_save():
     before = at(step=8, used=4)
-    assert schedule.well(at(), before, 1)
+    assert schedule.is_whole(at(), before, 1)
     for worse in (
         {"step": 8},
         {"used": 4},
@@ -141,8 +149,8 @@ def test_node_is_whole_after_progress_and_a_save():
         {"connected": 2},
         {"works": False},
     ):
-        assert not schedule.well(at(**worse), before, 1), worse
-    assert not schedule.well(None, before, 1)
+        assert not schedule.is_whole(at(**worse), before, 1), worse
+    assert not schedule.is_whole(None, before, 1)
 
 
 def test_unexplained_error_is_a_problem():
@@ -174,7 +182,7 @@ def test_process_hooks_set_the_clock_and_count_tasks(tmp_path):
         "import time, trio, os; trio.run(trio.sleep, 0.01); print(os.getpid(), time.time(),"
         " time.time_ns())"
     )
-    told = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", program],
         env=environment,
         capture_output=True,
@@ -182,7 +190,7 @@ def test_process_hooks_set_the_clock_and_count_tasks(tmp_path):
         timeout=60,
         check=True,
     ).stdout
-    pid, seconds, nanoseconds = told.split()
+    pid, seconds, nanoseconds = printed.split()
     assert 3590 < float(seconds) - time.time() < 3660
     assert 3590 < int(nanoseconds) / 1e9 - time.time() < 3660
     assert int((tmp_path / pid).read_text()) >= 1

@@ -227,14 +227,13 @@ def test_every_limit_is_in_the_registry():
         for value in REGISTRY[table].values()
     ]
     ours = [value for name, value in vars(limits).items() if name.isupper()]
-    said = weights_messages
     ours += [
-        said.MESSAGE_BYTES,
-        said.STATE_REQUEST_BYTES,
-        said.STATE_BYTES,
-        said.ID_BYTES,
-        said.FRAGMENTS,
-        said.RETRY_SECONDS,
+        weights_messages.MESSAGE_BYTES,
+        weights_messages.STATE_REQUEST_BYTES,
+        weights_messages.STATE_BYTES,
+        weights_messages.ID_BYTES,
+        weights_messages.FRAGMENTS,
+        weights_messages.RETRY_SECONDS,
     ]
     ours += [
         wire.MESSAGE_BYTES,
@@ -243,7 +242,7 @@ def test_every_limit_is_in_the_registry():
         wire.HASH_BYTES,
         wire.MAX_HELD_BLOCKS,
     ]
-    ours += [wire.NONCE_BYTES, said.BLOCKS]
+    ours += [wire.NONCE_BYTES, weights_messages.BLOCKS]
     ours += [wire.MAX_LAYERS, MAX_MEMBERS, wire.OPEN_BYTES, wire.CHUNK_BYTES, 1e30]
     assert sorted([*ours, seeds.BLOCK_BITS]) == sorted(registered)
 

@@ -27,11 +27,11 @@ VECTORS = [
 
 @pytest.fixture(scope="module")
 def document():
-    said: dict = {}
+    namespace: dict = {}
     text = (PROTOCOL / "04-stages.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(block, said)
-    return said
+        exec(block, namespace)
+    return namespace
 
 
 def derived(kind):

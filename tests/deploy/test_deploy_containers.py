@@ -63,9 +63,9 @@ def test_hadolint_accepts_the_dockerfile():
 def test_hadolint_detects_a_defect(tmp_path):
     bad = tmp_path / "Dockerfile"
     bad.write_text(DOCKERFILE.read_text() + "\nRUN cd /tmp && apt-get install curl\n")
-    code, said = clean("hadolint", bad)
+    code, output = clean("hadolint", bad)
     assert code != 0
-    assert "DL3003" in said
+    assert "DL3003" in output
 
 
 def test_every_accelerator_has_an_index_and_no_root():
@@ -91,8 +91,8 @@ def test_image_sets_only_configuration_variables():
 
 @pytest.mark.parametrize("path", COMPOSE, ids=lambda path: path.name)
 def test_compose_files_match_the_schema(path):
-    code, said = clean("check-jsonschema", "--builtin-schema", "vendor.compose-spec", path)
-    assert (code, said.strip()) == (0, "ok -- validation done")
+    code, output = clean("check-jsonschema", "--builtin-schema", "vendor.compose-spec", path)
+    assert (code, output.strip()) == (0, "ok -- validation done")
 
 
 def test_compose_schema_detects_an_unknown_key(tmp_path):
@@ -143,8 +143,8 @@ def test_prometheus_accepts_the_compose_configuration(tmp_path):
     config.write_text(
         text.replace("/etc/prometheus/rules.yml", str(ROOT / "deploy" / "prometheus" / "rules.yml"))
     )
-    code, said = clean("promtool", "check", "config", config)
-    assert code == 0, said
+    code, output = clean("promtool", "check", "config", config)
+    assert code == 0, output
     jobs = {job["job_name"] for job in yaml.safe_load(text)["scrape_configs"]}
     assert jobs == set(
         re.findall(r'job="(\w+)"', (ROOT / "deploy" / "prometheus" / "rules.yml").read_text())
@@ -152,8 +152,8 @@ def test_prometheus_accepts_the_compose_configuration(tmp_path):
 
 
 def test_kubernetes_accepts_the_manifests():
-    code, said = clean("kubernetes-validate", "--strict", "--quiet", MANIFEST)
-    assert (code, said) == (0, "")
+    code, output = clean("kubernetes-validate", "--strict", "--quiet", MANIFEST)
+    assert (code, output) == (0, "")
 
 
 def test_kubernetes_detects_a_misspelt_field(tmp_path):

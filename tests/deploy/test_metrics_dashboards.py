@@ -163,10 +163,10 @@ def test_legends_distinguish_the_series_of_a_panel() -> None:
         assert nodes["multi"] == nodes["includeAll"] == (path.stem != "node")
         for panel in flat(board):
             for target in panel.get("targets", []) if panel["type"] != "table" else []:
-                told = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) | (
+                distinguished = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"])) | (
                     set() if nodes["multi"] else {"instance"}
                 )
-                assert labels_of(target["expr"]) <= told, (
+                assert labels_of(target["expr"]) <= distinguished, (
                     path.stem,
                     panel["title"],
                     target["expr"],

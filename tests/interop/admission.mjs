@@ -8,8 +8,8 @@ const { rollouts: POSSIBLE, seconds: SECONDS } = REGISTRY
 
 export const verdictOf = (reason) => reason === null ? 'accept' : Object.keys(REGISTRY.verdicts).find((verdict) => REGISTRY.verdicts[verdict].includes(reason))
 
-// swarm: id; own: peer id; tasks: id → version; rules, models: of the manifest, absent without one. chooses: members choose the difficulty of their questions.
-// turns: id of an episode task → most turns of its episodes.
+// swarm: id; own: peer id; tasks: id → version; rules, models: from the manifest, if there is one. chooses: members choose the difficulty of their questions.
+// turns: id of an episode task → maximum number of turns.
 export class Admission {
   constructor ({ swarm, domain, own, tasks, rules = null, models = [], chooses = false, turns = {} }) {
     Object.assign(this, { swarm, domain, own, tasks, rules, models, chooses, turns })
@@ -17,7 +17,7 @@ export class Admission {
     this.sequences = new Set()
   }
 
-  // {reason: null or a word, group: null where it was refused, peer, content}. now: Unix seconds.
+  // Returns {reason: null or a word, group: null if refused, peer, content}. now: Unix seconds.
   judge (frame, now) {
     const content = hex(contentOf(frame))
     const seen = this.contents.has(content)

@@ -36,7 +36,7 @@ const ACTIONS = {
     ACTIONS.poll({ name, ...cursor })
     return ACTIONS.polled({ name })
   },
-  // Starts a poll; `polled` waits for its answer and adds how long it took, seconds.
+  // Starts a poll; `polled` waits for its answer and adds the duration in seconds.
   poll ({ name, life = '', position = 0, patience = 0 }) {
     const began = performance.now()
     const answer = members.get(name).list({ life: bytes(life), position: BigInt(position), patience: BigInt(patience) })
@@ -66,19 +66,19 @@ const ACTIONS = {
     if (second) member.offerFrame(member.sign(group), honest)
     return member.offerFrame(second ? second(member, group) : FAULTS[fault](member, group), honest)
   },
-  // Offers a group and spoils the next answer of a protocol that has groups.
+  // Offers a group and corrupts the next answer that has groups.
   spoilAnswer ({ name, fault, sequence }) {
     const [protocol, spoil] = ANSWERS[fault]
     members.get(name).spoils[protocol] = spoil
     return members.get(name).offer(sequence)
   },
-  // Lists a group that was fetched: as it is, or under one's own signature.
+  // Lists a fetched group: unchanged, or under this client's signature.
   copy ({ name, content, signed }) {
     const member = members.get(name)
     const { frame, group } = member.fetched.find((one) => hex(contentOf(one.frame)) === content)
     return member.offerFrame(signed ? member.sign(group) : frame, group)
   },
-  // A request of any bytes; how it ended.
+  // Sends arbitrary bytes as a request and returns its result.
   async ask ({ name, protocol, request }) {
     const member = members.get(name)
     try {

@@ -1,4 +1,4 @@
-// Frames with exactly one fault each, made like the vectors of the same name: `vectors file/name` → (member, group) → frame.
+// Frames with exactly one fault each, built like the vectors of the same name: `vectors file/name` → (member, group) → frame.
 import { DOMAINS, ENVELOPE, GROUP, hash, MESSAGES, peerOf, REGISTRY, seal, taskSeed, write } from './messages.mjs'
 import { decode, encode, tagged } from './msgpack.mjs'
 import { store } from './zstd.mjs'
@@ -13,19 +13,19 @@ const opened = (frame) => decode(frame, frame.length, ENVELOPE)
 const str = (text) => encode('str', text)
 
 const sealed = (member, payload, codec) => seal(member.node.signer, DOMAINS.rollout, member.swarm, payload, codec)
-// A group with something else in it, signed.
+// A signed group with one field changed.
 const changed = (change) => (member, group) => {
   change(group, member)
   return member.sign(group)
 }
-// A group whose task is another, with the seed for it.
+// A group with another task and the seed of that task.
 const asked = (change) => changed((group, member) => {
   change(group.task)
   Object.assign(group.task, taskSeed(member.swarm, member.node.peer, group.sequence, group.task.id, group.task.difficulty))
 })
 const turn = (length, tokens) => ({ text_bytes: BigInt(length), tokens: BigInt(tokens) })
 const first = (change) => changed((group) => change(group.completions[0]))
-// The bytes of the payload, or of the envelope, altered.
+// Changed bytes of the payload or of the envelope.
 const payload = (alter, codec) => (member, group) => sealed(member, alter(encode(GROUP, group)), codec)
 const envelope = (alter) => (member, group) => alter(member.sign(group), member)
 const resigned = (alter) => envelope((frame, member) => encode(ENVELOPE, alter(opened(frame), member)))
@@ -50,7 +50,7 @@ export const FAULTS = {
   }),
   'compression/size not declared': payload((data) => {
     const frame = store(data)
-    return bytes(frame.subarray(0, 4), [0, 0], frame.subarray(9)) // no single segment, no size, a window of 1 KiB
+    return bytes(frame.subarray(0, 4), [0, 0], frame.subarray(9)) // multiple segments, no size, a window of 1 KiB
   }, 'zstd'),
   'compression/declares one byte more than a group may have': payload((data) => {
     const frame = Buffer.from(store(data))
@@ -109,7 +109,7 @@ export const FAULTS = {
   'admission/text with escape': first((completion) => { completion.text = '\u001b[2J' })
 }
 
-// A second group: what a fault needs that is none of one group alone.
+// The second group of faults that concern two groups.
 export const SECONDS = {
   'admission/another group with the same sequence': (member, group) => {
     group.policy_version += 1n

@@ -1,4 +1,4 @@
-// A member of a swarm that has a manifest: it joins by an invite, answers what members ask, and shares groups both ways.
+// A member of a swarm with a manifest: it joins by an invite, answers requests of members, and shares groups both ways.
 import crypto from 'node:crypto'
 import { setTimeout as sleep } from 'node:timers/promises'
 import { Admission } from './admission.mjs'
@@ -16,12 +16,12 @@ const TOKENIZER = hash(Buffer.from('its tokenizer'))
 const now = () => BigInt(Date.now())
 
 export class Member {
-  // invite: addresses, then /swarm/ and the swarm id in hex (01, section 6). seed: 32 bytes, of the key.
-  // turns: id of an episode task → most turns of its episodes; the task's own document says them.
+  // invite: addresses, then /swarm/ and the swarm id in hex (01, section 6). seed: 32 bytes of the key.
+  // turns: id of an episode task → maximum number of turns, from the document of the task.
   static async join (invite, seed, turns = {}) {
     const [addresses, id] = invite.split('/swarm/')
     const member = new Member(await Node.start(seed), new Uint8Array(Buffer.from(id, 'hex')))
-    await member.#serve() // before it connects: a peer may poll at once
+    await member.#serve() // before connecting, because a peer may poll at once
     member.contact = await member.node.dial(addresses.split(',')[0])
     const { manifest, successor } = await member.node.ask(member.contact.peer, 'manifest', { swarm: member.swarm })
     member.successor = successor
@@ -42,7 +42,7 @@ export class Member {
     this.summariesTold = []
   }
 
-  // signed: the envelope of the swarm's manifest.
+  // signed: the envelope with the swarm's manifest.
   #adopt (signed, turns) {
     const { swarm, manifest } = openManifest(signed)
     if (!equal(swarm, this.swarm)) throw new Error('another manifest than the invite names')
@@ -56,7 +56,7 @@ export class Member {
     })
   }
 
-  // ---- what members tell each other (01)
+  // ---- peers, sessions and summaries (01)
 
   async #serve () {
     const count = (name, answer) => this.node.serve(name, async (peer, request) => {
@@ -70,7 +70,7 @@ export class Member {
     })
     await count('peers', (peer, frame) => {
       read('peers_request', frame)
-      return { swarm: this.swarm, peers: [] } // it knows nobody that it has dialled but who asks
+      return { swarm: this.swarm, peers: [] } // the requester is its only dialled peer
     })
     await count('session', (peer, frame) => {
       const told = openSession(frame, this.swarm)
@@ -108,14 +108,14 @@ export class Member {
     }
   }
 
-  // ---- groups of others
+  // ---- groups of peers
 
-  // A poll, held open for `patience` seconds until there is news.
+  // Polls; the responder may hold the poll open for `patience` seconds.
   async list ({ life = new Uint8Array(), position = 0n, patience = 0n } = {}) {
     return this.node.ask(this.contact.peer, 'listing', { swarm: this.swarm, life, position, patience })
   }
 
-  // Fetches listed groups; each comes with its reason, null where it was admitted and is as listed.
+  // Fetches listed groups, each with a reason: null if it was admitted and matches its listing.
   async fetch (listed) {
     const { groups } = await this.node.ask(this.contact.peer, 'groups', { contents: listed.map(({ content }) => content) })
     if (groups.length !== listed.length) throw new Error('not as many as were asked for')
@@ -130,7 +130,7 @@ export class Member {
 
   // ---- its own groups
 
-  // Four right answers and four wrong ones to question number `sequence`. With `long`, wrong ones have 12,000 characters.
+  // Four right and four wrong completions for question number `sequence`. With `long`, wrong ones have 12,000 characters.
   group (sequence, long = false) {
     const id = chooseTask(Object.keys(this.tasks), this.swarm, this.node.peer, sequence)
     const { seed, index } = taskSeed(this.swarm, this.node.peer, sequence, id, 0n)
@@ -161,7 +161,7 @@ export class Member {
     return this.offerFrame(this.sign(group, codec), group)
   }
 
-  // Puts a group that another member signed on the shelf: it verifies form and signature, and takes its spread from others.
+  // Puts a group of another member on the shelf, after a check of form and signature. Its spread comes from other listings.
   relay (frame, spreadOfRewards) {
     const { group } = openGroup(frame, DOMAINS.rollout, this.swarm)
     return this.offerFrame(frame, group, openEnvelope(frame, BYTES.group).key, spreadOfRewards)
@@ -194,7 +194,7 @@ export class Member {
     return { status: 'ok', ...about, groups: positions.map((at) => kept.get(at)) }
   }
 
-  // Answers a poll at once where the listing is not empty, else when there is news or the patience is over.
+  // Answers a poll at once if the listing is not empty; otherwise when there is news or the patience ends.
   async #hold (peer, request) {
     const answer = this.#list(peer, request)
     if (answer.status !== 'ok' || answer.groups.length > 0 || request.patience === 0n) return answer
@@ -219,7 +219,7 @@ function spreadAsListed (group, listed) {
   return rewards && Math.abs(spread(rewards) - listed.spread) < 0.01
 }
 
-// Of a group, as this client computes them; null for a task that it does not have.
+// Rewards of a group as this client computes them; null for an unknown task.
 export function rewardsOf ({ task, completions }) {
   const asked = question(task)
   return asked && completions.map(({ text }) => asked.reward(text))

@@ -1,4 +1,4 @@
-// What 00 to 02 say about messages: shapes, bounds, signatures, and what follows from a key, a swarm and a number.
+// Messages of 00 to 02: shapes, bounds, signatures, and values derived from a key, a swarm and a number.
 import crypto from 'node:crypto'
 import fs from 'node:fs'
 import { blake2b } from '@noble/hashes/blake2.js'
@@ -79,7 +79,7 @@ export const packedFloats = (packed) => {
   return Array.from({ length: packed.length / 4 }, (_, i) => view.getFloat32(4 * i, true))
 }
 
-// The turns of an episode cut text and tokens into whole actions. most: tokens of one action.
+// The turns of an episode divide text and tokens into whole actions. most: maximum tokens of one action.
 function checkTurns ({ text, tokens, turns }, most) {
   check(turns.length <= COUNTS.turns)
   if (turns.length === 0) return
@@ -185,7 +185,7 @@ const addresses = (all) => many(all, 0, COUNTS.peer_addresses, (address) => name
 
 // ---- requests and responses --------------------------------------------------------------------------------------------
 
-// Name in protocol/schema → its shape, and what is checked beyond it. The cap is the registry's of the same name.
+// Name in protocol/schema → its shape and further checks. The cap has the same name in the registry.
 export const MESSAGES = {
   listing_request: [{ swarm: 'bin', life: 'bin', position: 'int', patience: 'int' }, ({ swarm, life, position, patience }) => {
     length(swarm, EXACT.swarm_id)
@@ -274,11 +274,11 @@ export function verify (envelope, domain, swarm) {
   try {
     const key = crypto.createPublicKey({ key: { kty: 'OKP', crv: 'Ed25519', x: base64url(envelope.key) }, format: 'jwk' })
     valid = crypto.verify(null, signedBytes(domain, swarm, envelope.codec, envelope.payload), key, envelope.signature)
-  } catch {} // a key that is no point
+  } catch {} // the key is not a curve point
   check(valid, 'signature')
 }
 
-// The group in a frame: 02, section 5.1 and 5.2 without the rules that need a memory or a clock.
+// The group in a frame: 02, sections 5.1 and 5.2, without the rules that need state or a clock.
 export function openGroup (frame, domain, swarm) {
   const envelope = openEnvelope(frame, BYTES.group)
   verify(envelope, domain, swarm)
@@ -319,7 +319,7 @@ export function openSummary (frame, swarm) {
   return { peer: peerOf(envelope.key), summary: message }
 }
 
-// ---- what follows from what --------------------------------------------------------------------------------------------
+// ---- derived values --------------------------------------------------------------------------------------------
 
 export function swarmId (swarmName, tasks, protocols) { // tasks: id → version
   const ids = Object.keys(tasks).sort(byBytes)
@@ -346,7 +346,7 @@ export function chooseTask (tasks, swarm, peer, sequence) {
   return ids[Number(BigInt('0x' + hex(drawn)) % BigInt(ids.length))]
 }
 
-// Positions that are listed (02, section 4.1). held: [position, author, source] of each group; last: the last position given.
+// Listed positions (02, section 4.1). held: [position, author, source] of each group; last: the latest position.
 export function listedPositions ({ life, last, held, own, reader, request }) {
   const cursor = hex(life) === hex(request.life) && request.position <= last ? request.position : 0n
   const news = held.filter(([position, ...peers]) => position > cursor && !peers.includes(reader)).reverse()
@@ -361,7 +361,7 @@ export function listedPositions ({ life, last, held, own, reader, request }) {
   return chosen.map(([position]) => position).sort((a, b) => a < b ? -1 : 1)
 }
 
-// `mismatch` where a listing contradicts the envelope of its group, else null.
+// `mismatch` if a listing contradicts the envelope of its group, else null.
 export function falselyListed (listed, frame, domain, swarm) {
   if (!equal(contentOf(frame), listed.content)) return 'mismatch'
   const { peer, group } = openGroup(frame, domain, swarm)

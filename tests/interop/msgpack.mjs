@@ -1,4 +1,4 @@
-// 00, section 2: one msgpack value with exactly one encoding. A shape says what is read and written:
+// 00, section 2: one msgpack value with exactly one encoding. A shape defines the expected value:
 // 'str', 'bin', 'int' (a BigInt), 'float' (a number), choice(…), [element], row({field: shape}), {field: shape}, or tagged(…).
 export class Refused extends Error {
   constructor (reason) {
@@ -48,7 +48,7 @@ class Reader {
   lead (wanted) {
     check(this.at < this.data.length, 'malformed')
     const found = kindOf(this.data[this.at])
-    check(found === wanted || (wanted === 'float' && found === 'int'), 'schema') // an integer for a float is found out by its bytes
+    check(found === wanted || (wanted === 'float' && found === 'int'), 'schema') // an integer for a float fails the byte comparison
     return this.data[this.take(1)]
   }
 
@@ -90,7 +90,7 @@ class Reader {
     }
     if (Array.isArray(shape)) {
       const items = []
-      for (let left = this.arrayHeader(); left > 0; left--) items.push(this.value(shape[0])) // a claim of more than there are ends in `take`
+      for (let left = this.arrayHeader(); left > 0; left--) items.push(this.value(shape[0])) // `take` rejects a count beyond the data
       return items
     }
     if (shape.choice) {

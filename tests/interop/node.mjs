@@ -1,4 +1,4 @@
-// A libp2p host as 01, section 2 has it, and requests over it as 00, section 1.
+// A libp2p host as in 01, section 2, and requests as in 00, section 1.
 import './platform.mjs'
 import { multiaddr } from '@multiformats/multiaddr'
 import { BYTES, read, REGISTRY, signingKey, write } from './messages.mjs'
@@ -18,7 +18,7 @@ function later (seconds) {
   return { signal: controller.signal, over: () => clearTimeout(timer) }
 }
 
-// u32be length ‖ frame. Throws before more than `limit` bytes are kept.
+// u32be length ‖ frame. Throws before more than `limit` bytes are buffered.
 async function readFrame (stream, limit, signal) {
   let got = Buffer.alloc(0)
   signal.addEventListener('abort', () => stream.abort(signal.reason))
@@ -55,13 +55,13 @@ export class Node {
     Object.assign(this, { host, signer: { key, sign }, peer: host.peerId.toString() })
   }
 
-  // The peer id at the other end of an address that ends in /p2p/….
+  // Dials an address that ends in /p2p/… and returns its peer id.
   async dial (address) {
     const connection = await this.host.dial(multiaddr(address))
     return { peer: connection.remotePeer, encryption: connection.encryption, multiplexer: connection.multiplexer }
   }
 
-  // The response, read. name: of [protocols] in registry.toml.
+  // Sends a request and returns the decoded response. name: of [protocols] in registry.toml.
   async ask (peer, name, request) {
     const frame = request instanceof Uint8Array ? request : write(`${name}_request`, request)
     const response = await this.askBytes(peer, name, frame, Number(request.patience ?? 0))
@@ -82,7 +82,7 @@ export class Node {
     }
   }
 
-  // answer(peer id, frame) → message, or a frame as it is; what it throws resets the stream.
+  // answer(peer id, frame) → message, or a raw frame; an exception resets the stream.
   async serve (name, answer) {
     await this.host.handle(PROTOCOLS[name], async (stream, connection) => {
       const { signal, over } = later(TIMEOUTS[name] + (name === 'listing' ? PATIENCE : 0))

@@ -1,4 +1,4 @@
-// What js-libp2p expects of a newer Node than 20, and Node 18 does not have globally. Imported before it.
+// Globals of newer Node versions that js-libp2p needs. Import this module before js-libp2p.
 import { webcrypto } from 'node:crypto'
 
 globalThis.crypto ??= webcrypto

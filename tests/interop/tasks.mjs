@@ -1,4 +1,4 @@
-// 06: the questions of the builtin tasks, and what an answer is worth.
+// 06: questions and rewards of the builtin tasks.
 import { hash, hex } from './messages.mjs'
 
 function digits (name, address, count) {
@@ -6,7 +6,7 @@ function digits (name, address, count) {
   return Array.from({ length: count }, (_, i) => (256 * digest[2 * i] + digest[2 * i + 1]) % 10)
 }
 
-// Of the two, as 06 has them: a client in a swarm without a manifest has to know them.
+// Version records of the two tasks from 06, for a swarm without a manifest.
 const VERSIONED = {
   'builtin/copy': '["2", "builtin/copy", ["swarmnode", "1"], "copy", {"digits": 3}, 256]',
   'builtin/sum': '["2", "builtin/sum", ["swarmnode", "1"], "sum", {"terms": 2}, 256]'
@@ -27,7 +27,7 @@ const TASKS = {
 
 const inPlace = (text, answer) => answer.filter((digit, i) => digit === text[i]).length / Math.max(text.length, answer.length)
 
-// A question: {prompt, answer, reward: text → 0 to 1}, or null where this client cannot make it.
+// A question: {prompt, answer, reward: text → 0 to 1}, or null for an unknown task.
 export function question ({ id, seed, index, difficulty }) {
   if (!Object.hasOwn(TASKS, id) || difficulty !== 0n) return null
   const { prompt, answer, reward } = TASKS[id](seed + index)
@@ -38,7 +38,7 @@ export function question ({ id, seed, index, difficulty }) {
 const WHITE = '[\\t-\\r\\u001c-\\u0020\\u0085\\u00a0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]'
 const EDGES = new RegExp(`^${WHITE}+|${WHITE}+$`, 'g')
 
-// What the last <answer>…</answer> holds, without white space around it, or else the whole text.
+// The trimmed content of the last <answer>…</answer>, or else the whole text.
 function answerOf (text) {
   const end = text.lastIndexOf('</answer>')
   const start = end < 0 ? -1 : text.slice(0, end).lastIndexOf('<answer>')

@@ -87,7 +87,7 @@ def reasons():
     }
 
 
-def told(node):
+def node_state(node):
     """Return the state of a node that did not do the expected."""
     network = node.status()["network"]
     return (
@@ -121,8 +121,8 @@ def test_client_agrees_with_the_vectors():
 
 def greeting(foreign):
     """Return the node's own summary, or None while it has none or is rate-limiting this client."""
-    told = foreign.unless_reset("greet", name="alice")
-    return told if told and told["summaries"] else None
+    greeted = foreign.unless_reset("greet", name="alice")
+    return greeted if greeted and greeted["summaries"] else None
 
 
 def test_client_joins_and_exchanges_summaries(foreign, node, alice):
@@ -132,11 +132,11 @@ def test_client_joins_and_exchanges_summaries(foreign, node, alice):
     assert greeted["same"]
     assert greeted["sessions"] == []
     assert [summary["peer"] for summary in greeted["summaries"]] == [node.author.peer]
-    told = until(
-        lambda: (told := foreign("told", name="alice"))["sessions"] and told,
+    received = until(
+        lambda: (received := foreign("told", name="alice"))["sessions"] and received,
         lambda: foreign("told", name="alice"),
     )
-    assert set(told["sessions"]) == {node.author.peer}
+    assert set(received["sessions"]) == {node.author.peer}
     shown = until(
         lambda: [row for row in node.status()["swarm"]["rows"] if row["peer"] == alice["peer"]],
         node.status,
@@ -154,7 +154,7 @@ def test_client_groups_are_fetched_scored_and_drawn(foreign, node, alice):
     assert {group.peer for group in groups} == {alice["peer"]}
     assert all(group.rewards[:4] == [1.0] * 4 and max(group.rewards[4:]) < 1.0 for group in groups)
     kept = lambda: node.status()["rollouts"]["pulling"]["claims"]["kept"]
-    until(lambda: kept() == 5, lambda: told(node))
+    until(lambda: kept() == 5, lambda: node_state(node))
     assert set(node.outcomes()) == OF_AN_ADMITTED_GROUP
 
 
@@ -162,7 +162,7 @@ def test_waiting_poll_of_the_node_gets_news(foreign, node, alice):
     held = foreign("told", name="alice")["held"]
     until(
         lambda: node.draw() or node.status()["rollouts"]["pulling"]["polled"],
-        lambda: told(node),
+        lambda: node_state(node),
     )
     began = time.monotonic()
     offered = foreign("offer", name="alice", sequence=5)
@@ -232,7 +232,7 @@ def test_copies_of_the_nodes_own_groups_are_refused(foreign, node, alice, bob):
         foreign("copy", name="bob", content=own["content"], signed=signed)
         until(
             lambda reason=reason: node.draw() or node.outcomes().get(reason, 0) > before[reason],
-            lambda: told(node),
+            lambda: node_state(node),
         )
 
 
@@ -256,7 +256,7 @@ def test_malformed_groups_are_refused_as_in_the_vectors(foreign, node):
                 reason for reason, count in node.outcomes().items() if count > before[reason]
             } - OF_AN_ADMITTED_GROUP
 
-        found[fault] = until(refused, lambda fault=fault: (fault, told(node)), seconds=60.0)
+        found[fault] = until(refused, lambda fault=fault: (fault, node_state(node)), seconds=60.0)
         blamed += 1
     assert found == {fault: {expected[fault]} for fault in faults}
     rollouts = node.status()["rollouts"]
@@ -280,7 +280,7 @@ def test_episodes_pass_through_the_client(foreign, tmp_path, monkeypatch):
             group = node.author.group(0, time.time(), episodes=episodes)
             node.share(OwnGroup(group.task, 0, 0, group.sampling, group.completions, rewards))
             listing = lambda: foreign.unless_reset("list", name="erin") or {"groups": []}
-            until(lambda: listing()["groups"], lambda: told(node), pause=1.0)
+            until(lambda: listing()["groups"], lambda: node_state(node), pause=1.0)
             (fetched,) = foreign("fetch", name="erin")
             assert (fetched["reason"], fetched["turns"]) == (None, [2, TURNS, 3, 1])
             assert fetched["texts"] == ["".join(actions) for actions in episodes]
@@ -312,7 +312,7 @@ def test_malformed_answers_are_refused_as_in_the_vectors(foreign, node):
                 reason for reason, count in node.rejections().items() if count > charged[reason]
             }
 
-        found[fault] = until(refused, lambda fault=fault: (fault, told(node)), seconds=60.0)
+        found[fault] = until(refused, lambda fault=fault: (fault, node_state(node)), seconds=60.0)
         foreign("leave", name=name)
     assert found == {fault: {expected[fault]} for fault in answers}
     pulling = node.status()["rollouts"]["pulling"]

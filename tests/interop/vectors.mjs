@@ -1,4 +1,4 @@
-// What this client makes of vectors: `node vectors.mjs FILE…` prints {file: {name: outcome}} with bytes in hex, as the files have it.
+// Judges vectors: `node vectors.mjs FILE…` prints {file: {name: outcome}} with bytes in hex, as in the files.
 import fs from 'node:fs'
 import { Admission, verdictOf } from './admission.mjs'
 import {
@@ -11,7 +11,7 @@ const bytes = (text) => new Uint8Array(Buffer.from(text, 'hex'))
 const joined = (parts) => new Uint8Array(Buffer.concat(parts.flatMap(([part, times]) => Array(times).fill(Buffer.from(part, 'hex')))))
 const ROWS = new Set(['groups', 'turns'])
 
-// JSON with integers as they are, whatever their size, rows without their names, and bytes in hex.
+// JSON with integers of any size, rows without names, and bytes in hex.
 function plain (value, inRow = false) {
   if (value instanceof Uint8Array) return JSON.stringify(hex(value))
   if (Array.isArray(value)) return `[${value.map((item) => plain(item, inRow)).join()}]`
@@ -23,7 +23,7 @@ function plain (value, inRow = false) {
   return typeof value === 'bigint' ? value.toString() : JSON.stringify(value)
 }
 
-// Integers that a number cannot hold are BigInts.
+// Integers beyond the range of a number become BigInts.
 const load = (path) => JSON.parse(fs.readFileSync(path, 'utf8').replace(/([[:,] ?)(\d{16,})(?=[,\]}])/g, '$1"#$2"'), (_, value) => {
   return typeof value === 'string' && /^#\d+$/.test(value) ? BigInt(value.slice(1)) : value
 })

@@ -1,5 +1,5 @@
 // 00, section 5: exactly one Zstandard frame (RFC 8878) that declares its size. The headers are read here, so that nothing is decompressed
-// that declares too much; what is in the blocks is fzstd's.
+// that declares too much; fzstd decodes the blocks.
 import { Decompress } from 'fzstd'
 import { check, Refused } from './msgpack.mjs'
 import { xxh64 } from './xxh64.mjs'
@@ -49,7 +49,7 @@ function blocks (data, at) { // [from, to] of each, with its header
   return found
 }
 
-// What is compressed in `data`, at most `limit` bytes. Throws Refused.
+// Decompresses `data` to at most `limit` bytes. Throws Refused.
 export function decompress (data, limit, largestWindow) {
   const { at, declared, window, checksum } = frameHeader(data)
   check(declared <= BigInt(limit), 'oversize')
@@ -76,7 +76,7 @@ export function decompress (data, limit, largestWindow) {
   return new Uint8Array(content)
 }
 
-// `content` in raw blocks: what needs no compressor.
+// `content` in raw blocks, which need no compressor.
 export function store (content) {
   const frame = [Buffer.from([0x28, 0xb5, 0x2f, 0xfd, 0xa0]), Buffer.alloc(4)] // a single segment, 4 bytes of size
   frame[1].writeUInt32LE(content.length)

@@ -79,18 +79,18 @@ class Machine:
 
     @property
     def peer(self):
-        told = self.snapshot()
-        return told["node"]["peer"] if told else ""
+        view = self.snapshot()
+        return view["node"]["peer"] if view else ""
 
     def used(self):
         """Return groups trained on, by peer."""
-        told = self.snapshot()
-        report = told["trainer"]["report"] if told else None
+        view = self.snapshot()
+        report = view["trainer"]["report"] if view else None
         return report["peers_used"] if report else {}
 
     def steps(self):
-        told = self.snapshot()
-        return told["trainer"]["report"]["step"] if told and told["trainer"]["report"] else 0
+        view = self.snapshot()
+        return view["trainer"]["report"]["step"] if view and view["trainer"]["report"] else 0
 
     def metric(self, name):
         """Return the sum over all series of a metric in /metrics."""
@@ -109,17 +109,17 @@ def use_each_other(machines, more_than=()):
     """Return True if each has trained on groups of every other, beyond the counts in `more_than`,
     {name: {peer: count}}."""
     before = dict(more_than)
-    told = {machine.name: machine.snapshot() for machine in machines}
-    if not all(told.values()):
+    view = {machine.name: machine.snapshot() for machine in machines}
+    if not all(view.values()):
         return False
-    peers = {name: snapshot["node"]["peer"] for name, snapshot in told.items()}
+    peers = {name: snapshot["node"]["peer"] for name, snapshot in view.items()}
     used = {
         name: (snapshot["trainer"]["report"] or {}).get("peers_used", {})
-        for name, snapshot in told.items()
+        for name, snapshot in view.items()
     }
     return all(
         used[one].get(peer, 0) > before.get(one, {}).get(peer, 0)
-        for one in told
+        for one in view
         for other, peer in peers.items()
         if one != other
     )

@@ -120,9 +120,9 @@ def test_doctor_reports_the_nat_class(tmp_path):
         done = net.run(
             name, command, input=json.dumps(asked), capture_output=True, text=True, timeout=240
         )
-        told = json.loads(done.stdout.splitlines()[-1])
-        assert [row["outcome"] for row in told["peers"]] == ["ok"]
-        return DialBackFacts(**told["dial_back"])
+        diagnosis = json.loads(done.stdout.splitlines()[-1])
+        assert [row["outcome"] for row in diagnosis["peers"]] == ["ok"]
+        return DialBackFacts(**diagnosis["dial_back"])
 
     with Topology() as net:
         net.public("relay", "5.5.5.5")

@@ -71,8 +71,8 @@ class Node:
         return json.loads(text)["snapshot"] if text else None
 
     def report(self):
-        told = self.snapshot()
-        return (told["trainer"]["report"] if told else None) or {"peers_used": {}, "step": 0}
+        view = self.snapshot()
+        return (view["trainer"]["report"] if view else None) or {"peers_used": {}, "step": 0}
 
     def peers_used(self):
         """Return groups trained on, by peer."""
@@ -80,8 +80,8 @@ class Node:
 
     def averaged_with(self, peer):
         """Return True if weights went both ways."""
-        told = self.snapshot()
-        return bool(told) and told["weights"]["pairs"].get(peer, 0) > 0
+        view = self.snapshot()
+        return bool(view) and view["weights"]["pairs"].get(peer, 0) > 0
 
     def log(self):
         return (self.directory / "node.log").read_text(errors="replace")

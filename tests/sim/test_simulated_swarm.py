@@ -47,7 +47,7 @@ def test_fresh_seed_recovers_from_its_faults():
 def test_history_does_not_depend_on_the_hash_seed(tmp_path):
     lines: list[str] = []
     here = simulate(draw(5, 4), lines)
-    told = tmp_path / "history"
+    history = tmp_path / "history"
     command = [
         sys.executable,
         "-m",
@@ -57,7 +57,7 @@ def test_history_does_not_depend_on_the_hash_seed(tmp_path):
         "--nodes",
         "4",
         "--history",
-        str(told),
+        str(history),
     ]
     seed = "1" if os.environ.get("PYTHONHASHSEED") == "0" else "0"
     subprocess.run(
@@ -67,7 +67,7 @@ def test_history_does_not_depend_on_the_hash_seed(tmp_path):
         capture_output=True,
         timeout=100,
     )
-    assert told.read_text().splitlines() == lines
+    assert history.read_text().splitlines() == lines
     assert len(lines) == here.events > 300
 
 

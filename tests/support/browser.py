@@ -54,30 +54,30 @@ class Tab:
             await self._socket.send_message(
                 json.dumps({"id": self._calls, "method": method, "params": params})
             )
-            while (told := await self._hear()).get("id") != self._calls:
+            while (reply := await self._receive()).get("id") != self._calls:
                 pass
-        if "error" in told:
-            raise RuntimeError(f"{method}: {told['error']}")
-        return dict(told["result"])
+        if "error" in reply:
+            raise RuntimeError(f"{method}: {reply['error']}")
+        return dict(reply["result"])
 
-    async def _hear(self) -> dict[str, Any]:
-        told: dict[str, Any] = json.loads(await self._socket.get_message())
-        self._loaded |= told.get("method") == "Page.loadEventFired"
+    async def _receive(self) -> dict[str, Any]:
+        reply: dict[str, Any] = json.loads(await self._socket.get_message())
+        self._loaded |= reply.get("method") == "Page.loadEventFired"
         if (
-            told.get("method") == "Runtime.exceptionThrown"
-            or told.get("params", {}).get("type") == "error"
+            reply.get("method") == "Runtime.exceptionThrown"
+            or reply.get("params", {}).get("type") == "error"
         ):
-            self.errors.append(json.dumps(told["params"]))
-        return told
+            self.errors.append(json.dumps(reply["params"]))
+        return reply
 
     async def js(self, expression: str) -> Any:
         """Evaluate an expression in the page. A promise is awaited."""
-        told = await self.call(
+        reply = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        if "exceptionDetails" in told:
-            raise RuntimeError(f"{expression}: {told['exceptionDetails']}")
-        return told["result"].get("value")
+        if "exceptionDetails" in reply:
+            raise RuntimeError(f"{expression}: {reply['exceptionDetails']}")
+        return reply["result"].get("value")
 
     async def until(self, condition: str) -> None:
         """Wait in the page until `condition` holds. Raise RuntimeError after CALL_SECONDS."""
@@ -95,7 +95,7 @@ class Tab:
         await self.call("Page.navigate", url=url)
         with trio.fail_after(CALL_SECONDS):
             while not self._loaded:
-                await self._hear()
+                await self._receive()
         return self
 
     async def look(self, width: int, *, dark: bool = False) -> None:
@@ -123,8 +123,8 @@ class Tab:
 
     async def picture(self) -> bytes:
         """Return the whole page as PNG."""
-        told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        return base64.b64decode(told["data"])
+        reply = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+        return base64.b64decode(reply["data"])
 
 
 @contextlib.asynccontextmanager
@@ -146,12 +146,12 @@ async def chromium(directory: Path) -> AsyncIterator[Tab]:
         )
         process = await nursery.start(quietly, command)
         with trio.fail_after(START_SECONDS):
-            said = b""
-            while (found := re.search(rb"DevTools listening on ws://([^/]+)/", said)) is None:
+            output = b""
+            while (found := re.search(rb"DevTools listening on ws://([^/]+)/", output)) is None:
                 more = await process.stderr.receive_some()
                 if not more:
-                    raise RuntimeError(f"Chromium ended: {said.decode(errors='replace')[-500:]}")
-                said += more
+                    raise RuntimeError(f"Chromium ended: {output.decode(errors='replace')[-500:]}")
+                output += more
         nursery.start_soon(_drain, process.stderr)
         first = await trio.to_thread.run_sync(_first_tab, f"http://{found.group(1).decode()}/json")
         async with open_websocket_url(first, max_message_size=2**27) as socket:

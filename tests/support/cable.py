@@ -35,7 +35,7 @@ class Cable:
     hold: Deliver nothing, without an error for either side.
     slow: Add a delay and limit the rate, each way.
     garble: Flip one bit of the next bytes of each connection.
-    mend: Remove all faults. Lost and corrupted bytes stay lost.
+    repair: Remove all faults. Lost and corrupted bytes stay lost.
     """
 
     def __init__(self, target: int) -> None:
@@ -62,7 +62,7 @@ class Cable:
     def slow(self, delay: float, rate: float) -> None:
         self.weather = Weather(delay=delay, rate=rate)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         self.weather = Weather()
 
     def garble(self) -> int:

@@ -88,7 +88,7 @@ class Node:
             case TrainerOffer():
                 self.network.offered(self, message)
             case StageStatus():
-                self.network.said(self, message)
+                self.network.on_status(self, message)
             case StageFault():
                 self.faults.append(message)
                 if message.crew == self.network.crew:
@@ -166,7 +166,7 @@ class CrewNetwork:
         common = [step for step in steps if all(has(copies, step) for copies in own)]
         return max(common or steps, default=0)
 
-    def said(self, node: Node, status: StageStatus) -> None:
+    def on_status(self, node: Node, status: StageStatus) -> None:
         if status.crew != self.crew:
             if not self.crew:
                 node.link.send_to_trainer(CrewEnd("that crew is over"))
@@ -185,9 +185,9 @@ class CrewNetwork:
         if not self.running:
             self.running = True
             self.resumed_at.append((trio.current_time(), self.step))
-            self._tell(CrewResume(self.crew))
+            self._broadcast(CrewResume(self.crew))
 
-    def _tell(self, message: Any) -> None:
+    def _broadcast(self, message: Any) -> None:
         for node in self.nodes:
             node.link.send_to_trainer(message)
 

@@ -58,7 +58,7 @@ _STEP = struct.Struct(">Q")
 _pids = itertools.count(1000)
 
 
-class PretendedTrainer:
+class FakeTrainer:
     """A trainer process for a model of `layers` layers that can hold one layer. frozen: it sends
     nothing more, like a hung process."""
 
@@ -67,7 +67,6 @@ class PretendedTrainer:
         self.step = 0
         self.assigned: wire.StageAssignment | None = None
         self.running = False
-        self.told: list[wire.ToTrainer] = []
         self.frozen = False
         self.keeps: list[tuple[int, int]] = []
         """(layer, step) of its copies of other stages."""
@@ -86,7 +85,7 @@ class PretendedTrainer:
         self._progress = 0
         self._source = ""
         self._scope = trio.CancelScope()
-        self._say, self._said = trio.open_memory_channel[wire.ToTrainer](256)
+        self._outbox, self._inbox = trio.open_memory_channel[wire.ToTrainer](256)
 
     def connect(self) -> None:
         self._service.hello(self.pid)
@@ -108,20 +107,19 @@ class PretendedTrainer:
     def stop(self) -> None:
         self._scope.cancel()
 
-    def take_over(self, other: PretendedTrainer) -> None:
+    def take_over(self, other: FakeTrainer) -> None:
         """Take over the memory of another trainer process."""
         self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
         self._offer()
 
     def tell(self, message: wire.ToTrainer) -> bool:
-        self.told.append(message)
-        self._say.send_nowait(message)
+        self._outbox.send_nowait(message)
         return True
 
     async def run(self) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._repeat)
-            async for message in self._said:
+            async for message in self._inbox:
                 match message:
                     case wire.StageAssignment():
                         self._scope.cancel()
@@ -189,12 +187,12 @@ class PretendedTrainer:
             self._progress += 1
 
     async def _follow(self, stream: Any) -> None:
-        while (said := await _exactly(stream)) is not None:
+        while (step := await _exactly(stream)) is not None:
             while not self.running or self.frozen:  # the gate of a real one  # noqa: ASYNC110
                 await trio.sleep(STEP_SECONDS)
-            self.step = said
+            self.step = step
             self._progress += 1
-            await stream.send_all(_STEP.pack(said))
+            await stream.send_all(_STEP.pack(step))
 
 
 class CrewNode:
@@ -219,12 +217,12 @@ class CrewNode:
             network,
             cfg,
             directory,
-            NodeCallbacks(self._tell, self.restarts.append, lambda: self.paused),
+            NodeCallbacks(self._send_to_trainer, self.restarts.append, lambda: self.paused),
             settings=settings,
         )
-        self.trainer = PretendedTrainer(self.service, layers)
+        self.trainer = FakeTrainer(self.service, layers)
 
-    def _tell(self, message: wire.ToTrainer) -> bool:
+    def _send_to_trainer(self, message: wire.ToTrainer) -> bool:
         return self.trainer.tell(message)
 
     @property
@@ -259,7 +257,7 @@ class CrewNode:
 
     def start_trainer(self) -> None:
         """Start a new trainer process."""
-        self.trainer = PretendedTrainer(self.service, self._layers)
+        self.trainer = FakeTrainer(self.service, self._layers)
         self._gone.set()
 
 

@@ -113,7 +113,7 @@ class Foreign:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": action, **given}).encode() + b"\n")
         self._process.stdin.flush()
-        answer = json.loads(self._line())
+        answer = json.loads(self._read_line())
         if "StreamResetError" in answer.get("error", ""):
             raise Reset(answer["error"])
         assert "error" not in answer, answer["error"]
@@ -126,7 +126,7 @@ class Foreign:
         except Reset:
             return None
 
-    def _line(self) -> bytes:
+    def _read_line(self) -> bytes:
         assert self._process.stdout is not None
         deadline = time.monotonic() + ANSWER_SECONDS
         while b"\n" not in self._read:

@@ -37,11 +37,13 @@ class Hub:
             }
         if "/commit/" in path:
             for line in body.splitlines():
-                told = json.loads(line)
-                if told["key"] == "header":
-                    self.message = told["value"]["summary"]
-                elif told["key"] == "file":
-                    self.files[told["value"]["path"]] = base64.b64decode(told["value"]["content"])
+                operation = json.loads(line)
+                if operation["key"] == "header":
+                    self.message = operation["value"]["summary"]
+                elif operation["key"] == "file":
+                    self.files[operation["value"]["path"]] = base64.b64decode(
+                        operation["value"]["content"]
+                    )
             return {
                 "commitUrl": f"{self.url}/me/model/commit/0",
                 "commitOid": "0" * 40,
@@ -61,18 +63,18 @@ def served() -> Iterator[Hub]:
             answer = (
                 hub.answer(self.path.split("?")[0], body) if hub.status == 200 else {"error": "no"}
             )
-            self._say(hub.status, answer)
+            self._respond(hub.status, answer)
 
         def do_GET(self) -> None:
-            self._say(404, {"error": "nothing here"})
+            self._respond(404, {"error": "nothing here"})
 
-        def _say(self, status: int, answer: dict[str, Any]) -> None:
-            told = json.dumps(answer).encode()
+        def _respond(self, status: int, answer: dict[str, Any]) -> None:
+            body = json.dumps(answer).encode()
             self.send_response(status)
             self.send_header("content-type", "application/json")
-            self.send_header("content-length", str(len(told)))
+            self.send_header("content-length", str(len(body)))
             self.end_headers()
-            self.wfile.write(told)
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 

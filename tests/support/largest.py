@@ -46,10 +46,10 @@ class Alive(TorchDispatchMode):
             ).data_ptr() not in {*given, *self._seen}:
                 self._seen.add(storage.data_ptr())
                 self._now += storage.nbytes()
-                weakref.finalize(storage, self._gone, storage.data_ptr(), storage.nbytes())
+                weakref.finalize(storage, self._freed, storage.data_ptr(), storage.nbytes())
         self.peak = max(self.peak, self._now)
         return out
 
-    def _gone(self, place, size):
+    def _freed(self, place, size):
         self._seen.discard(place)
         self._now -= size

@@ -71,7 +71,7 @@ class Fleet:
     restored: dict[int, RestoredStage] = field(default_factory=dict)
     """Stages restored under the last roster."""
     failed: dict[int, Exception] = field(default_factory=dict)
-    told: list[tuple[int, str]] = field(default_factory=list)
+    restore_log: list[tuple[int, str]] = field(default_factory=list)
     """(stage, source) in order."""
     seating: float = 0.0
     """Delay in seconds before a stage that was not lost reports ready under a new roster."""
@@ -159,7 +159,7 @@ class Fleet:
         async with trio.open_nursery() as nursery:
             for peer in self.peers:
                 nursery.start_soon(peer.run)
-            nursery.start_soon(self._sit_down)
+            nursery.start_soon(self._start_stages)
             fresh = self.step == 0 and self.epoch == 1
             if not fresh:
                 async with trio.open_nursery() as restoring:
@@ -182,19 +182,19 @@ class Fleet:
                     for station, member, peer in zip(
                         self.stations, crew.members, self.peers, strict=True
                     ):
-                        self._seat(station, member, peer)
+                        self._start_stage(station, member, peer)
                     yield crew
                     self.step = crew.head.participant.step
             nursery.cancel_scope.cancel()
 
-    async def _sit_down(self) -> None:
+    async def _start_stages(self) -> None:
         if self.seating:
             await trio.sleep(self.seating)
         for station, peer in zip(self.stations, self.peers, strict=True):
             if station.member is not None:
                 peer.attach(station.member, self.step)
 
-    def _seat(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
+    def _start_stage(self, station: Station, member: StageWorker, peer: StatePeer) -> None:
         old = station.member
         if old is not None:
             member.optimizer = old.optimizer
@@ -211,7 +211,7 @@ class Fleet:
                 self.peers[stage],
                 step=self.step,
                 base=station.base,
-                notify=lambda source: self.told.append((stage, source)),
+                notify=lambda source: self.restore_log.append((stage, source)),
             )
         except Exception as error:  # the test inspects the error
             self.failed[stage] = error

@@ -212,10 +212,10 @@ class Topology:
 
     @staticmethod
     def _pids_of(namespace: str) -> list[int]:
-        told = subprocess.run(
+        listing = subprocess.run(
             ["ip", "netns", "pids", namespace], capture_output=True, text=True
         ).stdout
-        return [int(pid) for pid in told.split()]
+        return [int(pid) for pid in listing.split()]
 
     def _ns(self, name: str) -> str:
         return f"{self._tag}-{name}"

@@ -211,16 +211,16 @@ async def averaging(
             node.replica.close()
 
 
-def settle(receive: Callable[[local.ToTrainer], None], said: list[local.FromTrainer]) -> None:
+def settle(receive: Callable[[local.ToTrainer], None], sent: list[local.FromTrainer]) -> None:
     """Wait until the worker of a replica has handled all earlier messages. It answers a request
     that it cannot serve in order."""
     ping = local.SnapshotWritten(secrets.token_bytes(16), 99, "", 0)
     receive(local.TakeSnapshot(ping.session, ping.fragment, b""))
     deadline = time.monotonic() + 10
-    while ping not in said:
+    while ping not in sent:
         assert time.monotonic() < deadline, "the worker is stuck"
         time.sleep(0.001)
-    said.remove(ping)
+    sent.remove(ping)
 
 
 def identical(one: Tensors, other: Tensors) -> bool:

@@ -85,9 +85,9 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
         return None
 
 
-def stage_view(told: Mapping[str, Any]) -> dict[str, Any]:
+def stage_view(node_snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node's view of its crew and of its own stage from a snapshot."""
-    stages = told["stages"]
+    stages = node_snapshot["stages"]
     own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
     return {
         **own,
@@ -246,8 +246,8 @@ def at_rest(crew: WholeCrew, copies: bool = False) -> Iterator[Seen]:
 def restored(node: DemoNode) -> dict[str, Any]:
     """Return the fields of the node's last log event about a restored stage: source, step, …"""
     lines = (node.directory / "node.log").read_text(errors="replace").splitlines()
-    told = next(line for line in reversed(lines) if '"weights restored"' in line)
-    found: dict[str, Any] = json.loads(told)
+    last = next(line for line in reversed(lines) if '"weights restored"' in line)
+    found: dict[str, Any] = json.loads(last)
     return found
 
 
@@ -268,18 +268,18 @@ class WholeCrew:
 
     def seen(self) -> Seen:
         """Return the nodes that answer and hold a stage."""
-        told = [(node, stage_view(s)) for node in self.nodes if (s := snapshot(node))]
-        return {view["stage"]: (node, view) for node, view in told if view["stage"] is not None}
+        views = [(node, stage_view(s)) for node in self.nodes if (s := snapshot(node))]
+        return {view["stage"]: (node, view) for node, view in views if view["stage"] is not None}
 
     def at(self, step: int, after: str = "") -> Seen | None:
         """Return all stages once a crew other than `after` runs with at least `step` steps;
         otherwise None."""
         seen = self.seen()
-        well = len(seen) == self.stages and all(
+        running = len(seen) == self.stages and all(
             v["state"] == "running" and v["step"] >= step and v["id"] != after
             for _, v in seen.values()
         )
-        return seen if well else None
+        return seen if running else None
 
     def story(self) -> list[tuple[Any, ...]]:
         return [

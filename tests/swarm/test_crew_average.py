@@ -36,14 +36,14 @@ class Holder:
         self.stage = Stage(assigned, model.build(layers, index), model.settings(), model.limits())
         key = identity.load_or_create(directory / "identity.key").private_key
         self.service = WeightService(
-            network, Credentials(key, SWARM), config.weights, directory, self._tell
+            network, Credentials(key, SWARM), config.weights, directory, self._send_to_trainer
         )
         self._token = trio.lowlevel.current_trio_token()
         self.averaging = averaging_of(config, self.stage, self._send)
         self._generator = torch.Generator().manual_seed(seed)
         self.steps = 0
 
-    def _tell(self, message):
+    def _send_to_trainer(self, message):
         self.averaging.receive(message)
         return True
 

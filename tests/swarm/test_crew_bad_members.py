@@ -61,12 +61,12 @@ def crew(tmp_path_factory):
 def running_with_a_spare(crew):
     """Return the running crew once the fourth node offers itself as a spare."""
 
-    def well():
+    def seen_with_spare():
         seen = crew.at(1)
         return seen and all(view["offers"] for _, view in seen.values()) and seen
 
-    seen = until(well, crew.story)
-    return until(lambda: crew.at(seen[0][1]["step"] + 1) and well(), crew.story)
+    seen = until(seen_with_spare, crew.story)
+    return until(lambda: crew.at(seen[0][1]["step"] + 1) and seen_with_spare(), crew.story)
 
 
 @pytest.mark.parametrize(("what", "stage", "reason"), CASES)
@@ -87,8 +87,8 @@ def test_crew_continues_without_a_misbehaving_member(crew, what, stage, reason):
         continued = [line["step"] for line in lines if line.get("event") == "assigned"]
         assert min(continued) >= step, "no step was lost"
         peer = peer_of(node)
-        told = [line["event"] for line in lines if peer in str(line.get("event"))]
-        assert any(part in event for event in told for part in reason.split("|")), lines
+        events = [line["event"] for line in lines if peer in str(line.get("event"))]
+        assert any(part in event for event in events for part in reason.split("|")), lines
     finally:
         node.bad_file.unlink(missing_ok=True)
         if (trainer := trainer_of(node)) is not None:

@@ -46,8 +46,11 @@ def lose(crew, step, stages, disk, source):
             shutil.rmtree(checkpoint_of(node).parent)
     until(lambda: crew.at(1, before), crew.story)
     for node in lost:
-        told = restored(node)
-        assert (told["source"], told["source_step"]) == (source, told["step"])
+        restore_event = restored(node)
+        assert (restore_event["source"], restore_event["source_step"]) == (
+            source,
+            restore_event["step"],
+        )
 
 
 def train(directory, model, losses=()):

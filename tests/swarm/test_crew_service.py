@@ -60,7 +60,7 @@ class Crew:
         """Wait until all stages are held in one crew by existing nodes, and steps above `above`
         were taken."""
 
-        def well():
+        def all_seated():
             seated = list(self.seated().values())
             return (
                 len(seated) == stages
@@ -68,7 +68,7 @@ class Crew:
                 and all(node.state == "running" and node.trainer.step > above for node in seated)
             )
 
-        await until(well, seconds=seconds)
+        await until(all_seated, seconds=seconds)
         return min(node.trainer.step for node in self.seated().values())
 
 

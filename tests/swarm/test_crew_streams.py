@@ -38,11 +38,11 @@ async def crew(directory, count=2, *, members=None, allows=lambda choice: True):
         for number, network in enumerate(networks):
             await network.wait_connected(count - 1)
             (directory / str(number) / "run").mkdir()
-            said = lost[number]
+            losses = lost[number]
             made = StreamProxy(
                 network.streams,
                 directory / str(number),
-                lambda peer, crew, said=said: said.append(peer),
+                lambda peer, crew, losses=losses: losses.append(peer),
                 allows=allows,
                 rejected=network.rejected,
             )
@@ -335,7 +335,7 @@ async def refused(network, peer, opened):
         await (await open_as(network, peer, opened)).closed.wait()
 
 
-def said(circle, **other):
+def opening(circle, **other):
     """Return the opening message of a member."""
     fields = {"crew": circle.crew, "from_stage": 0, "to_stage": 1, "kind": "frames", **other}
     return StreamOpen(**fields)
@@ -353,7 +353,7 @@ def said(circle, **other):
 )
 async def test_rejects_openings_that_contradict_the_crew(tmp_path, other, reason):
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
-        await refused(networks[0], networks[1].peer_id, said(ca, **other))
+        await refused(networks[0], networks[1].peer_id, opening(ca, **other))
         assert b.statistics().refused == {reason: 1}
         assert b.statistics().parked == 0
         assert networks[1].welcome(networks[0].peer_id)
@@ -361,9 +361,9 @@ async def test_rejects_openings_that_contradict_the_crew(tmp_path, other, reason
 
 async def test_stranger_gets_no_stream(tmp_path):
     async with crew(tmp_path, 3, members=2) as (networks, (_, b, _), (ca, _), _):
-        await refused(networks[2], networks[1].peer_id, said(ca))
+        await refused(networks[2], networks[1].peer_id, opening(ca))
         assert b.statistics().refused == {"peer": 1}
-        await refused(networks[1], networks[2].peer_id, said(ca))  # ca has no crew
+        await refused(networks[1], networks[2].peer_id, opening(ca))  # ca has no crew
 
 
 @pytest.mark.parametrize(
@@ -390,9 +390,9 @@ async def test_malformed_message_costs_reputation(tmp_path, data):
 async def test_parked_streams_are_limited_in_number_and_time(tmp_path, monkeypatch):
     monkeypatch.setattr(service, "PARK_SECONDS", 0.5)
     async with crew(tmp_path) as (networks, (_, b), (ca, _), _):
-        first = await open_as(networks[0], networks[1].peer_id, said(ca))
+        first = await open_as(networks[0], networks[1].peer_id, opening(ca))
         await until(lambda: b.statistics().parked == 1)
-        second = await open_as(networks[0], networks[1].peer_id, said(ca))
+        second = await open_as(networks[0], networks[1].peer_id, opening(ca))
         with trio.fail_after(60):
             await first.closed.wait()
             assert b.statistics().parked == 1
@@ -485,5 +485,5 @@ async def test_strangers_do_not_delay_members(tmp_path):
                 )
                 await silent.closed.wait()
         assert b.statistics().refused == {"peer": 3}
-        await open_as(networks[0], networks[1].peer_id, said(ca))
+        await open_as(networks[0], networks[1].peer_id, opening(ca))
         await until(lambda: b.statistics().parked == 1)

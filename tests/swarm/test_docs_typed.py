@@ -1,8 +1,9 @@
 """Type the commands of README and docs into a shell in order, with real nodes.
 
-Each part of a page is about one machine, which is a home directory here. World.said replaces what a
-page cannot know (addresses, an invite). NOT_HERE names the commands that cannot run here. An unused
-entry of either is an error. One founder runs throughout the test; other nodes end after one step.
+Each part of a page is about one machine, which is a home directory here. World.replacements has the
+values that a page cannot know (addresses, an invite). NOT_HERE names the commands that cannot run
+here. An unused entry of either is an error. One founder runs throughout the test; other nodes end
+after one step.
 """
 
 import json
@@ -182,22 +183,22 @@ class Node:
                 start_new_session=True,
             )
 
-    def until(self, told, seconds=600.0):
-        """Wait until the snapshot of its status page satisfies `told`."""
+    def until(self, condition, seconds=600.0):
+        """Wait until the snapshot of its status page satisfies `condition`."""
         late = time.monotonic() + seconds
         while time.monotonic() < late:
-            assert self._process.poll() is None, self.said()
+            assert self._process.poll() is None, self.log_tail()
             with suppress(OSError, ValueError, KeyError):
                 url = json.loads(self._addresses.read_text())["http"]
                 with urllib.request.urlopen(f"{url}/status?points=1", timeout=5) as answer:
-                    if told(json.load(answer)["snapshot"]):
+                    if condition(json.load(answer)["snapshot"]):
                         return self
             time.sleep(0.3)
-        raise AssertionError(self.said())
+        raise AssertionError(self.log_tail())
 
     def ends(self, seconds=600.0):
         """Wait for the node to end successfully by itself."""
-        assert self._process.wait(seconds) == 0, self.said()
+        assert self._process.wait(seconds) == 0, self.log_tail()
 
     def stop(self):
         """Stop the node and expect success."""
@@ -210,7 +211,7 @@ class Node:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def said(self):
+    def log_tail(self):
         return f"{self.line}\n{self._log.read_text(errors='replace')[-3000:]}"
 
 
@@ -218,7 +219,7 @@ def trains(snapshot):
     return snapshot["trainer"]["report"] and snapshot["trainer"]["report"]["step"] >= 1
 
 
-def met(snapshot):
+def has_peers(snapshot):
     return snapshot["network"]["peers"]["connected"]
 
 
@@ -231,7 +232,7 @@ class World:
         self.nodes = []
         self.done, self.read = set(), set()
         self.used = set()
-        self.said = {
+        self.replacements = {
             'listen_addrs=["/ip4/0.0.0.0/tcp/9512"]\' '
             '--set \'network.announce_addrs=["/ip4/203.0.113.5/tcp/9512"]': (
                 f'listen_addrs=["/ip4/127.0.0.1/tcp/{free_port()}"]'
@@ -261,10 +262,10 @@ class World:
 
     def here(self, text):
         """Return a text of a page with the values of this machine."""
-        for said, meant in self.said.items():
-            if said in text:
-                self.used.add(said)
-                text = text.replace(said, meant)
+        for text_of_page, value in self.replacements.items():
+            if text_of_page in text:
+                self.used.add(text_of_page)
+                text = text.replace(text_of_page, value)
         return text
 
     def writes(self, part):
@@ -296,8 +297,8 @@ def world(tmp_path_factory):
                 for line in commands(part)
                 if line.startswith("swarmnode join")
             }
-            world.said[printed] = invite
-        world.said["INVITE"] = invite
+            world.replacements[printed] = invite
+        world.replacements["INVITE"] = invite
         world.done.add(("founder", world.here(line)))
         world.starts("founder", "swarmnode run", stays=True).until(trains)
         yield world
@@ -337,14 +338,14 @@ def obeyed(world, name, line):
     """Run a command and return its output."""
     if line.startswith("swarmnode join"):
         world.starts(name, line, stays=True).until(
-            lambda snapshot: met(snapshot) and trains(snapshot)
+            lambda snapshot: has_peers(snapshot) and trains(snapshot)
         ).stop()
     elif line.startswith("swarmnode bootstrap --manifest"):
         world.starts(name, line, Path(world.here("/var/lib/boot"))).until(
             lambda snapshot: snapshot["node"]["swarm"]
         ).stop()
     elif line.startswith("swarmnode bootstrap"):
-        world.starts(name, line).until(met).stop()
+        world.starts(name, line).until(has_peers).stop()
     elif re.search(r"\bswarmnode run\b", line):
         world.starts(name, line).ends()
     else:
@@ -382,13 +383,13 @@ def test_join(world):
 
 def test_host_a_swarm(world):
     host = world.machine("host")
-    world.said["<data dir>"] = str(host.data)
+    world.replacements["<data dir>"] = str(host.data)
     shown = ""
     for line, written in follow(world, "host"):
         if line.startswith("swarmnode key show"):
-            world.said["<that peer id>"] = written.strip()
+            world.replacements["<that peer id>"] = written.strip()
         elif line.startswith("swarmnode init"):
-            world.said["<swarm id>"] = written.strip().rpartition("/")[2]
+            world.replacements["<swarm id>"] = written.strip().rpartition("/")[2]
             shown += written
     (example,) = re.findall(
         r"^```\n\$ swarmnode init --successor[^\n]*\n(.*?)\n```$", text_of("host"), re.S | re.M
@@ -463,4 +464,4 @@ def test_no_replacement_is_unused(world):
     lines = [line for part in PARTS for line in commands(part)]
     assert all(any(re.match(pattern, line) for line in lines) for pattern in NOT_HERE)
     if world.read >= set(lines):
-        assert set(world.said) - world.used == set()
+        assert set(world.replacements) - world.used == set()

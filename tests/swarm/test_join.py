@@ -67,10 +67,10 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         d.launch(*bootstrap)
         d.wait_for_address(time.monotonic() + 180)
         until(lambda: status(d)["network"]["peers"]["connected"], d.last_words())
-        told = status(d)["node"]
-        assert told["swarm"] == invite.rpartition("/")[2]
-        assert told["swarm_name"] == "trial"
-        assert told["trainer"] is False  # a bootstrap node needs none
+        node_status = status(d)["node"]
+        assert node_status["swarm"] == invite.rpartition("/")[2]
+        assert node_status["swarm_name"] == "trial"
+        assert node_status["trainer"] is False  # a bootstrap node needs none
         assert set(status(d)["processes"]) == {"network"}
         until(
             lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]},
@@ -91,7 +91,7 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         assert "another running node uses this node's key" in done.stderr
         assert d.alive()
         # It does not train and publishes no summary.
-        assert told["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}
+        assert node_status["peer"] not in {row["peer"] for row in status(a)["swarm"]["rows"]}
     finally:
         for node in (a, d):
             node.stop()
@@ -145,7 +145,7 @@ def test_join_rejects_an_unsupported_swarm(tmp_path, monkeypatch, capsys, change
     assert ManifestStore(tmp_path).current() is None
 
 
-def kept(data_dir, capsys):
+def stored_settings(data_dir, capsys):
     """Return the settings of the data directory with their values."""
     assert cli.run(["config", "show", "--json", "--data-dir", str(data_dir)]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -164,7 +164,7 @@ def test_join_stores_its_options(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded())
     assert join(tmp_path / "a", founded(), *asked) == 0
     capsys.readouterr()
-    assert kept(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
+    assert stored_settings(tmp_path / "a", capsys) == {"node.name": "evening", "http.port": 9000}
 
 
 def test_init_stores_options_and_prints_the_run_command(tmp_path, capsys):
@@ -189,7 +189,7 @@ def test_init_stores_options_and_prints_the_run_command(tmp_path, capsys):
         == 0
     )
     assert f"`swarmnode run -d '{tmp_path / 'a b'}'`" in capsys.readouterr().err
-    assert kept(tmp_path / "a b", capsys) == {
+    assert stored_settings(tmp_path / "a b", capsys) == {
         "network.listen_addrs": ["/ip4/127.0.0.1/tcp/9512"],
         "task.names": ["builtin/copy"],
     }
@@ -359,12 +359,14 @@ def test_damaged_manifest_leaves_key_and_address_book_intact(tmp_path, capsys):
     store.choose(founded().swarm)
     identity.load_or_create(tmp_path / "identity.key")
     (tmp_path / "peers.json").write_bytes(b"peers")
-    kept = {name: (tmp_path / name).read_bytes() for name in ("identity.key", "peers.json")}
+    stored_settings = {
+        name: (tmp_path / name).read_bytes() for name in ("identity.key", "peers.json")
+    }
     with open(store.path(founded().swarm), "ab") as file:
         file.write(bytes(1 << 17))
     assert cli.run(["run", "--data-dir", str(tmp_path)]) == 69
     assert "remove it and join again" in refusal(capsys)
-    assert {name: (tmp_path / name).read_bytes() for name in kept} == kept
+    assert {name: (tmp_path / name).read_bytes() for name in stored_settings} == stored_settings
 
 
 def test_rejects_an_invalid_manifest_file(tmp_path, capsys):

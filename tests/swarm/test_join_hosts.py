@@ -274,20 +274,20 @@ async def test_earlier_session_is_not_a_twin(tmp_path):
 async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
     """Witnesses report two sessions of the earlier run, one later than the other."""
 
-    class Told:
+    class FakeWitness:
         def serve(self, *args, **options):
             pass
 
         async def request(self, peer, protocol, data, **options):
             sessions.append(data)
-            return codec.encode(SessionResponse(told))
+            return codec.encode(SessionResponse(reported))
 
     sessions: list[bytes] = []
-    told: list[bytes] = []
+    reported: list[bytes] = []
 
     def run(now):
         return Sessions(
-            Told(),
+            FakeWitness(),
             from_key(KEY).peer_id,
             KEY,
             FIRST.swarm,
@@ -304,7 +304,7 @@ async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
     for _ in range(3):  # restarts with the right clock
         later = run(1000.0)
         for frame in issued:
-            told[:] = [frame]
+            reported[:] = [frame]
             assert await later.notify("peer")
         assert later.statistics().twins == 0
     # A copy of the directory running beside it is still detected.
@@ -312,7 +312,7 @@ async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
     issued.clear()
     sessions.clear()
     twin = Sessions(
-        Told(),
+        FakeWitness(),
         from_key(KEY).peer_id,
         KEY,
         FIRST.swarm,
@@ -320,13 +320,13 @@ async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
         clock=itertools.count(1000, 60).__next__,
         stamp_file=tmp_path / "copied",
     )
-    told[:] = []
+    reported[:] = []
     original = run(1000.0)
     for _ in range(2):
         await twin.notify("peer")
     issued = list(sessions)
     for frame in issued:
-        told[:] = [frame]
+        reported[:] = [frame]
         # Both start at the same time, so the session ids decide which one ends.
         with contextlib.suppress(Refused):
             await original.notify("peer")
@@ -353,18 +353,18 @@ async def test_stamps_increase_when_the_clock_goes_back(tmp_path):
 def test_witness_memory_is_bounded_in_peers_and_time():
     witness = Witness()
 
-    def heard(peer, number, now):
+    def observe(peer, number, now):
         session = Session(number.to_bytes(16, "big"), 0, 0)
         return witness.received(peer, session, seal_session(session, KEY, FIRST.swarm), now)
 
-    assert heard("p", 1, 0.0) == []
-    assert heard("p", 1, 1.0) == []
-    assert len(heard("p", 2, 2.0)) == 1
-    assert heard("q", 3, 2.0) == []
-    assert len(heard("p", 3, 3.0)) == 2
+    assert observe("p", 1, 0.0) == []
+    assert observe("p", 1, 1.0) == []
+    assert len(observe("p", 2, 2.0)) == 1
+    assert observe("q", 3, 2.0) == []
+    assert len(observe("p", 3, 3.0)) == 2
     for number in range(4, 50):
-        assert len(heard("p", number, 4.0)) <= 4
-    assert heard("p", 50, 1000.0) == []
+        assert len(observe("p", number, 4.0)) <= 4
+    assert observe("p", 50, 1000.0) == []
     for number in range(5000):
-        heard(str(number), 1, 1000.0)
+        observe(str(number), 1, 1000.0)
     assert len(witness) == 4096

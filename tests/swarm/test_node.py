@@ -116,7 +116,7 @@ def test_the_network_process_never_loads_torch(swarm):
     assert "libtorch" in maps("swarmnode.trainer")
 
 
-def told(node, *command):
+def run_command(node, *command):
     """Return what a command prints for the operator of the running node."""
     command = [sys.executable, "-m", "swarmnode", *command, "-d", str(node.directory)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
@@ -130,7 +130,7 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
         and s["trainer"]["report"]["phase"] == "paused"
         and s
     )
-    assert told(node, "pause").returncode == 0
+    assert run_command(node, "pause").returncode == 0
     before = until(resting, "the trainer rests")
     child(node, "swarmnode.trainer").kill()
     until(
@@ -147,7 +147,7 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     assert "paused by its owner" in " ".join(shown.stdout.split())
     assert 'swarmnode_budget_paused{reason="owner"} 1.0' in get(node, "/metrics")
     assert again["network"]["peers"]["connected"] == 1, "it stays connected"
-    assert told(node, "resume").returncode == 0
+    assert run_command(node, "resume").returncode == 0
     until(
         lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"],
         "it goes on",
@@ -186,12 +186,12 @@ def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
 def test_finish_ends_the_node_after_its_step(swarm):
     node = swarm[1]
     before = status(node)["trainer"]["report"]["step"]
-    assert told(node, "finish").stdout == "the node has ended\n"
+    assert run_command(node, "finish").stdout == "the node has ended\n"
     until(lambda: not node.alive(), "it has ended", 5.0)
     assert node.exit_code() == 0
-    states = told(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
+    states = run_command(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))
     assert json.loads(states.stdout)["states"][0]["step"] >= before
-    assert told(node, "finish").returncode == 69
+    assert run_command(node, "finish").returncode == 69
 
 
 def run_until_exit(tmp_path, *settings, seconds=240):

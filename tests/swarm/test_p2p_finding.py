@@ -53,12 +53,14 @@ async def test_nodes_of_different_swarms_do_not_connect(tmp_path):
 async def test_stranger_gets_no_addresses(tmp_path):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: all(len(network.connected()) == 2 for network in (a, b, c)))
-        for swarm, told in ((bytes(32), {c.peer_id}), (OTHER, set())):
+        for swarm, expected in ((bytes(32), {c.peer_id}), (OTHER, set())):
             data, limit = codec.encode(PeersRequest(swarm, [])), limits.PEERS_RESPONSE_BYTES
             answer = await b.requests.request(
                 a.peer_id, ids.PEERS_PROTOCOL, data, deadline=5.0, max_response_bytes=limit
             )
-            assert {each.peer for each in codec.decode(answer, PeersResponse, limit).peers} == told
+            assert {
+                each.peer for each in codec.decode(answer, PeersResponse, limit).peers
+            } == expected
 
 
 async def test_restarted_bootstrap_peer_is_found_again(tmp_path):
@@ -122,7 +124,7 @@ async def test_false_peer_exchange_costs_few_dials(tmp_path):
 
         async def lie(peer: str, data: bytes) -> bytes:
             await trio.lowlevel.checkpoint()
-            told = [
+            addresses = [
                 PeerAddresses(honest.peer_id, ["/ip4/127.0.0.1/tcp/1"]),
                 PeerAddresses("12D3KooWnonsense", ["/ip4/127.0.0.1/tcp/1"]),
                 PeerAddresses(
@@ -135,7 +137,7 @@ async def test_false_peer_exchange_costs_few_dials(tmp_path):
                     ],
                 ),
             ]
-            return codec.encode(PeersResponse(bytes(32), told))
+            return codec.encode(PeersResponse(bytes(32), addresses))
 
         liar.requests.serve(
             ids.PEERS_PROTOCOL, lie, max_request_bytes=9999, max_response_bytes=99999

@@ -192,10 +192,10 @@ async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels
         AsyncScorer() as scorer,
     ):
         counters = Counters(peer=author.peer, swarm=SWARM.hex())
-        told = Questions(["rg/gcd"], counters, True, curriculum=True)
+        questions = Questions(["rg/gcd"], counters, True, curriculum=True)
         hard = [
             (sequence, ref)
-            for sequence, ref in (told.next() for _ in range(24))
+            for sequence, ref in (questions.next() for _ in range(24))
             if ref.difficulty == 1
         ][: limits.LISTED]  # groups beyond one listing are never listed
         assert len(hard) > 2

@@ -48,8 +48,8 @@ async def test_summaries_pass_through_a_node_without_one(
         await first.round(networks[0].connected())
         claims = [(claim.peer, claim.name, claim.direct) for claim in first.statistics().rows]
         assert claims == [(networks[2].peer_id, "c", False)]
-        told = {claim.name: claim.direct for claim in middle.statistics().rows}
-        assert told == {"a": True, "c": True}
+        direct_by_name = {claim.name: claim.direct for claim in middle.statistics().rows}
+        assert direct_by_name == {"a": True, "c": True}
         assert first.statistics().clock_offset_seconds is None  # one peer is too few
         assert abs(middle.statistics().clock_offset_seconds) < 30
 

@@ -29,34 +29,34 @@ class Crews:
         """Return crew → stage → (node, snapshot) of the nodes that answer and hold a stage."""
         found = {}
         for node in self.nodes:
-            told = snapshot(node) if node.started else None
-            view = None if told is None else stage_view(told)
+            status = snapshot(node) if node.started else None
+            view = None if status is None else stage_view(status)
             if view is not None and view["stage"] is not None:
-                found.setdefault(view["id"], {})[view["stage"]] = (node, {**told, "view": view})
+                found.setdefault(view["id"], {})[view["stage"]] = (node, {**status, "view": view})
         return found
 
     def running(self, step=0):
         seen = self.seen()
-        views = [told["view"] for stages in seen.values() for _, told in stages.values()]
-        well = (
+        views = [status["view"] for stages in seen.values() for _, status in stages.values()]
+        running = (
             len(seen) == 2
             and len(views) == len(self.nodes)
             and all(v["state"] == "running" and v["step"] >= step for v in views)
         )
-        return seen if well else None
+        return seen if running else None
 
     def story(self):
         return [
             (
                 crew[:8],
                 stage,
-                told["view"]["state"],
-                told["view"]["step"],
-                told["view"]["source"],
-                told["weights"]["pairs"],
+                status["view"]["state"],
+                status["view"]["step"],
+                status["view"]["source"],
+                status["weights"]["pairs"],
             )
             for crew, stages in self.seen().items()
-            for stage, (_, told) in sorted(stages.items())
+            for stage, (_, status) in sorted(stages.items())
         ]
 
 
@@ -94,8 +94,10 @@ def peers(seen):
 def averaged(crews):
     """Wait until every stage has been averaged with a peer."""
     seen = crews.running(1)
-    told = [] if seen is None else [told for stages in seen.values() for _, told in stages.values()]
-    done = told and all(t["weights"]["pairs"] for t in told)
+    views = (
+        [] if seen is None else [view for stages in seen.values() for _, view in stages.values()]
+    )
+    done = views and all(view["weights"]["pairs"] for view in views)
     return seen if done else None
 
 
@@ -103,9 +105,9 @@ def test_averages_only_equal_stages_of_two_crews(crews):
     seen = until(lambda: averaged(crews), crews.story)
     same = peers(seen)
     for stages in seen.values():
-        for stage, (_, told) in stages.items():
-            assert set(told["weights"]["pairs"]) == same[stage] - {told["node"]["peer"]}
-            assert told["weights"]["candidates"] == 1
+        for stage, (_, status) in stages.items():
+            assert set(status["weights"]["pairs"]) == same[stage] - {status["node"]["peer"]}
+            assert status["weights"]["candidates"] == 1
     # The crew that is ahead may take a solo step while the other crew loads the state it receives.
     for stage in range(STAGES):
         judged = [stages[stage][1]["weights"]["judged"] for stages in seen.values()]

@@ -91,7 +91,7 @@ def queries(nodes, member):
     return found
 
 
-def ask(url, path, **parameters):
+def query_api(url, path, **parameters):
     """Return an answer of Prometheus's HTTP API, or None while it does not listen."""
     try:
         with urllib.request.urlopen(
@@ -115,8 +115,8 @@ def watching(directory, targets):
     del config["alerting"]  # no alert manager runs
     path = directory / "prometheus.yml"
     path.write_text(yaml.safe_dump(config))
-    said = directory / "prometheus.log"
-    with open(said, "wb") as log:
+    log_path = directory / "prometheus.log"
+    with open(log_path, "wb") as log:
         process = subprocess.Popen(
             [
                 PROMETHEUS,
@@ -130,8 +130,10 @@ def watching(directory, targets):
         )
         try:
             late = time.monotonic() + 120
-            while not (listens := re.search(r'"Listening on".* address=(\S+)', said.read_text())):
-                assert time.monotonic() < late, said.read_text()
+            while not (
+                listens := re.search(r'"Listening on".* address=(\S+)', log_path.read_text())
+            ):
+                assert time.monotonic() < late, log_path.read_text()
                 time.sleep(0.1)
             yield f"http://{listens[1]}"
         finally:
@@ -195,7 +197,7 @@ def prometheus(tmp_path_factory):
                 missing = [
                     each
                     for each in missing
-                    if not (ask(url, "/api/v1/query", query=each[2]) or {}).get("result")
+                    if not (query_api(url, "/api/v1/query", query=each[2]) or {}).get("result")
                 ]
             yield url, missing
     finally:
@@ -214,15 +216,15 @@ def test_every_dashboard_query_returns_a_series(prometheus):
 
 def test_scrapes_all_nodes_without_critical_alerts(prometheus):
     url, _ = prometheus
-    targets = ask(url, "/api/v1/targets")["activeTargets"]
+    targets = query_api(url, "/api/v1/targets")["activeTargets"]
     assert [(target["health"], target["lastError"]) for target in targets] == [("up", "")] * 3
-    alerts = ask(url, "/api/v1/alerts")["alerts"]
+    alerts = query_api(url, "/api/v1/alerts")["alerts"]
     assert [alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"] == []
 
 
 def test_rules_evaluate_against_real_series(prometheus):
     url, _ = prometheus
-    rules = [rule for group in ask(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
+    rules = [rule for group in query_api(url, "/api/v1/rules")["groups"] for rule in group["rules"]]
     assert len(rules) > 15
     assert {
         rule["name"]: rule.get("lastError", "") for rule in rules if rule["health"] != "ok"
@@ -232,7 +234,9 @@ def test_rules_evaluate_against_real_series(prometheus):
 def test_every_node_shows_the_swarm(prometheus):
     url, _ = prometheus
     made_up = 'on (instance) swarmnode_node_info{swarm_name="local"}'  # the member of a crew
-    found = ask(url, "/api/v1/query", query=f"swarmnode_claimed_peers unless {made_up}")["result"]
+    found = query_api(url, "/api/v1/query", query=f"swarmnode_claimed_peers unless {made_up}")[
+        "result"
+    ]
     claimed = {each["metric"]["instance"]: float(each["value"][1]) for each in found}
     assert len(claimed) == 2
     assert max(claimed.values()) == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import heading, percentile, table
 from tests.support.chaos.faults import BY_NAME, FAULTS
-from tests.support.chaos.schedule import GOAL_SECONDS, Played, mean_of, play, undisturbed
+from tests.support.chaos.schedule import GOAL_SECONDS, ScheduleResult, mean_of, play, undisturbed
 
 
 def main() -> int:
@@ -60,16 +60,16 @@ def schedules(
     for seed in seeds:
         with tempfile.TemporaryDirectory(prefix="chaos") as directory:
             played = play(
-                seed, Path(directory), nodes=nodes, long=not short, names=names, tell=told
+                seed, Path(directory), nodes=nodes, long=not short, names=names, tell=print_line
             )
         all_played.append(played)
         if played.problems:
-            told(
+            print_line(
                 f"  replay: python -m tests.support.chaos --seed {seed} --nodes {nodes}"
                 + (" --short" if short else "")
             )
         if not alone:
-            told(f"  {compared(played)}")  # print at once: a later schedule may fail
+            print_line(f"  {compared(played)}")  # print at once: a later schedule may fail
     print(
         "\n"
         + heading(f"{len(all_played)} schedules of faults, seeds from {seeds[0]}, {nodes} nodes")
@@ -78,7 +78,7 @@ def schedules(
     return 1 if any(played.problems for played in all_played) else 0
 
 
-def table_of(all_played: Sequence[Played]) -> str:
+def table_of(all_played: Sequence[ScheduleResult]) -> str:
     """Return a table of recovery times by fault."""
     rows = []
     for fault in FAULTS:
@@ -110,13 +110,13 @@ def table_of(all_played: Sequence[Played]) -> str:
     )
 
 
-def compared(played: Played) -> str:
+def compared(played: ScheduleResult) -> str:
     """Compare held-out reward with an undisturbed swarm of the same seeds at equal steps."""
     steps = min((max(curve, default=0) for curve in played.curves), default=0)
     if not steps:
         return f"seed {played.seed}: nothing to compare"
     with tempfile.TemporaryDirectory(prefix="calm") as directory:
-        calm = mean_of(undisturbed(Path(directory), played.nodes, steps, told), steps)
+        calm = mean_of(undisturbed(Path(directory), played.nodes, steps, print_line), steps)
     ours = mean_of(played.curves, steps)
     change = f"{100 * (ours / calm - 1):+.1f} %" if calm else "nothing learnt"
     return (
@@ -125,7 +125,7 @@ def compared(played: Played) -> str:
     )
 
 
-def told(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 

@@ -75,7 +75,7 @@ class Outcome:
 
 
 @dataclass
-class Played:
+class ScheduleResult:
     outcomes: list[Outcome] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     held_out: tuple[float, float] = (0.0, 0.0)
@@ -173,14 +173,14 @@ def crew_of(directory: Path) -> Iterator[ChaosCrew]:
 
 def play(
     seed: int, directory: Path, *, long: bool = False, tell: Callable[[str], object] = print
-) -> Played:
+) -> ScheduleResult:
     """Play the whole schedule. Raise AssertionError where the crew does not start."""
-    played, rng = Played(), random.Random(f"crew {seed}")
+    played, rng = ScheduleResult(), random.Random(f"crew {seed}")
     with crew_of(directory) as crew:
         until(lambda: crew.at(FIRST_STEP), crew.story, WHOLE_SECONDS)
         before = crew.curve()
         for fault in schedule(rng, long):
-            outcome = suffer(crew, fault)
+            outcome = apply_fault(crew, fault)
             played.outcomes.append(outcome)
             took = "never" if outcome.seconds is None else f"after {outcome.seconds:.1f} s"
             tell(f"  {fault}: next step {took}" + "".join(f"; {one}" for one in outcome.problems))
@@ -196,7 +196,7 @@ def play(
     return played
 
 
-def suffer(crew: ChaosCrew, fault: Fault) -> Outcome:
+def apply_fault(crew: ChaosCrew, fault: Fault) -> Outcome:
     """Apply `fault` to a running crew and wait for its next step."""
     seen = until(lambda: crew.at(1), crew.story, WHOLE_SECONDS)
     former, kills = seen[0][1]["id"], not fault.seconds
@@ -269,7 +269,7 @@ def act(crew: ChaosCrew, fault: Fault, victims: Sequence[DemoNode]) -> None:
                 cable.cut()
             time.sleep(fault.seconds)
             for cable in crew.cables:
-                cable.mend()
+                cable.repair()
         case _:
             raise ValueError(fault.name)
 

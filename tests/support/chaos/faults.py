@@ -41,14 +41,14 @@ class Fault:
         name: Name in the table.
         act: Applies the fault.
         restarts: Restarts of the node's processes that it causes, by the supervisor's names.
-        anew: The whole node is restarted.
+        restarts_node: The whole node is restarted.
         explains: Regular expressions of errors that the nodes may log because of it.
     """
 
     name: str
     act: Act
     restarts: Mapping[str, int] = field(default_factory=dict)
-    anew: bool = False
+    restarts_node: bool = False
     explains: tuple[str, ...] = ()
     long: bool = False
     """Only in long schedules."""
@@ -185,7 +185,7 @@ def with_cables(swarm: ChaosSwarm, do: Callable, rng: random.Random) -> None:
         do(each.cable)
     pause(rng)
     for each in swarm.nodes:
-        each.cable.mend()
+        each.cable.repair()
 
 
 def pause(rng: random.Random) -> None:
@@ -211,9 +211,9 @@ FAULTS = (
     Fault("kill -9, trainer", kill(TRAINER), {"trainer": 1}),
     Fault("kill -9, network process", kill(NETWORK), {"network": 1}),
     Fault("kill -9, scorer", kill(SCORER), explains=(r"scorer",)),
-    Fault("kill -9, supervisor", kill_supervisor, anew=True),
-    Fault("power cut", power_cut, anew=True, long=True),
-    Fault("SIGTERM and started again", restart, anew=True, long=True),
+    Fault("kill -9, supervisor", kill_supervisor, restarts_node=True),
+    Fault("power cut", power_cut, restarts_node=True, long=True),
+    Fault("SIGTERM and started again", restart, restarts_node=True, long=True),
     Fault("SIGSTOP, trainer", stop(TRAINER)),
     Fault("SIGSTOP, network process", stop(NETWORK)),
     Fault("SIGSTOP, scorer", stop(SCORER), explains=(r"scorer",), long=True),
@@ -248,6 +248,6 @@ FAULTS = (
     Fault("clock an hour ahead", clock(3600.0)),
     Fault("clock an hour behind", clock(-3600.0)),
     Fault("a stranger's attacks", stranger),
-    Fault("its caches are gone", caches_lost, anew=True, long=True),
+    Fault("its caches are gone", caches_lost, restarts_node=True, long=True),
 )
 BY_NAME = {fault.name: fault for fault in FAULTS}

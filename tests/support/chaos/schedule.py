@@ -43,7 +43,7 @@ class Outcome:
 
 
 @dataclass
-class Played:
+class ScheduleResult:
     seed: int
     nodes: int
     outcomes: list[Outcome] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Now:
+class NodeReport:
     """The last report of a node."""
 
     step: int
@@ -72,14 +72,14 @@ class Now:
     restarts: dict[str, int]
 
 
-def now(node: ChaosNode) -> Now | None:
+def report_of(node: ChaosNode) -> NodeReport | None:
     """Return the node's report, or None while it does not answer or its trainer is not working."""
     snapshot = node.snapshot()
     report = (snapshot or {}).get("trainer", {}).get("report")
     if snapshot is None or report is None:
         return None
     works = snapshot["trainer"]["connected"] and report["phase"] not in ("loading", "draining")
-    return Now(
+    return NodeReport(
         report["step"],
         report["state_saved_step"],
         report["external_groups_total"],
@@ -110,17 +110,17 @@ def play(
     long: bool = False,
     names: Sequence[str] = (),
     tell: Callable = print,
-) -> Played:
+) -> ScheduleResult:
     """Play the whole schedule. Later problems are in the outcomes.
 
     Raises:
         AssertionError: The swarm does not start.
     """
-    played, rng = Played(seed, nodes), random.Random(f"chaos of {seed}")
+    played, rng = ScheduleResult(seed, nodes), random.Random(f"chaos of {seed}")
     with swarm_of(directory, nodes) as swarm:
         started = time.monotonic()
         first = whole(
-            swarm, {node.name: Now(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started
+            swarm, {node.name: NodeReport(0, 0, 0, 0, False, {}) for node in swarm.nodes}, started
         )
         assert first is not None, (
             f"the swarm did not start: {[node.log()[-1500:] for node in swarm.nodes]}"
@@ -154,32 +154,34 @@ def play(
 
 def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -> Outcome:
     """Apply `fault` to `node` and return the outcome."""
-    before = {each.name: until(lambda each=each: now(each), START_SECONDS) for each in swarm.nodes}
+    before = {
+        each.name: until(lambda each=each: report_of(each), START_SECONDS) for each in swarm.nodes
+    }
     if not all(before.values()):
         return Outcome(fault.name, node.name, None, ("a node did not answer before it",))
     logged = {each.name: each.log_size() for each in swarm.nodes}
     # A killed node must get back to its earlier state.
-    kills, began = bool(fault.restarts) or fault.anew, time.monotonic()
+    kills, began = bool(fault.restarts) or fault.restarts_node, time.monotonic()
     try:
         fault.act(swarm, node, rng)
     except AssertionError as error:
         return Outcome(fault.name, node.name, None, (str(error),))
     ended = time.monotonic()
     # Groups that were still in its queues are not new.
-    at_end = {each.name: now(each) or before[each.name] for each in swarm.nodes}
+    at_end = {each.name: report_of(each) or before[each.name] for each in swarm.nodes}
     seconds = whole(swarm, before, began) if kills else whole(swarm, at_end, ended)
     problems = (
-        [f"not whole within {WHOLE_SECONDS:.0f} s: {[now(each) for each in swarm.nodes]}"]
+        [f"not whole within {WHOLE_SECONDS:.0f} s: {[report_of(each) for each in swarm.nodes]}"]
         if seconds is None
         else []
     )
     time.sleep(SETTLE_SECONDS)
     for each in swarm.nodes:
         hit, lines = each is node, logged_since(each, logged[each.name])
-        expected = {} if hit and fault.anew else dict(before[each.name].restarts)
+        expected = {} if hit and fault.restarts_node else dict(before[each.name].restarts)
         for name, count in fault.restarts.items() if hit else ():
             expected[name] = expected.get(name, 0) + count
-        after = now(each)
+        after = report_of(each)
         if after is not None and after.restarts != expected:
             problems.append(
                 f"{each.name}: restarts {after.restarts}, not {expected}:"
@@ -190,23 +192,25 @@ def done(fault: Fault, node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -
     return Outcome(fault.name, node.name, seconds, tuple(problems))
 
 
-def whole(swarm: ChaosSwarm, before: dict[str, Now], since: float) -> float | None:
+def whole(swarm: ChaosSwarm, before: dict[str, NodeReport], since: float) -> float | None:
     """Return the seconds from `since` until every node was whole, or None after WHOLE_SECONDS."""
     left = list(swarm.nodes)
 
     def all_well() -> bool:
         left[:] = [
-            node for node in left if not well(now(node), before[node.name], len(swarm.nodes) - 1)
+            node
+            for node in left
+            if not is_whole(report_of(node), before[node.name], len(swarm.nodes) - 1)
         ]
         return not left and all(
-            (at := now(node)) is not None and at.connected == len(swarm.nodes) - 1
+            (at := report_of(node)) is not None and at.connected == len(swarm.nodes) - 1
             for node in swarm.nodes
         )
 
     return time.monotonic() - since if until(all_well, WHOLE_SECONDS, 0.25) else None
 
 
-def well(at: Now | None, before: Now, others: int) -> bool:
+def is_whole(at: NodeReport | None, before: NodeReport, others: int) -> bool:
     return (
         at is not None
         and at.works
@@ -237,7 +241,7 @@ def errors(lines: Sequence[dict[str, Any]], explains: Sequence[str]) -> list[str
     return [text for text in texts if not any(re.search(pattern, text) for pattern in explains)]
 
 
-def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: Now) -> list[str]:
+def lost(node: ChaosNode, lines: Sequence[dict[str, Any]], before: NodeReport) -> list[str]:
     """Return the problems with state that was reported as saved and is missing."""
     restored = [line["step"] for line in lines if line.get("event") == "restored"]
     problems = [
@@ -266,7 +270,7 @@ def undisturbed(
     """Return the curves of a swarm without faults, until each node has taken `steps`."""
     with swarm_of(directory, nodes) as swarm:
         there = lambda: all(
-            (at := now(node)) is not None and at.step >= steps for node in swarm.nodes
+            (at := report_of(node)) is not None and at.step >= steps for node in swarm.nodes
         )
         assert until(there, START_SECONDS + 10 * steps, 1.0), (
             f"no {steps} steps: {[node.log()[-800:] for node in swarm.nodes]}"

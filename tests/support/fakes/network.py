@@ -51,7 +51,7 @@ class MemorySwarm:
         self._cut.add(frozenset((one, other)))
         self._notify()
 
-    def mend(self, one: str, other: str) -> None:
+    def repair(self, one: str, other: str) -> None:
         """Reconnect two nodes."""
         self._cut.discard(frozenset((one, other)))
         self._notify()
@@ -100,7 +100,7 @@ class MemoryNetwork:
         await trio.sleep(self._swarm.latency)
         if peer not in self._swarm.nodes:
             raise PeerError(f"no answer at {address}")
-        self._swarm.mend(self.peer_id, peer)
+        self._swarm.repair(self.peer_id, peer)
 
     def hold(self, peers: Collection[str]) -> None:
         self.held = frozenset(peers)

@@ -61,8 +61,10 @@ class InProcessScorer:
             question = prepare(ref, texts)
         except TaskUnknown as unknown:
             return unknown
-        said = [text for each in texts for text in ([each] if isinstance(each, str) else each)]
-        if any(self.poison in text for text in said):
+        completions = [
+            text for each in texts for text in ([each] if isinstance(each, str) else each)
+        ]
+        if any(self.poison in text for text in completions):
             return ScorerFailed("poisoned")
         if TASKS[ref.id].turns > 1:
             return self._player.play(self._episode_task(TASKS[ref.id]), question)

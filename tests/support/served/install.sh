@@ -1,8 +1,8 @@
 #!/bin/sh
 # Installs vLLM's CPU build for `pytest -m engine` into a virtual environment of its own (3.4 GB), Python 3.11:
 #   sh tests/support/served/install.sh /tmp/vllm && SWARMNODE_VLLM=/tmp/vllm/bin/python pytest -m engine
-# torch comes first, so that the CPU build of TORCH_INDEX (or of a local wheel) is taken and not PyPI's for CUDA.
-# What torchvision, torchaudio and torchcodec are for, these tests do without, and their builds have to match torch's.
+# torch is installed first from TORCH_INDEX (a CPU build); PyPI's build is for CUDA.
+# The tests do not need torchvision, torchaudio and torchcodec, whose builds would have to match torch.
 set -eu
 target=${1:?directory of the environment}
 python3 -m venv "$target"

@@ -31,13 +31,13 @@ def exchange(url: str, target: str, body: object) -> dict[str, object]:
     except urllib.error.HTTPError as error:
         status, kind, text = error.code, error.headers["content-type"], error.read()
     try:
-        told = json.loads(text)
+        answer = json.loads(text)
     except ValueError:
-        told = text.decode()
+        answer = text.decode()
     if target.startswith("/server_info"):
-        config = told["vllm_config"]
-        told = {"vllm_config": {k: {key: config[k][key] for key in v} for k, v in KEPT.items()}}
-    return {"target": target, "request": body, "status": status, "type": kind, "answer": told}
+        config = answer["vllm_config"]
+        answer = {"vllm_config": {k: {key: config[k][key] for key in v} for k, v in KEPT.items()}}
+    return {"target": target, "request": body, "status": status, "type": kind, "answer": answer}
 
 
 def main(url: str, directory: str) -> None:

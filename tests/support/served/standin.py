@@ -142,7 +142,7 @@ class StandIn:
             self._send(http, 307, b"", location=f"{self.url}/elsewhere")
             return
         try:
-            made = self._told(target, body)
+            made = self._handle(target, body)
         except Exception as error:  # reported as HTTP 500
             message = {"error": {"message": repr(error), "type": "InternalServerError"}}
             self._send(http, 500, json.dumps(message).encode())
@@ -182,7 +182,7 @@ class StandIn:
             pass  # the client disconnected
         http.close_connection = True
 
-    def _told(self, target: str, body: Any) -> Any:
+    def _handle(self, target: str, body: Any) -> Any:
         path = target.split("?")[0]
         match path:
             case "/v1/models":
@@ -309,8 +309,10 @@ class StandIn:
         head = {"request_id": "generate-tokens-0", "model": "policy", "output_mode": "tokens"}
         if (wanted := params.get("logprob_token_ids")) is not None:
             with self._lock:
-                told = [score(self._present(), [(prompt, [token])], 1.0)[0][0] for token in wanted]
-            scored = [{"token_id": i, "logprob": x} for i, x in zip(wanted, told, strict=True)]
+                logprobs = [
+                    score(self._present(), [(prompt, [token])], 1.0)[0][0] for token in wanted
+                ]
+            scored = [{"token_id": i, "logprob": x} for i, x in zip(wanted, logprobs, strict=True)]
             content = [{**scored[0], "rank": 1, "top_logprobs": scored[:1]}]
             choice = {"index": 0, "finish_reason": "length", "token_ids": wanted[:1]}
             return {**head, "choices": [{**choice, "logprobs": {"content": content}}]}
@@ -345,9 +347,9 @@ class StandIn:
         params, prompt = body["sampling_params"], body["input_ids"]
         if body.get("logprob_start_len") == 0:
             with self._lock:
-                told = score(self._present(), [(prompt[:1], prompt[1:])], 1.0)[0]
+                logprobs = score(self._present(), [(prompt[:1], prompt[1:])], 1.0)[0]
             scored = [[None, prompt[0], None]]
-            scored += [[x, token, None] for token, x in zip(prompt[1:], told, strict=True)]
+            scored += [[x, token, None] for token, x in zip(prompt[1:], logprobs, strict=True)]
             finish = {"type": "length", "length": 1}
             meta = {"finish_reason": finish, "input_token_logprobs": scored}
             return {"text": "", "output_ids": [0], "meta_info": meta}

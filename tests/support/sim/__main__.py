@@ -57,7 +57,7 @@ def main() -> int:
         if args.history:
             args.history.write_text("".join(f"{line}\n" for line in lines))
         print(f"history {ended.digest}, {ended.events} events")
-        _tell(ended, args.nodes)
+        _report(ended, args.nodes)
         print(
             f"{ended.simulated:.0f} s simulated in {ended.cpu:.1f} s of CPU; whole after"
             f" {ended.whole_after:.0f} s, {ended.steps} steps, {ended.used} groups of peers,"
@@ -73,7 +73,7 @@ def _many(first: int, count: int | None, seconds: float, nodes: int | None, brok
     with contextlib.suppress(KeyboardInterrupt):
         while len(ended) < count if count is not None else time.monotonic() - began < seconds:
             ended.append(simulate(draw(first + len(ended), nodes), broken=broken))
-            _tell(ended[-1], nodes)
+            _report(ended[-1], nodes)
             if broken and ended[-1].problem:
                 print(f"{broken}: found by seed {len(ended)} of {first} and those after it")
                 break
@@ -90,7 +90,7 @@ def _many(first: int, count: int | None, seconds: float, nodes: int | None, brok
     return 1 if failed else 0
 
 
-def _tell(ended: Ended, nodes: int | None) -> None:
+def _report(ended: Ended, nodes: int | None) -> None:
     if ended.problem:
         print(f"seed {ended.seed} FAILED: {ended.problem}")
         print(

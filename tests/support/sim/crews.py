@@ -43,7 +43,7 @@ class Trainer:
         self.active = self.running = False
         self.load = self.progress = 0
         self.scope = trio.CancelScope()
-        self.inbox, self.said = trio.open_memory_channel[wire.ToTrainer](256)
+        self.inbox, self.received = trio.open_memory_channel[wire.ToTrainer](256)
 
     async def run(self) -> None:
         service = self.node.service
@@ -52,7 +52,7 @@ class Trainer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._report)
             try:
-                async for message in self.said:
+                async for message in self.received:
                     match message:
                         case wire.StageAssignment():
                             self._forget()
@@ -215,7 +215,7 @@ class CrewNode:
                     network,
                     StagesConfig(trust="anyone"),
                     directory,
-                    NodeCallbacks(self._tell, lambda reason: None),
+                    NodeCallbacks(self._send_to_trainer, lambda reason: None),
                     settings=world.settings,
                     rng=random.Random(self.rng.getrandbits(64)),
                 )
@@ -225,7 +225,7 @@ class CrewNode:
                 await self.trainer.run()
         self._ended.set()
 
-    def _tell(self, message: wire.ToTrainer) -> bool:
+    def _send_to_trainer(self, message: wire.ToTrainer) -> bool:
         if self.trainer is None:
             return False
         self.trainer.inbox.send_nowait(message)

@@ -230,12 +230,12 @@ class Hostile:
                     await (
                         self._take(network, peer)
                         if self.kind != "clock"
-                        else self._tell(network, peer)
+                        else self._send_lies(network, peer)
                     )
 
     async def _take(self, network: SimNetwork, peer: str) -> None:
         request = codec.encode(ListingRequest(self.swarm, b"", 0, 0))
-        told = await network.requests.request(
+        listing = await network.requests.request(
             peer,
             ids.LISTING_PROTOCOL,
             request,
@@ -244,9 +244,9 @@ class Hostile:
         )
         contents = [
             listed.content
-            for listed in codec.decode(told, ListingResponse, limits.LISTING_RESPONSE_BYTES).groups[
-                -16:
-            ]
+            for listed in codec.decode(
+                listing, ListingResponse, limits.LISTING_RESPONSE_BYTES
+            ).groups[-16:]
         ]
         if not contents:
             return
@@ -261,7 +261,7 @@ class Hostile:
             if group.status == "ok":
                 self._overhear(group.body)
 
-    async def _tell(self, network: SimNetwork, peer: str) -> None:
+    async def _send_lies(self, network: SimNetwork, peer: str) -> None:
         number = self._rng.randrange
         when = int(determinism.now() * 1000) + self._rng.choice(
             (-WRONG_MS, -60_000, 60_000, WRONG_MS)
@@ -365,10 +365,10 @@ class Hostile:
 
     async def _peers(self, peer: str, request: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
-        told = []
+        addresses = []
         for _ in range(limits.PEERS):
             nobody = envelope.peer_id(self._rng.randbytes(32))
             third, fourth = self._rng.randrange(100, 200), self._rng.randrange(256)
             where = f"/ip4/45.{third}.{fourth}.7/tcp/{self._rng.randrange(1, 65536)}"
-            told.append(PeerAddresses(nobody, [where]))
-        return codec.encode(PeersResponse(self.swarm, told))
+            addresses.append(PeerAddresses(nobody, [where]))
+        return codec.encode(PeersResponse(self.swarm, addresses))

@@ -101,7 +101,7 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
     propagates, logger.propagate = logger.propagate, False
     problem = ""
     try:
-        with breaks.broken(broken), structlog.testing.capture_logs() as told:
+        with breaks.broken(broken), structlog.testing.capture_logs() as log:
             determinism.run(schedule.seed, main)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
@@ -110,7 +110,7 @@ def simulate(schedule: Schedule, lines: list[str] | None = None, broken: str = "
     else:
         handler.found += [
             f"logged: {entry['event']}"
-            for entry in told
+            for entry in log
             if entry["log_level"] in ("error", "critical")
         ]
     finally:
@@ -321,11 +321,11 @@ class World:
         for other in self.honest():
             if life.network.reputation.standing(other.peer, now) is not Standing.GOOD:
                 self._fail(f"{node.name} rates the honest node {other.name} badly")
-        told = life.rollouts.statistics()
-        if told.admission.last_internal_error:
-            self._fail(f"{node.name}: {told.admission.last_internal_error}")
-        if told.waiting > QUEUE_GROUPS or told.pool.groups > told.pool.max_groups:
-            kept = f"{told.waiting} waiting, {told.pool.groups} in the pool"
+        statistics = life.rollouts.statistics()
+        if statistics.admission.last_internal_error:
+            self._fail(f"{node.name}: {statistics.admission.last_internal_error}")
+        if statistics.waiting > QUEUE_GROUPS or statistics.pool.groups > statistics.pool.max_groups:
+            kept = f"{statistics.waiting} waiting, {statistics.pool.groups} in the pool"
             self._fail(f"{node.name} exceeds its limits: {kept}")
         if life.network.peers.statistics().known > MAX_PEERS:
             self._fail(f"{node.name} knows {life.network.peers.statistics().known} peers")
@@ -337,14 +337,17 @@ class World:
         """Check that the network process knows the trainer's commits, and only those."""
         if node.defects:
             self._fail(node.defects[0])
-        told = life.weights.statistics()
-        if told.phase != "idle" or life.learner is None or life.learner.averaging.busy:
-            partner, since = self._exchanging.get(node.name, (told.partner, now))
-            self._exchanging[node.name] = told.partner, since if told.partner == partner else now
+        statistics = life.weights.statistics()
+        if statistics.phase != "idle" or life.learner is None or life.learner.averaging.busy:
+            partner, since = self._exchanging.get(node.name, (statistics.partner, now))
+            self._exchanging[node.name] = (
+                statistics.partner,
+                since if statistics.partner == partner else now,
+            )
             if now - self._exchanging[node.name][1] > LONGEST_EXCHANGE:
                 self._fail(
-                    f"{node.name} has been in an exchange with {self._name(told.partner)}"
-                    f" ({told.phase}) for {now - since:.0f} s"
+                    f"{node.name} has been in an exchange with {self._name(statistics.partner)}"
+                    f" ({statistics.phase}) for {now - since:.0f} s"
                 )
             return
         self._exchanging.pop(node.name, None)
@@ -398,7 +401,7 @@ class World:
         skill = {node.name: sum(node.memory.skill) for node in self.honest()}
         used = {node.name: node.tally.used.total() for node in self.honest()}
         averaged = self._averaged()
-        missing: list[str] = ["nobody looked"]
+        missing: list[str] = ["not checked yet"]
         while missing:
             if trio.current_time() - self.schedule.calm_from > WHOLE_SECONDS:
                 self._fail(
@@ -409,7 +412,7 @@ class World:
             missing = [
                 *self._unconnected(),
                 *self._idle(used, skill),
-                *(["nobody averages"] if self._averaged() <= averaged else []),
+                *(["no node averages"] if self._averaged() <= averaged else []),
             ]
         self.whole_after = trio.current_time() - self.schedule.calm_from
 

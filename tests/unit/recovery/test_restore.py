@@ -260,7 +260,7 @@ async def test_what_fails_the_gate_is_passed_over_and_taken_if_nothing_passes(fl
     assert (restored.source.name, restored.source.step, restored.passed) == ("neighbour", 2, False)
     assert [name for name, _ in restored.tried] == ["neighbour", "neighbour", "base"]
     assert all("KL" in why for _, why in restored.tried)
-    assert [told for told in mine.told if told[0] == 2] == [
+    assert [entry for entry in mine.restore_log if entry[0] == 2] == [
         (2, "neighbour"),
         (2, "neighbour"),
         (2, "base"),

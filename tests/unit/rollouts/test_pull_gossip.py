@@ -104,7 +104,7 @@ async def test_a_reader_is_not_listed_what_it_made_or_gave(nursery, autojump_clo
     for number in (0, 1):  # the author, and the peer that gave it
         other = Reader(swarm.medium)
         other.network = swarm.networks[number]
-        swarm.medium.mend(swarm.peers[number], swarm.peers[2])
+        swarm.medium.repair(swarm.peers[number], swarm.peers[2])
         answer = await other.poll(swarm.peers[2])
         assert (answer.status, answer.groups) == ("ok", [])
         assert answer.position == 3, "its cursor moves on"
@@ -460,7 +460,7 @@ async def test_a_fetch_without_an_answer_is_repeated_at_another_holder(
     await swarm.start(nursery)
     await trio.sleep(0.5)
     assert len(liar.fetched) == 4
-    swarm.medium.mend(swarm.peers[0], honest.peer)
+    swarm.medium.repair(swarm.peers[0], honest.peer)
     await trio.sleep(0.5)
     assert swarm.admitted_of(0, honest.author) == 4
     assert swarm.admitted_of(0, author) == 0

@@ -86,7 +86,9 @@ class Served:
         return int.from_bytes(self.network.offered[answer.transfer].chunk(0)[:2], "big")
 
 
-async def test_repeated_requests_use_bounded_disk_and_recent_states(tmp_path, autojump_clock, monkeypatch):
+async def test_repeated_requests_use_bounded_disk_and_recent_states(
+    tmp_path, autojump_clock, monkeypatch
+):
     monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
     monkeypatch.setattr(state_server, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
