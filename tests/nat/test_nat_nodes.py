@@ -160,7 +160,7 @@ def test_nodes_behind_routers_train_on_each_others_groups(tmp_path):
         alone = {each.name: each.report()["step"] for each in (a, b)}
         wait_until(
             lambda: all(each.report()["step"] >= alone[each.name] + 3 for each in (a, b)),
-            "each trains on alone",
+            "each trains alone",
             240.0,
         )
         before = {"a": a.peers_used().get(peers["b"], 0), "b": b.peers_used().get(peers["a"], 0)}

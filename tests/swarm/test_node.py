@@ -150,13 +150,13 @@ def test_pause_outlives_the_trainer_and_states_its_reason(swarm):
     assert run_command(node, "resume").returncode == 0
     until(
         lambda: status(node)["trainer"]["report"]["step"] > again["trainer"]["report"]["step"],
-        "it goes on",
+        "the node continues",
     )
     steps, samples = (
         (node.directory / "log" / f"{name}.jsonl").read_text().splitlines()
         for name in ("steps", "samples")
     )
-    assert json.loads(steps[0])["step"] == 1, "those of the trainer before as well"
+    assert json.loads(steps[0])["step"] == 1, "includes the steps of the earlier trainer"
     assert json.loads(steps[-1])["step"] > again["trainer"]["report"]["step"]
     assert json.loads(samples[-1])["completions"]
 
@@ -177,7 +177,7 @@ def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
             and s["network"]["peers"]["connected"]
             and s
         ),
-        "a restarted node finds its peer by the book",
+        "a restarted node finds its peer by its address book",
     )
     assert after["node"]["peer"] == before["node"]["peer"]
     assert after["trainer"]["report"]["step"] >= before["trainer"]["report"]["step"]

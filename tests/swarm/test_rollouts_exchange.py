@@ -222,7 +222,7 @@ async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels
         drawn = asker.draw(Draw(1, len(hard), 0, len(hard))).groups
         assert {group.group.task.difficulty for group in drawn} == {1}
         assert all(group.rewards[0] == 1.0 and sum(group.rewards) == 1.0 for group in drawn), (
-            "it asks the same question and judges itself"
+            "the receiver derives and scores the same question"
         )
         sequence, ref = hard[0]
         await publish(sequence + 1000, msgspec.structs.replace(ref, difficulty=0), "x")

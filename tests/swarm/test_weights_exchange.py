@@ -281,7 +281,7 @@ async def test_single_neighbour_is_trusted_only_if_configured(from_one, tmp_path
         )
         assert identical(new.weights(), rounded(old.phi()) if from_one else before)
     advice = [line for line in caplog.messages if "weights.join_from_one" in line]
-    assert len(advice) == (0 if from_one else 1), "the operator is told which setting takes it"
+    assert len(advice) == (0 if from_one else 1), "the log names the setting that allows it"
 
 
 async def test_disagreeing_neighbours_are_never_trusted_alone(tmp_path):
