@@ -12,11 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from swarmnode.histogram import Histogram
 from swarmnode.observe.metrics import METRICS, Labels, Metric
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.watch import Histogram
 
-MAX_LABEL_VALUES = 64
+MAX_SERIES = 128
+"""Series of one metric. Further ones are summed up."""
+OTHER = "other"
+"""Label value of surplus series, and of values that are no plain word."""
 LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 
@@ -72,27 +75,23 @@ def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
         if isinstance(value, int | float):
             family.add_metric([], value)
     elif isinstance(value, Mapping):
-        for labels, number in _closed(metric, value).items():
+        for labels, number in _bounded(metric, value).items():
             family.add_metric(labels, number)
     return family
 
 
-def _closed(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
-    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and
-    surplus ones summed up as `other`."""
-    found: dict[Labels, float] = {(name,): 0 for name in metric.values}
+def _bounded(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
+    """Return numbers by label values. Strange and surplus values are summed up as `other`."""
+    found: dict[Labels, float] = {}
     for key, number in value.items():
+        if not isinstance(number, int | float):
+            continue  # not measured
         labels = tuple(map(str, key)) if isinstance(key, tuple) else (str(key),)
-        if not isinstance(number, int | float):  # None: not measured
-            found.pop(labels, None)
-            continue
-        if metric.kind != "info" and labels not in found:
-            fits = len(found) < MAX_LABEL_VALUES and all(
-                LABEL_VALUE.fullmatch(label) for label in labels
-            )
-            if not fits:
-                labels = ("other", *labels[1:])
-                number += found.get(labels, 0)
+        if metric.kind != "info":
+            labels = tuple(each if LABEL_VALUE.fullmatch(each) else OTHER for each in labels)
+            if labels not in found and len(found) >= MAX_SERIES:
+                labels = (OTHER,) * len(labels)
+            number += found.get(labels, 0)
         found[labels] = number
     return found
 

@@ -193,7 +193,7 @@ def troubles(s: NodeSnapshot) -> list[str]:
         and uptime > QUIET_SECONDS
     ):
         found.append("no peers connected" + ("" if s.network.peers.known else " and none known"))
-    own, standing = s.stages.own, s.stages.crew.standing_seconds
+    own, standing = s.stages.own, s.stages.crew.stopped_seconds
     if own is not None and own.phase == "failed":
         found.append(
             f"this node's stage could not be restored{': ' if own.reason else ''}{own.reason}"

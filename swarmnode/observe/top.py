@@ -289,8 +289,8 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
     facts = [
         f"crew {crew['state']}",
         (
-            f"standing still for {duration(crew['standing_seconds'])}"
-            if crew["standing_seconds"]
+            f"standing still for {duration(crew['stopped_seconds'])}"
+            if crew["stopped_seconds"]
             else ""
         ),
         (

@@ -6,30 +6,18 @@ Everything else in a snapshot is read from its owner at the moment of asking.
 
 from __future__ import annotations
 
-import bisect
 import shutil
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from swarmnode.histogram import Histogram, HistogramCounter
 from swarmnode.link.messages import Report
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Seconds. From the embedded policy on a CPU to a large model on a slow card."""
-RECOVERY_BOUNDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds from a process's death to its first progress."""
 SUPERVISOR_FILE_BYTES = 2**16
-
-
-class Histogram(msgspec.Struct, frozen=True):
-    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last
-    one those above every bound."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    """len(bounds) + 1."""
-    sum: float = 0.0
 
 
 class TrainerStatistics(msgspec.Struct, frozen=True):
@@ -51,8 +39,6 @@ class SupervisorStatistics(msgspec.Struct, frozen=True):
     """By process: network, trainer."""
     stalls: dict[str, int] = {}
     """Restarts because a process made no progress, by process."""
-    last_recovery_seconds: float | None = None
-    recovery_seconds: Histogram | None = None
     down: dict[str, str] = {}
     """Why a process is not at work: by process, from its end until the next one is past loading."""
 
@@ -72,24 +58,6 @@ class ProcessStatistics(msgspec.Struct, frozen=True):
     """User and system, since the process started."""
 
 
-class Observations:
-    """A histogram that grows. `observe` never fails: what is not a number ≥ 0 is not an
-    observation."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        if 0 <= value < float("inf"):
-            self._counts[bisect.bisect_left(self._bounds, value)] += 1
-            self._sum += value
-
-    def statistics(self) -> Histogram:
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
-
-
 class TrainerWatch:
     """Follows the trainer's reports. `now` is any monotonic clock, seconds."""
 
@@ -98,7 +66,7 @@ class TrainerWatch:
         self._reported_at = 0.0
         self._connected = False
         self._pid: int | None = None
-        self._steps = Observations(STEP_BOUNDS)
+        self._steps = HistogramCounter(STEP_BOUNDS)
 
     @property
     def pid(self) -> int | None:
@@ -130,8 +98,6 @@ class TrainerWatch:
 class SupervisedProcess(msgspec.Struct, frozen=True):
     restarts: int = 0
     stalls: int = 0
-    recovery_seconds: list[float] = []
-    """The newest few hundred, oldest first."""
     down: str = ""
     """Why it is not at work; empty while it is, and before its first start."""
 
@@ -152,8 +118,6 @@ class SupervisorWatch:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = SupervisorFile()
-        self._latest: float | None = None
-        self._recoveries = Observations(RECOVERY_BOUNDS)
 
     def read(self) -> SupervisorStatistics:
         """Read the file again. Never raises for what is or is not in it."""
@@ -162,13 +126,6 @@ class SupervisorWatch:
                 told = msgspec.json.decode(file.read(SUPERVISOR_FILE_BYTES), type=SupervisorFile)
         except (OSError, msgspec.MsgspecError):
             return self.statistics()
-        for name, process in told.processes.items():
-            for seconds in appended(
-                self._file.processes.get(name, SupervisedProcess()).recovery_seconds,
-                process.recovery_seconds,
-            ):
-                self._recoveries.observe(seconds)
-                self._latest = seconds
         self._file = told
         return self.statistics()
 
@@ -178,18 +135,7 @@ class SupervisorWatch:
             restarts={name: process.restarts for name, process in processes},
             stalls={name: process.stalls for name, process in processes},
             down={name: process.down for name, process in processes if process.down},
-            last_recovery_seconds=self._latest,
-            recovery_seconds=self._recoveries.statistics(),
         )
-
-
-def appended(before: list[float], after: list[float]) -> list[float]:
-    """What was appended to a list of which only the newest part is kept: `after` without its
-    longest beginning that `before` ends with."""
-    for known in range(min(len(before), len(after)), 0, -1):
-        if before[-known:] == after[:known]:
-            return after[known:]
-    return after
 
 
 def disk_use(directory: Path) -> DiskStatistics:

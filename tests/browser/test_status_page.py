@@ -215,7 +215,7 @@ def recovering() -> NodeSnapshot:
     ]
     slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
     crew = msgspec.structs.replace(
-        s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0
+        s.stages.crew, state="preparing", slots=tuple(slots), stopped_seconds=42.0
     )
     return msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
 

@@ -473,7 +473,7 @@ function crew(s) {
   const names = namesOf(s);
   const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
   byId("crew-line").textContent = [
-    CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
+    CREW_WORDS[c.state] || c.state, c.stopped_seconds > 1 ? `no step for ${duration(c.stopped_seconds)}` : "",
     `${others} to hold a stage`, c.slots.length ? "" : stages.last_reason,
   ].filter(Boolean).join("; ") + ".";
   put(byId("crew"), ...c.slots.map((slot) => {

@@ -186,8 +186,8 @@ def test_a_crew_that_stands_still_or_lost_its_stage_is_said() -> None:
     def said(changed: StagesStatistics) -> list[str]:
         return troubles(replace(example(), stages=changed))
 
-    assert said(replace(stages, crew=replace(stages.crew, standing_seconds=30.0))) == []
-    standing = replace(stages.crew, standing_seconds=31.0, state="preparing")
+    assert said(replace(stages, crew=replace(stages.crew, stopped_seconds=30.0))) == []
+    standing = replace(stages.crew, stopped_seconds=31.0, state="preparing")
     assert said(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
     failed = replace(stages.own, phase="failed", reason="gate: KL 0.4")
     assert said(replace(stages, own=failed)) == [

@@ -68,7 +68,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     slots = list(s.stages.crew.slots)
     slots[2] = msgspec.structs.replace(slots[2], state="failed")
     crew = msgspec.structs.replace(
-        s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0
+        s.stages.crew, state="paused", slots=tuple(slots), stopped_seconds=42.0
     )
     with_crew = lambda crew: msgspec.structs.replace(
         s, stages=msgspec.structs.replace(s.stages, crew=crew)
