@@ -1,5 +1,4 @@
-"""Reads the table of `metrics.py` off a snapshot whenever somebody scrapes, in prometheus_client's
-terms."""
+"""Collect the metrics of `metrics.py` from a snapshot at each scrape, for prometheus_client."""
 
 from __future__ import annotations
 
@@ -24,8 +23,10 @@ LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 
 def at(snapshot: object, path: str) -> object:
-    """What is at `path` below `snapshot`. Below None there is None; a key that a dict of counts
-    does not have yet is 0."""
+    """Return the value at `path` below `snapshot`.
+
+    None if a part of the path is None; 0 for a key that a dict of counts does not have yet.
+    """
     found = snapshot
     for name in path.split("."):
         if found is None:
@@ -35,8 +36,10 @@ def at(snapshot: object, path: str) -> object:
 
 
 def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
-    """A number, a histogram, or numbers by label values; None where it is not measured, or does not
-    exist on this node."""
+    """Return a number, a histogram, or numbers by label values.
+
+    None if it is not measured or does not exist on this node.
+    """
     if not metric.exists(snapshot):
         return None
     if callable(metric.source):
@@ -45,21 +48,21 @@ def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
         return at(snapshot, metric.source)
     return {
         labels: number
-        for way, path in metric.source.items()
-        for labels, number in _labelled(at(snapshot, path), way)
+        for label, path in metric.source.items()
+        for labels, number in _labelled(at(snapshot, path), label)
     }
 
 
-def _labelled(found: object, way: str) -> Iterator[tuple[Labels, object]]:
-    """A number with the label value `way`; of a dict each number with its key and `way`."""
+def _labelled(found: object, label: str) -> Iterator[tuple[Labels, object]]:
+    """Yield a number with `label`, or each number of a dict with its key and `label`."""
     if isinstance(found, Mapping):
-        yield from (((str(key), way), number) for key, number in found.items())
+        yield from (((str(key), label), number) for key, number in found.items())
     else:
-        yield (way,), found
+        yield (label,), found
 
 
 def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
-    """One metric of one snapshot."""
+    """Return one metric of a snapshot."""
     value = value_of(metric, snapshot)
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help)
@@ -97,13 +100,13 @@ def _bounded(metric: Metric, value: Mapping[object, object]) -> dict[Labels, flo
 
 
 class NodeCollector(Collector):
-    """Takes one snapshot per scrape, so that the numbers of one scrape belong together."""
+    """Takes one snapshot per scrape, so that the numbers of a scrape are consistent."""
 
     def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
         self._snapshot = snapshot
 
     def describe(self) -> Iterable[Family]:
-        """Names and types without values: registering must not need a running node."""
+        """Return names and types, because registration does not need a running node."""
         return [
             Family(metric.name, metric.help, "gauge" if metric.kind == "info" else metric.kind)
             for metric in METRICS
@@ -116,7 +119,7 @@ class NodeCollector(Collector):
 
 
 def make_registry(snapshot: Callable[[], NodeSnapshot]) -> CollectorRegistry:
-    """A registry of its own: nothing that a library registers globally leaks into /metrics."""
+    """Return a registry without the metrics that libraries register globally."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodeCollector(snapshot))
     return registry

@@ -21,9 +21,9 @@ from swarmnode.observe.http import (
     CACHE_SECONDS,
     CONNECTIONS,
     PORTS_TRIED,
-    Pulse,
+    HttpRoutes,
+    LoopMonitor,
     Request,
-    Surface,
     is_loopback,
     listen,
     serve_http,
@@ -292,7 +292,7 @@ async def test_requests_of_a_second_share_one_snapshot(autojump_clock) -> None:
         return example()
 
     history = History()
-    surface = Surface(counted, history, Pulse(counted, history), only_loopback=True)
+    surface = HttpRoutes(counted, history, LoopMonitor(counted, history), only_loopback=True)
 
     async def ask(target: str) -> None:
         answered = await surface.answer(Request("GET", target, {"host": "localhost"}))
