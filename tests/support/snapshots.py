@@ -289,9 +289,7 @@ def example_at(t: float) -> NodeSnapshot:
                 offered=5,
                 claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
-            serving=ServingStatistics(
-                {"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000), 2
-            ),
+            serving=ServingStatistics({"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000)),
             pool=PoolStatistics(
                 groups=148,
                 bytes=1_240_000,
