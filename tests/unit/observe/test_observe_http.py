@@ -70,7 +70,7 @@ async def test_readyz_says_what_is_missing() -> None:
         alive = await client.get("/healthz")
     assert (early.status_code, early.json()["reasons"]) == (
         503,
-        ["network not up yet", "policy not loaded yet"],
+        ["the network is not up yet", "the policy is not loaded yet"],
     )
     assert (later.status_code, later.json()) == (200, {"ok": True, "reasons": []})
     assert alive.status_code == 200

@@ -197,6 +197,6 @@ def test_it_says_which_engine_samples() -> None:
     trainer = msgspec.structs.replace(
         snapshot.trainer, report=msgspec.structs.replace(report, server=server)
     )
-    assert "own engine, vLLM 0.32.0 is away" in drawn(
+    assert "own engine; vLLM 0.32.0 is away" in drawn(
         msgspec.structs.replace(snapshot, trainer=trainer), width=200
     )
