@@ -422,7 +422,7 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         elif known is None:  # by these names its reward function is given them
             arguments |= {"prompt": config.prompt, "answer": config.answer}
         if config.turns > 1:
-            if known is not None or by_taskset:
+            if known is not None:
                 raise ConfigError(
                     f"task.datasets.{task}: {own.TURNS} is for an environment of yours: name it as"
                     " verifier, module:function or module:Class"
