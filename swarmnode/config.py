@@ -324,7 +324,8 @@ class DatasetConfig(Section):
     """What is asked; `{prompt}` is the column's text."""
     turns: int = Field(default=1, ge=1, le=32)
     """Most actions of an episode. Above 1 `verifier` is an environment of your own, a function or a
-    class whose methods are tools; of a server, most steps."""
+    class whose methods are tools; of a taskset, its package's `Env` plays; of a server, most
+    steps."""
     weights: dict[str, float] = {}
     """Weights of the components that a reward function of yours returns, by name; one that is not
     named weighs 1."""

@@ -121,7 +121,6 @@ class Continuous:
         self._waiting = deque(row for row in self._waiting if row.request != number)
         if self._groups.pop(number, None) is not None:
             self._remove([slot for slot, row in enumerate(self._active) if row.request == number])
-        self._free_slots()
 
     @torch.no_grad()
     def finished(self, version: int) -> list[Finished]:
@@ -144,14 +143,10 @@ class Continuous:
                     self._batcher.alive()
         finally:
             self._slots.forget_recordings()
-        self._free_slots()
-        return done
-
-    def _free_slots(self) -> None:
-        """Free the memory of the slots, which training has use for, unless rows are active or kept
-        for the next turn."""
-        if not self._groups and not self._kept:
+        if not self._groups:
+            # training has use for the memory
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)
+        return done
 
     @contextmanager
     def pause(self) -> Iterator[None]:
