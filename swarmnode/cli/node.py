@@ -102,8 +102,8 @@ def run_resolved(resolved: Resolved) -> int:
 
     needs_trainer("training")
     check_before_processes(resolved)
-    check_names(resolved.config.task.names)
     task = resolved.config.task
+    check_names(task.names, crew=resolved.config.stages.mode == "always")
     prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     return _supervise(resolved, None)
 

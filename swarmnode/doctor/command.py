@@ -64,8 +64,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     can be looked at."""
     try:
         resolved = load()
-        check_names(resolved.config.task.names)
-        task = resolved.config.task
+        task, crew = resolved.config.task, resolved.config.stages.mode == "always"
+        check_names(task.names, crew=crew)
         prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
@@ -75,6 +75,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     try:
         outlook = Membership(config).outlook()
         config, swarm, secret = outlook.config, outlook.swarm or swarm, outlook.secret
+        check_names(config.task.names, crew=config.stages.mode == "always")
     except SwarmNodeError as error:
         problem = ConfigFacts(str(error), error.exit_code)
     sources = sorted({origin.removeprefix("environment ") for origin in resolved.origins.values()})

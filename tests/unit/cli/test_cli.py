@@ -381,6 +381,14 @@ def test_a_stage_capacity_that_is_none_is_one_line_and_the_exit_code_of_configur
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def test_a_crew_on_an_episode_task_does_not_start_and_says_what_to_do(tmp_path, capsys):
+    asked = ['task.names=["gym/FrozenLake-v1"]', "stages.mode=always", f"node.data_dir={tmp_path}"]
+    assert cli.run(["run", *(f"--set={each}" for each in asked)]) == 78
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has episodes of several turns, and a crew learns from whole answers" in line
+    assert line.endswith("leave the task out, or set stages.mode to off")
+
+
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     """A user's configuration directory that is nobody's."""
