@@ -5,13 +5,13 @@ pytest tests/unit/tasks/test_taskset_episodes.py
 """
 
 import pytest
+from swarmnode.testing.scorer import InProcessScorer
 
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, determinism, episodes, registry, sandbox
 from swarmnode.tasks.client import Scorer, ScorerFailed
 from swarmnode.tasks.frames import Episode, Question
-from swarmnode.testing.scorer import InProcessScorer
 from swarmnode.wire.messages import TaskRef
 
 NAME, SOURCE = "data/guess", "verifiers:guess-of-mine"
