@@ -133,7 +133,7 @@ def test_the_first_text_names_the_tools_and_the_form_of_a_call(scorer):
     prompt = scorer.prompt(ref(NAME))
     assert prompt.startswith(" Buy tea for its price.\nYou can call functions")
     assert '<tool_call>{"name": "...", "arguments": {...}}</tool_call>' in prompt
-    described = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"desc')]
+    described = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"name')]
     assert [each["name"] for each in described] == ["buy", "eat", "price"]
     assert described[0]["parameters"]["properties"]["money"]["type"] == "integer"
 

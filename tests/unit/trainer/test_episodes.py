@@ -2,6 +2,7 @@
 and a peer's episode is rebuilt from its actions."""
 
 import copy
+import importlib.resources
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -19,15 +20,16 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.text import around_observations
+from swarmnode.policy.text import TOOL, around_observations, shows_tools
 from swarmnode.policy.ways import Row
 from swarmnode.rl.objectives import Objective
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.frames import Episode, Scored, ScorerFailed
+from swarmnode.tool_prompt import RULES, describe, split
 from swarmnode.trainer import episodes as module
 from swarmnode.trainer import sampler as sampler_module
 from swarmnode.trainer.batch import assemble, episode_row, own_group
-from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all
+from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all, check_template
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
@@ -48,6 +50,16 @@ STRIPS_THINKING = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+STRIPS_THINKING_BEFORE_A_USER = STRIPS_THINKING.replace(
+    "and not keep", "and messages[loop.index0:] | selectattr('role', 'eq', 'user') | list"
+)
+CALL = (
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments":'
+    " {{ c.function.arguments | tojson }}}</tool_call>"
+)
+SHOWN = "{% for t in tools or [] %}<tool> {{ t.function.name }}\n{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}<|im_end|>"
+WITH_TOOLS = SHOWN + QWEN2.replace("<|im_end|>", CALLS)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +91,8 @@ class Walk:
     """An environment that ends after the third action, or after an empty one; the reward of an
     episode is the share of its actions that are not empty."""
 
-    def __init__(self, fails=()):
-        self.calls, self.fails = 0, fails
+    def __init__(self, fails=(), prompt=PROMPT):
+        self.calls, self.fails, self.prompt = 0, fails, prompt
 
     def score_many(self, items):
         self.calls += 1
@@ -103,7 +115,7 @@ class Walk:
             sum(map(bool, actions)) / TURNS if each.done else 0.0
             for actions, each in zip(episodes, played, strict=True)
         ]
-        return Scored(PROMPT, rewards, episodes=played)
+        return Scored(self.prompt, rewards, episodes=played)
 
 
 def continuous(policy, generations=4, tokens=6, batch=16384):
@@ -165,6 +177,104 @@ def test_special_tokens_in_an_observation_stay_text(policy):
     ids = policy.observation_ids(f"a{eos}b", policy.eos_id)
     assert policy.eos_id not in ids
     assert policy.decode(ids) == f"\na{eos}b\n"
+
+
+def template(policy, text):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def test_a_template_that_writes_calls_so_shows_the_tools(policy):
+    text = replace(policy, tokenizer=template(policy, WITH_TOOLS))
+    prompt = describe("What is 3 + 4?", [TOOL])
+    assert shows_tools(text.tokenizer)
+    assert text.has_tools(prompt)
+    assert not text.has_tools("What is 3 + 4?")
+    assert text.tokenizer.decode(text.encode_prompt(prompt)) == (
+        "<tool> look_at\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert around_observations(text.tokenizer, tools=True) == (
+        "<|im_end|>\n<|im_start|>tool\n",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    )
+
+
+OTHERS = {
+    "shows no tools": QWEN2,
+    "writes another form": WITH_TOOLS.replace("<tool_call>", "[CALL]"),
+    "names arguments otherwise": WITH_TOOLS.replace('"arguments"', '"parameters"'),
+    "writes no calls": SHOWN + QWEN2,
+    "refuses results": WITH_TOOLS.replace(
+        "{% for m in", "{% if messages[2] %}{{ raise_exception('no') }}{% endif %}{% for m in"
+    ),
+    "changes earlier turns": SHOWN + STRIPS_THINKING.replace("<|im_end|>", CALLS),
+    "no template": None,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_without_such_a_template_the_tools_are_text(policy, kind):
+    text = replace(policy, tokenizer=template(policy, OTHERS[kind]))
+    prompt = describe("What is 3 + 4?", [TOOL])
+    assert not text.has_tools(prompt)
+    shown = text.tokenizer.decode(text.encode_prompt(prompt))
+    assert "What is 3 + 4?\nYou can call functions" in shown
+    assert '{"name": "look_at", "description"' in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is 3 + 4?",
+        f"What?\n{RULES}\nnot JSON",
+        f"What?\n{RULES}\n[1]",
+        f'What?\n{RULES}\n{{"name": 3}}',
+        f"What?\n{RULES}\n" + "[" * 100_000,
+        f"{RULES}\n",
+    ],
+)
+def test_a_text_that_names_no_tools_is_itself(text):
+    assert split(text) == (text, [])
+
+
+def test_a_first_text_is_split_into_what_it_was_made_of():
+    assert split(describe("What?\nNow.", [TOOL, TOOL])) == ("What?\nNow.", [TOOL, TOOL])
+
+
+def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy, monkeypatch):
+    monkeypatch.setattr(module, "task_version", lambda name: "v")
+    strips = SHOWN + STRIPS_THINKING_BEFORE_A_USER.replace("<|im_end|>", CALLS)
+    text = replace(policy, tokenizer=template(policy, strips))
+    check_template(text, Walk(prompt=describe("What?", [TOOL])), [REF.id])
+    with pytest.raises(Unavailable, match="changes earlier turns"):
+        check_template(text, Walk(), [REF.id])
+    check_template(text, SimpleNamespace(score_many=lambda items: [ScorerFailed("died")]), [])
+
+
+@pytest.mark.parametrize(
+    ("name", "shows", "plain"),
+    [
+        ("qwen2_5", True, True),
+        ("qwen3", True, False),
+        ("qwen3_instruct_2507", True, True),
+        ("llama3_1", False, True),
+        ("gemma3", False, True),
+        ("qwen3_6", False, False),
+    ],
+)
+def test_templates_of_real_models(policy, name, shows, plain):
+    """`plain`: without tools, whether earlier turns stay. Qwen3 keeps its thinking between
+    tools."""
+    folder = importlib.resources.files(pytest.importorskip("trl")) / "chat_templates"
+    tokenizer = template(policy, (folder / f"{name}.jinja").read_text())
+    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
+    assert shows_tools(tokenizer) is shows
+    if plain:
+        around_observations(tokenizer)
+    else:
+        with pytest.raises(Unavailable, match="changes earlier turns"):
+            around_observations(tokenizer)
 
 
 # ---- what is learnt from -------------------------------------------------------------------------
@@ -375,7 +485,7 @@ def published(policy):
     return experience.groups[0], experience.messages[0], experience.observations[0]
 
 
-def external(policy, message, observations, tokenizer=None):
+def external(policy, message, observations, tokenizer=None, prompt=PROMPT):
     group = RolloutGroup(
         REF,
         policy.fingerprint,
@@ -387,7 +497,7 @@ def external(policy, message, observations, tokenizer=None):
         message.completions,
     )
     rewards = [float(i == 0) for i in range(len(message.completions))]
-    return ExternalGroup(b"c" * 32, "peer", group, PROMPT, rewards, 0, observations=observations)
+    return ExternalGroup(b"c" * 32, "peer", group, prompt, rewards, 0, observations=observations)
 
 
 def judged(policy, group):
@@ -405,6 +515,21 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
     for row, old, recorded in zip(group.rows, group.old_logprobs, own.old_logprobs, strict=True):
         assert old == pytest.approx(recorded, abs=1e-4)
         assert len(row.sampled) == len(row.completion)
+
+
+def test_a_peers_episode_with_tools_is_rebuilt_as_its_author_wrote_it(policy):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = WITH_TOOLS
+    policy = replace(policy, tokenizer=tokenizer)
+    scorer = Walk(prompt=describe("What is 3 + 4?", [TOOL]))
+    experience = sampler_of(policy, continuous(policy), scorer)(1)
+    (own,), (message,) = experience.groups, experience.messages
+    assert "<tool> look_at" in policy.tokenizer.decode(own.rows[0].prompt)
+    assert any("tool\nsaw" in policy.tokenizer.decode(row.completion) for row in own.rows)
+    group = external(policy, message, experience.observations[0], prompt=scorer.prompt)
+    (judged_group,) = judged(policy, group).accepted
+    assert [row.completion for row in judged_group.rows] == [row.completion for row in own.rows]
+    assert [row.prompt for row in judged_group.rows] == [row.prompt for row in own.rows]
 
 
 def test_a_peers_episode_in_another_tokenizer_is_read_as_text(policy, published):
