@@ -587,7 +587,8 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
         if row["arm"] == "hostile":
             parts.append(
                 f"{row['size']['game']}, hostile, seed {row['seed']}:"
-                f" {sum(row['forged'].values())} forged groups, {row['trained_on']} trained on, {len(row['crashes'])} crashes;"
+                f" {sum(row['forged'].values())} forged groups, {row['trained_on']} trained on,"
+                f" {len(row['crashes'])} crashes;"
                 f" admitted: {row['admitted']}; flood: {row['flood']}"
             )
     return "\n\n".join(parts)

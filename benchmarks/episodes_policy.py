@@ -134,19 +134,20 @@ SHAPE = Shape(
 def play(game: Game, rng: random.Random) -> Conversation:
     """Play one episode at random."""
     first, step = game.begin(rng.randrange(2**31))
-    question, tools = tool_prompt.split(first)
-    turns, reward, done, shown = [{"role": "user", "content": question}], 0.0, False, [question]
+    text = tool_prompt.split(first)
+    turns, shown = [{"role": "user", "content": text.question}], [text.question]
+    reward, done = 0.0, False
     for _ in range(game.turns):
         action = game.act(rng, shown)
         observation, reward, done = step(action)
         shown.append(observation)
         turns += [
             {"role": "assistant", "content": action},
-            {"role": "tool" if tools else "user", "content": observation},
+            {"role": "tool" if text.tools else "user", "content": observation},
         ]
         if done:
             break
-    return Conversation(turns, tools, reward)
+    return Conversation(turns, list(text.tools), reward)
 
 
 def build_tokenizer(game: Game) -> PreTrainedTokenizerFast:
@@ -246,7 +247,8 @@ def make(name: str, cache: Path | None = None) -> Path:
     model.generation_config.bos_token_id = None
     model.save_pretrained(scratch)
     tokenizer.save_pretrained(scratch)
-    profile = {**asdict(SHAPE), "parameters": model.num_parameters(), **profile, "cpu": seconds}
+    about = {"batch": game.batch, "parameters": model.num_parameters(), "cpu": seconds}
+    profile = {**asdict(SHAPE), **about, **profile}
     (scratch / PROFILE).write_text(json.dumps(profile, indent=1) + "\n")
     shutil.rmtree(directory, ignore_errors=True)
     scratch.rename(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,7 +146,8 @@ class PolicyText:
     def has_tools(self, prompt: str) -> bool:
         """Return True if the chat template shows the tools of a first text: observations are then
         the results of tools."""
-        return bool(tool_prompt.split(prompt)[1]) and shows_tools(self.tokenizer, self.chat)
+        first = tool_prompt.split(prompt)
+        return bool(first.tools) and shows_tools(self.tokenizer, self.chat, first.form)
 
     def room(self, prompt_ids: Sequence[int], wanted: int) -> int:
         """Return how many of `wanted` answer tokens fit behind a prompt. Raises PromptTooLong if
@@ -215,10 +217,12 @@ class PolicyText:
 
 
 EPISODE = (
-    ("<think>\nThe goal is to the right.\n</think>\n\nright", "You see ice."),
-    ("<think>\nNow down.\n</think>\n\ndown", "You fell."),
+    ("<think>\nThe goal is to the right.\n</think>\n\n", "right", "You see ice."),
+    ("<think>\nNow down.\n</think>\n\n", "down", "You fell."),
 )
-"""Actions and observations with which a chat template is tested."""
+"""Thoughts, actions and observations with which a chat template is tested."""
+OPENS_THOUGHT, ENDS_THOUGHT = "<think>\n", "</think>\n\n"
+"""What a template may end with: the policy then writes the rest."""
 TOOL_CALL = {"name": "look_at", "arguments": {"place": "left", "distance": 7}}
 TOOL = {
     "type": "function",
@@ -273,13 +277,18 @@ def _around(
     ones."""
     turns = [{"role": "user", "content": "Where is the goal?"}]
     shown = [_render(tokenizer, turns, chat, tools)]
-    for action, observation in EPISODE:
+    episode = list[tuple[str, str]]()
+    for thought, answer, observation in EPISODE:
+        opened = OPENS_THOUGHT if shown[0].endswith(OPENS_THOUGHT) else ""
+        thinks = not shown[0].endswith(ENDS_THOUGHT)
+        episode.append((thought.removeprefix(opened) + answer if thinks else answer, observation))
+    for action, observation in episode:
         turns += [
             {"role": "assistant", "content": action},
             {"role": "tool" if tools else "user", "content": observation},
         ]
         shown.append(_render(tokenizer, turns, chat, tools))
-    (first, observation), (second, last) = EPISODE
+    (first, observation), (second, last) = episode
     before, found, after = shown[1].removeprefix(shown[0] + first).partition(observation)
     appended = shown[1] + second + before + last + after
     appends = shown[1].startswith(shown[0] + first) and bool(found) and shown[2] == appended
@@ -287,7 +296,9 @@ def _around(
 
 
 @functools.lru_cache(maxsize=8)
-def shows_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> bool:
+def shows_tools(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat(), form: str = tool_prompt.FORM
+) -> bool:
     """Return True if the chat template can show the tools of an episode and their results.
 
     Otherwise the model reads them as the text that `tool_prompt.describe` wrote. The template has
@@ -295,10 +306,15 @@ def shows_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> bool
 
     * show tools, and add results to a conversation without changing earlier turns;
     * write a call in the form that the environments of all members read. A receiver replays the
-      text of a call, and its model may be of another family, so a form of one family cannot be
-      used.
+      text of a call, and its model may be of another family, so the form is part of the task and
+      not of a model.
+
+    Args:
+        form: Response template of the task, as JSON. Another than the usual one is not compiled
+            here unless it is the tokenizer's own: its patterns may be anybody's.
     """
-    if not tokenizer.chat_template:
+    trusted = form == tool_prompt.FORM or form == json.dumps(tokenizer.response_template)
+    if not tokenizer.chat_template or not trusted:
         return False
     question = [{"role": "user", "content": "Where is the goal?"}]
     call = {
@@ -316,11 +332,8 @@ def shows_tools(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> bool
     if not written.startswith(asked):
         return False
     try:
-        said = parse_response(
-            written.removeprefix(asked),
-            load_response_template(tool_prompt.RESPONSE_TEMPLATE),
-            prefix="",
-        )
+        template = load_response_template(json.loads(form))
+        said = parse_response(written.removeprefix(asked), template, prefix="", tools=[TOOL])
     except (ValueError, TypeError):
         return False
     return [each["function"] for each in said.get("tool_calls") or []] == [TOOL_CALL]
@@ -332,10 +345,10 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer(prompt)["input_ids"])
-    question, tools = tool_prompt.split(prompt)
-    if tools and not shows_tools(tokenizer, chat):
-        question, tools = prompt, []
-    text = _render(tokenizer, [{"role": "user", "content": question}], chat, tools)
+    first = tool_prompt.split(prompt)
+    if first.tools and not shows_tools(tokenizer, chat, first.form):
+        first = tool_prompt.FirstText(prompt)
+    text = _render(tokenizer, [{"role": "user", "content": first.question}], chat, first.tools)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 

@@ -7,7 +7,9 @@ episodes.
 
 The tools and the form of a call are in the first text (`tool_prompt`). So every model can use them,
 also one without a chat template. Calls are parsed by transformers' response parser, in the scorer
-child.
+child. A class may name another form of a call, that of its models' tokenizers:
+
+    response_template    as in tokenizer_config.json
 """
 
 from __future__ import annotations
@@ -56,7 +58,13 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
         schemas: list[Any] = [get_json_schema(function) for function in methods.values()]
     except Exception as error:
         raise ConfigError(f"{name!r}: its tools: {own.one_line(error)}") from error
-    template = load_response_template(RESPONSE_TEMPLATE)
+    try:
+        form = json.dumps(getattr(environment, "response_template", RESPONSE_TEMPLATE))
+        template = load_response_template(json.loads(form))
+        if "tool_calls" not in template.fields:
+            raise ValueError("it has no field tool_calls")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name!r}: its response_template: {own.one_line(error)}") from error
 
     def begin(seed: int, turns: int, prompt: str = "", **columns: object) -> tuple[str, Step]:
         instance, taken = environment(), 0
@@ -82,7 +90,7 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
             reward = instance.get_reward()
             return text, 0.0 if reward is None else float(reward), True
 
-        return describe(f"{prompt}{first or ''}", schemas), step
+        return describe(f"{prompt}{first or ''}", schemas, form), step
 
     return begin
 

@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, Generation, Request
 from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.policy.text import PolicyText, PromptTooLong, around_observations
 from swarmnode.tasks.client import Scored, ScoreError, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.tool_prompt import split
 from swarmnode.wire.messages import TaskRef
 
 
@@ -310,6 +312,15 @@ def check_template(text: PolicyText, scorer: Scorer, tasks: Sequence[str]) -> No
         for name in tasks
         if TASKS[name].turns > 1
     ]
-    for question in scorer.score_many([(ref, []) for ref in refs]) if refs else []:
+    questions = scorer.score_many([(ref, []) for ref in refs]) if refs else []
+    for ref, question in zip(refs, questions, strict=True):
         prompt = question.prompt if isinstance(question, Scored) else ""
-        around_observations(text.tokenizer, text.chat, text.has_tools(prompt))
+        try:
+            around_observations(text.tokenizer, text.chat, text.has_tools(prompt))
+        except Unavailable as error:
+            if not split(prompt).tools:
+                raise
+            raise Unavailable(
+                f"{error}; or let the template show the tools of {ref.id}: set the class attribute"
+                " response_template to that of the tokenizer"
+            ) from None

@@ -31,9 +31,9 @@ def test_the_shortest_way_across_the_lake_wins():
 
 def test_who_looks_and_uses_what_it_saw_wins_the_guess():
     first, step = GAMES["guess"].begin(0)
-    question, tools = split(first)
-    assert question == "Guess a number."
-    assert [tool["function"]["name"] for tool in tools] == ["guess", "look"]
+    text = split(first)
+    assert text.question == "Guess a number."
+    assert [tool["function"]["name"] for tool in text.tools] == ["guess", "look"]
     call = lambda name, arguments: (
         f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
     )

@@ -1,8 +1,10 @@
 """Episodes: only what the policy sampled is learnt from, a turn goes on from the tokens before it,
 and a peer's episode is rebuilt from its actions."""
 
+import contextlib
 import copy
 import importlib.resources
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,12 +22,12 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.text import TOOL, around_observations, shows_tools
+from swarmnode.policy.text import TOOL, Chat, around_observations, shows_tools
 from swarmnode.policy.ways import Row
 from swarmnode.rl.objectives import Objective
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.frames import Episode, Scored, ScorerFailed
-from swarmnode.tool_prompt import RULES, describe, split
+from swarmnode.tool_prompt import FORM, FirstText, describe, split
 from swarmnode.trainer import episodes as module
 from swarmnode.trainer import sampler as sampler_module
 from swarmnode.trainer.batch import assemble, episode_row, own_group
@@ -167,8 +169,6 @@ def test_a_template_that_strips_thinking_is_refused_with_the_remedy(policy):
     tokenizer.chat_template = STRIPS_THINKING
     with pytest.raises(Unavailable, match=r"policy\.chat"):
         around_observations(tokenizer)
-    from swarmnode.policy.text import Chat
-
     around_observations(tokenizer, Chat(arguments=(("keep", True),)))
 
 
@@ -223,23 +223,30 @@ def test_without_such_a_template_the_tools_are_text(policy, kind):
     assert '{"name": "look_at", "description"' in shown
 
 
+RULES = describe("What?", []).removeprefix("What?")
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "What is 3 + 4?",
-        f"What?\n{RULES}\nnot JSON",
-        f"What?\n{RULES}\n[1]",
-        f'What?\n{RULES}\n{{"name": 3}}',
-        f"What?\n{RULES}\n" + "[" * 100_000,
-        f"{RULES}\n",
+        f"What?{RULES}",
+        f"What?{RULES}not JSON",
+        f"What?{RULES}[1]",
+        f'What?{RULES}{{"name": 3}}',
+        f"What?{RULES}" + "[" * 100_000,
+        f'What?{RULES}{{"name": "f"}}'.replace("Write a call as", "Call"),
+        f'{RULES}{{"name": "f"}}'.removeprefix("\n"),
     ],
 )
 def test_a_text_that_names_no_tools_is_itself(text):
-    assert split(text) == (text, [])
+    assert split(text) == FirstText(text)
 
 
-def test_a_first_text_is_split_into_what_it_was_made_of():
-    assert split(describe("What?\nNow.", [TOOL, TOOL])) == ("What?\nNow.", [TOOL, TOOL])
+@pytest.mark.parametrize("form", [FORM, '{"fields": {"tool_calls": {"open": "<"}}}'])
+def test_a_first_text_is_split_into_what_it_was_made_of(form):
+    found = split(describe("What?\nNow.", [TOOL, TOOL], form))
+    assert found == FirstText("What?\nNow.", form, (TOOL, TOOL))
 
 
 def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy, monkeypatch):
@@ -249,32 +256,76 @@ def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy,
     check_template(text, Walk(prompt=describe("What?", [TOOL])), [REF.id])
     with pytest.raises(Unavailable, match="changes earlier turns"):
         check_template(text, Walk(), [REF.id])
+    scorer = Walk(prompt=describe("What?", [TOOL], '{"fields": {}}'))
+    with pytest.raises(
+        Unavailable, match=r"changes .* tools of own:walk: set .* response_template"
+    ):
+        check_template(text, scorer, [REF.id])
     check_template(text, SimpleNamespace(score_many=lambda items: [ScorerFailed("died")]), [])
 
 
+def test_the_form_of_another_model_is_not_compiled(policy):
+    """It may have been written to hang who compiles it."""
+    tokenizer = template(policy, WITH_TOOLS.replace("<tool_call>", "[CALL]"))
+    form = {
+        "start_anchor": "x",
+        "fields": {
+            "tool_calls": {
+                "open": "[CALL]",
+                "close": "<",
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+                "repeats": True,
+            }
+        },
+    }
+    text = replace(policy, tokenizer=tokenizer)
+    prompt = describe("What?", [TOOL], json.dumps(form))
+    assert not text.has_tools(prompt)
+    tokenizer = template(policy, tokenizer.chat_template)
+    tokenizer.response_template = form
+    assert replace(policy, tokenizer=tokenizer).has_tools(prompt)
+
+
 @pytest.mark.parametrize(
-    ("name", "shows", "plain"),
+    ("name", "shows", "with_own", "plain"),
     [
-        ("qwen2_5", True, True),
-        ("qwen3", True, False),
-        ("qwen3_instruct_2507", True, True),
-        ("llama3_1", False, True),
-        ("gemma3", False, True),
-        ("qwen3_6", False, False),
+        ("qwen2_5", True, True, True),
+        ("qwen3", True, True, False),
+        ("qwen3_instruct_2507", True, True, True),
+        ("qwen3_6", False, True, False),
+        ("llama3_1", False, True, True),
+        ("gemma3", False, False, True),
+        ("gptoss", False, False, False),
     ],
 )
-def test_templates_of_real_models(policy, name, shows, plain):
-    """`plain`: without tools, whether earlier turns stay. Qwen3 keeps its thinking between
-    tools."""
-    folder = importlib.resources.files(pytest.importorskip("trl")) / "chat_templates"
+def test_templates_of_real_models(policy, name, shows, with_own, plain):
+    """`with_own`: where the task names the form of this model's calls. `plain`: without tools,
+    whether earlier turns stay. Qwen3 keeps its thinking between tools."""
+    trl = pytest.importorskip("trl")
+    folder = importlib.resources.files(trl) / "chat_templates"
     tokenizer = template(policy, (folder / f"{name}.jinja").read_text())
     tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
     assert shows_tools(tokenizer) is shows
+    with contextlib.suppress(ValueError):  # it knows none
+        trl.chat_template_utils.add_response_schema(tokenizer)
+    shows_tools.cache_clear()
+    form = json.dumps(tokenizer.response_template)
+    assert shows_tools(tokenizer, Chat(), form) is with_own
     if plain:
         around_observations(tokenizer)
     else:
         with pytest.raises(Unavailable, match="changes earlier turns"):
             around_observations(tokenizer)
+
+
+def test_a_template_that_opens_the_thought_is_tested_with_the_rest(policy):
+    trl = pytest.importorskip("trl")
+    folder = importlib.resources.files(trl) / "chat_templates"
+    tokenizer = template(policy, (folder / "qwen3_6.jinja").read_text())
+    before, after = around_observations(tokenizer, Chat(arguments=(("preserve_thinking", True),)))
+    assert before == "<|im_end|>\n<|im_start|>user\n"
+    assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
 # ---- what is learnt from -------------------------------------------------------------------------
