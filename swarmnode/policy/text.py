@@ -223,7 +223,7 @@ EPISODE = (
 """Thoughts, actions and observations with which a chat template is tested."""
 OPENS_THOUGHT, ENDS_THOUGHT = "<think>\n", "</think>\n\n"
 """What a template may end with: the policy then writes the rest."""
-TOOL_CALL = {"name": "look_at", "arguments": {"place": "left", "distance": 7}}
+TOOL_CALL: dict[str, Any] = {"name": "look_at", "arguments": {"place": "left", "distance": 7}}
 TOOL = {
     "type": "function",
     "function": {
@@ -361,7 +361,7 @@ def _render(
 ) -> str:
     """Render the conversation with the model's chat template, up to the start of an answer."""
     system = [{"role": "system", "content": chat.system}] if chat.system else []
-    arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
+    arguments = dict[str, Any](chat.arguments)  # none of the method's own: `Chat.of`
     if tools:
         arguments["tools"] = list(tools)
     return str(
@@ -369,7 +369,7 @@ def _render(
             [*system, *turns],
             add_generation_prompt=answer,
             tokenize=False,
-            **arguments,  # type: ignore[arg-type]
+            **arguments,
         )
     )
 

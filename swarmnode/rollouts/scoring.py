@@ -111,9 +111,9 @@ class ScoringQueue:
             except ScorerFailed as failed:  # the scorer process cannot be started
                 results = [failed] * len(batch)
             works = any(isinstance(scored, Scored) for scored in results)
-            failed = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
-            if failed and not works:
-                works = await self._works(failed[0].group.task)
+            lost = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
+            if lost and not works:
+                works = await self._works(lost[0].group.task)
             for candidate, scored in zip(batch, results, strict=True):
                 if isinstance(scored, Scored):
                     self._on_scored(candidate, scored)
