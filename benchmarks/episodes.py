@@ -78,6 +78,8 @@ from swarmnode.wire.messages import RolloutGroup, TaskRef
 
 TASKS = {"lake": "toy_games:frozen_lake", "guess": "toy_games:Guess"}
 FLOOD = "toy_games:flood"
+LEARNING_RATES = {"lake": 1e-3, "guess": 5e-4}
+"""By game: with 1e-3 the guessing game is unlearnt within 12 steps."""
 TURNS = {TASKS[name]: game.turns for name, game in GAMES.items()} | {FLOOD: 32}
 ROWS = Path(__file__).parent / "results" / "episodes.jsonl"
 ARMS = ("alone", "two nodes", "hostile", "engine")
@@ -613,13 +615,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
-    parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
+    parser.add_argument("--learning-rate", type=float, help="by default the game's")
     parser.add_argument("--games", nargs="+", choices=GAMES, default=list(GAMES))
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    sizes = [Size(args.steps, learning_rate=args.learning_rate, game=game) for game in args.games]
+    rate = lambda game: args.learning_rate or LEARNING_RATES[game]
+    sizes = [Size(args.steps, learning_rate=rate(game), game=game) for game in args.games]
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["size"]["game"], row["seed"]) for row in finished(args.rows, sizes)}
     left = [

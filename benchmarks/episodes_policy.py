@@ -72,7 +72,7 @@ class Game:
     steps: int
     """Of pre-training."""
     peak: float
-    """Learning rate after the warm-up."""
+    """Its learning rate after the warm-up."""
     scale: float
     """Factor of the initial weights: with 4, a model of this width learns to copy within 110 steps,
     and with 1 not within 120."""
