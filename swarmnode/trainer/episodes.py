@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, Generation, Request
 from swarmnode.policy.generate import GroupSample, Sampled
@@ -27,6 +29,8 @@ from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.tool_prompt import split
 from swarmnode.wire.messages import TaskRef
+
+log = structlog.get_logger("swarmnode.trainer")
 
 
 @dataclass(frozen=True)
@@ -315,10 +319,14 @@ def check_template(text: PolicyText, scorer: Scorer, tasks: Sequence[str]) -> No
     questions = scorer.score_many([(ref, []) for ref in refs]) if refs else []
     for ref, question in zip(refs, questions, strict=True):
         prompt = question.prompt if isinstance(question, Scored) else ""
+        with_tools, shows = bool(split(prompt).tools), text.has_tools(prompt)
+        if with_tools:
+            where = "chat template" if shows else "first text"
+            log.info("tools of the task", task=ref.id, shown_in=where)
         try:
-            around_observations(text.tokenizer, text.chat, text.has_tools(prompt))
+            around_observations(text.tokenizer, text.chat, shows)
         except Unavailable as error:
-            if not split(prompt).tools:
+            if not with_tools:
                 raise
             raise Unavailable(
                 f"{error}; or let the template show the tools of {ref.id}: set the class attribute"

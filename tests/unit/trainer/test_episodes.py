@@ -10,6 +10,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 
 from swarmnode.config import PolicyConfig, TrainingConfig
@@ -253,7 +254,9 @@ def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy,
     monkeypatch.setattr(module, "task_version", lambda name: "v")
     strips = SHOWN + STRIPS_THINKING_BEFORE_A_USER.replace("<|im_end|>", CALLS)
     text = replace(policy, tokenizer=template(policy, strips))
-    check_template(text, Walk(prompt=describe("What?", [TOOL])), [REF.id])
+    with structlog.testing.capture_logs() as logs:
+        check_template(text, Walk(prompt=describe("What?", [TOOL])), [REF.id])
+    assert [(line["task"], line["shown_in"]) for line in logs] == [(REF.id, "chat template")]
     with pytest.raises(Unavailable, match="changes earlier turns"):
         check_template(text, Walk(), [REF.id])
     scorer = Walk(prompt=describe("What?", [TOOL], '{"fields": {}}'))
