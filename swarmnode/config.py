@@ -322,7 +322,8 @@ class DatasetConfig(Section):
     """Text of the question; `{prompt}` is the text of the column."""
     turns: int = Field(default=1, ge=1, le=32)
     """Most actions of an episode. If above 1, `verifier` is your own environment: a function, or a
-    class whose methods are tools. A taskset's `Env` plays its episodes. For a server: most steps."""
+    class whose methods are tools. The `Env` of a taskset plays its episodes. For a server: most
+    steps."""
     weights: dict[str, float] = {}
     """Weights of the components that your reward function returns, by name. The default is 1."""
     held_out: float = Field(default=0.1, gt=0, lt=1)

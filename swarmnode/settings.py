@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import platformdirs
 from pydantic import BaseModel, ValidationError
@@ -129,7 +129,7 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
         Unavailable: The file cannot be written.
     """
     path = kept_file(data_dir)
-    said = (
+    said = _with_entries(
         _from_file(path)
         | (_from_recipe(recipe) if recipe is not None else {})
         | _from_overrides(overrides)
@@ -271,7 +271,7 @@ def load(
         raise ConfigError(
             f"{kept['node.data_dir'][1]}: node.data_dir cannot be set in the directory itself"
         )
-    settings = usual | kept | said_now
+    settings = _with_entries(usual | kept | said_now)
     nested = _nested({key: setting for key, (setting, _) in settings.items()})
     origins = {key: origin for key, (_, origin) in settings.items()}
     if "node.data_dir" not in origins and not Config().node.data_dir.is_absolute():
@@ -434,9 +434,55 @@ def _from_overrides(overrides: Sequence[str]) -> Settings:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"command line: {text!r} is not key=value")
+        table, entry = _table_entry(key.strip())
+        if entry:
+            found[f"{table}.{entry}"] = (_parse(value, table), "command line")
+            continue
         name = _known(key.strip().replace("-", "_"), "command line")
         found[name] = (_parse(value, name), "command line")
     return found
+
+
+def _table_entry(key: str) -> tuple[str, str]:
+    """Split `task.settings."games:guess".turns` into the setting, which is a table, and the key in
+    it. Returns empty texts for another key."""
+    for table in valid_keys():
+        section, _, entry = key.partition(table + ".")
+        if entry and not section and isinstance(value(Config(), table), dict):
+            return table, entry
+    return "", ""
+
+
+def _with_entries(settings: Settings) -> Settings:
+    """Put the entries of tables (`_table_entry`) into their tables; an entry replaces one of the
+    same name. Raises ConfigError."""
+    found = {key: each for key, each in settings.items() if not _table_entry(key)[0]}
+    for key, (setting, origin) in settings.items():
+        table, entry = _table_entry(key)
+        if not table:
+            continue
+        try:
+            path = tomllib.loads(f"{entry} = 0")
+        except tomllib.TOMLDecodeError:
+            name, _, leaf = entry.rpartition(".")
+            quoted = f'{table}."{name}".{leaf}' if name else f'{table}."{entry}"'
+            raise ConfigError(
+                f"{origin}: {key}: quote a name that is not letters, digits, '-' and '_': {quoted}"
+            ) from None
+        whole, _ = found.get(table, ({}, origin))
+        if not isinstance(whole, dict):
+            raise ConfigError(f"{found[table][1]}: {table}: {whole!r} is not a table")
+        found[table] = (_entered(whole, path, setting), origin)
+    return found
+
+
+def _entered(table: Mapping[str, Any], path: Mapping[str, Any], setting: object) -> dict[str, Any]:
+    """Return `table` with `setting` at the only leaf of `path`."""
+    ((name, rest),) = path.items()
+    if not isinstance(rest, dict):
+        return {**table, name: setting}
+    inner = table.get(name, {})
+    return {**table, name: _entered(inner if isinstance(inner, dict) else {}, rest, setting)}
 
 
 def _leaves(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -527,6 +573,12 @@ def reference() -> str:
             "to start from. An unknown key or an invalid value ends the command with one line and"
             " exit code 78. Times are in seconds."
         ),
+        "",
+        (
+            "Set one entry of a table by its name:"
+            """ `--set 'task.settings."games:guess".turns=6'`. A name needs quotes unless"""
+        ),
+        "it consists of letters, digits, `-` and `_`. The other entries do not change.",
         "",
         "`python -m swarmnode.settings` writes this page; a test compares it with the code.",
     ]

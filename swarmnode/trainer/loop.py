@@ -32,7 +32,6 @@ from swarmnode.link.messages import Hello
 from swarmnode.pauses import PauseFlags, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.text import around_observations
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
@@ -41,12 +40,11 @@ from swarmnode.swarm import rollback
 from swarmnode.swarm.manifest import members_choose
 from swarmnode.swarm.manifest_store import stored
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
-from swarmnode.trainer.episodes import EpisodeTotals
+from swarmnode.trainer.episodes import EpisodeTotals, check_template
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
@@ -176,8 +174,7 @@ class Loop:
         )
         self._link = link
         self._lost_messages = 0
-        if any(TASKS[name].turns > 1 for name in config.task.names):
-            around_observations(engine.text.tokenizer, engine.text.chat)
+        check_template(engine.text, scorer, config.task.names)
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(

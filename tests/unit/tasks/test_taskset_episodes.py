@@ -5,7 +5,6 @@ pytest tests/unit/tasks/test_taskset_episodes.py
 """
 
 import pytest
-from swarmnode.testing.scorer import InProcessScorer
 
 from swarmnode.config import DatasetConfig
 from swarmnode.errors import ConfigError
@@ -13,6 +12,7 @@ from swarmnode.tasks import dataset, determinism, episodes, registry, sandbox
 from swarmnode.tasks.client import Scorer, ScorerFailed
 from swarmnode.tasks.frames import Episode, Question
 from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import InProcessScorer
 
 NAME, SOURCE = "data/guess", "verifiers:guess-of-mine"
 GUESS = """
