@@ -1,4 +1,4 @@
-"""Who is let in at the end of a handshake."""
+"""Decides at the end of a handshake whether a connection is admitted."""
 
 from __future__ import annotations
 
@@ -12,14 +12,22 @@ from swarmnode.p2p.scoring import PeerScores
 
 LEAST_PER_PREFIX = 4
 PREFIX_SHARE = 4
-"""One /24 or /48, and the peers behind one relay, get one connection in so many, but at least
-LEAST_PER_PREFIX."""
+"""One /24 or /48 network, or the peers behind one relay, may hold 1/PREFIX_SHARE of the
+connections, and never fewer than LEAST_PER_PREFIX."""
 
 
 class Admission:
-    """`members`: the peer ids that may connect, None for everybody. `max_connections`: as
-    `network.max_connections`. `arrived(peer)`: is called when a peer has proved who it is over a
-    direct connection to our listener."""
+    """Admission rules of one node.
+
+    Args:
+        own: peer id of this node.
+        connections: the open connections.
+        scores: reputation of the peers.
+        max_connections: as `network.max_connections`.
+        members: peer ids that may connect; None for all.
+        arrived: called with the peer id when a peer has authenticated over a direct inbound
+            connection. The AutoNAT check relies on it.
+    """
 
     def __init__(
         self,
@@ -38,11 +46,13 @@ class Admission:
         self._arrived = arrived
 
     def admits(self, newcomer: Newcomer) -> bool:
-        """A member if the swarm is private; neither ourselves, nor banned, nor one too many from
-        its prefix.
+        """Return True if the connection may stay.
 
-        Who comes through a relay has no prefix, so that it does not answer for the relay's
-        neighbours; it counts among those behind it. Whom we dial is our own choice."""
+        A connection is refused if the peer is this node itself, is banned, is not a member of a
+        private swarm, or exceeds the share of its network prefix. A peer behind a relay has no
+        prefix, because it must not be blamed for the relay's neighbours; it counts towards the
+        share of that relay. Outbound direct connections are exempt from the share.
+        """
         now = trio.current_time()
         prefix = newcomer.remote.prefix if newcomer.remote is not None else None
         self._scores.reputation.place(newcomer.peer, prefix, now)

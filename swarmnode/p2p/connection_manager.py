@@ -1,7 +1,9 @@
-"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, closes
-what is dead, and lets go of peers where newcomers need their places or others are to be met.
+"""Opens, maintains and closes connections.
 
-    peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶
+The manager runs the redial loop, greets new peers, closes dead connections, and drops peers to make
+room for new ones or to meet other peers.
+
+    peer table ─ peers to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶
     ConnectionManager ─▶ peer table, Dialer
 """
 
@@ -29,25 +31,32 @@ log = logging.getLogger(__name__)
 
 TEND_SECONDS = 10.0
 GREET_JITTER_SECONDS = 0.5
-"""A new peer is greeted within this time, because it may have connected to many at once."""
+"""Maximum random delay before a new peer is greeted, because that peer may have connected to many
+nodes at once."""
 
 
 class Greeter(Protocol):
-    """Says what there is to say to a new peer."""
+    """Runs the first exchange with a new peer."""
 
     async def greet(self, peer: str) -> None:
-        """Never raises for anything the peer does."""
+        """Greet a newly connected peer. Never raises for a fault of the peer."""
         ...
 
     def forget(self, peer: str) -> None:
-        """`peer` is gone."""
+        """Drop the state of a disconnected peer."""
         ...
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """How many peers are kept: `most` connections, `target` peers, and for any number those that
-    the node depends on."""
+    """Limits on the number of connections.
+
+    Attributes:
+        most: maximum number of connections.
+        target: desired number of connected peers.
+        depends_on: returns True for peers that must be kept.
+        rng: random source.
+    """
 
     most: int
     target: int
@@ -56,7 +65,7 @@ class Keeping:
 
 
 class ConnectionManager:
-    """Listens to `connections`, and keeps `table` in step with them."""
+    """Listens to `connections` and keeps `table` consistent with them."""
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class ConnectionManager:
         self._keeping = keeping
 
     async def run(self) -> None:
-        """Dials and tends until cancelled."""
+        """Dial peers and maintain connections until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._dialer.run)
             nursery.start_soon(self._tend)
@@ -105,7 +114,7 @@ class ConnectionManager:
         """See `connections.Listener`."""
         now = trio.current_time()
         self._table.connected_to(connection.peer, inbound=connection.inbound, now=now)
-        if not self._scores.wanted(connection.peer, now):  # banned since the handshake
+        if not self._scores.wanted(connection.peer, now):  # the peer was banned after its handshake
             self.disconnect(connection.peer)
         elif first:
             self._host.nursery.start_soon(self._greet, connection.peer)
@@ -114,7 +123,7 @@ class ConnectionManager:
         """See `connections.Listener`."""
         now, heard = trio.current_time(), connection.heard
         when = "before any bytes" if heard is None else f"{now - heard:.1f} s after its last bytes"
-        log.debug("a connection with %s has ended, %s", connection.peer, when)
+        log.debug("connection with %s closed, %s", connection.peer, when)
         self._table.disconnected(connection.peer, now)
         if last:
             self._greeter.forget(connection.peer)
@@ -128,8 +137,7 @@ class ConnectionManager:
             self._make_room()
 
     async def _tend(self) -> None:
-        """Closes connections whose other end is gone without a word, and takes note of ends that
-        the library did not announce."""
+        """Close dead connections, and process closures that the library did not announce."""
         liveness = Liveness[Connection]()
         while True:
             await trio.sleep(TEND_SECONDS)
@@ -141,26 +149,26 @@ class ConnectionManager:
             heard = {each: each.heard for each in self._connections}
             for connection in liveness.dead(pings, trio.current_time(), heard):
                 log.debug(
-                    "%s neither answers nor says anything: its connection is closed",
+                    "closing the connection with %s: no ping response and no other bytes",
                     connection.peer,
                 )
                 self._host.nursery.start_soon(connection.close)
 
     def _make_room(self) -> None:
-        """So that a newcomer finds a place here, and is told of others, however many have found
-        theirs before."""
+        """Close connections so that new peers always find a free place and receive addresses of
+        other peers."""
         for peer in turnover.make_room(self._links(), self._keeping.most, trio.current_time()):
-            log.debug("making room: %s gives its place up", peer)
+            log.debug("dropping %s to make room", peer)
             self._let_go(peer, "full")
 
     async def _meet_others(self) -> None:
-        """Exchanges a peer for another, now and then."""
+        """Replace a random peer by another at intervals."""
         while True:
             await trio.sleep(turnover.TURNOVER_SECONDS * self._keeping.rng.uniform(0.75, 1.25))
             now = trio.current_time()
             peer = turnover.exchanged(self._links(), self._keeping.target, now, self._keeping.rng)
             if peer is not None and self._table.has_others(now):
-                log.debug("meeting others: %s is exchanged", peer)
+                log.debug("dropping %s to meet another peer", peer)
                 self._let_go(peer, "exchanged")
 
     def _let_go(self, peer: str, why: LetGo) -> None:

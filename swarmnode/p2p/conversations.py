@@ -1,13 +1,12 @@
-"""Conversations: a stream is opened, something is said both ways, and the stream ends, all of it
-before a deadline.
+"""Short exchanges on a stream: open it, send and receive messages, close it, all before a deadline.
 
-The I/O runs in a task of its own, because no cancel scope may be put around it (library/streams.py
-says why); the caller waits beside it, and when the deadline passes another task resets the stream.
-So a caller is back on time even when the connection is so stuck that the reset itself has to wait.
+The I/O runs in a task of its own, because a cancel scope must not enclose it (see
+library/streams.py). The caller waits beside it. When the deadline passes, another task resets the
+stream. The caller therefore returns in time even if the connection blocks the reset itself.
 
-Frames, as our own protocols have them, are a big-endian u32 length and that many bytes; the
-messages of libp2p's own protocols (relay, AutoNAT, DCUtR) are protobuf behind a varint length.
-Either way the length is checked before anything is read.
+Frames of swarmnode's own protocols are a big-endian u32 length and the body. Messages of libp2p's
+protocols (relay, AutoNAT, DCUtR) are protobuf after a varint length. In both cases the length is
+checked before the body is read.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ log = logging.getLogger(__name__)
 
 LENGTH = struct.Struct(">I")
 MESSAGE_BYTES = 4096
-"""A protobuf message: a peer id, a few addresses, numbers."""
+"""Limit for a protobuf message, which holds a peer id, a few addresses and numbers."""
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 Talk = Callable[[Stream], Awaitable[T]]
-"""What is said on a stream. Raises PeerError for what the peer does wrong."""
+"""Reads from and writes to a stream. Raises PeerError for faults of the peer."""
 
 
 class _Conversation(Generic[T]):
-    """One that is under way. Its task fills in `value` or `error` and sets `done`; the caller may
-    have gone by then."""
+    """State of a running exchange. Its task sets `value` or `error`, then `done`; the caller may
+    have left before."""
 
     def __init__(self) -> None:
         self.done = trio.Event()
@@ -53,12 +52,20 @@ class _Conversation(Generic[T]):
 async def converse(
     host: Host, peer: str, protocol: str, talk: Talk[T], *, deadline: float, keep: bool = False
 ) -> tuple[T, Stream]:
-    """What `talk(stream)` returns, and the stream: closed, or with `keep` open and the caller's to
-    end.
+    """Open a stream, run `talk` on it and return its result together with the stream.
 
-    `deadline` in seconds covers everything. Raises PeerTimeout after it, Incompatible if the peer
-    does not speak the protocol, PeerError if it is not connected or anything else goes wrong; then
-    the stream has been reset.
+    Args:
+        host: the libp2p host.
+        peer: a connected peer.
+        protocol: the protocol id.
+        talk: reads from and writes to the stream.
+        deadline: seconds for everything.
+        keep: return the stream open, for the caller to end; it is closed otherwise.
+
+    Raises:
+        PeerTimeout: the deadline passed.
+        Incompatible: the peer does not support the protocol.
+        PeerError: the peer is not connected, or anything else failed. The stream has been reset.
     """
     under_way = _Conversation[T]()
     taken = False
@@ -83,11 +90,11 @@ async def converse(
 async def _converse(
     under_way: _Conversation[T], host: Host, peer: str, protocol: str, talk: Talk[T], keep: bool
 ) -> None:
-    """Never raises; the stream is ended unless it is handed over."""
+    """Run an exchange. Never raises. Ends the stream unless the caller keeps it."""
     try:
         under_way.stream = await host.open_stream(peer, protocol, lazily=not keep)
         if not under_way.abandoned:
-            # a peer's bytes may surprise whoever reads them
+            # bytes from a peer can make any parser raise
             with peer_errors(f"{protocol} with {peer}"):
                 under_way.value.append(await talk(under_way.stream))
     except PeerError as error:
@@ -100,9 +107,14 @@ async def _converse(
 
 
 async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
-    """What `talk(stream)` returns, on a stream that a peer opened and that is reset after
-    `deadline` seconds. Raises PeerTimeout then, else the PeerError that `talk` raised; the stream
-    is the caller's to end."""
+    """Run `talk` on a stream that a peer opened, and reset the stream after `deadline` seconds.
+
+    The caller ends the stream.
+
+    Raises:
+        PeerTimeout: the deadline passed.
+        PeerError: `talk` failed.
+    """
     late = trio.current_time() + deadline
     said: list[T] = []
     failure: PeerError | None = None
@@ -111,7 +123,7 @@ async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
         try:
             with peer_errors():
                 said.append(await talk(stream))
-        except PeerError as error:  # whatever a peer does on its stream ends that stream
+        except PeerError as error:  # a fault of the peer ends only this stream
             failure = error
             if trio.current_time() >= late:
                 failure = PeerTimeout(f"{stream.peer} took longer than {deadline:g} s")
@@ -122,17 +134,17 @@ async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
 
 
 async def _reset_later(stream: Stream, seconds: float) -> None:
-    """The watchdog of whoever reads or writes meanwhile."""
+    """Reset a stream after a delay; cancelled if the reader or writer finishes first."""
     await trio.sleep(seconds)
     await stream.reset()
 
 
 async def answer(stream: Stream, talk: Talk[T], *, deadline: float) -> T | None:
-    """As `within`, but never raises: None if it failed, and the stream is then reset."""
+    """Like `within`, but returns None and resets the stream on failure instead of raising."""
     try:
         return await within(deadline, stream, talk)
     except PeerError as error:
-        log.debug("a stream of %s ended: %r", stream.peer, error)
+        log.debug("stream of %s failed: %r", stream.peer, error)
     await stream.reset()
     return None
 
@@ -141,12 +153,13 @@ async def answer(stream: Stream, talk: Talk[T], *, deadline: float) -> T | None:
 
 
 def frame(data: bytes) -> bytes:
+    """Return `data` with its length prefix."""
     return LENGTH.pack(len(data)) + data
 
 
 async def read_frame(stream: Stream, limit: int) -> bytes:
-    """Raises BadMessage("oversize") before reading a body longer than `limit`, PeerError if the
-    stream ends before."""
+    """Read one frame. Raises BadMessage("oversize") before it reads a body longer than `limit`,
+    PeerError if the stream ends early."""
     (length,) = LENGTH.unpack(await stream.read_exactly(LENGTH.size))
     if length > limit:
         raise BadMessage("oversize", f"{length} bytes announced, {limit} allowed")
@@ -157,7 +170,7 @@ async def read_frame(stream: Stream, limit: int) -> bytes:
 
 
 async def read_message(stream: Stream, kind: type[M], limit: int = MESSAGE_BYTES) -> M:
-    """Raises BadMessage, or PeerError if the stream ends before."""
+    """Read one protobuf message. Raises BadMessage, or PeerError if the stream ends early."""
     length = shift = 0
     while True:
         (byte,) = await stream.read_exactly(1)
@@ -178,7 +191,8 @@ async def read_message(stream: Stream, kind: type[M], limit: int = MESSAGE_BYTES
 
 
 async def write_message(stream: Stream, message: Message) -> bool:
-    """True, so that it can be all that is said on a stream. Raises PeerError."""
+    """Write one protobuf message. Returns True, so that it can be used as a `Talk`. Raises
+    PeerError."""
     data = message.SerializeToString()
     length, prefix = len(data), bytearray()
     while length > 0x7F:

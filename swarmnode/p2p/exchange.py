@@ -1,14 +1,13 @@
-"""Peer exchange, `/swarmnode/peers/1`: nodes that share a bootstrap peer find each other through
+"""Peer exchange, `/swarmnode/peers/1`: nodes with a common bootstrap peer find each other through
 it.
 
-    we ─ our swarm, our listen addresses ─▶ peer      it believes the ports and puts the IP address
-    it sees before them
-    we ◀─ peers it is connected to now ──── peer      we believe nothing: only a dial that ends with
-    that very peer id proves an address
+    this node ─ swarm id, listen addresses ─▶ peer    keeps the ports, at the IP address it sees
+    this node ◀─ its connected peers ──────── peer    untrusted until a dial proves the peer id
 
-An address that a peer claims for itself is kept only at the IP address we see it at, and what is
-told on was seen like that or dialled. So nobody can point the swarm at a machine that is not its
-own; what is left to a liar is a few failed dials per peer (peers.py bounds them).
+An address that a peer reports for itself is stored only with the IP address at which this node sees
+that peer. Only addresses that were observed or dialled are passed on. A peer therefore cannot
+direct the swarm at a third party. The damage of a liar is a few failed dials per peer, which
+peers.py bounds.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
 ASK_SECONDS = 120.0
-"""Between two rounds of asking, with jitter."""
+"""Interval between rounds of requests, before jitter."""
 ASK_AT_ONCE = 4
-"""Peers asked in one round; each is also asked right after it connected."""
+"""Peers asked in one round. Each peer is also asked right after it connects."""
 CHANGES_SECONDS = 0.5
-"""Changes of our addresses within this time are told together."""
+"""Changes of own addresses within this time are sent together."""
 REQUESTS_PER_PEER = 4
 REQUEST_SECONDS = 30.0
-"""A peer may ask REQUESTS_PER_PEER times at once and once more for each REQUEST_SECONDS."""
+"""A peer may send REQUESTS_PER_PEER requests in a burst and one more per REQUEST_SECONDS."""
 
 
 @dataclasses.dataclass
@@ -52,12 +51,21 @@ class _Allowance:
 
 
 LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
-"""What becomes of an address, or of a whole answer."""
+"""Outcomes of a received address, or of a whole response."""
 
 
 class PeerExchange:
-    """`connections`: where peers are. `nat`: where we are. `news()`: is called when the table has
-    changed."""
+    """Sends and answers requests for peer addresses.
+
+    Args:
+        table: receives and provides the addresses.
+        requests: transport of the messages.
+        swarm: swarm id; responses of other swarms are ignored.
+        connections: the open connections.
+        nat: own addresses and relays.
+        news: called when the table has changed.
+        rng: random source.
+    """
 
     def __init__(
         self,
@@ -89,8 +97,8 @@ class PeerExchange:
         )
 
     async def run(self) -> None:
-        """Asks a few connected peers every ASK_SECONDS, and when there is something to tell them,
-        until cancelled."""
+        """Ask a few connected peers every ASK_SECONDS, and after changes of own addresses, until
+        cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._tell_changes)
             while True:
@@ -98,7 +106,7 @@ class PeerExchange:
                 await self.ask_some(heeded=True)
 
     async def _tell_changes(self) -> None:
-        """Several changes within CHANGES_SECONDS are told together."""
+        """Ask peers when own addresses change, because a request carries them."""
         async with trio.open_nursery() as nursery:
             while True:
                 await self._nat.addresses_changed()
@@ -106,8 +114,11 @@ class PeerExchange:
                 nursery.start_soon(self.ask_some)
 
     async def ask_some(self, *, heeded: bool = False) -> None:
-        """Asks a few connected peers, and so tells them where we are now. heeded: of those alone
-        whose answers count."""
+        """Ask a few connected peers, which also sends them the current own addresses.
+
+        Args:
+            heeded: ask only peers whose responses are accepted.
+        """
         connected = [
             peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)
         ]
@@ -116,8 +127,8 @@ class PeerExchange:
                 nursery.start_soon(self.ask, peer)
 
     async def ask(self, peer: str) -> None:
-        """Asks one connected peer and puts what it tells into the table. Never raises for anything
-        the peer does."""
+        """Ask one connected peer and add its response to the table. Never raises for a fault of the
+        peer."""
         try:
             request = codec.encode(
                 PeersRequest(self._swarm, self._nat.own_addresses(peer)[: limits.PEER_ADDRESSES])
@@ -142,18 +153,18 @@ class PeerExchange:
             self._learn(response.peers, peer, teller)
 
     async def greet(self, peer: str) -> None:
-        """Asks a new peer. Before it is told our addresses, we want to know whether they are any
-        good. Never raises for anything the peer does."""
+        """Ask a new peer, after its reachability check, because the request carries own addresses.
+        Never raises for a fault of the peer."""
         await self._nat.greet(peer)
         if peer in self._table.connected():
             await self.ask(peer)
 
     def forget(self, peer: str) -> None:
-        """`peer` is gone."""
+        """Drop the request budget of a disconnected peer."""
         self._allowances.pop(peer, None)
 
     def _learn(self, told: list[PeerAddresses], peer: str, teller: Address) -> None:
-        """`peer`, who told, is at the address `teller`, or behind a relay there."""
+        """Add the addresses that `peer`, observed at `teller`, reported."""
         now = trio.current_time()
         for each in told:
             for text in each.addresses:
@@ -172,9 +183,9 @@ class PeerExchange:
         self._news()
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their request. Raises BadMessage, or PeerError when they ask too often."""
+        """Handle a request. Raises BadMessage, or PeerError above the peer's request rate."""
         if not self._may_ask(peer, trio.current_time()):
-            raise PeerError(f"{peer} asks too often")
+            raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
         seen = self._connections.vantage(peer)
         if request.swarm != self._swarm or seen is None:
@@ -191,8 +202,8 @@ class PeerExchange:
         )
 
     def _place(self, circuit: Circuit, peer: str, teller: Address) -> Circuit:
-        """Where the relay is, if we know better than who told; a relay that speaks of itself is
-        where we see it."""
+        """Replace the relay's address by the one this node knows. A relay that reports itself is at
+        its observed address."""
         known = self._nat.address_of(circuit.relay)
         if (
             known is None
@@ -204,8 +215,11 @@ class PeerExchange:
         return circuit if known is None else Circuit(known, circuit.relay)
 
     def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
-        """Keeps the requester's own ports, at the IP address it really has (`seen`; None if it is
-        relayed), and its relays, where we know the address of those ourselves."""
+        """Store the requester's own ports and relays.
+
+        A port is stored with `seen`, the observed IP address of the requester; `seen` is None for a
+        relayed peer. A relay is stored only if this node knows its address itself.
+        """
         for text in claimed:
             try:
                 address, _ = addresses.parse_any(text)

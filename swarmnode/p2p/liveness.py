@@ -1,8 +1,8 @@
-"""Notices connections whose other end is gone without a word: power lost, cable pulled, process
-stopped. Pure.
+"""Detects connections whose remote end vanished silently: power loss, pulled cable, stopped
+process. Pure.
 
-Yamux pings every connection every 30 s but draws no conclusion from silence, and TCP needs a
-quarter of an hour for its own.
+Yamux pings every connection every 30 s but ignores missing answers, and TCP needs about 15 minutes
+to notice.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from types import MappingProxyType
 from typing import Generic, TypeVar
 
 SILENT_SECONDS = 30.0
-"""A ping unanswered for this long means that nobody is there. The next ping is sent 40 s after an
-unanswered one."""
+"""A connection is dead after a ping was unanswered for this long. Yamux sends the next ping 40 s
+after an unanswered one."""
 
 
 C = TypeVar("C")
 
 
 class Liveness(Generic[C]):
-    """Fed now and then with the state of every connection's ping."""
+    """Tracks the pings of all connections."""
 
     def __init__(self) -> None:
         self._unanswered: dict[C, tuple[int, float]] = {}
@@ -31,9 +31,14 @@ class Liveness(Generic[C]):
         now: float,
         heard: Mapping[C, float | None] = MappingProxyType({}),
     ) -> list[C]:
-        """Connections to close. `pings`: connection → (number of its latest ping, whether that was
-        answered). `heard`: when bytes last came. They are a sign of life as good as an answer,
-        which on a line that a policy fills may be half a minute behind them."""
+        """Return the connections to close.
+
+        Args:
+            pings: for each connection, the number of its latest ping and whether it was answered.
+            now: monotonic time in seconds.
+            heard: time of the last received bytes. They count as a sign of life, because the answer
+                to a ping can be half a minute late on a line that is busy with weights.
+        """
         unanswered = {
             each: number for each, (number, answered) in pings.items() if number and not answered
         }

@@ -1,9 +1,10 @@
-"""The manifest protocol, `/swarmnode/manifest/1`: a manifest is asked for by its swarm id, so that
-no peer can pass off another.
+"""The manifest protocol, `/swarmnode/manifest/1`: fetch a manifest by its swarm id.
 
-we ─ swarm id ─▶ peer        before we belong to any swarm
-we ◀─ the signed manifest and a successor, if there is one ─ peer
-id equal? ─ signature valid? ─ successor: same founder, later, names it ─▶ Found
+    this node ─ swarm id ─▶ peer                     before it belongs to any swarm
+    this node ◀─ signed manifest, signed successor ─ peer
+    id equal? ─ signature valid? ─ successor: same founder, later, names the manifest ─▶ Found
+
+The swarm id is the hash of the manifest, so no peer can substitute another one.
 """
 
 from __future__ import annotations
@@ -21,17 +22,19 @@ DEADLINE = 10.0
 CONCURRENT = 8
 
 Lookup = Callable[[bytes], tuple[bytes, bytes]]
-"""Swarm id → (signed manifest, signed successor), each empty when there is none."""
+"""Swarm id → (signed manifest, signed successor); each is empty if there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
+    """A verified manifest and its successor, if the peer knows one."""
+
     manifest: Opened
     successor: Opened | None
 
 
 def serve(requests: Requests, lookup: Lookup) -> None:
-    """Answers other nodes from `lookup`."""
+    """Answer other nodes from `lookup`."""
 
     async def answer(peer: str, data: bytes) -> bytes:
         request = codec.decode(data, ManifestRequest, limits.MANIFEST_REQUEST_BYTES)
@@ -49,11 +52,13 @@ def serve(requests: Requests, lookup: Lookup) -> None:
 
 
 async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
-    """The manifest of `swarm` from a connected peer, verified, with its successor if the peer knows
-    one.
+    """Fetch and verify the manifest of `swarm` and its successor from a connected peer.
 
-    Raises Incompatible if the peer does not have it, BadMessage if it sent something else,
-    PeerTimeout or PeerError if nothing.
+    Raises:
+        Incompatible: the peer does not have it.
+        BadMessage: the peer sent something else.
+        PeerTimeout: the deadline passed.
+        PeerError: any other failure.
     """
     request = codec.encode(ManifestRequest(swarm))
     data = await requests.request(

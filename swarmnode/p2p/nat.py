@@ -1,12 +1,9 @@
-"""Reaching and being reached across routers: what we know of our own reachability, relays, calls
-and hole punching, held together.
+"""NAT traversal: own reachability, relays, circuit dials and hole punching.
 
-a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py),
-unless we are not to
-                                                      └─ no ──▶ we reserve with relays
-                                                      (relay_client.py) and tell their addresses
-a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is
-closed, else it stays
+peer connects ─▶ can it dial back (autonat.py)? ─┬─ yes ─▶ relay for other peers (relay.py)
+                                                 └─ no ──▶ reserve at relays (relay_client.py)
+                                                           and advertise their addresses
+inbound circuit ─▶ punch.py ─▶ direct: close the circuit, else keep it
 """
 
 from __future__ import annotations
@@ -36,12 +33,12 @@ log = logging.getLogger(__name__)
 
 RELAY_LIMITS = RelayLimits()
 SIDELINE_BYTES_PER_SECOND = 2 * 2**20
-"""All relayed connections together, where relaying was not asked for; a `server` is bounded by
-`network.upload_bytes_per_second` alone."""
+"""Limit for all circuits together on a node with `network.relay = "auto"`. A `server` is bounded by
+`network.upload_bytes_per_second` only."""
 PUNCH_DELAY_SECONDS = 0.5
-"""After a call: the caller's own tasks come first."""
+"""Delay of hole punching after an inbound circuit, so that the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
-"""A circuit is closed this long after a direct connection has replaced it."""
+"""Delay until a circuit is closed after a direct connection has replaced it."""
 
 
 class NatStatistics(msgspec.Struct, frozen=True):
@@ -50,16 +47,25 @@ class NatStatistics(msgspec.Struct, frozen=True):
     client: RelayClientStatistics = RelayClientStatistics()
     punch: PunchStatistics = PunchStatistics()
     router: Kind = "none"
-    """What the router's outside address is, where it tells by UPnP; it is asked while others cannot
-    dial us."""
+    """Kind of the router's external address by UPnP, queried while peers cannot dial this node."""
     direct: int = 0
-    """Connected peers."""
+    """Number of connected peers with a direct connection."""
     relayed: int = 0
-    """Peers that are connected through a relay only."""
+    """Number of peers that are connected through a relay only."""
 
 
 class Nat:
-    """Listens to `connections`. `welcome(peer)`: False for who is not to be served."""
+    """NAT traversal of one node; listens to `connections`.
+
+    Args:
+        host: the libp2p host.
+        connections: the open connections.
+        table: the known peers.
+        cfg: network settings.
+        own: addresses of this node.
+        welcome: returns False for peers that are not served.
+        rng: random source.
+    """
 
     def __init__(
         self,
@@ -101,7 +107,7 @@ class Nat:
         self.puncher = Puncher(host, connections, own.listen, self._outside, welcome)
 
     def start(self) -> None:
-        """Starts what runs for as long as the host does; the host listens."""
+        """Start the background tasks. The host must already listen."""
         if self._punching:
             self.puncher.start()
         self.relay.serve(self._role == "server")
@@ -130,13 +136,12 @@ class Nat:
             self.reach.alone()
 
     async def greet(self, peer: str) -> None:
-        """A new peer: before it is told our addresses, we want to know whether they are any
-        good."""
+        """Check reachability through a new peer, before own addresses are sent to it."""
         if self._role != "off":
             await self.reach.greet(peer)
 
     async def connect(self, peer: str, address: str) -> bool:
-        """See `dialer.Connect`: directly, or through the relay that the address names."""
+        """Connect directly, or through the relay in the address. See `dialer.Connect`."""
         if self._host.is_connected(peer):
             return False
         where, _ = parse_any(address)
@@ -147,14 +152,14 @@ class Nat:
         return True
 
     async def addresses_changed(self) -> None:
-        """Returns when our own addresses have changed."""
+        """Return when own addresses have changed."""
         await self._news.wait()
 
-    # -- who is where
+    # -- addresses of peers
 
     def address_of(self, peer: str) -> Address | None:
-        """Where `peer` can be dialled, as far as we know it ourselves: we dialled it there, or it
-        listens at the IP address we see."""
+        """Return an address of `peer` that this node verified: it dialled the peer there, or the
+        peer listens at its observed IP address."""
         if (dialled := self._connections.dialled_at(peer)) is not None:
             return dialled
         known = self._table.get(peer)
@@ -166,11 +171,11 @@ class Nat:
         direct = [addresses.parse(each)[0] for each in sure if not addresses.is_circuit(each)]
         return next((each for each in direct if each.ip is not None), None)
 
-    # -- what we tell
+    # -- own addresses
 
     def own_addresses(self, peer: str) -> list[str]:
-        """What `peer` is told of where we can be reached. It puts the IP address that it sees
-        before the ports of the direct ones."""
+        """Return the addresses to send to `peer`. The peer combines the ports of direct addresses
+        with the IP address that it sees."""
         seen = self._connections.observed(peer)
         useless = (
             self.reach.verdict == "private"
@@ -181,11 +186,11 @@ class Nat:
         return direct + [str(each) for each in self.client.addresses()]
 
     def depends_on(self, peer: str) -> bool:
-        """Whether `peer` can be called through us, or we through it."""
+        """Return True if `peer` is dialled through this node, or is a relay of this node."""
         return self.relay.reserved(peer) or peer in self.client.statistics().relays
 
     def relayed_here(self, peer: str) -> list[str]:
-        """Where others can call a peer that has reserved with us."""
+        """Return the address at this relay of a peer with a reservation."""
         return (
             [str(Circuit(self._own_place(), self._host.peer_id))]
             if self.relay.reserved(peer)
@@ -215,8 +220,8 @@ class Nat:
         return self._role == "client" or (self._role == "auto" and self.reach.verdict == "private")
 
     def _candidates(self) -> list[str]:
-        """Directly connected peers whose address we know; bootstrap peers first: they are meant to
-        be found by all."""
+        """Return directly connected peers with a verified address, bootstrap peers first, because
+        every node knows them."""
         direct = [
             peer
             for peer in self._table.connected()
@@ -226,8 +231,8 @@ class Nat:
         return sorted(direct, key=lambda peer: peer not in bootstrap)
 
     def _own_place(self) -> Address:
-        """Best guess of where we can be dialled; may be unspecified, others then see the IP address
-        for themselves."""
+        """Return the best known own address. It may be unspecified; other peers then use the IP
+        address that they see."""
         return (
             self._own.announce[0]
             if self._own.announce
@@ -235,7 +240,7 @@ class Nat:
         )
 
     def _outside(self) -> list[Address]:
-        """Where others see us, for hole punching."""
+        """Return the addresses at which peers see this node, for hole punching."""
         own = self.reach.own_address
         return list(dict.fromkeys([*self._own.announce, *([own] if own is not None else [])]))
 
@@ -265,8 +270,8 @@ class Nat:
             await self.puncher.upgrade(peer)
 
     async def _replace_circuits(self, peer: str) -> None:
-        """Close the circuits with `peer` once there is a direct connection; requests under way on
-        them fail, and are asked again on the direct one."""
+        """Close the circuits with `peer` once there is a direct connection. Pending requests on
+        them fail and are sent again on the direct connection."""
         await trio.sleep(GRACE_SECONDS)
         if self._connections.is_direct(peer):
             for connection in self._connections.circuits(peer):

@@ -1,15 +1,12 @@
-"""The network on libp2p, as the rest of a node sees it: an `api.Network`, and one snapshot of all
-that goes on in it.
+"""The network on libp2p: implements `api.Network` and provides one snapshot of its statistics.
 
-Made by `host.open_host`. Everything runs on the one trio thread. The parts, each in a file of its
-own:
+Created by `host.open_host`. Everything runs on one trio thread. The parts, one file each:
 
-    library ─▶ admission (who may connect) ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶
-    library
-                                                           └▶ nat (relays, hole punching)
-    peers, reputation                        pure tables, fed from here
-    requests, streams, bulk                  protocols on connections
-    discovery                                where peers are heard of
+    library ─▶ admission ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶ library
+                                         └▶ nat (relays, hole punching)
+    peers, reputation                     pure tables, updated from here
+    requests, streams, bulk               protocols on connections
+    discovery                             sources of peer addresses
 """
 
 from __future__ import annotations
@@ -48,13 +45,13 @@ from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 log = logging.getLogger(__name__)
 
 TARGET_PEERS = 16
-"""Known peers are dialled until this many are connected, at least half of them by us
-(`peers.OUTBOUND_SHARE`): twice the 8 peers whose listings a node polls, so that half of them may
-leave."""
+"""Known peers are dialled until this many are connected, at least half of them by this node
+(`peers.OUTBOUND_SHARE`). This is twice the 8 peers whose listings a node polls, so that half of
+them may leave."""
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
-    """Counters since the host was opened, gauges of now."""
+    """Counters since the host was opened, and current gauges."""
 
     peers: PeerStatistics = PeerStatistics()
     requests: RequestStatistics = RequestStatistics()
@@ -63,23 +60,28 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     traffic: TrafficStatistics = TrafficStatistics()
     reputation: ReputationStatistics = ReputationStatistics()
     guards: dict[str, int] = {}
-    """Times each guard fired, in this process."""
+    """Number of times each guard fired in this process."""
     refused_connections: int = 0
-    """After the handshake: banned, from a crowded prefix, or ourselves."""
+    """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
     failed_handshakes: int = 0
-    """Inbound connections that ended before it: garbage, port scans, silence."""
+    """Inbound connections that failed before the end of the handshake: garbage, port scans,
+    timeouts."""
     exchange: dict[str, int] = {}
-    """Addresses heard of by peer exchange, by what became of them."""
+    """Addresses received by peer exchange, by outcome."""
     mdns_running: bool = False
     nat: NatStatistics = NatStatistics()
-    """Whether we can be reached, relays, hole punching."""
+    """Reachability, relays and hole punching."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SwarmSettings:
-    """What a host belongs to, beside its own configuration. `swarm`: 32 bytes. `members`: the peer
-    ids that may connect, None for everybody. `bootstrap`: peers to join through, and where they
-    are."""
+    """The swarm of a host.
+
+    Attributes:
+        swarm: swarm id, 32 bytes.
+        members: peer ids that may connect; None for all.
+        bootstrap: addresses and peer ids to join through.
+    """
 
     swarm: bytes
     members: Collection[str] | None
@@ -87,7 +89,8 @@ class SwarmSettings:
 
 
 class Libp2pNetwork:
-    """`requests`, `streams`, `bulk`: see `api.Network`. `peers`: who is known."""
+    """`api.Network` on libp2p. See there for `requests`, `streams` and `bulk`; `peers` is the table
+    of known peers."""
 
     def __init__(
         self,
@@ -142,15 +145,14 @@ class Libp2pNetwork:
         self.connections.listeners += [self.nat, self.manager]
 
     def keep_to(self, allows: Callable[[str], bool]) -> None:
-        """Ask `allows(choice)`, see `Meter.allows`, before bytes are spent on others: what is
-        served to them, what is relayed."""
+        """Serve and relay only while `allows(choice)` returns True; see `Meter.allows`."""
         self.bulk.keep_to(lambda: allows("serve"))
         self.nat.relay.allows = lambda: allows("relay")
 
     # -- for `open_host`
 
     async def start(self) -> None:
-        """Reads the book and starts what runs for as long as the host does."""
+        """Load the book and start the background tasks."""
         loaded = self.discovery.load()
         self.host.watch(self.connections, self.traffic.meter)
         self.bulk.start()
@@ -160,7 +162,7 @@ class Libp2pNetwork:
         log.info("listening on %s, %d peers in the book", ", ".join(self.listen_addrs), loaded)
 
     def stop(self) -> None:
-        """Saves the book one last time. Blocks for an fsync."""
+        """Save the book a last time. Blocks for an fsync."""
         self.discovery.save()
 
     # -- connections
@@ -197,7 +199,7 @@ class Libp2pNetwork:
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
 
-    # -- standing
+    # -- reputation
 
     @property
     def reputation(self) -> Reputation:
@@ -233,5 +235,5 @@ class Libp2pNetwork:
 
 
 def as_network(network: Libp2pNetwork) -> Network:
-    """The same; type-checked, so that this stays an `api.Network`."""
+    """Return `network`; lets mypy check that it implements `api.Network`."""
     return network

@@ -1,9 +1,10 @@
-"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as
-the peer they name, and whether those peers can dial us back, as JSON on stdout.
+"""`python -m swarmnode.p2p.reach`: check bootstrap addresses and dial-back, with JSON on stdin and
+stdout.
 
-Two steps for each address, because they fail for different reasons: a TCP connection, then Noise
-and Yamux with the peer id checked. The host is of this process alone, without our peer book; at the
-node's own ports, which are then dialled back, while no node listens there.
+For each bootstrap address it reports whether the named peer answers; it also reports whether those
+peers can dial this node back. Each address is checked in two steps that fail for different reasons:
+a TCP connection, then Noise and Yamux with the peer id. The host belongs to this process and has no
+peer book. It listens on the node's own ports, so the node must not run.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class Request(msgspec.Struct, frozen=True):
     addresses: list[str]
     """Multiaddrs with peer ids."""
     swarm: str
-    """Id, hex."""
+    """Swarm id in hex."""
     secret: str = ""
-    """A private swarm's, hex."""
+    """Secret of a private swarm in hex."""
     identity: str = ""
-    """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a
-    running node's key needs."""
+    """Path of this node's key, for swarms with a member list. Empty uses a fresh key, which is
+    required while the node runs."""
     seconds: float = 8.0
-    """For each address, all at the same time."""
+    """Timeout per address; all addresses are checked concurrently."""
     listen: list[str] = []
-    """Multiaddrs that peers are asked to dial back; empty does not ask."""
+    """Multiaddrs to be dialled back; empty skips that check."""
     relay: Literal["off", "client", "server", "auto"] = "off"
     dial_back_seconds: float = 16.0
 
@@ -55,14 +56,15 @@ class DialBack(TypedDict, total=False):
 
 
 class Reached(TypedDict):
-    """`peers`: fields of `doctor.checks.PeerFacts`, in the order of the request."""
+    """Results of all checks; `peers` has the fields of `doctor.checks.PeerFacts` in the order of
+    the request."""
 
     peers: list[dict[str, str]]
     dial_back: DialBack
 
 
 async def reach(request: Request) -> Reached:
-    """Everything that was asked, with a host that is closed afterwards."""
+    """Run all checks with a temporary host."""
     identity = (
         load_or_create(Path(request.identity))
         if request.identity
@@ -92,8 +94,8 @@ async def reach(request: Request) -> Reached:
 
 
 async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
-    """What connected peers say of dialling us, as soon as it is known; when they cannot, also
-    whether one of them relays for us."""
+    """Wait for the reachability verdict of the connected peers; if it is "private", also for a
+    relay reservation."""
     until = trio.current_time() + seconds
     while True:
         nat = network.statistics().nat
@@ -110,7 +112,7 @@ async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
 
 
 async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, str]:
-    """outcome and detail of one address."""
+    """Return outcome and detail for one address."""
     try:
         where, peer = addresses.parse(text)
     except ValueError as error:

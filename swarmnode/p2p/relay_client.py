@@ -1,14 +1,12 @@
-"""Circuit relay v2, the side of a node that cannot be reached: keeps reservations with relays,
-takes calls, and calls others.
+"""Circuit relay v2, client side: reserves at relays, accepts circuits, and dials peers through
+relays.
 
-planned by `Reservations` (pure): which connected peer to ask now ─▶ RESERVE ─▶ granted: we can be
-called at its address ─▶ renewed
-                                                                           └▶ refused: asked again
-                                                                           after a back-off, others
-                                                                           meanwhile
-a call  ─▶ taken only from a relay that we reserved with ─▶ handshake as inbound     (the relay's
-word for who calls counts for nothing)
-to call ─▶ stream to the relay (dialled if need be) ─▶ CONNECT ─▶ handshake as outbound
+    `Reservations` (pure) chooses a connected peer ─▶ RESERVE ─┬─ granted: dialable there ─▶ renew
+                                                               └─ refused: back-off, try others
+    inbound circuit  ─▶ accepted only from a relay with a reservation ─▶ handshake as responder
+    outbound circuit ─▶ stream to the relay ─▶ CONNECT ─▶ handshake as initiator
+
+The caller's peer id in the relay's message is not trusted; the inner handshake proves it.
 """
 
 from __future__ import annotations
@@ -34,39 +32,39 @@ from swarmnode.p2p.relay import HOP, STOP
 log = logging.getLogger(__name__)
 
 RELAYS = 2
-"""Reservations to keep: when one relay goes, the other still works."""
+"""Number of reservations, so that one relay may fail."""
 RESERVE_SECONDS = 10.0
 CONNECT_SECONDS = 9.0
-"""Less than a dial may take (dialer.py), so that the reason comes out."""
+"""Shorter than the timeout of a dial (dialer.py), so that the reason of a failure is reported."""
 SHORTEST_SECONDS = 60.0
 LONGEST_SECONDS = 6 * 3600.0
-"""A grant is taken to be no shorter and no longer than this, whatever the relay's clock says."""
+"""Bounds of a grant's duration, because the relay's clock may be wrong."""
 FIRST_BACKOFF = 5.0
 LONGEST_BACKOFF = 600.0
 POLL_INTERVAL = 30.0
 POLL_INTERVAL_WITHOUT_RELAY = 5.0
-"""The loop looks at least this often, and this often while there is no relay: we may learn where a
-peer listens without being told."""
+"""Maximum sleep of the loop, with and without a reservation. This node may learn an address of a
+peer without an event."""
 CALLS = 16
-"""Incoming calls whose handshake is under way."""
+"""Maximum number of inbound circuits in their handshake."""
 HANDSHAKE_SECONDS = 15.0
 
 
 class RelayClientStatistics(msgspec.Struct, frozen=True):
     relays: list[str] = []
-    """Peer ids of relays through which we can be called now."""
+    """Peer ids of the relays with a valid reservation."""
     reserved: int = 0
-    """Grants, renewals included."""
+    """Number of grants, including renewals."""
     refused: int = 0
     calls: dict[str, int] = {}
-    """Incoming, by outcome."""
+    """Inbound circuits by outcome."""
     dials: dict[str, int] = {}
-    """Outgoing, by outcome."""
+    """Outbound circuits by outcome."""
 
 
 class Reservations:
-    """Whom to ask for a reservation, and when to renew. Pure: `now` in seconds, any monotonic
-    clock."""
+    """Chooses the relays to ask and the times of renewal. Pure: `now` is monotonic time in
+    seconds."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -74,12 +72,12 @@ class Reservations:
         self._waiting: dict[str, tuple[int, float]] = {}
 
     def held(self, now: float) -> list[str]:
-        """Relays whose reservation is valid."""
+        """Return the relays with a valid reservation."""
         return [relay for relay, (_, until) in self._granted.items() if until > now]
 
     def due(self, candidates: list[str], now: float) -> str | None:
-        """The next one to ask: a renewal first, then, while there are too few, a candidate (best
-        first) whose back-off is over."""
+        """Return the next relay to ask, or None: a renewal first, then, while there are too few,
+        the first candidate without a back-off."""
         for relay, (renew, _) in self._granted.items():
             if renew <= now and self._ready(relay, now):
                 return relay
@@ -95,11 +93,13 @@ class Reservations:
         return None
 
     def granted(self, relay: str, seconds: float, now: float) -> None:
+        """Record a grant for `seconds`."""
         seconds = min(max(seconds, SHORTEST_SECONDS), LONGEST_SECONDS)
         self._granted[relay] = (now + seconds * self._rng.uniform(0.5, 0.75), now + seconds)
         self._waiting.pop(relay, None)
 
     def refused(self, relay: str, now: float) -> None:
+        """Record a refusal and extend the relay's back-off."""
         failures = self._waiting.get(relay, (0, 0.0))[0] + 1
         pause = min(
             LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)
@@ -109,16 +109,16 @@ class Reservations:
             del self._granted[relay]
 
     def gone(self, relay: str) -> bool:
-        """The relay has disconnected, and our reservation with it. True if there was one."""
+        """Drop the reservation of a disconnected relay. Returns True if there was one."""
         self._waiting.pop(relay, None)
         return self._granted.pop(relay, None) is not None
 
     def drop_all(self) -> None:
-        """We can be reached without."""
+        """Drop all reservations, because this node can be reached directly."""
         self._granted.clear()
 
     def next_due(self, now: float) -> float:
-        """Seconds until `due` may change its mind by itself."""
+        """Return the seconds until `due` may return something else."""
         times = [renew for renew, _ in self._granted.values()] + [
             ready for _, ready in self._waiting.values()
         ]
@@ -131,9 +131,16 @@ class Reservations:
 
 
 class RelayClient:
-    """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we
-    need relays at all. `address_of(relay)`: where others can dial it. `news()`: our addresses have
-    changed."""
+    """Relay client of one node.
+
+    Args:
+        host: the libp2p host.
+        candidates: returns directly connected peers, best first.
+        wanted: returns True while this node needs relays.
+        address_of: returns the address at which other nodes can dial a relay.
+        news: called when own addresses have changed.
+        rng: random source.
+    """
 
     def __init__(
         self,
@@ -161,7 +168,7 @@ class RelayClient:
     # -- being reachable
 
     async def run(self) -> None:
-        """Keeps reservations until cancelled."""
+        """Keep reservations until cancelled."""
         while True:
             self._wake = trio.Event()
             if self._wanted():
@@ -183,17 +190,17 @@ class RelayClient:
                 await self._wake.wait()
 
     def wake(self) -> None:
-        """Somebody connected, or our need has changed."""
+        """Check again now, because a peer connected or the need for relays changed."""
         self._wake.set()
 
     def gone(self, peer: str) -> None:
-        """`peer` has disconnected."""
+        """Handle the disconnection of `peer`."""
         if self._plan.gone(peer):
             self._news()
         self.wake()
 
     def addresses(self) -> list[Circuit]:
-        """Where we can be called now."""
+        """Return the current relay addresses of this node."""
         found = [(relay, self._address_of(relay)) for relay in self._plan.held(trio.current_time())]
         return [Circuit(address, relay) for relay, address in found if address is not None]
 
@@ -213,7 +220,7 @@ class RelayClient:
                 self._asked["refused"] += 1
                 self._plan.refused(relay, trio.current_time())
                 continue
-            if relay not in self._candidates():  # it left while it answered
+            if relay not in self._candidates():  # it disconnected meanwhile
                 continue
             self._asked["ok"] += 1
             self._plan.granted(relay, seconds, trio.current_time())
@@ -222,7 +229,7 @@ class RelayClient:
                 self._news()
 
     async def _on_stop(self, stream: Stream) -> None:
-        """Somebody calls us through a relay; lives as long as the connection does."""
+        """Handle an inbound circuit; runs as long as its connection."""
         relay = stream.peer
         expected = relay in self._plan.held(trio.current_time()) and stream.relay is None
         if not expected or self._ringing >= CALLS:
@@ -242,7 +249,7 @@ class RelayClient:
             await connection.wait_closed()
 
     async def _take(self, relay: str, stream: Stream) -> UpgradedConnection | None:
-        """The connection; None if it did not come about."""
+        """Accept a circuit. Returns its connection, or None on failure."""
         caller = await answer(stream, _accept, deadline=HANDSHAKE_SECONDS)
         if caller is None:
             return None
@@ -250,13 +257,13 @@ class RelayClient:
             try:
                 return await self._host.take_call(stream, relay, caller)
             except PeerError as error:
-                log.debug("a call through %s failed: %s", relay, error)
+                log.debug("inbound circuit through %s failed: %s", relay, error)
         return None
 
     # -- calling
 
     async def call(self, peer: str, circuit: Circuit) -> None:
-        """Connects to `peer` through a relay. Raises PeerError."""
+        """Connect to `peer` through a relay. Raises PeerError."""
         try:
             await self._call(peer, circuit)
         except BaseException:
@@ -282,7 +289,7 @@ class RelayClient:
 
 
 async def _ask(stream: Stream) -> float:
-    """Asks for a reservation; returns the seconds it is for."""
+    """Request a reservation; returns its duration in seconds."""
     await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE))
     reply = await read_message(stream, pb.HopMessage)
     _check(reply)
@@ -290,7 +297,7 @@ async def _ask(stream: Stream) -> float:
 
 
 async def _accept(stream: Stream) -> str:
-    """Takes a call; returns who calls, as the relay says."""
+    """Accept a circuit; returns the caller's peer id as reported by the relay."""
     call = await read_message(stream, pb.StopMessage)
     if call.type != pb.StopMessage.CONNECT:
         raise BadMessage("bounds", "not a call")
@@ -301,4 +308,4 @@ async def _accept(stream: Stream) -> str:
 
 def _check(reply: pb.HopMessage) -> None:
     if reply.type != pb.HopMessage.STATUS or reply.status != pb.OK:
-        raise PeerError(f"the relay said no (status {reply.status})")
+        raise PeerError(f"the relay refused (status {reply.status})")

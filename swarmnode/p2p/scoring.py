@@ -1,4 +1,4 @@
-"""Reputation on the network's clock, and what a ban leads to."""
+"""Reputation on trio's clock, with disconnection of banned peers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from swarmnode.p2p.reputation import COST, Reputation, Standing
 
 
 class PeerScores:
-    """See `api.PeerScoring`. `disconnect(peer)` is called for a peer that is banned."""
+    """`api.PeerScoring` on a `Reputation`. `disconnect(peer)` is called when a peer is banned."""
 
     def __init__(self, reputation: Reputation) -> None:
         self.reputation = reputation
@@ -21,7 +21,7 @@ class PeerScores:
         return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
 
     def wanted(self, peer: str, now: float) -> bool:
-        """Whether we would be connected with `peer` at all: it is not banned."""
+        """Return False if `peer` is banned, so that no connection with it is wanted."""
         return self.reputation.standing(peer, now) is not Standing.BANNED
 
     def score(self, peer: str) -> float:

@@ -1,14 +1,13 @@
-"""The summary protocol, `/swarmnode/summary/1`: what nodes say of themselves, for whoever looks at
-the swarm from one of them.
+"""The summary protocol, `/swarmnode/summary/1`: nodes describe themselves, for the status page of
+any member.
 
-    we ─ our summary, signed just now, or nothing ─▶ peer      twice a minute at most, a few peers a
-    round
-    we ◀─ summaries of others that it knows ─ peer             each signed by whom it is about
-    signature ─ age ─ not too soon after the last ─ room? ─▶ Claims ─▶ status page, aggregates
+    this node ─ own signed summary, or nothing ─▶ peer    every 30 s at most, a few peers a round
+    this node ◀─ summaries that the peer knows ── peer    each signed by its subject
+    signature ─ age ─ interval ─ room? ─▶ Claims ─▶ status page, aggregates
 
-A display and nothing else: whoever lies here lies to people. What is bounded is the memory, how
-much of it one peer can fill, and the work. A summary that comes from its signer also tells the time
-there, and many peers' time tells whether our own clock is off.
+The content is for display only; a lie misleads the reader of the page and nothing else. Memory, the
+share of it that one peer can fill, and work are bounded. A summary that comes directly from its
+signer also carries that peer's time. The times of many peers show whether the own clock is wrong.
 """
 
 from __future__ import annotations
@@ -36,39 +35,41 @@ log = logging.getLogger(__name__)
 DEADLINE = 10.0
 POLL_INTERVAL = 1.0
 ROUND_SECONDS = limits.SUMMARY_SECONDS
-"""Between two rounds of asking, at least; with jitter up to half as long again."""
+"""Minimum interval between rounds; jitter adds up to half of it."""
 AT_ONCE = 4
-"""Peers asked in one round, those first that were not asked for longest."""
+"""Peers asked in one round, least recently asked first."""
 ANSWERS = 4
-"""A peer is answered this often at once, and then once per half a round."""
+"""A peer may send ANSWERS requests in a burst and one more per half round."""
 CLAIMS = 1024
-"""Summaries kept. From its signer one always finds room, if need be in place of the oldest passed
-on, or of the oldest."""
+"""Maximum number of stored summaries. A summary that comes directly from its signer replaces the
+oldest forwarded one, or else the oldest."""
 PASSED_ON = 256
-"""Summaries kept that one peer has passed on."""
+"""Maximum number of stored summaries that one peer forwarded."""
 CLOCKS = 256
 CLOCK_SECONDS = 600.0
 ROWS = 128
-"""Peers whose summaries are shown."""
+"""Maximum number of summaries on the page."""
 NAME_CHARACTERS = 32
-"""Characters of a node's name, as told and as shown."""
+"""Maximum length of a displayed name."""
 LEAST_CLOCKS = 2
-"""A single peer does not tell the time."""
+"""Minimum number of peers for an estimate of the clock offset."""
 OUTCOMES = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
-"""What becomes of a summary; `failed` is an answer that did not come."""
+"""Outcomes of a received summary; `failed` is a failed request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
+    """A stored summary."""
+
     peer: str
-    """Who signed it: the one thing here that is proved."""
+    """The signer, the only verified part."""
     summary: Summary
     direct: bool
-    """Whether the peer itself told us."""
+    """True if the signer sent it itself."""
 
 
 class ClaimStatistics(msgspec.Struct, frozen=True):
-    """What another node says of itself, as it is shown. Only `peer` is proved: it signed this."""
+    """The summary of another node for display. Only `peer` is verified, as its signer."""
 
     peer: str
     name: str = ""
@@ -76,31 +77,31 @@ class ClaimStatistics(msgspec.Struct, frozen=True):
     step: int = 0
     policy_version: int = 0
     reward: float | None = None
-    """Its held-out reward; None while it has none."""
+    """Held-out reward of that node; None if it has none."""
     published: int = 0
     peers: int = 0
     uptime_seconds: int = 0
     age_seconds: float = 0.0
-    """Since it was signed, by our clock."""
+    """Time since it was signed, by the own clock."""
     direct: bool = False
-    """Whether it told us itself, rather than another peer."""
+    """True if its signer sent it itself."""
 
 
 class SummaryStatistics(msgspec.Struct, frozen=True):
-    """The swarm as its nodes describe themselves: claimed, not verified."""
+    """The swarm as its nodes describe themselves; unverified."""
 
     reporting: int = 0
-    """Peers with a summary that is not too old; `rows` may be fewer."""
+    """Number of peers with a recent summary; `rows` may be fewer."""
     reward_median: float | None = None
-    """Median of the held-out rewards that they claim."""
+    """Median of the reported held-out rewards."""
     policy_version_median: float | None = None
     rows: list[ClaimStatistics] = []
-    """The latest of each peer, those first that told us themselves, then by age; at most ROWS."""
+    """The latest summary of each peer: direct ones first, then by age; at most ROWS."""
     heard: dict[str, int] = {}
-    """Summaries by outcome of OUTCOMES."""
+    """Received summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
-    """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than
-    LEAST_CLOCKS have told."""
+    """Median in seconds by which the peers' clocks are ahead of the own clock; None with fewer than
+    LEAST_CLOCKS peers."""
 
 
 @dataclasses.dataclass
@@ -108,12 +109,12 @@ class _Entry:
     frame: bytes
     summary: Summary
     by: str
-    """Who told us."""
+    """Peer that sent it."""
 
 
 class Claims:
-    """The latest summary of each peer, bounded. Pure: `now` is Unix seconds, by which a summary is
-    young or not."""
+    """The latest summary of each peer, bounded. Pure: `now` is Unix time in seconds, which decides
+    about ages."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -126,8 +127,8 @@ class Claims:
         return any(entry.frame == frame for entry in self._entries.values())
 
     def take(self, frame: bytes, signer: str, summary: Summary, by: str, now: float) -> str:
-        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of
-        OUTCOMES."""
+        """Store the summary of `signer` that `by` sent, unless a rule forbids it. Returns an
+        outcome of OUTCOMES."""
         age = now - summary.created_at / 1000
         if signer == self._own:
             return "own"
@@ -153,6 +154,7 @@ class Claims:
         return "taken"
 
     def expire(self, now: float) -> None:
+        """Drop summaries that are too old or from the future."""
         oldest, newest = (
             1000 * (now - limits.SUMMARY_AGE_SECONDS),
             1000 * (now + limits.CLOCK_SKEW_SECONDS),
@@ -164,11 +166,12 @@ class Claims:
         }
 
     def frames(self, count: int, apart_from: str, rng: random.Random) -> list[bytes]:
-        """At most `count` of them, chosen at random, as they came."""
+        """Return at most `count` random frames, except the one of `apart_from`."""
         others = [entry.frame for peer, entry in self._entries.items() if peer != apart_from]
         return rng.sample(others, min(count, len(others)))
 
     def all(self) -> list[Claim]:
+        """Return all summaries, direct ones first, then by age."""
         ranked = sorted(self._entries, key=self._worth, reverse=True)
         return [
             Claim(peer, self._entries[peer].summary, self._entries[peer].by == peer)
@@ -181,21 +184,22 @@ class Claims:
 
 
 class Clocks:
-    """What time peers have, each by its last summary. Pure: `now` in seconds, any clock."""
+    """Clock offsets of peers, from the last summary of each. Pure: `now` is in seconds on any
+    clock."""
 
     def __init__(self) -> None:
         self._told: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def note(self, peer: str, offset: float, now: float) -> None:
-        """`offset`: seconds by which its clock is ahead of ours."""
+        """Record an offset: seconds by which the clock of `peer` is ahead."""
         self._told.pop(peer, None)
         self._told[peer] = (offset, now)
         if len(self._told) > CLOCKS:
             self._told.popitem(last=False)
 
     def offset(self, now: float) -> float | None:
-        """The median; of two in the middle, the one nearer to zero, so that it takes a majority to
-        make a clock look wrong."""
+        """Return the median; of two middle values the one nearer to zero, so that a majority is
+        needed to make a clock look wrong."""
         offsets = sorted(offset for offset, at in self._told.values() if now - at <= CLOCK_SECONDS)
         if len(offsets) < LEAST_CLOCKS:
             return None
@@ -203,18 +207,18 @@ class Clocks:
 
 
 class Allowance:
-    """How often each connected peer may still ask: ANSWERS times at once, and then once per half a
-    round. Pure: `now` in seconds."""
+    """Request budgets of the connected peers: ANSWERS in a burst, then one per half round. Pure:
+    `now` is in seconds."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # peer → what it had left, and when
+        self._left: dict[str, tuple[float, float]] = {}  # peer → (remaining requests, time)
 
     def keep(self, peers: list[str]) -> None:
-        """Forget all others."""
+        """Drop the budgets of all other peers."""
         self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
 
     def take(self, peer: str, now: float) -> bool:
-        """Whether `peer` may ask now, which is then counted."""
+        """Count a request; returns False if `peer` has none left."""
         left, at = self._left.get(peer, (float(ANSWERS), now))
         left = min(float(ANSWERS), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
         self._left[peer] = (max(0.0, left), now)
@@ -222,7 +226,7 @@ class Allowance:
 
 
 class Signed:
-    """This node's own summary as it was signed in the latest round."""
+    """This node's own summary, as signed in the latest round."""
 
     def __init__(self, key: Ed25519PrivateKey, swarm: bytes) -> None:
         self._key = key
@@ -230,22 +234,32 @@ class Signed:
         self._frame, self._at = b"", -float("inf")
 
     def sign(self, summary: Summary | None, now: float) -> bytes:
-        """The frame that says it; empty for None, which shares nothing. `now`: seconds, any
-        clock."""
+        """Sign a summary and return its frame; empty for None, which shares nothing. `now` is in
+        seconds on any clock."""
         self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
         self._at = now
         return self._frame
 
     def fresh(self, now: float) -> list[bytes]:
-        """The frame, unless it is too old for anybody, or there is none."""
+        """Return the frame, or nothing if there is none or it is too old."""
         return [self._frame] if self._frame and now - self._at <= limits.SUMMARY_AGE_SECONDS else []
 
 
 class Summaries:
-    """`run` tells a few peers of this node, and hears from them of others.
+    """Exchanges summaries with a few peers per round.
 
-    `own_summary`: this node's summary, `created_at` left to us; None shares nothing. connected:
-    peer ids; clock: Unix seconds.
+    Args:
+        requests: transport of the messages.
+        own: peer id of this node.
+        key: signs the own summary.
+        swarm: swarm id, part of the signature.
+        connected: returns the connected peers.
+        welcome: returns False for peers whose summaries are dropped.
+        clock: Unix time in seconds.
+        rng: random source.
+
+    Attributes:
+        own_summary: (creation time in ms) → own summary; None shares nothing.
     """
 
     def __init__(
@@ -270,7 +284,9 @@ class Summaries:
         self._claims = Claims(own)
         self._clocks = Clocks()
         self._outcomes = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
-        self._asked: dict[str, float] = {}  # connected peer → when, by trio's clock
+        self._asked: dict[
+            str, float
+        ] = {}  # connected peer → time of the last request, on trio's clock
         self._allowance = Allowance()
         self._signed = Signed(key, swarm)
         requests.serve(
@@ -284,7 +300,7 @@ class Summaries:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run rounds until cancelled."""
         while True:
             connected = self._connected()
             self._claims.expire(self._clock())
@@ -295,7 +311,7 @@ class Summaries:
                 await trio.sleep(POLL_INTERVAL)
 
     async def round(self, connected: list[str]) -> None:
-        """Signs a summary and asks some peers."""
+        """Sign the own summary and ask a few peers."""
         self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
         self._allowance.keep(connected)
         now = trio.current_time()
@@ -308,8 +324,8 @@ class Summaries:
                 nursery.start_soon(self.ask, peer, frame)
 
     async def ask(self, peer: str, frame: bytes) -> None:
-        """Tells one peer of this node and takes over what it knows of others. Never raises for
-        anything the peer does."""
+        """Send the own summary to one peer and store the ones that it returns. Never raises for a
+        fault of the peer."""
         try:
             data = await self._requests.request(
                 peer,
@@ -327,7 +343,7 @@ class Summaries:
             if told in self._claims:
                 self._outcomes["known"] += 1
                 continue
-            # a signature takes a fraction of a millisecond, and there may be many
+            # verifying many signatures takes time, so other tasks may run in between
             await trio.lowlevel.checkpoint()
             try:
                 signer, summary = open_summary(told, self._swarm)
@@ -345,15 +361,15 @@ class Summaries:
         self._outcomes[outcome] += 1
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask
-        too often."""
+        """Handle a request. Raises BadMessage, also if another peer signed the summary, and
+        PeerError above the request rate."""
         if not self._allowance.take(peer, trio.current_time()):
-            raise PeerError(f"{peer} asks too often")
+            raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:
             signer, summary = open_summary(request.summary, self._swarm)
             if signer != peer:
-                raise BadMessage("bounds", "a summary of somebody else")
+                raise BadMessage("bounds", "the summary is signed by another peer")
             self._clocks.note(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
@@ -363,8 +379,7 @@ class Summaries:
         )
 
     def version_of(self, peer: str) -> str:
-        """Return the version of swarmnode in the latest summary of `peer`; empty if there is
-        none."""
+        """Return the swarmnode version in the latest summary of `peer`; empty if there is none."""
         return next((c.summary.version for c in self._claims.all() if c.peer == peer), "")
 
     def statistics(self) -> SummaryStatistics:
@@ -378,7 +393,7 @@ class Summaries:
 def summed_up(
     claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float
 ) -> SummaryStatistics:
-    """`claims`: in the order in which they are shown; `now`: Unix seconds."""
+    """Aggregate `claims`, which are in display order. `now` is Unix time in seconds."""
     rewards = [claim.summary.reward for claim in claims if claim.summary.reward >= 0]
     return SummaryStatistics(
         reporting=len(claims),
@@ -393,7 +408,7 @@ def summed_up(
 
 
 def _row(claim: Claim, now: float) -> ClaimStatistics:
-    """A claim as it is shown. `now`: Unix seconds."""
+    """Return a claim for display. `now` is Unix time in seconds."""
     told = claim.summary
     return ClaimStatistics(
         peer=claim.peer,
@@ -411,6 +426,6 @@ def _row(claim: Claim, now: float) -> ClaimStatistics:
 
 
 def plain_name(name: str) -> str:
-    """At most NAME_CHARACTERS of a name, without what turns the text around it or cannot be seen:
-    it may be a stranger's."""
+    """Return at most NAME_CHARACTERS of a name with unprintable characters replaced: a stranger's
+    name must not change the direction of the surrounding text."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name[:NAME_CHARACTERS])

@@ -1,14 +1,13 @@
-"""Which connections a node gives up: so that newcomers find a place, and so that it meets others
-than those it met first. Pure.
+"""Selects connections to close: to make room for new peers, and to meet other peers. Pure.
 
-    above FULL of network.max_connections ─▶ make_room: inbound, settled, nothing depends on it; of
-    whoever has most, the oldest
-    now and then                          ─▶ exchanged: outbound, none of the oldest half (anchors),
-    drawn; another is dialled for it
+    above FULL of network.max_connections ─▶ make_room: inbound, settled, unneeded; the oldest of
+                                             the largest network group
+    every TURNOVER_SECONDS                ─▶ exchanged: a random outbound peer, except the oldest
+                                             half (anchors)
 
-Turnover alone would hand a node to whoever has most identities: each exchange is a draw, and who is
-lost is replaced from what others tell. The anchors, the bounds by prefix and relay, and a table
-that keeps peers by a key of its own (`peers.py`) are what stands against that.
+Turnover alone would hand a node to the operator with the most peer ids: each exchange is a random
+draw, and the lost peer is replaced from reports of other peers. The anchors, the limits by prefix
+and relay, and the keyed sampling of the peer table (`peers.py`) counteract this.
 """
 
 from __future__ import annotations
@@ -19,17 +18,24 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 FULL = 0.75
-"""Share of the connections above which places are given up: the rest is for whoever comes, who is
-told of others by whom it is let in."""
+"""Share of `network.max_connections` above which connections are closed. The rest stays free for
+new peers, which need a connection to receive addresses of other peers."""
 SETTLED_SECONDS = 20.0
-"""After so long a newcomer has asked for peers."""
+"""By this time a new peer has completed its peer exchange."""
 TURNOVER_SECONDS = 600.0
-"""Between two exchanges, with jitter."""
+"""Interval between exchanges, before jitter."""
 
 
 class Link(NamedTuple):
-    """A connected peer. `group`: the /24, the /48 or the relay that it is seen at. `spare`: nothing
-    here depends on it."""
+    """A connected peer.
+
+    Attributes:
+        peer: its peer id.
+        inbound: it dialled this node.
+        since: time of the connection.
+        group: its /24 or /48 network, or its relay.
+        spare: no part of this node needs it.
+    """
 
     peer: str
     inbound: bool
@@ -39,7 +45,7 @@ class Link(NamedTuple):
 
 
 def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
-    """Peers to disconnect. most: as `network.max_connections`."""
+    """Return the peers to disconnect. `most` is `network.max_connections`."""
     excess = len(links) - int(FULL * most)
     settled = sorted(
         (
@@ -52,7 +58,7 @@ def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
     alike: Counter[str | None] = Counter(each.group for each in links if each.group is not None)
     chosen: list[str] = []
     while settled and len(chosen) < excess:
-        # the oldest of those with most: `settled` is in order
+        # `settled` is sorted by age, so this is the oldest peer of the largest group
         gone = max(settled, key=lambda each: alike[each.group])
         settled.remove(gone)
         alike[gone.group] -= 1
@@ -61,8 +67,8 @@ def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
 
 
 def exchanged(links: Collection[Link], target: int, now: float, rng: random.Random) -> str | None:
-    """The peer to exchange for another, if there are `target`: half of those that we dialled are
-    kept for good."""
+    """Return a random peer to replace, or None below `target` connections. The oldest half of the
+    outbound peers is never replaced."""
     ours = sorted((each for each in links if not each.inbound), key=_age)
     if len(links) < target or len(ours) < target // 2:
         return None

@@ -62,7 +62,10 @@ OWNERS = {
 """Whose machine a page is about otherwise."""
 
 ANSWERS = {
-    "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
+    "swarmnode key passphrase": [
+        ("new passphrase", PASSPHRASE),
+        ("repeat the passphrase", PASSPHRASE),
+    ],
     "swarmnode init --successor": [("[y/N]", "y")],
 }
 """What is asked, and what is typed then."""

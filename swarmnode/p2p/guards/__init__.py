@@ -1,14 +1,14 @@
-"""Closes the defects of py-libp2p 0.8.1 that a stranger could use, and those that lose data;
-docs/py-libp2p.md is the list.
+"""Guards against the defects of py-libp2p 0.8.1 that a stranger could exploit or that lose data;
+docs/py-libp2p.md lists them.
 
     guards.install()                                     once, before a host is built
     host = guards.guard_host(new_host(key_pair=keys, sec_opt=guards.noise_only(keys),
-    muxer_opt=guards.YAMUX_ONLY, …))
+                                      muxer_opt=guards.YAMUX_ONLY, …))
     async with guards.running(host, addresses): …
 
-The guards replace private methods, so the version is pinned and checked. Each says in its docstring
-which defect it closes, where it is upstream, what it costs and how to know that it is no longer
-needed; tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
+The guards replace private methods, so the version is pinned and checked. Each docstring says which
+defect a guard closes, where it is upstream, what the guard costs and when it becomes unnecessary.
+tests/unit/p2p/test_guards_*.py reproduce each defect on a stock host.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from swarmnode.p2p.guards.swarm import guard_host, running
 from swarmnode.p2p.guards.transport import YAMUX_ONLY, noise_only
 
 VERSION = "0.8.1"
-"""The only py-libp2p that these guards fit."""
+"""The only py-libp2p version that these guards fit."""
 
 __all__ = [
     "NAMES",
@@ -38,8 +38,8 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the defective methods for this whole process. A second call does nothing; `Refused`
-    for any other py-libp2p."""
+    """Replace the defective methods for this process. A second call does nothing. Raises Refused
+    for any other version of py-libp2p."""
     global _installed
     found = importlib.metadata.version("libp2p")
     if found != VERSION:

@@ -1,8 +1,7 @@
-"""Guards around what Yamux keeps for streams that nobody has read yet: the receive side of
-libp2p/stream_muxer/yamux/yamux.py.
+"""Guards for the receive buffers of Yamux, in libp2p/stream_muxer/yamux/yamux.py.
 
-Upstream keeps what arrived in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and forgets
-a stream when both sides closed it.
+Upstream stores received bytes in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and
+drops a stream when both sides have closed it.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -16,35 +15,35 @@ from libp2p.stream_muxer.yamux import yamux as upstream
 from swarmnode.p2p.guards.counting import contained, fired
 
 CONNECTION_BYTES = 32 * 1024 * 1024
-"""Unread bytes over all streams of one connection."""
+"""Limit for the unread bytes of all streams of one connection."""
 PROCESS_BYTES = 256 * 1024 * 1024
-"""Unread bytes over all connections of this process."""
+"""Limit for the unread bytes of all connections of this process."""
 CONNECTION_STREAMS = 512
-"""Streams that one peer may hold open towards us."""
+"""Limit for the open streams of one peer towards this node."""
 PROCESS_STREAMS = 8192
-"""Streams that all peers together may hold open towards us."""
+"""Limit for the open streams of all peers towards this node."""
 ABANDONED_SECONDS = 30.0
-"""A stream that we closed is forgotten after this time even if the peer never closes its half."""
+"""A stream closed by this node is dropped after this time, even if the peer never closes its
+half."""
 
 
 class Violation(trio.TooSlowError):
-    """Raised inside `Yamux.handle_incoming`. Of all exceptions only a `TooSlowError` makes that
-    loop close its connection; any other is logged and the peer may go on."""
+    """Raised inside `Yamux.handle_incoming`. Only a `TooSlowError` makes that loop close its
+    connection; any other exception is logged and the peer may continue."""
 
 
 class Total:
-    """A sum that is cheap to keep: additions are counted, removals are only seen when the estimate
-    passes the limit and is recounted.
+    """An approximate sum with a limit: additions are counted; removals are only seen by the exact
+    recount when the estimate exceeds the limit.
 
-    Buffers shrink in a dozen places upstream, so counting removals would mean patching each of
-    them.
+    Counting removals would require patches in a dozen places upstream where buffers shrink.
     """
 
     def __init__(self, limit: Callable[[], int], exact: Callable[[], int]) -> None:
         self.limit, self.exact, self.estimate = limit, exact, 0
 
     def passes(self, more: int) -> bool:
-        """Whether the sum is above its limit with `more` added."""
+        """Add `more`; returns True if the sum exceeds its limit."""
         self.estimate += more
         if self.estimate > self.limit():
             self.estimate = self.exact() + more
@@ -55,7 +54,7 @@ _connections: "weakref.WeakSet[upstream.Yamux]" = weakref.WeakSet()
 
 
 def unread(connection: upstream.Yamux) -> int:
-    """Bytes received on `connection` that nobody has read yet."""
+    """Return the number of received bytes on `connection` that are still unread."""
     return sum(map(len, connection.stream_buffers.values()))
 
 
@@ -68,15 +67,19 @@ _process_streams = Total(lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound,
 
 
 class Inbox(bytearray):
-    """The unread bytes of one stream; refuses what the peer had no credit for.
+    """The unread bytes of one stream; refuses bytes for which the peer had no credit.
 
-    Defect: `handle_incoming` adds whatever arrives and merely logs "peer exceeded receive window":
-    1 GB pushed is 1.2 GB resident, and nothing bounds the sum over streams and connections. Here: a
-    byte beyond the stream's credit closes the connection (go-yamux does the same);
-    `CONNECTION_BYTES` bounds a connection that stays within its credits; when `PROCESS_BYTES` is
-    passed, the connection that holds most is dropped, so that many small hoarders cannot starve an
-    honest peer. Cost: two comparisons per frame. Not needed any more when upstream closes a
-    connection whose peer passes `recv_window`, and has a bound above streams.
+    Defect: `handle_incoming` stores whatever arrives and only logs "peer exceeded receive window".
+    A push of 1 GB occupies 1.2 GB of memory, and nothing bounds the sum over streams and
+    connections.
+
+    Guard: a byte beyond the stream's credit closes the connection, as in go-yamux.
+    `CONNECTION_BYTES` bounds a connection that stays within its credits. Above `PROCESS_BYTES` the
+    connection with most unread bytes is dropped, so that many peers with small buffers cannot
+    starve an honest peer.
+
+    Cost: two comparisons per frame. Unnecessary once upstream closes a connection that exceeds
+    `recv_window` and bounds the sum over streams.
     """
 
     __slots__ = ("connection", "discards", "stream_id")
@@ -104,13 +107,17 @@ class Inbox(bytearray):
 
 
 class Inboxes(dict):
-    """`Yamux.stream_buffers`: turns each new buffer into an `Inbox`, and refuses streams that the
-    peer should not open.
+    """`Yamux.stream_buffers`: wraps each new buffer in an `Inbox` and refuses streams that the peer
+    must not open.
 
-    Defect: a peer may open any number of streams, also with ids of our own parity, which our next
-    `open_stream` would then overwrite. Here: at most `CONNECTION_STREAMS` and `PROCESS_STREAMS`,
-    ids of the peer's parity only (yamux specification, "StreamID"). Cost: one comparison per new
-    stream. Not needed any more when `handle_incoming` checks parity and a limit at SYN.
+    Defect: a peer may open any number of streams, and also streams with ids of this side's parity,
+    which the next `open_stream` would overwrite.
+
+    Guard: at most `CONNECTION_STREAMS` and `PROCESS_STREAMS`, and only ids of the peer's parity
+    (yamux specification, "StreamID").
+
+    Cost: one comparison per new stream. Unnecessary once `handle_incoming` checks parity and a
+    limit at SYN.
     """
 
     def __init__(self, connection: upstream.Yamux) -> None:
@@ -131,7 +138,8 @@ class Inboxes(dict):
 
 
 def discard(stream: upstream.YamuxStream) -> None:
-    """Forget what `stream` has not read, and what it may still receive: its handler is gone."""
+    """Drop the unread bytes of `stream` and everything that still arrives for it, because its
+    handler has ended."""
     inbox = stream.conn.stream_buffers.get(stream.stream_id)
     if inbox is not None:
         inbox.clear()
@@ -142,7 +150,7 @@ def _drop(connection: upstream.Yamux) -> None:
     """Free the buffers of `connection` at once and close its socket; `handle_incoming` then cleans
     up as for any lost peer."""
     for stream in connection.streams.values():
-        stream.closed = stream.reset_received = True  # readers get a reset, not a premature end
+        stream.closed = stream.reset_received = True  # readers get a reset, not an early end
     connection.stream_buffers.clear()
     for event in connection.stream_events.values():
         event.set()
@@ -155,7 +163,7 @@ def _drop(connection: upstream.Yamux) -> None:
 
 
 def abandon(stream: upstream.YamuxStream) -> None:
-    """Mark a stream that nobody will read any more; `_install_sweep` drops it when the peer never
+    """Mark a stream that will not be read any more; `_install_sweep` drops it if the peer never
     closes its half."""
     if not stream.recv_closed:
         stream.abandoned_at = trio.current_time()
@@ -174,12 +182,15 @@ def _install_buffers() -> None:
 
 
 def _install_sweep() -> None:
-    """Streams that we closed are forgotten even if the peer never closes its half.
+    """Drop streams that this node closed, even if the peer never closes its half.
 
-    Defect: only fully closed streams are swept, so a peer that never sends FIN leaves an entry, and
-    up to a window of unread bytes, for every stream. Here: the sweeper (every 30 s) also takes
-    streams marked by `abandon` that are older than `ABANDONED_SECONDS`; later frames for them are
-    ignored upstream. Cost: none. Not needed any more when upstream sweeps half-closed streams.
+    Defect: only fully closed streams are swept. A peer that never sends FIN leaves an entry, and up
+    to a window of unread bytes, for every stream.
+
+    Guard: the sweeper (every 30 s) also drops streams marked by `abandon` for more than
+    `ABANDONED_SECONDS`; upstream ignores later frames for them.
+
+    Cost: none. Unnecessary once upstream sweeps half-closed streams.
     """
     sweep = upstream.Yamux._sweep_stale_streams
 
@@ -197,18 +208,21 @@ def _install_sweep() -> None:
 
 
 def _install_resets() -> None:
-    """What was not read of a stream is forgotten when either side resets it, and whoever waits for
-    more is told.
+    """Drop the unread bytes of a stream when either side resets it, and wake its reader.
 
-    Defect: `_finalize_stream_locked` keeps a stream with unread bytes, megabytes of them where its
-    window has grown, for 60 to 90 s for its reader, also after a reset, when reading raises or
-    nobody reads any more. A few transfers given up in a minute, by us or by the peer, and
-    `CONNECTION_BYTES` closes the connection. Here: they are dropped at once, as in go-yamux; what
-    came before an end in order (FIN) is still there for its reader. A stream that we reset is taken
-    off the connection without waking our own reader, which waits for ever; and one that was just
-    woken waits again, if the reset has not got as far. Here: it is marked and its reader woken
-    before anything is awaited. Cost: none. Not needed any more when upstream drops them, and a
-    stock reader hears of a reset of its own side.
+    Defect 1: `_finalize_stream_locked` keeps a stream with unread bytes (megabytes with a grown
+    window) for 60 to 90 s for its reader, even after a reset, when reads raise. A few aborted
+    transfers per minute then make `CONNECTION_BYTES` close the connection.
+
+    Defect 2: a stream reset by this side is removed from the connection without waking its own
+    reader, which waits without bound. A reader that was just woken may wait again if the reset has
+    not progressed far enough.
+
+    Guard: the bytes are dropped at once, as in go-yamux; bytes before an orderly end (FIN) stay for
+    the reader. A reset marks the stream and wakes its reader before anything is awaited.
+
+    Cost: none. Unnecessary once upstream drops the bytes and wakes the reader of a stream reset by
+    its own side.
     """
     reset, finalize = upstream.YamuxStream.reset, upstream.Yamux._finalize_stream_locked
 
@@ -232,7 +246,7 @@ def _install_resets() -> None:
 
 
 def install() -> None:
-    """For every connection of this process made from now on."""
+    """Install the guards for every later connection of this process."""
     _install_buffers()
     _install_sweep()
     _install_resets()

@@ -1,5 +1,5 @@
-"""Guards around libp2p/identity and libp2p/peer: what peers say about themselves is short, and
-never displaces our own keys."""
+"""Guards for libp2p/identity and libp2p/peer: messages about a peer itself are short, and never
+displace the own keys."""
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
 
@@ -13,7 +13,7 @@ from libp2p.utils.varint import read_length_prefixed_protobuf
 from swarmnode.p2p.guards.counting import contained, fired
 
 IDENTIFY_BYTES = 8 * 1024
-"""Longest identify message, go-libp2p's limit too; ours are below 1 KiB."""
+"""Limit for an identify message, as in go-libp2p. Messages of this node are below 1 KiB."""
 
 
 def install() -> None:
@@ -21,8 +21,10 @@ def install() -> None:
 
     Defect: identify and identify/push read up to 1 MiB, and identity/update.py
     `_safe_parse_multiaddr_cached` keeps the last 1000 raw addresses of any length in a process-wide
-    `lru_cache`: 1000 pushes of one 1 MiB "address" are 1 GiB for ever. Here: `IDENTIFY_BYTES`.
-    Cost: none. Not needed any more when upstream reads identify with a limit like go-libp2p's.
+    `lru_cache`. 1000 pushes of one 1 MiB "address" therefore occupy 1 GiB until restart.
+
+    Guard: the limit `IDENTIFY_BYTES`. Cost: none. Unnecessary once upstream limits identify as
+    go-libp2p does.
     """
 
     async def bounded(stream: INetStream, use_varint_format: bool = True) -> bytes:
@@ -37,14 +39,16 @@ def install() -> None:
 
 
 def guard_peerstore(host: IHost) -> None:
-    """Keep our own entry and those of connected peers when the peer store is full.
+    """Keep the own entry and those of connected peers when the peer store is full.
 
-    Defect: our keys live in the peer store beside everybody else's, in an entry without addresses,
-    and peer/peerstore.py `_enforce_peer_limit` evicts entries without addresses first: once 1001
-    peers have told their address, `host.get_public_key` raises, and no connection can be
-    identified any more. It also sorts the whole store for each newcomer. Here: the oldest entry
-    that is neither ours nor a connected peer's goes. Cost: a scan past those. Not needed any more
-    when a full stock store still has the host's keys.
+    Defect: the own keys are stored in the peer store in an entry without addresses, and
+    peer/peerstore.py `_enforce_peer_limit` evicts entries without addresses first. Once 1001 peers
+    have sent their addresses, `host.get_public_key` raises, and no connection can be identified any
+    more. It also sorts the whole store for each new peer.
+
+    Guard: evict the oldest entry that belongs neither to this node nor to a connected peer.
+
+    Cost: a scan past those entries. Unnecessary once a full stock store keeps the host's keys.
     """
     store, network, own = host.get_peerstore(), host.get_network(), host.get_id()
 

@@ -1,7 +1,7 @@
-"""Guards around libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache,
+"""Guards for libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache,
 shutdown.
 
-A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it
+A `Swarm` is libp2p's network service. One exception that reaches its nursery ends the service and
 every connection of this node.
 """
 
@@ -28,21 +28,21 @@ from swarmnode.p2p.guards.inbox import abandon, discard
 from swarmnode.p2p.guards.peerstore import guard_peerstore
 
 RESET_SECONDS = 2.0
-"""Time that telling a peer about a failed stream may take."""
+"""Timeout for resetting a failed stream."""
 CLOSE_SECONDS = 5.0
-"""Time that closing a host may take before its sockets are left to the kernel."""
+"""Timeout for closing a host; afterwards its sockets are left to the kernel."""
 NEGATIVE_CACHE_SECONDS = 1.0
-"""For this long after a failed dial libp2p refuses to dial the same peer; the redial loop has its
-own back-off."""
+"""Time after a failed dial during which libp2p refuses to dial the same peer. The redial loop has
+its own back-off."""
 INBOUND_PER_ADDRESS = 64
-"""Inbound connections from one IPv4 address or one IPv6 /64, so that one machine cannot take all
-slots."""
+"""Inbound connections from one IPv4 address or one IPv6 /64 network, so that one machine cannot
+take all slots."""
 
 _inbound: collections.Counter[str] = collections.Counter()
 
 
 def _origin(stream: object) -> str:
-    """The part of the remote address that one machine cannot choose freely; empty when the
+    """Return the part of the remote address that one machine cannot choose freely; empty if the
     transport does not know it."""
     remote = stream.get_remote_address()
     if remote is None:
@@ -56,20 +56,23 @@ def _origin(stream: object) -> str:
 
 
 def _install_inbound_slots() -> None:
-    """An inbound connection holds its slot while it lives.
+    """Hold the slot of an inbound connection only while the connection lives.
 
-    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so a slot and a
-    task are lost with every connection ever accepted; after max_connections - min_connections of
-    them all are refused. Here: it waits for the end of the connection; and one address gets at most
-    `INBOUND_PER_ADDRESS` slots. Cost: none. Not needed any more when 400 sequential connections are
-    served by a stock host.
+    Defect: `Swarm._do_handle_inbound_connection` waits for the end of the swarm, so every
+    connection ever accepted keeps a slot and a task. After max_connections - min_connections of
+    them, all further ones are refused.
+
+    Guard: wait for the end of the connection, and allow at most `INBOUND_PER_ADDRESS` slots per
+    address.
+
+    Cost: none. Unnecessary once a stock host serves 400 sequential connections.
     """
     original = Swarm._do_handle_inbound_connection
 
     async def _do_handle_inbound_connection(
         self: Swarm, stream: object, maddr: Multiaddr, failure: object
     ) -> None:
-        if isinstance(stream, IMuxedConn):  # a transport that multiplexes by itself; we use none
+        if isinstance(stream, IMuxedConn):  # a transport with its own multiplexing; none is used
             return await original(self, stream, maddr, failure)
         origin = _origin(stream)
         if _inbound[origin] >= INBOUND_PER_ADDRESS:
@@ -96,15 +99,19 @@ def _install_inbound_slots() -> None:
 
 
 def _install_handlers() -> None:
-    """No exception of a stream handler reaches the swarm, and no stream outlives its handler.
+    """Keep exceptions of a stream handler away from the swarm, and end each stream with its
+    handler.
 
-    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery: an error of any
-    handler (ours, identify, ping) ends the host; `StreamEOF` and `StreamReset` end the
-    accept loop, so that all other streams of that peer hang; a handler that returns without `close`
-    leaves entries on both sides, one that returns early leaves up to a window of unread bytes.
-    Here: errors are counted and the stream reset; after a clean return it is closed and its unread
-    bytes are forgotten. Cost: a handler cannot lend its stream to another task. Not needed any more
-    when a stock host survives a handler that raises.
+    Defect: `SwarmConn._handle_muxed_stream` runs in the connection's nursery. An error of any
+    handler (application, identify, ping) ends the host. `StreamEOF` and `StreamReset` end the
+    accept loop, so that all other streams of that peer hang. A handler that returns without `close`
+    leaves entries on both sides; one that returns early leaves up to a window of unread bytes.
+
+    Guard: errors are counted and reset the stream. After a clean return the stream is closed and
+    its unread bytes are dropped.
+
+    Cost: a handler cannot pass its stream to another task. Unnecessary once a stock host survives a
+    handler that raises.
     """
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
@@ -133,12 +140,14 @@ def _install_handlers() -> None:
 
 
 def _install_new_stream() -> None:
-    """A stream that was opened is handed to its caller, or closed.
+    """Return an opened stream to its caller, or close it.
 
-    Defect: `SwarmConn.new_stream` awaits between opening the stream and registering it; a
-    cancellation there leaves a stream that nobody knows, and one of 256 slots is gone. Here:
-    registering is shielded; what follows in `BasicHost.new_stream` resets the stream by itself.
-    Cost: a cancel scope per stream. Not needed any more when upstream resets the stream there.
+    Defect: `SwarmConn.new_stream` awaits between opening and registering the stream. A cancellation
+    there leaves an unknown stream and loses one of 256 slots.
+
+    Guard: registering is shielded; the rest of `BasicHost.new_stream` resets the stream by itself.
+
+    Cost: a cancel scope per stream. Unnecessary once upstream resets the stream there.
     """
 
     async def new_stream(self: SwarmConn) -> NetStream:
@@ -150,12 +159,13 @@ def _install_new_stream() -> None:
 
 
 def _install_connection_tasks() -> None:
-    """An error in a connection's own tasks costs that connection.
+    """Confine an error in a connection's own tasks to that connection.
 
     Defect: `Swarm.add_conn` starts `Yamux.start` and `SwarmConn.start` as tasks of the whole
-    service, so that an error in either ends it. Here: their errors are counted and the connection
-    is closed. Cost: none. Not needed any more when `add_conn` starts them under a supervisor of
-    their own.
+    service, so an error in either ends the service.
+
+    Guard: errors are counted and close the connection. Cost: none. Unnecessary once `add_conn`
+    supervises these tasks.
     """
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
@@ -163,7 +173,7 @@ def _install_connection_tasks() -> None:
         with contained("service_failed", self.peer_id) as failure:
             await start_muxer(self)
         if failure.error is not None:
-            self.event_started.set()  # whoever waits for the start sees `is_closed`
+            self.event_started.set()  # a task that waits for the start then sees `is_closed`
             with (
                 trio.CancelScope(shield=True),
                 trio.move_on_after(RESET_SECONDS),
@@ -187,13 +197,15 @@ def _install_connection_tasks() -> None:
 
 
 def _install_exclusive_port() -> None:
-    """A listening port belongs to one process.
+    """Give a listening port to one process only.
 
-    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching): a second
-    node started on the same port binds it too, and the kernel deals connections out between them.
-    Here: SO_REUSEADDR only, so that the second bind fails. Cost: none; hole punching sets
-    SO_REUSEPORT once the port is ours (`Host.share_ports`). Not needed any more when SO_REUSEPORT
-    is an option upstream.
+    Defect: `transport/tcp/tcp.py:_set_reuse_flags` sets SO_REUSEPORT (for hole punching). A second
+    node on the same port binds it too, and the kernel distributes connections between both.
+
+    Guard: SO_REUSEADDR only, so that the second bind fails.
+
+    Cost: none; hole punching sets SO_REUSEPORT after the port is bound (`Host.share_ports`).
+    Unnecessary once SO_REUSEPORT is an option upstream.
     """
 
     def _set_reuse_flags(sock: trio.socket.SocketType) -> None:
@@ -212,12 +224,13 @@ def install() -> None:
 
 
 def guard_host(host: IHost) -> IHost:
-    """What is set on one host and has no constructor argument, here and in
-    `peerstore.guard_peerstore`; returns `host`.
+    """Apply the guards of one host that have no constructor argument, here and in
+    `peerstore.guard_peerstore`. Returns `host`.
 
-    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a peer that restarts
-    stays unreachable for that long. Here: `NEGATIVE_CACHE_SECONDS`. Not needed any more when the
-    time is a setting.
+    Defect: a failed dial blocks its peer for 60 s (`_NegativePeerCache`), so a restarted peer stays
+    unreachable for that long.
+
+    Guard: `NEGATIVE_CACHE_SECONDS`. Unnecessary once the time is a setting.
     """
     host.get_network()._negative_peer_cache._ttl = NEGATIVE_CACHE_SECONDS
     guard_peerstore(host)
@@ -226,11 +239,14 @@ def guard_host(host: IHost) -> IHost:
 
 @contextlib.asynccontextmanager
 async def running(host: IHost, listen_addrs: Sequence[Multiaddr]) -> AsyncIterator[None]:
-    """`host.run(listen_addrs)` that fails when it cannot listen and leaves no socket behind.
+    """Run a host like `host.run(listen_addrs)`, but fail if it cannot listen, and close all sockets
+    at the end.
 
-    Defects: `Swarm.listen` returns False and logs at debug level when a port is taken, so the host
-    runs deaf; leaving `host.run` without `host.close()` leaks every connection's socket. Here:
-    `Unavailable`, and a close bounded by `CLOSE_SECONDS`. Cost: none. Not needed any more when
+    Defects: `Swarm.listen` returns False and logs at debug level when a port is in use, so the host
+    runs without listening. Leaving `host.run` without `host.close()` leaks the socket of every
+    connection.
+
+    Guard: raises `Unavailable`, and closes within `CLOSE_SECONDS`. Cost: none. Unnecessary once
     `host.run` raises and closes by itself.
     """
     async with host.run(listen_addrs):

@@ -1,14 +1,15 @@
-"""What a node offers and accepts on a TCP connection: Noise, then Yamux, nothing else.
+"""Restricts a TCP connection to Noise and Yamux, and fixes remote IPv6 addresses.
 
-Defects: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and
-mplex, whose `NewStream` with a name that is not UTF-8 ends the process (stream_muxer/mplex/mplex.py
-`_handle_new_stream`, C1). Here: neither is offered. Cost: none. Not needed any more when upstream
-drops plaintext, secio and mplex from its defaults.
+Defect: a stock host also accepts `/plaintext/2.0.0` and secio (`new_host(sec_opt=None)`), and
+mplex. A mplex `NewStream` with a name that is not UTF-8 ends the process
+(stream_muxer/mplex/mplex.py `_handle_new_stream`, C1). Guard: neither is offered. Cost: none.
+Unnecessary once upstream drops plaintext, secio and mplex from its defaults.
 
-Of a peer that connects by IPv6 a stock host knows no address: `TrioTCPStream.get_remote_address`
-takes pairs, and IPv6 sockets tell four values. Limits and bans by prefix then see nobody, and all
-IPv6 peers together are one address. Here: the first two. Cost: none. Not needed any more when a
-stock stream over `::1` tells where its peer is.
+Defect: a stock host has no address of a peer that connects by IPv6, because
+`TrioTCPStream.get_remote_address` expects pairs and IPv6 sockets return four values. Limits and
+bans by prefix then do not apply, and all IPv6 peers together count as one address. Guard: use the
+first two values. Cost: none. Unnecessary once a stock stream over `::1` returns the address of its
+peer.
 """
 
 from libp2p.abc import IRawConnection, ISecureConn
@@ -26,32 +27,34 @@ from swarmnode.p2p.guards import packets
 from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
-"""For `new_host(muxer_opt=…)`."""
+"""Argument for `new_host(muxer_opt=…)`."""
 
 
 def install() -> None:
-    """Replace `TrioTCPStream.get_remote_address` for this whole process."""
+    """Replace `TrioTCPStream.get_remote_address` for this process."""
     TrioTCPStream.get_remote_address = _remote_address  # type: ignore[method-assign]
 
 
 def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
-    """(IP, port), also after the socket was closed, if it was asked before."""
+    """Return (IP, port); after the socket was closed, the address of an earlier call."""
     if self._cached_remote_address is None:
         try:
             host, port = self.stream.socket.getpeername()[:2]
         except (AttributeError, OSError, ValueError):
-            # no socket, or a closed one; a Unix socket's address is one text
+            # no socket, or a closed one; the address of a Unix socket is one string
             return None
         self._cached_remote_address = (str(host), int(port))
     return self._cached_remote_address
 
 
 def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol, Transport]:
-    """For `new_host(sec_opt=…)`: Noise with the node's `key_pair` as identity and a fresh X25519
-    key.
+    """Return the argument for `new_host(sec_opt=…)`: Noise with the node's identity and a fresh
+    X25519 key.
 
-    `secret` (32 bytes): of a private swarm; then another protocol, whose handshake fails at its
-    first message for whoever does not have it.
+    Args:
+        key_pair: identity of the node.
+        secret: 32 bytes of a private swarm. Selects another protocol, whose first handshake message
+            fails for a peer without the secret.
     """
     if secret is None:
         return {PROTOCOL_ID: _Transport(key_pair, create_new_key_pair().private_key)}
@@ -63,7 +66,7 @@ def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol
 
 
 class _Transport(Transport):
-    """Noise whose sessions read and write in bulk: see `packets`."""
+    """Noise with bulk reads and writes; see `packets`."""
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
         return packets.in_bulk(await super().secure_inbound(conn))  # type: ignore[arg-type]
@@ -73,8 +76,8 @@ class _Transport(Transport):
 
 
 class _PrivateTransport(_Transport):
-    """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything
-    is said."""
+    """libp2p's Noise handshake with the modifier psk0: the secret enters the keys before the first
+    message."""
 
     def __init__(self, key_pair: KeyPair, noise_key: PrivateKey, secret: bytes) -> None:
         super().__init__(key_pair, noise_key)

@@ -1,8 +1,8 @@
-"""Guards around libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, patient writers.
-What it keeps is in inbox.py.
+"""Guards for libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, longer timeouts of
+writers. inbox.py guards the receive buffers.
 
-`Yamux` is one connection, `YamuxStream` one stream of it. Upstream writes frames from whichever
-task happens to call, and the cancel scopes of that task then decide whether a frame is whole.
+`Yamux` is one connection, `YamuxStream` one stream. Upstream writes a frame in the task that calls
+it, so a cancellation of that task can cut the frame.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -18,43 +18,47 @@ from libp2p.stream_muxer.yamux import yamux as upstream
 from swarmnode.p2p.guards.counting import contained, fired
 
 WRITE_STALL_SECONDS = 15.0
-"""One frame must leave within this time, the shortest if need be: a peer reads at least 273 B/s, or
+"""Timeout for one frame, at the shortest length if necessary. A peer must read at least 273 B/s, or
 its connection is dropped."""
 WINDOW_STALL_SECONDS = 60.0
-"""A writer waits this long for credit before its stream fails; upstream waits 5 s."""
+"""Timeout of a writer that waits for credit; 5 s upstream."""
 OPEN_STREAM_SECONDS = 10.0
-"""`open_stream` waits this long for one of the 256 outbound slots; upstream waits for ever."""
+"""Timeout of `open_stream` for one of the 256 outbound slots; unlimited upstream."""
 FRAME_BYTES = 256 * 1024
-"""Payload and header of the frames we send. 64 KiB upstream; 256 KiB is 1.7 times as fast and every
-receiver takes up to 16 MiB."""
+"""Maximum size of a sent frame with header; 64 KiB upstream. 256 KiB is 1.7 times as fast, and
+every receiver accepts up to 16 MiB."""
 SHORTEST_FRAME_BYTES, FIRST_FRAME_BYTES = 4 * 1024, 64 * 1024
 FRAME_SECONDS = 0.1
-"""A stream waits for the frames of others, several times while it is opened: on a line that takes
-longer for one, frames are shorter."""
+"""Target time per frame. A stream waits for the frames of other streams, several times while it is
+opened, so frames are shortened on a line that needs longer."""
 WINDOW_BYTES = 8 * 1024 * 1024
-"""Receive window that auto-tuning may reach, and the largest frame accepted. 16 MiB upstream."""
+"""Maximum receive window of auto-tuning, and maximum size of an accepted frame; 16 MiB upstream."""
 
 
 OWED = 1024
-"""Frames that the reading loop has to answer with and that are not written yet, at most."""
+"""Maximum number of unwritten answer frames of the reading loop."""
 
 
 async def write_frame(self: upstream.Yamux, data: bytes) -> None:
-    """Whole frames or a closed connection, and a loop that never stops reading; replaces
+    """Write whole frames or close the connection, and never block the reading loop. Replaces
     `Yamux._write_frame`.
 
-    Defect: a cancel scope of the application that fires during this await leaves half a frame, or a
-    used Noise nonce without its frame, on the wire; every stream of the connection is then lost,
-    while it stays listed as connected. And a peer that stops reading its socket blocks every writer
-    for ever. Here: the write is shielded; after `WRITE_STALL_SECONDS` without room the socket is
-    closed. And the loop that reads a connection itself writes what it answers a SYN or a ping with:
-    where both ends have their sockets full, both loops wait for room that only the other one's
-    reading could make, and for ever. Here: it leaves its answers to whoever writes next, or to a
-    task of their own, which write them first; a peer that asks for more than `OWED` while it reads
-    nothing is dropped. Cost: two cancel scopes per frame (about 3 µs), a task for an answer.
-    Cancellation may take effect that much later. Not needed any more when `secured_conn.write` is
-    shielded upstream, yamux has go-yamux's ConnectionWriteTimeout, and `handle_incoming` writes
-    nothing.
+    Defect 1: a cancel scope of the application that fires during this await leaves half a frame, or
+    a used Noise nonce without its frame, on the wire. All streams of the connection are then lost,
+    while the connection stays listed as connected. A peer that stops reading its socket blocks
+    every writer without bound.
+
+    Guard: the write is shielded; after `WRITE_STALL_SECONDS` without progress the socket is closed.
+
+    Defect 2: the loop that reads a connection also writes the answers to SYNs and pings. When the
+    sockets of both ends are full, both loops wait for space that only the other loop could free.
+
+    Guard: the loop queues its answers. The next writer, or a task started for it, writes them
+    first. A peer that requests more than `OWED` answers without reading is dropped.
+
+    Cost: two cancel scopes per frame (about 3 µs) and a task per answer; cancellation may take
+    effect later. Unnecessary once `secured_conn.write` is shielded upstream, yamux has go-yamux's
+    ConnectionWriteTimeout, and `handle_incoming` does not write.
     """
     owed: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
     if data and self.__dict__.get("reader") is trio.lowlevel.current_task():
@@ -73,8 +77,8 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
             began, whole = trio.current_time(), b"".join((*owed, data))
             owed.clear()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
-                # what was owed may have gone while we waited, and a packet of nothing would be
-                # taken for the end
+                # Another task may have written the queue meanwhile; an empty packet would look like
+                # the end of the connection.
                 if whole:
                     await self.secured_conn.write(whole)
             longest = longest_frame(self)
@@ -90,22 +94,25 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
 
 
 async def _answer(connection: upstream.Yamux) -> None:
-    """Writes what the reading loop of a connection owes, unless somebody else has."""
+    """Write the queued answers of a reading loop, unless another task has."""
     with contained("service_failed", connection.peer_id):
         if connection.__dict__["owed"]:
             await write_frame(connection, b"")
 
 
 def longest_frame(connection: upstream.Yamux) -> int:
-    """Bytes with the header, of what is written next."""
+    """Return the maximum size of the next frame, with header."""
     length: int = connection.__dict__.get("longest_frame", FIRST_FRAME_BYTES)
     return length
 
 
 def fitting(longest: int, length: int, seconds: float) -> int:
-    """How long frames may be after one of `length` bytes took so many seconds: half of it where
-    that was too long, a little more where the longest that may be went fast. Kernel buffers swallow
-    megabytes at once, which says nothing of the line."""
+    """Return the new maximum frame size after a frame of `length` bytes took `seconds`.
+
+    A slow frame halves the size. A fast frame of maximum size increases it by SHORTEST_FRAME_BYTES.
+    The increase is small because kernel buffers absorb megabytes at once, which does not reflect
+    the line.
+    """
     if seconds > FRAME_SECONDS:
         return min(longest, max(SHORTEST_FRAME_BYTES, length // 2))
     return (
@@ -133,14 +140,16 @@ class Credit:
 
 
 async def write(self: upstream.YamuxStream, data: bytes) -> None:
-    """Send `data` as the peer grants credit; replaces `YamuxStream.write`. A cancelled call may
-    have sent part of `data`.
+    """Send `data` as the peer grants credit; a cancelled call may have sent a part of it. Replaces
+    `YamuxStream.write`.
 
     Defect: a reader that pauses for 5 s costs the sender its stream ("Timed out waiting for window
-    update after 5 seconds"). Here: the writer waits `WINDOW_STALL_SECONDS`, or what
-    `patience_seconds` of the stream says, asleep; the caller's own watchdog decides earlier if it
-    wants to. Cost: none, less polling. Not needed any more when upstream makes that timeout a
-    setting.
+    update after 5 seconds").
+
+    Guard: the writer sleeps up to `WINDOW_STALL_SECONDS`, or the stream's `patience_seconds`. A
+    watchdog of the caller may decide earlier.
+
+    Cost: none. Unnecessary once upstream makes that timeout a setting.
     """
     view = memoryview(data)
     while True:
@@ -173,34 +182,42 @@ async def _wait_for_credit(stream: upstream.YamuxStream) -> None:
 
 
 async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> None:
-    """Tell the peer of new room in our window, once that is half of it; replaces
+    """Send a window update once half of the receive window is free. Replaces
     `YamuxStream._auto_tune_and_send_window_update`.
 
-    Defect: every `read`, also of one byte, sends a window update: a frame of its own that is
-    encrypted, written, read and handled, several of them for a small message, half of what that
-    costs. Here: none before half a window is free, as in go-yamux, whose rule for growing the
-    window is kept; the sender has the other half meanwhile. Nothing is awaited before the update,
-    and that is shielded: upstream loses what `read` took from the buffer when it is cancelled here.
-    Cost: none. Not needed any more when a stock reader of many small messages sends no update for
-    them.
+    Defect 1: every `read`, even of one byte, sends a window update. It is a frame of its own that
+    is encrypted, written, read and handled; several of them make up half of the cost of a small
+    message.
+
+    Guard: no update before half a window is free, as in go-yamux, whose rule for growing the window
+    is kept. The sender uses the other half meanwhile.
+
+    Defect 2: a cancellation here loses the bytes that `read` took from the buffer.
+
+    Guard: nothing is awaited before the update, and the update is shielded.
+
+    Cost: none. Unnecessary once a stock reader of many small messages sends no update for them.
     """
     buffered = len(self.conn.stream_buffers.get(self.stream_id, b""))
     free = self.target_recv_window - self.recv_window - buffered
     if free < max(1, self.target_recv_window // 2):
         return
-    self.recv_window += free  # nobody who holds `window_lock` awaits meanwhile
+    self.recv_window += free  # no holder of `window_lock` awaits meanwhile
     increment = free + self._apply_autotune_epoch(buffered)
     with trio.CancelScope(shield=True):
         await self.send_window_update(increment, skip_lock=True)
 
 
 async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
-    """Open a stream, or fail in time; replaces `Yamux.open_stream`.
+    """Open a stream within a timeout. Replaces `Yamux.open_stream`.
 
-    Defect: with 256 streams not yet closed the semaphore is awaited for ever; and a cancellation
-    between taking the slot and sending SYN loses the slot. Here: `OPEN_STREAM_SECONDS` for the
-    slot, the rest shielded (it is one frame). Cost: two cancel scopes per stream. Not needed any
-    more when upstream takes a timeout here and gives the slot back in a `finally`.
+    Defect: with 256 open streams the semaphore is awaited without a timeout. A cancellation between
+    taking the slot and sending SYN loses the slot.
+
+    Guard: `OPEN_STREAM_SECONDS` for the slot; the rest, one frame, is shielded.
+
+    Cost: two cancel scopes per stream. Unnecessary once upstream takes a timeout here and releases
+    the slot in a `finally`.
     """
     with trio.move_on_after(OPEN_STREAM_SECONDS) as patience:
         await self.stream_backlog_semaphore.acquire()
@@ -255,11 +272,13 @@ def install() -> None:
 
 
 def _install_shields() -> None:
-    """A cancelled read keeps its bytes.
+    """Keep the bytes of a cancelled read.
 
     Defect: `YamuxStream.read` removes bytes from the buffer and then awaits twice (window update,
-    bookkeeping); a cancellation there loses them. Here: both awaits are shielded. Cost: a cancel
-    scope per read. Not needed any more when `read` returns right after removing.
+    bookkeeping); a cancellation there loses them.
+
+    Guard: both awaits are shielded. Cost: a cancel scope per read. Unnecessary once `read` returns
+    right after removing the bytes.
     """
     finalize = upstream.Yamux._finalize_stream
 

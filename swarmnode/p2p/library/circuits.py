@@ -1,11 +1,10 @@
-"""A connection through a relay: a stream to the relay that is used as if it were a socket.
+"""A connection through a relay: a stream to the relay, used like a socket.
 
-    us ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer      the peer's id is proved by the inner
-    handshake; the relay sees ciphertext
-          us ─ stream ─ relay ─ stream ─ peer
+    this node ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer     the relay sees ciphertext
+    this node ─ stream ─ relay ─ stream ─ peer
 
-It has no address of its own: what is limited or banned by network prefix must not hit everybody
-behind one relay.
+The inner handshake proves the peer id. A circuit has no address of its own, so that limits and bans
+by network prefix do not hit every peer behind one relay.
 """
 
 from __future__ import annotations
@@ -24,8 +23,14 @@ if TYPE_CHECKING:
 
 
 class CircuitConnection(IRawConnection):
-    """`stream`: to or from `relay` (a peer id), past the relay's own handshake. `peer`: who is at
-    the other end, as the relay says."""
+    """A circuit as a raw connection.
+
+    Args:
+        stream: to or from the relay, after the relay's own handshake.
+        relay: peer id of the relay.
+        peer: the remote peer id as reported by the relay.
+        initiator: True for an outbound circuit.
+    """
 
     def __init__(self, stream: Stream, relay: str, peer: str, *, initiator: bool) -> None:
         self.is_initiator = initiator
@@ -35,9 +40,8 @@ class CircuitConnection(IRawConnection):
         self._unread = bytearray()
 
     async def read(self, n: int | None = None) -> bytes:
-        """Exactly `n` bytes (any number for None), so that many small frames of a relay are not
-        mistaken for a short message. Raises ConnectionClosedError at the end, whatever kind of end
-        it is."""
+        """Read exactly `n` bytes (any number for None), so that many small frames of a relay do not
+        look like a short message. Raises ConnectionClosedError at any kind of end."""
         try:
             while len(self._unread) < (n or 1):
                 self._unread += await self._stream.read()
@@ -49,14 +53,15 @@ class CircuitConnection(IRawConnection):
         return data
 
     async def write(self, data: bytes) -> None:
-        """Raises ConnectionClosedError."""
+        """Write `data`. Raises ConnectionClosedError."""
         try:
             await self._stream.write(data)
         except PeerError as error:
             raise ConnectionClosedError("the circuit ended", transport="circuit") from error
 
     async def close(self) -> None:
-        """Resets the stream: the library's close would leave our own reader waiting for ever."""
+        """Reset the stream, because the library's close would leave the own reader waiting without
+        bound."""
         await self._stream.reset()
 
     def get_remote_address(self) -> tuple[str, int] | None:
@@ -70,8 +75,8 @@ class CircuitConnection(IRawConnection):
 
 
 def relay_of(muxed: object) -> str | None:
-    """The relay that a multiplexed connection goes through, None if it is direct. (Yamux ▸ Noise
-    session ▸ its codec ▸ framing ▸ raw.)"""
+    """Return the relay of a multiplexed connection, None if it is direct. The layers are Yamux ▸
+    Noise session ▸ its codec ▸ framing ▸ raw connection."""
     raw = muxed
     for name in ("secured_conn", "conn", "read_writer", "read_write_closer"):
         raw = getattr(raw, name, None)

@@ -1,9 +1,8 @@
 """One stream to a peer.
 
-No cancel scope may be put around `read` and `write`: cancelled in the middle, py-libp2p burns a
-Noise nonce or loses bytes that it has read, and the whole connection dies. Whoever wants to give up
-has another task reset the stream, which wakes its reader and its writer (conversations.py does
-that).
+A cancel scope must not enclose `read` and `write`. When it cancels one of them, py-libp2p loses a
+Noise nonce or received bytes, and the whole connection dies. To abort, another task resets the
+stream, which wakes its reader and writer (see conversations.py).
 """
 
 from __future__ import annotations
@@ -22,21 +21,26 @@ from swarmnode.p2p.library.objects import NetStream
 READ_BYTES = 65536
 MULTISTREAM = "/multistream/1.0.0"
 SHORT = 126
-"""Characters of a name whose length fits a byte in multistream-select, with the line's end."""
+"""Maximum length of a protocol id whose multistream-select length, with the newline, fits one
+byte."""
 END_SECONDS = 30.0
-"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no
-frame for half as long, so that this cuts no frame in two."""
+"""Timeout for closing or resetting a stream. The guards drop a connection that accepts no frame for
+half of this time, so this timeout never cuts a frame."""
 
 
 class Stream:
-    """`peer`: at its other end. Reading and writing raise PeerError when the stream has ended,
-    however it did; ending it never raises.
+    """A stream to `peer`. Reads and writes raise PeerError at any kind of end; closing and
+    resetting never raise.
 
-    proposed: a protocol that was not negotiated yet. It is proposed together with the first that is
-    written, and the peer's answer is read before the first that is read: one round trip instead of
-    three, which counts between homes, and more where a line is full. Reading raises Incompatible
-    where the peer does not speak it after all. Source: multistream-select's lazy form, as go-libp2p
-    has it.
+    A protocol in `proposed` is negotiated lazily: the proposal is sent with the first write, and
+    the peer's answer is read before the first read. This takes one round trip instead of three,
+    which matters between home connections and on full lines. A read raises Incompatible if the peer
+    does not support the protocol after all. Source: the lazy form of multistream-select in
+    go-libp2p.
+
+    Args:
+        stream: the library's stream.
+        proposed: the protocol to negotiate lazily; empty if it is negotiated already.
     """
 
     def __init__(self, stream: NetStream, proposed: str = "") -> None:
@@ -48,23 +52,23 @@ class Stream:
 
     @property
     def relay(self) -> str | None:
-        """The relay through which its connection goes, None if that is direct."""
+        """Peer id of the relay; None for a direct connection."""
         return relay_of(self._stream.muxed_conn)
 
     @property
     def remote(self) -> Address | None:
-        """Where its connection comes from or leads to; None for one through a relay."""
+        """Remote address; None for a relayed connection."""
         return address_of_socket(self._stream.muxed_conn.get_remote_address())
 
     @property
     def is_gone(self) -> bool:
-        """Whether the peer has reset it, or its connection is closed. The library calls that an
-        end, too."""
+        """True if the peer has reset the stream or its connection is closed. The library reports
+        both as an end of the stream."""
         muxed = self._stream.muxed_stream
         return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
 
     async def read(self, most: int = READ_BYTES) -> bytes:
-        """At least one and at most `most` bytes. Raises StreamEnd when there will be no more."""
+        """Read 1 to `most` bytes. Raises StreamEnd at the end of the stream."""
         with peer_errors(self._doing):
             if self._unsaid:
                 await self._stream.write(self._proposal())
@@ -73,21 +77,21 @@ class Stream:
             return await self._stream.read(most)
 
     async def read_exactly(self, count: int) -> bytes:
-        """`count` bytes. Raises PeerError if the stream ends before."""
+        """Read `count` bytes. Raises PeerError if the stream ends early."""
         buffer = bytearray()
         while len(buffer) < count:
             buffer += await self.read(min(count - len(buffer), READ_BYTES))
         return bytes(buffer)
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Returns when `data` is on its way; waits for the peer's credit."""
+        """Write `data`; waits for credit of the peer. Returns when the data is on its way."""
         with peer_errors(self._doing):
             if self._unsaid:
                 data = self._proposal() + bytes(data)
             await self._stream.write(data)  # type: ignore[arg-type]  # annotated as bytes, takes any buffer
 
     async def finish(self) -> None:
-        """Tells the peer that this was all. It may still send."""
+        """Signal the end of the written data. The peer may still send."""
         with peer_errors(self._doing):
             if self._unsaid:
                 await self._stream.write(self._proposal())
@@ -98,28 +102,27 @@ class Stream:
         return b"".join(bytes([len(word) + 1]) + word.encode() + b"\n" for word in said)
 
     async def _hear(self, expected: str) -> None:
-        """Reads one of the peer's words, which ought to be ours."""
+        """Read one line of the peer's negotiation and compare it."""
         (length,) = await self._stream.read(1)
         word = bytearray()
         while len(word) < min(length, SHORT + 1):
             word += await self._stream.read(min(length, SHORT + 1) - len(word))
         if bytes(word) == b"na\n":
-            raise Incompatible(f"{self._doing}: it does not speak {expected}")
+            raise Incompatible(f"{self._doing}: protocol {expected} not supported")
         if bytes(word) != expected.encode() + b"\n":
             raise PeerError(f"{self._doing}: {bytes(word)!r} instead of {expected}")
 
     def wait_for_credit_for_ever(self) -> None:
-        """A writer waits however long the peer reads nothing: whoever uses the stream watches
-        that."""
+        """Let a writer wait for credit without a timeout; the user of the stream detects stalls."""
         self._stream.muxed_stream.patience_seconds = math.inf
 
     def keep_connection(self) -> None:
-        """What was asked for on it lasts, and is granted: the peer is not let go to make room while
-        it does."""
+        """Keep the connection while this stream is open: it carries a granted long-lived transfer,
+        so the peer is not dropped to make room."""
         self._stream.muxed_stream.keeps_connection = True
 
     async def close(self) -> None:
-        """Ends our side in order."""
+        """Close the own side in order."""
         with (
             trio.CancelScope(shield=True),
             trio.move_on_after(END_SECONDS),
@@ -128,8 +131,8 @@ class Stream:
             await self._stream.close()
 
     async def reset(self) -> None:
-        """Ends both sides at once and wakes whoever reads or writes (`guards/inbox.py` sees to our
-        own reader)."""
+        """End both sides at once and wake reader and writer (`guards/inbox.py` wakes the own
+        reader)."""
         with (
             trio.CancelScope(shield=True),
             trio.move_on_after(END_SECONDS),

@@ -120,7 +120,7 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
             assert where == ("127.0.0.1", own.port)
             accepted.close()
             await raw.aclose()
-        with pytest.raises(Unavailable, match="taken"):
+        with pytest.raises(Unavailable, match="used by another process"):
             async with host(tmp_path / "b", listen_addrs=[str(own)]):
                 pass
 
