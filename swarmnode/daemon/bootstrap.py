@@ -1,10 +1,9 @@
-"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a node that only
-helps others to meet.
+"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a bootstrap node.
 
-    member (identity → manifest → libp2p host) → serves the manifest, tells peers of peers → HTTP
+    member (identity → manifest → libp2p host) → serve manifest and peer addresses → HTTP
 
-No trainer, no scorer, no groups, no torch: a small machine with a public address is enough.
-It never sees a rollout.
+It has no trainer, scorer, groups or torch and never receives a rollout, so a small machine with a
+public address is enough.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from swarmnode.process import Progress, die_with_parent, run_main
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
-    """Run until SIGTERM. Raises LocalError: something of this machine is missing or unsafe."""
+    """Run until SIGTERM. Raises LocalError if something on this machine is missing or unsafe."""
     data_dir = config.node.data_dir
     async with open_member(config, trains=False) as member:
         if member.opened is None:

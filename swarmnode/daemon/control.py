@@ -1,12 +1,12 @@
-"""`swarmnode pause`, `resume` and `finish`: the socket by which a node's owner says what it shall
-do, and when it rests by itself.
+r"""`swarmnode pause`, `resume` and `finish`: the control socket of a running node, and its pauses
+by rule.
 
-    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (0600, in a directory that is 0700) ─▶
-    {"changed": true, …}\n
+    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (mode 0600, directory 0700)
+             ◀─ {"changed": true, …}\n
 
-The supervisor serves it, since it alone outlives the other processes. It writes why the node rests
-to a file, which they read: so a process that is started again rests too, and nobody who can reach
-the HTTP server can change anything.
+The supervisor serves the socket, because it outlives the other processes. It writes the reasons for
+a pause to a file, which the other processes read. A restarted process is therefore still paused,
+and the HTTP server cannot change anything.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from swarmnode.files import lock_data_dir, socket_address
 log = structlog.get_logger("swarmnode.daemon.control")
 
 SOCKET = Path("run") / "control"
-"""Below the data directory."""
+"""Path below the data directory."""
 ASK_SECONDS = 5.0
-"""A client that says nothing for so long, or takes so long to listen, is hung up on."""
+"""Timeout for a client's request, and for its reading of the answer."""
 ANSWER_SECONDS = 60.0
-"""A node that takes so long is not answering. It writes before it answers, to a disk that may be
-busy with gigabytes of a state."""
+"""Timeout for the node's answer. The node writes a file first, on a disk that may be busy with
+gigabytes of a trainer state."""
 MESSAGE_BYTES = 4096
 POLL_INTERVAL = 5.0
-"""Between two looks at the machine."""
+"""Interval between measurements of the machine."""
 
 Command = Literal["pause", "resume", "finish"]
 
@@ -50,18 +50,22 @@ class Request(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     changed: bool = False
-    """False where it was so already."""
+    """False if the node was already in the requested state."""
     paused: dict[str, float] = {}
-    """Why the node rests now: reason → since when, in Unix seconds."""
+    """Reasons for the present pause → Unix time of its start in seconds."""
     error: str = ""
-    """Why nothing was done; empty where it was."""
+    """Reason of a failure; empty on success."""
 
 
 class Control:
-    """What the owner wants of a node that runs, and what its rules say. `finish` ends the node
-    after the step that runs.
+    """Applies the operator's commands and the pause rules to a running node.
 
-    trains: False for a node without a trainer, which has nothing to pause.
+    Args:
+        data_dir: data directory of the node.
+        rules: pause rules.
+        machine: measures the machine.
+        finish: ends the node after the current step.
+        trains: False for a node without a trainer, which cannot pause.
     """
 
     def __init__(
@@ -86,14 +90,14 @@ class Control:
         }
 
     async def run(self) -> None:
-        """Serve, and mind the machine, until cancelled. A socket that cannot be had is said in the
-        log: the node goes on without."""
+        """Serve commands and apply the rules until cancelled. Without a socket the node continues,
+        with an error in the log."""
         self._tell()
         if "owner" in self._since:
             log.warning(
-                "paused by its owner",
+                "paused by the operator",
                 since=_clock(self._since["owner"]),
-                remedy="`swarmnode resume` goes on",
+                remedy="`swarmnode resume` continues",
             )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
@@ -122,7 +126,7 @@ class Control:
                     self._since.pop(reason, None)
             if before.keys() != self._since.keys():
                 log.info(
-                    "the machine decides",
+                    "pause reasons changed",
                     rests=sorted(self._since) or "no",
                     load_of_others=round(self._load.mean, 2),
                 )
@@ -130,15 +134,16 @@ class Control:
             await trio.sleep(POLL_INTERVAL)
 
     def _tell(self) -> str:
-        """Tell the other processes. Returns what stood against it, empty when nothing did."""
+        """Write the pause reasons for the other processes. Returns the error; empty on success."""
         try:
             pauses.write(self._data_dir, self._since)
         except OSError as error:  # a full disk must not end a node that still trains
-            log.error("cannot say why the node rests", error=str(error))
+            log.error("cannot write the pause file", error=str(error))
             return error.strerror or str(error)
         return ""
 
-    # ---- the owner -------------------------------------------------------------------------------
+    # ---- commands
+    # ----------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -146,7 +151,9 @@ class Control:
         try:
             path, directory = socket_address(self._data_dir / SOCKET)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of an earlier run: we hold the directory's lock
+                os.unlink(
+                    path
+                )  # of an earlier run, because this process holds the directory's lock
             await listener.bind(path)
             os.chmod(path, 0o600)
             listener.listen(4)
@@ -162,14 +169,15 @@ class Control:
                 while True:
                     try:
                         connection, _ = await listener.accept()
-                    except OSError as error:  # no descriptor left, say
-                        log.error("cannot hear who controls the node", error=str(error))
+                    except OSError as error:  # for example, no file descriptor is left
+                        log.error("cannot accept control connections", error=str(error))
                         await trio.sleep(1.0)
                         continue
                     await self._hear(trio.SocketStream(connection), kept)
 
     async def _hear(self, stream: trio.SocketStream, kept: trio.Nursery) -> None:
-        """One request, one answer; then the stream is closed, or kept until the node ends."""
+        """Handle one request. The stream is then closed, or after `finish` kept open until the node
+        ends."""
         request = None
         with trio.move_on_after(ASK_SECONDS):
             try:
@@ -187,7 +195,7 @@ class Control:
                     answer = Answer(error=f"not a request: {error}")
                 await stream.send_all(msgspec.json.encode(answer) + b"\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # it was obeyed all the same
+                pass  # the command was executed nevertheless
         if request is not None and request.command == "finish":
             kept.start_soon(_keep, stream)
         else:
@@ -195,7 +203,7 @@ class Control:
 
     def _obey(self, command: Command) -> Answer:
         if command == "finish":
-            log.info("told to finish")
+            log.info("finishing after the current step")
             self._finish()
             return Answer(True, dict(self._since))
         if not self._trains:
@@ -213,18 +221,18 @@ class Control:
         changed = before.keys() != self._since.keys()
         if changed and (error := self._tell()):
             self._since = before
-            return Answer(paused=before, error=f"cannot keep that: {error}")
+            return Answer(paused=before, error=f"cannot save the pause: {error}")
         if changed:
             log.info(
-                "paused by its owner" if command == "pause" else "resumed by its owner",
+                "paused by the operator" if command == "pause" else "resumed by the operator",
                 rests=sorted(self._since) or "no",
             )
         return Answer(changed, dict(self._since))
 
 
 async def _keep(stream: trio.SocketStream) -> None:
-    """A client that waits for the end of the node hears it as the end of the stream; one that goes
-    away before leaves nothing behind."""
+    """Hold the stream of a client that waits for the end of the node, which it sees as the end of
+    the stream."""
     async with stream:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while await stream.receive_some(MESSAGE_BYTES):
@@ -232,11 +240,12 @@ async def _keep(stream: trio.SocketStream) -> None:
 
 
 def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: None) -> Answer:
-    """Have the node that runs in `data_dir` do something; with `finish`, call `agreed` once it
-    will, and return once it has ended.
+    """Send a command to the node in `data_dir`. With `finish`, call `agreed` once the node accepts,
+    and return once it has ended.
 
-    Raises Unavailable where no node runs or it cannot do that, Refused where the node is another
-    user's.
+    Raises:
+        Unavailable: no node is running, or it cannot execute the command.
+        Refused: the node belongs to another user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ANSWER_SECONDS)
@@ -248,7 +257,7 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
             raise Unavailable(_nobody(data_dir)) from None
         except PermissionError:
             raise Refused(
-                f"the node in {data_dir} is another user's: only its owner may control it"
+                f"the node in {data_dir} belongs to another user, who alone may control it"
             ) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise Unavailable(
@@ -260,13 +269,13 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
             agreed()
             connection.settimeout(None)
             with contextlib.suppress(OSError):
-                connection.recv(1)  # nothing comes: the end of the stream is the end of the node
+                connection.recv(1)  # returns when the node ends
             _wait_for_end(data_dir)
         return answer
 
 
 def _connect(connection: socket.socket, data_dir: Path) -> None:
-    """A node that is starting up has held its directory for a moment before it listens."""
+    """Connect, waiting for a starting node, which locks its directory before it listens."""
     deadline = time.monotonic() + ASK_SECONDS
     path, directory = socket_address(data_dir / SOCKET)
     try:
@@ -296,9 +305,10 @@ def _line(connection: socket.socket) -> bytes:
 
 def _nobody(data_dir: Path) -> str:
     if _held(data_dir):
-        return f"the node in {data_dir} has no control socket: its log says why"
+        return f"the node in {data_dir} has no control socket: see its log"
     return (
-        f"no node runs in {data_dir}: name its directory with -d, or start it with `swarmnode run`"
+        f"no node is running in {data_dir}: name its directory with -d, or start it with"
+        " `swarmnode run`"
     )
 
 
@@ -309,7 +319,7 @@ def _wait_for_end(data_dir: Path) -> None:
 
 
 def _held(data_dir: Path) -> bool:
-    """Whether a node runs with this directory."""
+    """Return True if a node is running with this directory."""
     if not (data_dir / "run" / "lock").exists():
         return False
     try:

@@ -1,9 +1,7 @@
-"""A member of a swarm on the network, whatever else it does: the common start of `node.py` and
-`bootstrap.py`.
+"""A member of a swarm on the network: the common part of `node.py` and `bootstrap.py`.
 
-identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for
-successors, tells its session
-                                                                and what this node says of itself
+identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serve the manifest, look for
+                               successors, exchange sessions and summaries
 """
 
 from __future__ import annotations
@@ -38,19 +36,21 @@ from swarmnode.wire.swarm import swarm_id
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
 POLL_INTERVAL = 2.0
-"""Between two looks at who is connected and what was chosen."""
+"""Interval between checks of the connected peers and the chosen manifest."""
 ASK_SECONDS = 600.0
-"""Between two askings of one peer, with jitter."""
+"""Interval between queries to the same peer, before jitter."""
 RETRY_SECONDS = 30.0
 AT_ONCE = 4
-"""Peers asked in one round."""
+"""Peers queried in one round."""
 
 
 @dataclass(frozen=True)
 class Member:
+    """The parts of a running member."""
+
     identity: Identity
     swarm: bytes
-    """32 bytes."""
+    """Swarm id, 32 bytes."""
     opened: Opened | None
     """None in a swarm without a manifest."""
     network: Libp2pNetwork
@@ -58,13 +58,12 @@ class Member:
     summaries: Summaries
     successors: Successors | None
     members_choose: bool
-    """Whether members choose the difficulty of their questions."""
+    """True if members choose the difficulty of their questions."""
     keeps_rules: Callable[[RolloutGroup], bool]
-    """Whether a group is one that the swarm's manifest allows."""
+    """Returns True for a group that the swarm's manifest allows."""
 
     async def run(self) -> None:
-        """What goes on all the time. Raises LocalError when this process has to start again or must
-        not go on."""
+        """Run the background tasks. Raises LocalError when this process must restart or stop."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.sessions.run)
             nursery.start_soon(self.summaries.run)
@@ -74,21 +73,25 @@ class Member:
 
 @contextlib.asynccontextmanager
 async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[Member]:
-    """On the network until the block is left; `member.run` is for the caller's nursery. trains:
-    this node does, and needs the tasks for it.
+    """Join the network until the block is left. The caller runs `member.run` in its own nursery.
 
-    Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a
-    secret that is missing.
+    Args:
+        config: configuration of the node.
+        trains: True if this node trains, which requires the swarm's tasks.
+
+    Raises:
+        LocalError: an unusable key, a damaged manifest, a port in use, a missing secret; see
+            errors.py.
     """
     data_dir = config.node.data_dir
     install(config.task.modules, config.task.settings, config.task.names)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
-    os.environ.pop(VARIABLE, None)  # nothing that this process starts has any business with it
+    os.environ.pop(VARIABLE, None)  # no child of this process needs it
     opened = manifest_store.stored(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise LocalError(
-            "another manifest was chosen since this process was configured; starting again"
+            "another manifest was chosen after this process was configured; restarting"
         )
     if opened is None:
         secret, members = None, None
@@ -137,11 +140,11 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
 
 
 class Successors:
-    """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is
-    this node's policy.
+    """Asks peers for a successor of the manifest, stores it, and follows it if the operator's
+    policy says so.
 
-    A node follows by choosing the successor and starting again: configuration, signatures
-    and trainer all hang on the swarm id.
+    A node follows by choosing the successor and restarting, because configuration, signatures and
+    trainer depend on the swarm id.
     """
 
     def __init__(
@@ -162,17 +165,18 @@ class Successors:
         self._waiting = SuccessorStatistics()
 
     def statistics(self) -> SuccessorStatistics:
-        """The successor that waits for the owner's word, if one does."""
+        """Return the pending successor, if there is one."""
         return self._waiting
 
     async def run(self) -> None:
-        """Raises LocalError when another manifest was chosen, by a person or by policy."""
-        due: dict[str, float] = {}  # connected peers, and when to ask them next
+        """Query peers until cancelled. Raises LocalError when another manifest was chosen, by the
+        operator or by policy."""
+        due: dict[str, float] = {}  # connected peer → time of the next query
         if (waiting := self._store.successor(self._opened)) is not None:
             self._consider(waiting)
         while True:
             if self._store.current() != self._opened.swarm:
-                raise LocalError("another manifest was chosen; starting again with it")
+                raise LocalError("another manifest was chosen; restarting with it")
             now = trio.current_time()
             due = {peer: due.get(peer, now) for peer in self._network.connected()}
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
@@ -183,7 +187,7 @@ class Successors:
             await trio.sleep(POLL_INTERVAL)
 
     async def _ask(self, peer: str) -> bool:
-        """Whether the peer answered. Never raises for anything it does."""
+        """Query one peer; returns True if it answered. Never raises for a fault of the peer."""
         try:
             found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
         except PeerError as error:
@@ -194,12 +198,12 @@ class Successors:
                 self._opened, found.successor
             ):
                 self._consider(found.successor)
-        except SwarmNodeError as error:  # a full disk does not end a node
-            log.error("a successor cannot be kept", error=str(error))
+        except SwarmNodeError as error:  # a full disk must not end a node
+            log.error("cannot store a successor", error=str(error))
         return True
 
     def _consider(self, successor: Opened) -> None:
-        """Follow it, or say how to."""
+        """Follow the successor, or log how to follow it."""
         name, swarm = successor.manifest.name, successor.swarm.hex()
         policy = self._config.swarm.follow
         problems = can_honour(
@@ -221,7 +225,7 @@ class Successors:
             )
         elif policy == "ask":
             log.warning(
-                "the founder has signed a successor; `swarmnode manifest follow` moves there",
+                "the founder has signed a successor; adopt it with `swarmnode manifest follow`",
                 name=name,
                 swarm=swarm,
             )

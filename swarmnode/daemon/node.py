@@ -1,12 +1,11 @@
-"""The network process: its composition root. Makes the parts, wires them, orders their start and
-the drain.
+"""The network process: creates the parts, connects them, and orders their start and shutdown.
 
-    member (identity → swarm id → libp2p host) → rollouts, weights, crew → port and link to the
-    trainer → observer → HTTP
+    member (identity → swarm id → libp2p host) → rollouts, weights, crew → link to the trainer →
+    observer → HTTP
 
-Parts do not know this module nor, but for what they are given here, each other. Never imports
-torch. When this process dies, the trainer goes on; when the trainer dies, it goes on: what other
-nodes see is one peer that never left.
+The parts do not know this module, and each other only through their arguments. Torch is never
+imported. The network process and the trainer survive each other's restarts, so other nodes see one
+peer that never left.
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
 PAUSES = ("quiet_hours", "month", *REASONS)
-"""Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a
-moment."""
+"""Budget pauses during which the node leaves its crew. Pauses of a few seconds are not in this
+list."""
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     """Run until SIGTERM.
 
     Raises:
-        LocalError: something of this machine is missing or unsafe; errors.py says which exit code
-        follows.
+        LocalError: something on this machine is missing or unsafe; errors.py lists the exit codes.
     """
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
@@ -135,12 +133,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             nursery.start_soon(meter.run)
             await told_to_stop()
             observer.draining = True
-            await crew.leave("its node stops")
+            await crew.leave("node is shutting down")
             nursery.cancel_scope.cancel()
 
 
 def node_info(config: Config, member: Member) -> NodeInfo:
-    """Who this node is, as it says of itself."""
+    """Return this node's description of itself."""
     named = member.opened is not None and bootstrap(member.opened.manifest)
     invite = str(invite_of(member.opened)) if member.opened is not None and named else ""
     return NodeInfo(
@@ -159,7 +157,7 @@ def node_info(config: Config, member: Member) -> NodeInfo:
 
 
 def _pause(meter: Meter) -> str:
-    """Why the node may not take part in a crew now; empty while it may."""
+    """Return the reason why the node may not take part in a crew now; empty if it may."""
     paused = meter.statistics().paused
     return next((reason for reason in PAUSES if paused[reason]), "")
 

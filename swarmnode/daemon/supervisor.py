@@ -1,8 +1,9 @@
-"""`swarmnode run`: starts the network process and the trainer, watches both, restarts either alone.
+"""`swarmnode run`: starts the network process and the trainer, monitors both, restarts either
+alone.
 
-Neither libp2p nor torch is loaded here, so that what brings the others back is small and does not
-crash with them. Owns signals and the exit code: the first SIGTERM or SIGINT drains, the second
-aborts. What its owner says meanwhile is in `control.py`.
+Neither libp2p nor torch is loaded here, so that the supervisor stays small and does not crash with
+its children. It handles signals and the exit code: the first SIGTERM or SIGINT drains, the second
+aborts. `control.py` handles the operator's commands.
 """
 
 from __future__ import annotations
@@ -39,15 +40,14 @@ log = structlog.get_logger("swarmnode.daemon.supervisor")
 COMMANDS = {"network": "swarmnode.daemon.node", "trainer": "swarmnode.trainer"}
 WATCH_INTERVAL_SECONDS = 0.25
 NOTIFY_SECONDS = 1.0
-"""Between two words to systemd; its watchdog must be patient for several of them."""
+"""Interval between sd_notify messages. systemd's watchdog timeout must be several times longer."""
 OVERDUE_SECONDS = 5.0
-"""A process that is still there so long after it should have been killed is beyond us: systemd
-hears no more."""
+"""If a killed process still exists after this time, heartbeats to systemd stop."""
 LINE_BYTES = 4096
 NO_RULES = Rules()
 ENDED = Path("run") / "ended"
-"""Below the data directory: pid of the trainer that the network process ended last, a space, and
-why."""
+"""Path below the data directory. Content: pid of the trainer that the network process killed last,
+a space, and the reason."""
 
 
 def run(
@@ -57,15 +57,19 @@ def run(
     commands: Mapping[str, str] = COMMANDS,
     rules: Rules = NO_RULES,
 ) -> int:
-    """Run a node until it is told to stop or cannot go on; return its exit code.
+    """Run a node until it is stopped or cannot continue; return its exit code.
 
-    configuration: what the next process is started with, as JSON. Asked before each start, because
-    a manifest may have changed it since. commands: process name to module. rules: when to rest for
-    the machine's sake.
+    Args:
+        cfg: settings of the supervisor.
+        data_dir: data directory of the node.
+        configuration: returns the configuration for the next process as JSON. Called before each
+            start, because a manifest may have changed it.
+        commands: process name → module.
+        rules: pause rules.
 
     Raises:
-        Unavailable: the data directory cannot be written, or another node runs in it.
-        SwarmNodeError: there is no configuration to begin with.
+        Unavailable: the data directory cannot be written, or another node is running in it.
+        SwarmNodeError: there is no valid configuration at the start.
     """
     supervisor = Supervisor(cfg, data_dir, configuration, commands, rules)
     exit_code = trio.run(supervisor.run)
@@ -76,18 +80,21 @@ def run(
 
 @dataclass
 class Child:
+    """One supervised process."""
+
     name: str
     watchdog: Watchdog
     process: subprocess.Popen[bytes] | None = None
     exited: trio.Event = field(default_factory=trio.Event)
     ended: str = ""
-    """Why we ended the process that ran last; empty where it ended by itself."""
+    """Why the supervisor or the network process killed the last process; empty if it ended by
+    itself."""
     down: str = ""
-    """Why there is none at work; empty from its first work on."""
+    """Why no process is working; empty once the process works."""
 
 
 class Supervisor:
-    """Starts one process per command and keeps it running. Parameters as those of `run`."""
+    """Runs one process per command. See `run` for the parameters."""
 
     def __init__(
         self,
@@ -115,12 +122,13 @@ class Supervisor:
         )
 
     def finish(self) -> None:
-        """Stop after the step that runs, however long it takes."""
+        """Stop after the current step, however long it takes."""
         if not self._stopping.is_set():
             self._patient = True
             self._stopping.set()
 
     async def run(self) -> int:
+        """Run until stopped; return the exit code. Raises as the function `run` does."""
         lock = lock_data_dir(self._data_dir)
         try:
             config_file = self._run_dir / "config.json"
@@ -142,14 +150,14 @@ class Supervisor:
             os.close(lock)
 
     async def _keep_running(self, child: Child, config_file: Path) -> None:
-        """Start `child`, wait for its end, and start it again until the watchdog or a signal says
-        otherwise."""
+        """Start `child`, wait for its end, and restart it until the watchdog or a signal ends the
+        node."""
         while not self._stopping.is_set():
             self._write_config(config_file)
             read_fd, write_fd = os.pipe()
             child.exited = trio.Event()
-            # From this thread: trio would start it from a worker thread, and die_with_parent fires
-            # when *that* ends.
+            # Not in a worker thread, as trio would do: die_with_parent fires when the starting
+            # thread ends.
             child.process = subprocess.Popen(  # noqa: ASYNC220
                 [sys.executable, "-m", self._commands[child.name], "--config", str(config_file)],
                 stdin=subprocess.DEVNULL,
@@ -158,7 +166,7 @@ class Supervisor:
                     **(os.environ if child.name == "network" else without(os.environ)),
                     PROGRESS_FD: str(write_fd),
                 },
-                start_new_session=True,  # a terminal's Ctrl-C reaches us alone; we pass it on once
+                start_new_session=True,  # Ctrl-C reaches only the supervisor, which forwards it
             )
             os.close(write_fd)
             child.watchdog.started(trio.current_time())
@@ -201,18 +209,18 @@ class Supervisor:
                 await self._stopping.wait()
 
     def _ended_by_network(self, pid: int) -> str:
-        """Why the network process ended the process `pid`; empty if it did not."""
+        """Return why the network process killed the process `pid`; empty if it did not."""
         try:
-            ended, _, reason = (self._data_dir / ENDED).read_text(errors="replace").partition(" ")
+            killed_pid, _, reason = (self._data_dir / ENDED).read_text(errors="replace").partition(" ")
         except OSError:
             return ""
-        return f"the network process ended it: {reason}" if ended == str(pid) else ""
+        return f"killed by the network process: {reason}" if killed_pid == str(pid) else ""
 
     def _write_config(self, config_file: Path) -> None:
-        """Write what the next process is started with. When it cannot be had or written again, it
-        stays what it was.
+        """Write the configuration of the next process. On failure the previous one stays in use.
 
-        Raises Unavailable when there is none from before.
+        Raises:
+            Unavailable: there is no previous one.
         """
         try:
             configuration = self._configuration()
@@ -256,13 +264,13 @@ class Supervisor:
                 status = child.watchdog.statistics().status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
-                child.ended = f"it made no progress while {status}, and was ended"
+                child.ended = f"no progress while {status}, killed"
                 child.process.kill()
                 await child.exited.wait()
 
     async def _notify(self) -> None:
-        """Keep systemd informed. Nothing hangs while each process is either in time, or gone and
-        about to be started again."""
+        """Send heartbeats to systemd while every process is within its deadline or about to be
+        restarted."""
         while True:
             late = trio.current_time() - OVERDUE_SECONDS
             running = [
@@ -295,7 +303,8 @@ class Supervisor:
                 self._stopping.set()
 
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
-        """The trainer first, so that its last groups can still be published; then the network."""
+        """Stop the trainer first, so that its last groups can still be published, then the network
+        process."""
         await self._stopping.wait()
         if "trainer" in self._children:
             await self._last_step(self._children["trainer"])
@@ -309,8 +318,8 @@ class Supervisor:
         scope.cancel()
 
     async def _last_step(self, trainer: Child) -> None:
-        """Wait for it, where there is time: until the trainer has saved and ended, hangs, or a
-        signal takes the time away."""
+        """Wait for the trainer to finish its step and save, until it stalls or a signal ends the
+        patience."""
         if trainer.process is None or trainer.process.poll() is not None or not self._patient:
             return
         trainer.process.terminate()
@@ -321,7 +330,7 @@ class Supervisor:
         self._patient = False
 
     async def _terminate(self, child: Child) -> None:
-        """Ask it to stop, and wait for as long as `Watchdog.drained_by` says; then force."""
+        """Ask a process to stop and wait as long as `Watchdog.drained_by` allows; then kill it."""
         if child.process is None or child.process.poll() is not None:
             return
         child.process.terminate()
@@ -346,8 +355,7 @@ class Supervisor:
                 child.process.send_signal(signum)
 
     def _write_statistics(self) -> None:
-        """For the network process to export: it serves the metrics, but cannot count its own
-        deaths."""
+        """Write the statistics file that the network process exports as metrics."""
         written = {}
         for name, child in self._children.items():
             watched = child.watchdog.statistics()
@@ -366,19 +374,19 @@ class Supervisor:
 
 
 def how_it_ended(exit_code: int, last: str) -> str:
-    """Why a process that nobody told to end is gone, in one line. `last`: the last error of its own
-    log, empty without one."""
+    """Return why a process ended by itself, in one line. `last` is the last error of its log, empty
+    without one."""
     if exit_code == 0:
-        return "it finished"
+        return "finished"
     how = (
         f"exit code {exit_code}"
         if exit_code > 0
         else f"killed by {signal.Signals(-exit_code).name}"
     )
     if exit_code == -signal.SIGKILL and not last:
-        how += "; where nobody did that, the machine ran out of memory"
+        how += "; unless someone killed it, the machine ran out of memory"
     if exit_code == -signal.SIGILL:
-        how += ": a package, most often torch, is built for a newer processor than this one"
+        how += ": a package, most often torch, is built for a newer processor"
     return f"{last.removeprefix('crashed error=')} ({how})" if last else how
 
 
@@ -395,8 +403,7 @@ async def wait_for(process: subprocess.Popen[bytes]) -> int:
 
 
 def parse_progress(line: bytes) -> tuple[float | None, str] | None:
-    """(step seconds, status) of one line of a child's pipe; None for a line that is not one of
-    ours."""
+    """Parse (step seconds, status) from one line of a child's pipe; None for an invalid line."""
     try:
         message = json.loads(line)
         seconds = message["step_seconds"]

@@ -1,4 +1,4 @@
-"""The network process's end of the link: answers the trainer, and outlives it."""
+"""The network process's end of the link: answers the trainer, and survives its restarts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ log = structlog.get_logger("swarmnode.link")
 
 WRITE_SECONDS = 10.0
 QUEUED = 256
-"""Messages of our own that wait for a trainer to read; more are not sent."""
+"""Maximum number of unrequested messages that wait for the trainer; further ones are dropped."""
 
 Unasked = local.ToTrainer | wire.ToTrainer
 
 
 class TrainerHandler(Protocol):
-    """What the network process does with the trainer's messages."""
+    """Handles the trainer's messages in the network process."""
 
     def hello(self, hello: Hello) -> Welcome: ...
     def own_group(self, group: OwnGroup) -> Awaitable[None]: ...
@@ -45,8 +45,13 @@ class LinkServerStatistics:
 
 
 class LinkServer:
-    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called
-    when none is connected any more."""
+    """Listens on the data directory's socket; a new trainer replaces an old one.
+
+    Args:
+        data_dir: data directory of the node.
+        handler: handles the messages.
+        left: called when no trainer is connected any more.
+    """
 
     def __init__(
         self, data_dir: Path, handler: TrainerHandler, left: Callable[[], None] = lambda: None
@@ -63,7 +68,7 @@ class LinkServer:
         """Serve until cancelled.
 
         Raises:
-            Unavailable: the socket cannot be made.
+            Unavailable: the socket cannot be created.
         """
         with listening(self._data_dir / SOCKET, 4, f"link socket in {self._data_dir}") as made:
             listener = trio.socket.from_stdlib_socket(made)
@@ -76,8 +81,8 @@ class LinkServer:
                     nursery.start_soon(self._serve, trio.SocketStream(connection))
 
     def send_to_trainer(self, message: Unasked) -> bool:
-        """Queue what the trainer did not ask for; False when there is no trainer, or it does not
-        read."""
+        """Queue an unrequested message; returns False if there is no trainer or its queue is
+        full."""
         if self._outbox is None:
             return False
         try:
@@ -115,7 +120,7 @@ class LinkServer:
     async def _write(
         self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]
     ) -> None:
-        """Send what nobody asked for, between answers."""
+        """Send unrequested messages, between answers."""
         try:
             async for message in ours:
                 async with turn:
@@ -123,7 +128,7 @@ class LinkServer:
                         await stream.send_all(pack(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("trainer does not read", error=repr(error))
-            await stream.aclose()  # a frame may have been cut in two: the trainer connects again
+            await stream.aclose()  # a frame may have been cut: the trainer reconnects
 
     async def _handle(self, message: ToNetwork, stream: trio.SocketStream, turn: trio.Lock) -> None:
         answer: Welcome | Drawn | None = None

@@ -1,5 +1,5 @@
-"""`swarmnode export`: what the trainer last saved, as a directory that transformers loads. A child
-does the work: no torch here."""
+"""`swarmnode export`: write the trainer's last saved policy as a directory that transformers loads.
+A child process does the work; torch is not loaded here."""
 
 from __future__ import annotations
 
@@ -30,20 +30,26 @@ TERMS = (
     "training.temperature",
     "training.top_p",
 )
-"""Settings that a model card has."""
+"""Settings that a model card lists."""
 ERRORS = {
     kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
 }
 
 
 def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
-    """Write the saved policy to `directory`, whole or not at all, while the node may go on running.
-    Returns what swarmnode.json there says.
+    """Write the saved policy to `directory`, completely or not at all. The node may keep running.
 
-    merge: with LoRA, weights of their own instead of an adapter.
+    Args:
+        config: configuration of the node.
+        directory: a missing or empty directory.
+        merge: with LoRA, write full weights instead of an adapter.
 
-    Raises Unavailable when there is no state or the directory is not empty or cannot be written,
-    StateError when the state is another model's.
+    Returns:
+        The content of swarmnode.json in the export.
+
+    Raises:
+        Unavailable: there is no state, or the directory is not empty or cannot be written.
+        StateError: the state belongs to another model.
     """
     target = directory.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -51,7 +57,7 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", CHILD, str(target), *(["--merge"] if merge else [])],
         input=config.model_dump_json().encode(),
-        stdout=subprocess.PIPE,  # what it does goes to our stderr
+        stdout=subprocess.PIPE,  # its log goes to stderr
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         check=False,
     )
@@ -71,7 +77,7 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
 
 
 def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
-    """The tasks of a configuration, for a model card."""
+    """Return the tasks of a configuration for a model card."""
     hub = {
         name: dataset.source
         for name, dataset in tasks.datasets.items()

@@ -1,11 +1,11 @@
-"""What a swarm agrees on, and what that means for one node. Neither libp2p nor torch: the bytes are
-in `wire.manifest`, and what stands against taking part in `requirements`.
+"""The manifest of a swarm and its effect on a node's configuration. Loads neither libp2p nor torch.
+`wire.manifest` handles the bytes, `requirements` checks whether a node can take part.
 
-    draft    a founder's configuration ─▶ manifest                       `swarmnode init`
-    agreed   manifest, configuration ─▶ the configuration to run with, and what was changed
+    draft    a founder's configuration ─▶ manifest                              `swarmnode init`
+    agreed   manifest, configuration ─▶ effective configuration and its changes
 
-A manifest comes from a stranger. Nothing in it is looked up as a path, run, or shown without having
-been bounded by `wire.bounds`.
+A manifest comes from a stranger. Its values are bounded by `wire.bounds` before they are displayed,
+and never used as a path or executed.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ AGREED = (
     "weights.rule",
     "weights.sync_every",
 )
-"""Configuration keys that travel under `settings`. A key that is not here makes a manifest one that
-this version cannot honour."""
+"""Configuration keys in the manifest's `settings`. A node cannot honour a manifest with an unknown
+key."""
 AGREED_IF_SET = ("policy.chat",)
-"""The same, left out where they have their defaults: members of a release before, which do not know
-them, can honour a manifest without."""
+"""Keys that are omitted when they have their defaults, so that nodes of an earlier release, which
+do not know these keys, can honour the manifest."""
 SECRET_FILE = "swarm.secret"
 
 
@@ -64,7 +64,7 @@ class Change:
     was: object
     now: object
     was_set: bool
-    """Somebody had said otherwise, not only the default."""
+    """True if the operator had set the value, False if it was the default."""
 
     @property
     def reorders(self) -> bool:
@@ -86,16 +86,16 @@ class Change:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a founder decides beside the configuration."""
+    """The founder's terms beside the configuration."""
 
     created_at: int
-    """Unix milliseconds."""
+    """Unix time in milliseconds."""
     completions: tuple[int, int] | None = None
     """Bounds of the group size; by default half and twice `training.num_generations`."""
     bootstrap: Sequence[str] = ()
     members: Sequence[str] = ()
     secret: bytes | None = None
-    """The pre-shared one, of which only the commitment is told."""
+    """The pre-shared secret; the manifest contains only its commitment."""
     predecessor: bytes = b""
 
 
@@ -115,8 +115,17 @@ def members_choose(opened: Opened | None, tasks: Collection[str], options: Colle
 def draft(
     config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms
 ) -> SwarmManifest:
-    """The manifest of a swarm that does what `config` does. founder: 32-byte public key; models:
-    none means any."""
+    """Return the manifest of a swarm with this configuration.
+
+    Args:
+        config: the founder's configuration.
+        founder: public key of the founder, 32 bytes.
+        models: allowed models; empty allows any.
+        terms: the other terms.
+
+    Raises:
+        ConfigError: a setting does not fit into a manifest.
+    """
     training = config.training
     size = training.num_generations
     low, high = terms.completions or (
@@ -129,7 +138,7 @@ def draft(
             " samples one more)"
         )
     if not terms.members and terms.secret is None:
-        refuse_environments(config.task.names, "it is founded with --private or --member")
+        refuse_environments(config.task.names, "the swarm is founded with --private or --member")
     said = [
         key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)
     ]
@@ -166,7 +175,7 @@ def draft(
 
 
 def _told(value: object, key: str) -> str:
-    """JSON of a setting. Raises ConfigError for one that a manifest has no room for."""
+    """Return a setting as JSON. Raises ConfigError if it is too long for a manifest."""
     text = json.dumps(value, sort_keys=True)
     if len(text.encode()) > limits.SETTING_VALUE_BYTES:
         raise ConfigError(
@@ -177,8 +186,8 @@ def _told(value: object, key: str) -> str:
 
 
 def refuse_environments(tasks: Collection[str], unless: str) -> None:
-    """Raises ConfigError for the first task that asks a server by URL: strangers' groups would have
-    it asked, and no two need agree."""
+    """Raise ConfigError for the first task that is an environment by URL, because groups of
+    strangers would cause requests to that URL."""
     for task in tasks:
         if ENVIRONMENT_NAME.fullmatch(task):
             raise ConfigError(
@@ -188,13 +197,14 @@ def refuse_environments(tasks: Collection[str], unless: str) -> None:
 
 
 def commitment(secret: bytes) -> bytes:
-    """What a manifest tells of a swarm's 32-byte secret: enough to know it again. It must be
-    random, since guesses can be tried."""
+    """Return the commitment to a swarm's 32-byte secret, which allows verifying it. The secret must
+    be random, because the commitment allows testing guesses."""
     return hashlib.blake2b(ids.DOMAIN_SECRET + secret, digest_size=limits.SECRET_BYTES).digest()
 
 
 def settings_text(task: str) -> str:
-    """For people, in a manifest: a task's settings, and where the rows of a dataset are from."""
+    """Return the settings of a task for display in a manifest, with the origin of a dataset's
+    rows."""
     spec = TASKS[task]
     settings = dict(spec.settings)
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
@@ -216,12 +226,12 @@ def settings_text(task: str) -> str:
 
 
 def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Config, list[Change]]:
-    """`config` with everything that the swarm agrees on in place of what was set. Call
+    """Return `config` with the swarm's terms in place of its own, and the changes. Call
     `requirements.can_honour` first.
 
-    A node's own limits stay where the manifest leaves room: group size and length of completions
-    within the swarm's bounds. A node that does not train takes only what says which swarm this is.
-    Raises ConfigError when a setting of the manifest does not fit.
+    Own values stay where the manifest leaves room: group size and completion length within the
+    swarm's bounds. A node that does not train adopts only the identity of the swarm. Raises
+    ConfigError if a setting of the manifest is invalid.
     """
     manifest = opened.manifest
     known = dict.fromkeys([*config.network.initial_peers, *bootstrap(manifest)])
@@ -250,7 +260,7 @@ def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object
     )
     unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
     agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
-    # one completion more than is trained on
+    # one completion more than trained on
     pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
     most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
     return {
@@ -272,15 +282,15 @@ def _model_terms(manifest: SwarmManifest, policy: PolicyConfig) -> dict[str, obj
 
 
 def chosen_model(manifest: SwarmManifest, own: str) -> ModelRef | None:
-    """The model to start from; None when this node's `own` stands: any is allowed, or it is a
-    directory, whose content decides."""
+    """Return the model to start from; None if `own` is kept, because any model is allowed or `own`
+    is a directory, whose content is checked after loading."""
     if not manifest.models or _is_directory(own):
         return None
     return next((model for model in manifest.models if model.name == own), manifest.models[0])
 
 
 def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -> None:
-    """Raises Refused when a loaded policy (32-byte hashes) is none of the manifest's."""
+    """Raise Refused unless the manifest allows a loaded policy with these 32-byte hashes."""
     if not manifest.models or any(
         (model.fingerprint, model.tokenizer) == (fingerprint, tokenizer)
         for model in manifest.models
@@ -302,7 +312,7 @@ def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -
 
 
 def shown(manifest: SwarmManifest) -> dict[str, object]:
-    """As JSON has it, for people: bytes in hex."""
+    """Return the manifest as JSON values for display, with bytes in hex."""
 
     def plain(value: object) -> object:
         if isinstance(value, dict):
@@ -316,13 +326,13 @@ def shown(manifest: SwarmManifest) -> dict[str, object]:
 
 
 def rules_of(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
-    """The check that every member makes of every group."""
+    """Return the check that every member applies to every group."""
     models = frozenset((model.fingerprint, model.tokenizer) for model in manifest.models)
     return lambda group: keeps_rules(group, manifest.rollouts, models)
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:
-    """Peer ids that may connect; None when everybody may."""
+    """Return the peer ids that may connect; None for all."""
     if not manifest.access.members:
         return None
     bootstraps = {peer for text in bootstrap(manifest) if (peer := addresses.parse(text)[1])}
@@ -330,7 +340,7 @@ def members(manifest: SwarmManifest) -> frozenset[str] | None:
 
 
 def bootstrap(manifest: SwarmManifest) -> list[str]:
-    """Its bootstrap addresses, those that this version can dial."""
+    """Return the bootstrap addresses that this version can dial."""
     found = []
     for text in manifest.bootstrap:
         try:
@@ -343,9 +353,11 @@ def bootstrap(manifest: SwarmManifest) -> list[str]:
 
 
 def swarm_secret(data_dir: Path) -> bytes | None:
-    """The pre-shared secret, 32 bytes, in the data directory; None without one.
+    """Return the pre-shared secret (32 bytes) in the data directory; None without one.
 
-    Raises Refused if others can read the file, ConfigError if it is not one.
+    Raises:
+        Refused: others can read the file.
+        ConfigError: the file does not hold a secret.
     """
     path = data_dir / SECRET_FILE
     data = read_private(path, "swarm secret", 4096)
@@ -353,7 +365,7 @@ def swarm_secret(data_dir: Path) -> bytes | None:
 
 
 def parse_secret(data: bytes, path: Path) -> bytes:
-    """The secret in a file of 64 hex digits. Raises ConfigError."""
+    """Return the secret in a file of 64 hex digits. Raises ConfigError."""
     text = data.strip().lower()
     if not re.fullmatch(rb"[0-9a-f]{64}", text):
         raise ConfigError(f"{path}: a swarm's secret is 64 hex digits")

@@ -1,12 +1,11 @@
-"""The manifests that a node holds, in `<data_dir>/manifest`: its swarm's, the way there, and a
-successor if one is known.
+"""The manifests in `<data_dir>/manifest`: the current one, its predecessors, and a known successor.
 
-    <swarm id in hex>.manifest   the envelope, as received
-    current                      the swarm id of the one that the node runs by
-    peers                        multiaddrs of the last invite, a line each: the manifest's own may
-    be gone
+    <swarm id in hex>.manifest   the signed envelope, as received
+    current                      swarm id of the manifest in use
+    peers                        multiaddrs of the last invite, one per line, because the manifest's
+                                 own addresses may be outdated
 
-Everything read here is verified again, so that a damaged or altered file is an error and not
+Everything is verified again when it is read, so that a damaged or altered file is an error, not
 another swarm.
 """
 
@@ -29,19 +28,19 @@ from swarmnode.wire.manifest import Opened, follows, open_manifest
 CURRENT = "current"
 PEERS = "peers"
 MOST = 256
-"""Manifests read from a directory at most; a node adds one per successor that it moves to, and one
-that waits."""
+"""Maximum number of manifests read from a directory. A node adds one per adopted successor and one
+for a pending successor."""
 
 
 class ManifestStore:
-    """Raises Unavailable from everything that writes, StateError from everything that reads a
-    damaged file."""
+    """Manifests on disk. Every write may raise Unavailable; every read of a damaged file raises
+    StateError."""
 
     def __init__(self, data_dir: Path) -> None:
         self._directory = data_dir / "manifest"
 
     def current(self) -> bytes | None:
-        """The swarm id that was chosen, None if none was."""
+        """Return the swarm id in use, None if none was chosen."""
         try:
             return bytes.fromhex((self._directory / CURRENT).read_text().strip())
         except FileNotFoundError:
@@ -58,7 +57,7 @@ class ManifestStore:
             ) from None
 
     def get(self, swarm: bytes) -> Opened | None:
-        """The manifest of `swarm`, None if it is not here."""
+        """Return the manifest of `swarm`, None if it is not stored."""
         path = self.path(swarm)
         try:
             data = path.read_bytes()[: limits.MANIFEST_BYTES + 1]
@@ -78,33 +77,33 @@ class ManifestStore:
         return self._directory / f"{swarm.hex()}.manifest"
 
     def add(self, opened: Opened) -> None:
-        """Keep a manifest."""
+        """Store a manifest."""
         self._write(f"{opened.swarm.hex()}.manifest", opened.signed)
 
     def choose(self, swarm: bytes) -> None:
-        """Run by this one from now on. A running node moves there by itself within seconds."""
+        """Use this manifest from now on. A running node restarts with it within seconds."""
         self._write(CURRENT, f"{swarm.hex()}\n".encode())
 
     def keep_peers(self, addresses: Sequence[str]) -> None:
-        """Remember where an invite led, for the next start."""
+        """Store the addresses of an invite for the next start."""
         self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
 
     def peers(self) -> list[str]:
-        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is
-        no reason not to run."""
+        """Return the addresses of the last invite; empty if there are none or they cannot be read,
+        which does not prevent a start."""
         try:
             return list(check_addresses((self._directory / PEERS).read_text().split(), PEERS))
         except (OSError, ValueError, ConfigError):
             return []
 
     def successor(self, opened: Opened) -> Opened | None:
-        """The best successor that is here: the youngest, then the one with the greater id."""
+        """Return the best stored successor: the newest, then the one with the greater id."""
         found = [other for other in self._all() if follows(other, opened)]
         return max(found, key=_rank, default=None)
 
     def add_successor(self, opened: Opened, successor: Opened) -> bool:
-        """Keep a successor of `opened` in place of an older one that nobody chose. True if it was
-        news."""
+        """Store a successor of `opened` in place of an older unused one. Returns True if it was
+        new."""
         before = self.successor(opened)
         if before is not None and _rank(before) >= _rank(successor):
             return False
@@ -114,14 +113,15 @@ class ManifestStore:
         return True
 
     def latest(self, swarm: bytes) -> Opened | None:
-        """The end of the chain of successors that begins at `swarm`."""
+        """Return the last manifest of the chain of successors that starts at `swarm`."""
         opened = self.get(swarm)
         while opened is not None and (following := self.successor(opened)) is not None:
-            opened = following  # ends: each is younger than the one before
+            opened = following  # terminates, because each successor is newer
         return opened
 
     def descends(self, swarm: bytes, ancestor: bytes) -> bool:
-        """Whether `swarm` is `ancestor` or came of it, as far as the manifests here tell."""
+        """Return True if `swarm` is `ancestor` or descends from it, according to the stored
+        manifests."""
         for _ in range(MOST):
             if swarm == ancestor:
                 return True
@@ -132,8 +132,8 @@ class ManifestStore:
         return False
 
     def lookup(self, swarm: bytes) -> tuple[bytes, bytes]:
-        """For the manifest protocol: (signed manifest, signed successor), each empty when it is not
-        here. Never raises."""
+        """Return (signed manifest, signed successor) for the manifest protocol, each empty if not
+        stored. Never raises."""
         try:
             opened = self.get(swarm)
             successor = self.successor(opened) if opened is not None else None
@@ -162,8 +162,8 @@ def _rank(opened: Opened) -> tuple[int, bytes]:
 
 
 def stored(data_dir: Path) -> Opened | None:
-    """The manifest that was chosen in this data directory; None for a swarm without one. Raises
-    StateError when it is not there."""
+    """Return the manifest in use in this data directory; None for a swarm without one. Raises
+    StateError if it is missing."""
     store = ManifestStore(data_dir)
     swarm = store.current()
     if swarm is None:
@@ -177,9 +177,11 @@ def stored(data_dir: Path) -> Opened | None:
 
 
 def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
-    """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
+    """Return `config` with the terms of the stored manifest, and the changes; unchanged without a
+    manifest.
 
-    Raises Refused, with every reason, when this node cannot honour the manifest.
+    Raises:
+        Refused: this node cannot honour the manifest; the message has every reason.
     """
     data_dir = config.node.data_dir
     opened = stored(data_dir)
@@ -187,7 +189,7 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
         if trains and config.sharing.enabled:
             manifest.refuse_environments(
                 config.task.names,
-                "it is private (init --private); sharing.enabled = false trains alone",
+                "the swarm is private (init --private); sharing.enabled = false trains alone",
             )
         return config, []
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)

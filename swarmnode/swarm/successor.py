@@ -1,5 +1,4 @@
-"""A founder's successor: what the present manifest says, but for what is said anew; how the two
-differ; and one that waits to be followed."""
+"""Successors of a manifest: which terms they keep, how they differ, and whether one is pending."""
 
 from __future__ import annotations
 
@@ -22,25 +21,27 @@ TERMS = (
     "training.temperature",
     "training.top_p",
 )
-"""Configuration keys that a manifest is drafted from, but for its bounds of the group size."""
+"""Configuration keys that a manifest is drafted from, without the bounds of the group size."""
 
 
 class SuccessorStatistics(msgspec.Struct, frozen=True):
-    """A successor that this node knows of and is not of: it waits for its owner's word."""
+    """A known successor that this node has not adopted; the operator decides."""
 
     swarm: str = ""
-    """Swarm id, hex; empty where none waits."""
+    """Swarm id in hex; empty if none is pending."""
     name: str = ""
     problems: list[str] = []
-    """Why this node cannot follow it as it is configured; empty where a word is enough."""
+    """Why this node cannot follow it with its configuration; empty if it can."""
     waiting: int = 0
-    """1 where one waits."""
+    """1 if a successor is pending."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that a successor says otherwise. `before` is None for what is new, `after` for what
-    is gone."""
+    """One difference between a manifest and its successor.
+
+    `before` is None for an addition, `after` for a removal.
+    """
 
     what: str
     before: str | None
@@ -57,16 +58,16 @@ class Difference:
 
 
 def addresses_of(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
-    """The bootstrap addresses of a manifest, those of the founder `peer` replaced by where it is
-    now, `own`."""
+    """Return the bootstrap addresses of a manifest, with those of the founder `peer` replaced by
+    its current addresses `own`."""
     ours = [address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer]
     others = [address for address in before.bootstrap if address not in ours]
     return [*(own if ours else []), *others]
 
 
 def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
-    """What `after` says otherwise, in the order of a manifest's fields; when it was signed and by
-    whom is no difference."""
+    """Return the differences in the order of a manifest's fields, without signing time and
+    signature."""
     was, now = _said(before), _said(after)
     return [
         Difference(what, was.get(what), now.get(what))

@@ -1,5 +1,4 @@
-"""One run of one process under a key, signed: how two processes with the same key are found out
-(protocol/01, section 9)."""
+"""Signed sessions, which reveal two processes with the same key (protocol/01, section 9)."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from swarmnode.wire.messages import Session
 
 
 def seal_session(session: Session, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
-    """The bytes of a signed session; `swarm` is the 32-byte swarm id."""
+    """Return a signed session as bytes; `swarm` is the 32-byte swarm id."""
     return encode(sign(encode(session), private_key, ids.DOMAIN_SESSION, swarm))
 
 
 def open_session(frame: bytes, swarm: bytes) -> tuple[str, Session]:
-    """The peer id that signed it, and the session. Raises BadMessage with a reason of
+    """Return the signer's peer id and the session. Raises BadMessage with a reason of
     `codec.DECODE_REASONS`, or "signature"."""
     envelope = open_raw(frame, ids.DOMAIN_SESSION, swarm, limits.SESSION_REQUEST_BYTES)
     return peer_id(envelope.key), decode(envelope.payload, Session, limits.SESSION_REQUEST_BYTES)

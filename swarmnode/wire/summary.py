@@ -1,5 +1,4 @@
-"""What a node says of itself, signed, so that whoever passes it on cannot have made it up
-(protocol/01, section 10)."""
+"""Signed summaries, which a forwarder cannot forge (protocol/01, section 10)."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from swarmnode.wire.messages import Summary
 
 
 def seal_summary(summary: Summary, private_key: Ed25519PrivateKey, swarm: bytes) -> bytes:
-    """The bytes of a signed summary; `swarm` is the 32-byte swarm id."""
+    """Return a signed summary as bytes; `swarm` is the 32-byte swarm id."""
     return encode(sign(encode(summary), private_key, ids.DOMAIN_SUMMARY, swarm))
 
 
 def open_summary(frame: bytes, swarm: bytes) -> tuple[str, Summary]:
-    """The peer id that signed it, and the summary. Raises BadMessage with a reason of
+    """Return the signer's peer id and the summary. Raises BadMessage with a reason of
     `codec.DECODE_REASONS`, or "signature"."""
     envelope = open_raw(frame, ids.DOMAIN_SUMMARY, swarm, limits.SUMMARY_BYTES)
     return peer_id(envelope.key), decode(envelope.payload, Summary, limits.SUMMARY_BYTES)

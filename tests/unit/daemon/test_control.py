@@ -131,7 +131,7 @@ def test_where_no_node_runs_that_is_one_line_and_nothing_is_made(tmp_path, capsy
         assert cli.run([command, "-d", str(directory)]) == 69
         said = capsys.readouterr().err
         assert said.startswith(
-            f"swarmnode: no node runs in {directory}: name its directory with -d"
+            f"swarmnode: no node is running in {directory}: name its directory with -d"
         )
         assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -142,7 +142,7 @@ def test_a_node_without_a_socket_is_told_apart(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(control, "ASK_SECONDS", 0.2)
     lock = lock_data_dir(tmp_path)
     assert cli.run(["pause", "-d", str(tmp_path)]) == 69
-    assert "has no control socket: its log says why" in capsys.readouterr().err
+    assert "has no control socket: see its log" in capsys.readouterr().err
     os.close(lock)
 
 
@@ -169,7 +169,7 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
     async with controlled(tmp_path):
         monkeypatch.setattr(pauses, "write_atomically", full)
         assert await said("pause", "-d", tmp_path) == 69
-        assert "cannot keep that: No space left on device" in capsys.readouterr().err
+        assert "cannot save the pause: No space left on device" in capsys.readouterr().err
         monkeypatch.undo()
         assert await said("resume", "-d", tmp_path) == 0
     assert last_line(capsys) == "it was not paused"

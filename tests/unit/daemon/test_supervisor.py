@@ -352,7 +352,7 @@ async def test_a_process_that_hung_did_not_crash(node):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer"))
-        assert await down(node) == "it made no progress while training, and was ended"
+        assert await down(node) == "no progress while training, killed"
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -367,7 +367,7 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
         await trio.to_thread.run_sync(
             end_trainer, watch, tmp_path / "data", "it has work and does none"
         )
-        assert await down(node) == "the network process ended it: it has work and does none"
+        assert await down(node) == "killed by the network process: it has work and does none"
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -375,9 +375,9 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
     ("code", "last", "said"),
     [
         (1, "crashed error=KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
-        (-9, "", "killed by SIGKILL; where nobody did that, the machine ran out of memory"),
+        (-9, "", "killed by SIGKILL; unless someone killed it, the machine ran out of memory"),
         (-11, "", "killed by SIGSEGV"),
-        (0, "old", "it finished"),
+        (0, "old", "finished"),
     ],
 )
 def test_how_a_process_ended_is_one_line(code, last, said):

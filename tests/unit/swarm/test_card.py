@@ -130,7 +130,7 @@ def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, expo
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(401, "the token is not valid"), (403, "the token may not write there")]
+    ("status", "why"), [(401, "the token is not valid"), (403, "the token has no write permission there")]
 )
 def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, status, why) -> None:
     ours.status = status
@@ -144,7 +144,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, export) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        Unavailable, match=r"could not be pushed to me/model: .*try again with `hf upload me/model"
+        Unavailable, match=r"to me/model: .*try again with `hf upload me/model"
     ) as raised:
         push(export, "me/model", public=False, message="")
     assert "\n" not in str(raised.value)

@@ -125,7 +125,7 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
     ("task", "says"),
     [
         (TaskEntry("builtin/copy", "0000000000000000", ""), "version"),
-        (TaskEntry("rg/unheard_of", "00", ""), "not one of this version's"),
+        (TaskEntry("rg/unheard_of", "00", ""), "unknown to this version"),
         (TaskEntry("rg/countdown", "00", ""), "could run code"),
     ],
 )
@@ -201,7 +201,7 @@ def test_members_are_those_listed_the_founder_and_the_bootstrap_peers():
     )
     assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, bootstrap}
     assert problems(opened, peer=OTHER_PEER) == []
-    assert "not on its list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
+    assert "not on its member list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
     assert manifest.members(founded().manifest) is None
 
 
@@ -212,7 +212,7 @@ def test_a_secret_is_needed_and_must_be_the_right_one(tmp_path):
     file = tmp_path / "swarm.secret"
     file.write_text(bytes(32).hex())
     file.chmod(0o600)
-    assert "another swarm's" in problems(opened, config)[0]
+    assert "belongs to another swarm" in problems(opened, config)[0]
     file.write_text(SECRET.hex() + "\n")
     assert problems(opened, config) == []
     assert SECRET not in opened.signed
