@@ -624,7 +624,7 @@ SWARM: dict[str, list[Panel]] = {
         p("Known peers", gauge("swarmnode_peers_known"), width=6),
         p(
             "Peers let go for others per hour",
-            (f"increase(swarmnode_peers_let_go_total{{{I}}}[1h])", "{{instance}} {{why}}"),
+            (f"increase(swarmnode_peers_dropped_total{{{I}}}[1h])", "{{instance}} {{why}}"),
             width=6,
         ),
         p("Polled peers", gauge("swarmnode_polled_peers"), width=6),

@@ -24,7 +24,7 @@ import structlog
 import trio
 
 from swarmnode import pauses
-from swarmnode.daemon.machine import Load, Machine, Rules, observed
+from swarmnode.daemon.machine import LoadAverage, Machine, Rules, update_load
 from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import lock_data_dir, socket_address
 
@@ -82,7 +82,7 @@ class Control:
         self._machine = machine
         self._finish = finish
         self._trains = trains
-        self._load = Load()
+        self._load = LoadAverage()
         self._since = {
             reason: at
             for reason, at in pauses.read(data_dir).items()
@@ -92,7 +92,7 @@ class Control:
     async def run(self) -> None:
         """Serve commands and apply the rules until cancelled. Without a socket the node continues,
         with an error in the log."""
-        self._tell()
+        self._write_pauses()
         if "owner" in self._since:
             log.warning(
                 "paused by the operator",
@@ -102,16 +102,16 @@ class Control:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             if self._trains:
-                nursery.start_soon(self._mind)
+                nursery.start_soon(self._apply_rules)
 
     # ---- the machine -----------------------------------------------------------------------------
 
-    async def _mind(self) -> None:
+    async def _apply_rules(self) -> None:
         rules = self._rules
         while rules.on_battery or rules.above_load:
             now = trio.current_time()
             if rules.above_load:
-                self._load = observed(
+                self._load = update_load(
                     self._load, self._machine.load_of_others(now), rules.above_load, now
                 )
             found = {
@@ -130,10 +130,10 @@ class Control:
                     rests=sorted(self._since) or "no",
                     load_of_others=round(self._load.mean, 2),
                 )
-                self._tell()
+                self._write_pauses()
             await trio.sleep(POLL_INTERVAL)
 
-    def _tell(self) -> str:
+    def _write_pauses(self) -> str:
         """Write the pause reasons for the other processes. Returns the error; empty on success."""
         try:
             pauses.write(self._data_dir, self._since)
@@ -165,7 +165,7 @@ class Control:
             if directory is not None:
                 os.close(directory)
         with listener:
-            async with trio.open_nursery() as kept:
+            async with trio.open_nursery() as waiting_clients:
                 while True:
                     try:
                         connection, _ = await listener.accept()
@@ -173,9 +173,11 @@ class Control:
                         log.error("cannot accept control connections", error=str(error))
                         await trio.sleep(1.0)
                         continue
-                    await self._hear(trio.SocketStream(connection), kept)
+                    await self._handle_connection(trio.SocketStream(connection), waiting_clients)
 
-    async def _hear(self, stream: trio.SocketStream, kept: trio.Nursery) -> None:
+    async def _handle_connection(
+        self, stream: trio.SocketStream, waiting_clients: trio.Nursery
+    ) -> None:
         """Handle one request. The stream is then closed, or after `finish` kept open until the node
         ends."""
         request = None
@@ -190,18 +192,18 @@ class Control:
                     data += more
                 try:
                     request = msgspec.json.decode(data, type=Request)
-                    answer = self._obey(request.command)
+                    answer = self._execute(request.command)
                 except msgspec.MsgspecError as error:
                     answer = Answer(error=f"not a request: {error}")
                 await stream.send_all(msgspec.json.encode(answer) + b"\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # the command was executed nevertheless
         if request is not None and request.command == "finish":
-            kept.start_soon(_keep, stream)
+            waiting_clients.start_soon(_hold_open, stream)
         else:
             await trio.aclose_forcefully(stream)
 
-    def _obey(self, command: Command) -> Answer:
+    def _execute(self, command: Command) -> Answer:
         if command == "finish":
             log.info("finishing after the current step")
             self._finish()
@@ -219,7 +221,7 @@ class Control:
         else:
             self._since.pop("owner", None)
         changed = before.keys() != self._since.keys()
-        if changed and (error := self._tell()):
+        if changed and (error := self._write_pauses()):
             self._since = before
             return Answer(paused=before, error=f"cannot save the pause: {error}")
         if changed:
@@ -230,7 +232,7 @@ class Control:
         return Answer(changed, dict(self._since))
 
 
-async def _keep(stream: trio.SocketStream) -> None:
+async def _hold_open(stream: trio.SocketStream) -> None:
     """Hold the stream of a client that waits for the end of the node, which it sees as the end of
     the stream."""
     async with stream:
@@ -239,9 +241,11 @@ async def _keep(stream: trio.SocketStream) -> None:
                 pass
 
 
-def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: None) -> Answer:
-    """Send a command to the node in `data_dir`. With `finish`, call `agreed` once the node accepts,
-    and return once it has ended.
+def send_command(
+    data_dir: Path, command: Command, accepted: Callable[[], None] = lambda: None
+) -> Answer:
+    """Send a command to the node in `data_dir`. With `finish`, call `accepted` once the node
+    accepts, and return once it has ended.
 
     Raises:
         Unavailable: no node is running, or it cannot execute the command.
@@ -254,7 +258,7 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
             connection.sendall(msgspec.json.encode(Request(command)) + b"\n")
             answer = msgspec.json.decode(_line(connection), type=Answer)
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-            raise Unavailable(_nobody(data_dir)) from None
+            raise Unavailable(_not_running_message(data_dir)) from None
         except PermissionError:
             raise Refused(
                 f"the node in {data_dir} belongs to another user, who alone may control it"
@@ -266,7 +270,7 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
         if answer.error:
             raise Unavailable(answer.error)
         if command == "finish":
-            agreed()
+            accepted()
             connection.settimeout(None)
             with contextlib.suppress(OSError):
                 connection.recv(1)  # returns when the node ends
@@ -284,7 +288,7 @@ def _connect(connection: socket.socket, data_dir: Path) -> None:
                 connection.connect(path)
                 return
             except (FileNotFoundError, ConnectionRefusedError):
-                if not _held(data_dir) or time.monotonic() >= deadline:
+                if not _is_running(data_dir) or time.monotonic() >= deadline:
                     raise
             time.sleep(0.1)
     finally:
@@ -303,8 +307,8 @@ def _line(connection: socket.socket) -> bytes:
     return data
 
 
-def _nobody(data_dir: Path) -> str:
-    if _held(data_dir):
+def _not_running_message(data_dir: Path) -> str:
+    if _is_running(data_dir):
         return f"the node in {data_dir} has no control socket: see its log"
     return (
         f"no node is running in {data_dir}: name its directory with -d, or start it with"
@@ -314,11 +318,11 @@ def _nobody(data_dir: Path) -> str:
 
 def _wait_for_end(data_dir: Path) -> None:
     deadline = time.monotonic() + ASK_SECONDS
-    while _held(data_dir) and time.monotonic() < deadline:
+    while _is_running(data_dir) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _held(data_dir: Path) -> bool:
+def _is_running(data_dir: Path) -> bool:
     """Return True if a node is running with this directory."""
     if not (data_dir / "run" / "lock").exists():
         return False

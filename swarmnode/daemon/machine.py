@@ -28,7 +28,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Load:
+class LoadAverage:
     """Average load of other programs."""
 
     mean: float = 0.0
@@ -37,13 +37,13 @@ class Load:
     busy_until: float = -math.inf
 
 
-def observed(load: Load, share: float, limit: float, now: float) -> Load:
+def update_load(load: LoadAverage, share: float, limit: float, now: float) -> LoadAverage:
     """Update the average with `share`, the load of other programs since the last measurement. `now`
     is monotonic time in seconds."""
     if load.at is None:
         return replace(load, at=now)
     mean = load.mean + (1 - math.exp(-(now - load.at) / SMOOTH_SECONDS)) * (share - load.mean)
-    return Load(mean, now, now + CALM_SECONDS if mean > limit else load.busy_until)
+    return LoadAverage(mean, now, now + CALM_SECONDS if mean > limit else load.busy_until)
 
 
 class Machine:
@@ -70,10 +70,10 @@ class Machine:
             own, taken = _own_seconds(), _busy_seconds()
         except (OSError, psutil.Error):
             return 0.0
-        ours = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own.items())
+        own_seconds = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own.items())
         elapsed = now - self._at if self._at is not None else 0.0
         others = (
-            (taken - self._taken - ours) / (elapsed * (psutil.cpu_count() or 1))
+            (taken - self._taken - own_seconds) / (elapsed * (psutil.cpu_count() or 1))
             if elapsed > 0
             else 0.0
         )
@@ -94,8 +94,8 @@ def _busy_seconds() -> float:
 
 def _own_seconds() -> dict[int, float]:
     found = {}
-    us = psutil.Process()
-    for process in [us, *us.children(recursive=True)]:
+    this_process = psutil.Process()
+    for process in [this_process, *this_process.children(recursive=True)]:
         try:
             times = process.cpu_times()
         except psutil.Error:  # it has just ended

@@ -29,7 +29,7 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
-from swarmnode.wire.manifest import Opened
+from swarmnode.wire.manifest import VerifiedManifest
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
 
@@ -51,15 +51,15 @@ class Member:
     identity: Identity
     swarm: bytes
     """Swarm id, 32 bytes."""
-    opened: Opened | None
+    opened: VerifiedManifest | None
     """None in a swarm without a manifest."""
     network: Libp2pNetwork
     sessions: Sessions
     summaries: Summaries
     successors: Successors | None
-    members_choose: bool
+    members_choose_difficulty: bool
     """True if members choose the difficulty of their questions."""
-    keeps_rules: Callable[[RolloutGroup], bool]
+    meets_rules: Callable[[RolloutGroup], bool]
     """Returns True for a group that the swarm's manifest allows."""
 
     async def run(self) -> None:
@@ -88,14 +88,14 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
     os.environ.pop(VARIABLE, None)  # no child of this process needs it
-    opened = manifest_store.stored(data_dir)
+    opened = manifest_store.load_current(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise LocalError(
             "another manifest was chosen after this process was configured; restarting"
         )
     if opened is None:
         secret, members = None, None
-        speaks = manifest.protocols_of(config.task.names, config.training.options)
+        speaks = manifest.required_protocols(config.task.names, config.training.options)
         swarm = swarm_id(
             config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks
         )
@@ -123,19 +123,21 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
             identity.private_key,
             swarm,
             network.connected,
-            welcome=network.welcome,
+            is_allowed=network.is_allowed,
         )
         successors = (
             Successors(config, opened, store, network, trains=trains)
             if opened is not None
             else None
         )
-        keeps_rules = (
-            manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        meets_rules = (
+            manifest.group_check(opened.manifest) if opened is not None else lambda group: True
         )
-        choose = manifest.members_choose(opened, config.task.names, config.training.options)
+        choose = manifest.members_choose_difficulty(
+            opened, config.task.names, config.training.options
+        )
         yield Member(
-            identity, swarm, opened, network, sessions, summaries, successors, choose, keeps_rules
+            identity, swarm, opened, network, sessions, summaries, successors, choose, meets_rules
         )
 
 
@@ -150,7 +152,7 @@ class Successors:
     def __init__(
         self,
         config: Config,
-        opened: Opened,
+        opened: VerifiedManifest,
         store: ManifestStore,
         network: Libp2pNetwork,
         *,
@@ -202,7 +204,7 @@ class Successors:
             log.error("cannot store a successor", error=str(error))
         return True
 
-    def _consider(self, successor: Opened) -> None:
+    def _consider(self, successor: VerifiedManifest) -> None:
         """Follow the successor, or log how to follow it."""
         name, swarm = successor.manifest.name, successor.swarm.hex()
         policy = self._config.swarm.follow

@@ -20,9 +20,9 @@ import trio
 from swarmnode import __version__
 from swarmnode.config import Config
 from swarmnode.daemon.member import Member, open_member
-from swarmnode.daemon.observer import NodeObserver, Parts
-from swarmnode.daemon.presence import announce, beat, told_to_stop
-from swarmnode.daemon.trainer_port import TrainerPort, end_trainer
+from swarmnode.daemon.observer import NodeObserver, ObservedParts
+from swarmnode.daemon.presence import send_heartbeats, wait_for_stop_signal, write_addresses
+from swarmnode.daemon.trainer_port import TrainerPort, kill_trainer
 from swarmnode.link.messages import Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.observe import logs
@@ -36,7 +36,7 @@ from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
 from swarmnode.stages.service import NodeCallbacks, StageService
 from swarmnode.swarm.manifest import bootstrap
-from swarmnode.swarm.membership import invite_of
+from swarmnode.swarm.membership import make_invite
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
@@ -55,15 +55,15 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
-        resting = PauseFlags(data_dir)
+        pause_flags = PauseFlags(data_dir)
         meter = Meter(
             config.network,
             config.node.quiet_hours,
             data_dir,
             lambda: network.statistics().traffic,
-            resting=resting,
+            pause_reasons=pause_flags,
         )
-        network.keep_to(meter.allows)
+        network.set_budget(meter.allows)
         trainer = TrainerWatch()
         rollouts = RolloutExchange(
             network,
@@ -72,8 +72,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             GroupRules(
                 config.task.names,
                 config.training.max_completion_length,
-                member.keeps_rules,
-                member.members_choose,
+                member.meets_rules,
+                member.members_choose_difficulty,
             ),
             config.sharing,
             budget=meter,
@@ -85,7 +85,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             data_dir,
             NodeCallbacks(
                 lambda message: link.send_to_trainer(message),
-                partial(end_trainer, trainer, data_dir),
+                partial(kill_trainer, trainer, data_dir),
                 paused=lambda: _pause(meter),
                 allows=meter.has_room,
             ),
@@ -97,12 +97,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             data_dir,
             lambda message: link.send_to_trainer(message),
             budget=meter.allows,
-            may_average=lambda: crew.may_average and not resting(),
+            may_average=lambda: crew.may_average and not pause_flags(),
         )
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
         link = LinkServer(data_dir, port, port.left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
-        parts = Parts(
+        parts = ObservedParts(
             network,
             member.summaries,
             meter,
@@ -127,11 +127,11 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             url = await nursery.start(
                 partial(serve_http, config.http, observer.snapshot, data_dir=data_dir)
             )
-            announce(data_dir, network, member.swarm, url)
-            nursery.start_soon(beat, progress)
+            write_addresses(data_dir, network, member.swarm, url)
+            nursery.start_soon(send_heartbeats, progress)
             nursery.start_soon(member.run)
             nursery.start_soon(meter.run)
-            await told_to_stop()
+            await wait_for_stop_signal()
             observer.draining = True
             await crew.leave("node is shutting down")
             nursery.cancel_scope.cancel()
@@ -140,7 +140,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
 def node_info(config: Config, member: Member) -> NodeInfo:
     """Return this node's description of itself."""
     named = member.opened is not None and bootstrap(member.opened.manifest)
-    invite = str(invite_of(member.opened)) if member.opened is not None and named else ""
+    invite = str(make_invite(member.opened)) if member.opened is not None and named else ""
     return NodeInfo(
         peer=member.network.peer_id,
         name=config.node.name,

@@ -35,7 +35,7 @@ PEER_ROWS = 64
 
 
 @dataclass(frozen=True)
-class Parts:
+class ObservedParts:
     """The observed parts. A node without a trainer has no scorer and none of the planes."""
 
     network: Libp2pNetwork
@@ -55,7 +55,7 @@ class NodeObserver:
     """Provides `snapshot` for the operator of this node, and `summary` for the operators of
     others."""
 
-    def __init__(self, info: NodeInfo, parts: Parts, data_dir: Path) -> None:
+    def __init__(self, info: NodeInfo, parts: ObservedParts, data_dir: Path) -> None:
         self.info = info
         self.draining = False
         self._parts = parts
@@ -65,9 +65,11 @@ class NodeObserver:
             Tail(log_file(data_dir, process), process, LOG_LINES)
             for process in ("supervisor", "trainer")
         ]
-        ours = min((line.at for line in parts.ring.statistics()), default=info.started_at)
+        first_ring_line = min(
+            (line.at for line in parts.ring.statistics()), default=info.started_at
+        )
         before = Tail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
-        self._before = [line for line in before if line.at < ours]
+        self._before = [line for line in before if line.at < first_ring_line]
 
     def snapshot(self) -> NodeSnapshot:
         """Return all statistics of now."""

@@ -24,7 +24,7 @@ MEMORY_BYTES = 1536 * 2**20
 without bound. It normally uses 150 to 300 MiB."""
 
 
-def announce(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> None:
+def write_addresses(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> None:
     """Log the node's addresses and write them to run/addresses.json.
 
     Args:
@@ -50,7 +50,7 @@ def announce(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> 
     )
 
 
-async def beat(progress: Progress) -> None:
+async def send_heartbeats(progress: Progress) -> None:
     """Send a heartbeat to the supervisor once a second, until cancelled.
 
     Raises:
@@ -65,7 +65,7 @@ async def beat(progress: Progress) -> None:
         await trio.sleep(HEARTBEAT_SECONDS)
 
 
-async def told_to_stop() -> None:
+async def wait_for_stop_signal() -> None:
     """Return at the first SIGTERM or SIGINT."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:

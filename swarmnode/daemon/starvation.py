@@ -30,7 +30,7 @@ def processor_waits(pid: int) -> dict[int, float]:
     return found
 
 
-def waits_for_a_disk(pid: int) -> bool:
+def waits_for_disk(pid: int) -> bool:
     """Return True if a thread of the process waits for a disk now."""
     for thread in _threads(pid):
         try:
@@ -57,7 +57,7 @@ class Starvation:
         self._mark: Hashable = None
         self._before = self._waits = processor_waits(pid)
         self._looked_at = now
-        self._unheard = 0.0
+        self._unobserved = 0.0
 
     def due(self, now: float) -> bool:
         return now >= self._looked_at + LOOK_SECONDS
@@ -69,12 +69,12 @@ class Starvation:
         thread waited for a disk or the supervisor did not run.
         """
         if mark != self._mark:
-            self._mark, self._before, self._unheard = mark, self._waits, 0.0
+            self._mark, self._before, self._unobserved = mark, self._waits, 0.0
         elapsed = now - self._looked_at
-        if elapsed > 2 * LOOK_SECONDS or waits_for_a_disk(self._pid):
-            self._unheard += elapsed
+        if elapsed > 2 * LOOK_SECONDS or waits_for_disk(self._pid):
+            self._unobserved += elapsed
         self._waits, self._looked_at = processor_waits(self._pid), now
-        return self._unheard + max(
+        return self._unobserved + max(
             (waited - self._before.get(thread, 0.0) for thread, waited in self._waits.items()),
             default=0.0,
         )

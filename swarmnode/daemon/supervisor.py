@@ -27,12 +27,12 @@ from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.control import Control
 from swarmnode.daemon.machine import Machine, Rules
 from swarmnode.daemon.starvation import Starvation
-from swarmnode.daemon.watchdog import End, Watchdog
+from swarmnode.daemon.watchdog import EndNode, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
 from swarmnode.observe.logfile import last_error, log_file
 from swarmnode.observe.systemd import Notifier
-from swarmnode.p2p.passphrase import without
+from swarmnode.p2p.passphrase import without_passphrase
 from swarmnode.process import PROGRESS_FD
 
 log = structlog.get_logger("swarmnode.daemon.supervisor")
@@ -45,7 +45,7 @@ OVERDUE_SECONDS = 5.0
 """If a killed process still exists after this time, heartbeats to systemd stop."""
 LINE_BYTES = 4096
 NO_RULES = Rules()
-ENDED = Path("run") / "ended"
+KILLED_FILE = Path("run") / "ended"
 """Path below the data directory. Content: pid of the trainer that the network process killed last,
 a space, and the reason."""
 
@@ -86,10 +86,10 @@ class Child:
     watchdog: Watchdog
     process: subprocess.Popen[bytes] | None = None
     exited: trio.Event = field(default_factory=trio.Event)
-    ended: str = ""
+    kill_reason: str = ""
     """Why the supervisor or the network process killed the last process; empty if it ended by
     itself."""
-    down: str = ""
+    down_reason: str = ""
     """Why no process is working; empty once the process works."""
 
 
@@ -112,7 +112,7 @@ class Supervisor:
         rng = random.Random()
         self._children = {name: Child(name, Watchdog(name, cfg, rng)) for name in commands}
         self._stopping = trio.Event()
-        self._patient = False
+        self._finishing = False
         self._exit_code = 0
         self.failure = ""
         """Why the node gave up, in one line; empty unless it did."""
@@ -124,7 +124,7 @@ class Supervisor:
     def finish(self) -> None:
         """Stop after the current step, however long it takes."""
         if not self._stopping.is_set():
-            self._patient = True
+            self._finishing = True
             self._stopping.set()
 
     async def run(self) -> int:
@@ -163,55 +163,60 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 pass_fds=(write_fd,),
                 env={
-                    **(os.environ if child.name == "network" else without(os.environ)),
+                    **(os.environ if child.name == "network" else without_passphrase(os.environ)),
                     PROGRESS_FD: str(write_fd),
                 },
                 start_new_session=True,  # Ctrl-C reaches only the supervisor, which forwards it
             )
             os.close(write_fd)
             child.watchdog.started(trio.current_time())
-            child.ended, started_at = "", time.time()
+            child.kill_reason, started_at = "", time.time()
             log.info("started", process=child.name, pid=child.process.pid)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read_progress, child, read_fd)
                 nursery.start_soon(self._kill_when_stalled, child)
-                exit_code = await wait_for(child.process)
+                exit_code = await wait_for_exit(child.process)
                 child.exited.set()
                 nursery.cancel_scope.cancel()
             if self._stopping.is_set():
                 log.info("stopped", process=child.name, exit_code=exit_code)
                 return
-            child.ended = child.ended or self._ended_by_network(child.process.pid)
+            child.kill_reason = child.kill_reason or self._kill_reason_by_network(child.process.pid)
             last = last_error(log_file(self._data_dir, child.name), started_at)
-            cause = "" if child.ended else last
+            cause = "" if child.kill_reason else last
             verdict = child.watchdog.exited(trio.current_time(), exit_code, cause)
-            child.down = child.ended or how_it_ended(exit_code, last)
+            child.down_reason = child.kill_reason or describe_exit(exit_code, last)
             self._write_statistics()
-            if isinstance(verdict, End):
+            if isinstance(verdict, EndNode):
                 log_ending = log.info if verdict.exit_code == 0 else log.error
                 log_ending(
-                    "ending", reason=verdict.reason, exit_code=verdict.exit_code, last=child.down
+                    "ending",
+                    reason=verdict.reason,
+                    exit_code=verdict.exit_code,
+                    last=child.down_reason,
                 )
                 self._exit_code = verdict.exit_code
                 if verdict.exit_code != 0:
-                    self.failure = f"{verdict.reason}: {child.down}"
+                    self.failure = f"{verdict.reason}: {child.down_reason}"
                 self._stopping.set()
                 return
             pause = round(verdict.after_seconds, 2)
             log.warning(
                 "restarting",
                 process=child.name,
-                because=child.down,
+                because=child.down_reason,
                 exit_code=exit_code,
                 after_seconds=pause,
             )
             with trio.move_on_after(verdict.after_seconds):
                 await self._stopping.wait()
 
-    def _ended_by_network(self, pid: int) -> str:
+    def _kill_reason_by_network(self, pid: int) -> str:
         """Return why the network process killed the process `pid`; empty if it did not."""
         try:
-            killed_pid, _, reason = (self._data_dir / ENDED).read_text(errors="replace").partition(" ")
+            killed_pid, _, reason = (
+                (self._data_dir / KILLED_FILE).read_text(errors="replace").partition(" ")
+            )
         except OSError:
             return ""
         return f"killed by the network process: {reason}" if killed_pid == str(pid) else ""
@@ -249,7 +254,7 @@ class Supervisor:
                     if message is not None:
                         child.watchdog.progressed(trio.current_time(), *message)
                     if len(child.watchdog.statistics().recovery_seconds) != before:
-                        child.down = ""
+                        child.down_reason = ""
                         self._write_statistics()
 
     async def _kill_when_stalled(self, child: Child) -> None:
@@ -259,12 +264,12 @@ class Supervisor:
             await trio.sleep(WATCH_INTERVAL_SECONDS)
             now = trio.current_time()
             if starvation.due(now) or now > child.watchdog.deadline():
-                child.watchdog.starved(starvation.since(child.watchdog.last_progress, now))
+                child.watchdog.set_starvation(starvation.since(child.watchdog.last_progress, now))
             if now > child.watchdog.deadline() and not self._stopping.is_set():
                 status = child.watchdog.statistics().status
                 log.error("no progress", process=child.name, status=status)
                 child.watchdog.stalled()
-                child.ended = f"no progress while {status}, killed"
+                child.kill_reason = f"no progress while {status}, killed"
                 child.process.kill()
                 await child.exited.wait()
 
@@ -293,13 +298,13 @@ class Supervisor:
     async def _signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for signum in received:
-                if self._stopping.is_set() and not self._patient:
+                if self._stopping.is_set() and not self._finishing:
                     log.warning("aborting", signal=signal.Signals(signum).name)
                     self._exit_code = 130 if signum == signal.SIGINT else 128 + signum
                     self._send(signal.SIGKILL)
                     return
                 log.info("draining", signal=signal.Signals(signum).name)
-                self._patient = False
+                self._finishing = False
                 self._stopping.set()
 
     async def _drain_when_stopping(self, scope: trio.CancelScope) -> None:
@@ -307,7 +312,7 @@ class Supervisor:
         process."""
         await self._stopping.wait()
         if "trainer" in self._children:
-            await self._last_step(self._children["trainer"])
+            await self._wait_for_last_step(self._children["trainer"])
         for name in ("trainer", "network"):
             if name in self._children:
                 await self._terminate(self._children[name])
@@ -317,26 +322,27 @@ class Supervisor:
         self._write_statistics()
         scope.cancel()
 
-    async def _last_step(self, trainer: Child) -> None:
+    async def _wait_for_last_step(self, trainer: Child) -> None:
         """Wait for the trainer to finish its step and save, until it stalls or a signal ends the
         patience."""
-        if trainer.process is None or trainer.process.poll() is not None or not self._patient:
+        if trainer.process is None or trainer.process.poll() is not None or not self._finishing:
             return
         trainer.process.terminate()
-        while self._patient and trio.current_time() <= trainer.watchdog.deadline():
+        while self._finishing and trio.current_time() <= trainer.watchdog.deadline():
             with trio.move_on_after(WATCH_INTERVAL_SECONDS):
                 await trainer.exited.wait()
                 break
-        self._patient = False
+        self._finishing = False
 
     async def _terminate(self, child: Child) -> None:
-        """Ask a process to stop and wait as long as `Watchdog.drained_by` allows; then kill it."""
+        """Ask a process to stop and wait as long as `Watchdog.drain_deadline` allows; then kill
+        it."""
         if child.process is None or child.process.poll() is not None:
             return
         child.process.terminate()
         asked_at = trio.current_time()
         while not child.exited.is_set():
-            late = child.watchdog.drained_by(asked_at)
+            late = child.watchdog.drain_deadline(asked_at)
             if trio.current_time() > late:
                 log.warning(
                     "drain took too long",
@@ -363,7 +369,7 @@ class Supervisor:
                 "restarts": watched.restarts,
                 "stalls": watched.stalls,
                 "recovery_seconds": watched.recovery_seconds,
-                "down": child.down,
+                "down": child.down_reason,
             }
         try:
             write_atomically(
@@ -373,7 +379,7 @@ class Supervisor:
             log.error("cannot write statistics", error=str(error))
 
 
-def how_it_ended(exit_code: int, last: str) -> str:
+def describe_exit(exit_code: int, last: str) -> str:
     """Return why a process ended by itself, in one line. `last` is the last error of its log, empty
     without one."""
     if exit_code == 0:
@@ -390,7 +396,7 @@ def how_it_ended(exit_code: int, last: str) -> str:
     return f"{last.removeprefix('crashed error=')} ({how})" if last else how
 
 
-async def wait_for(process: subprocess.Popen[bytes]) -> int:
+async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Wait for a child to end; return its exit code, negative for a signal."""
     if not hasattr(os, "pidfd_open"):
         return await trio.to_thread.run_sync(process.wait, abandon_on_cancel=True)

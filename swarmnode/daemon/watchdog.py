@@ -54,7 +54,7 @@ class Restart:
 
 
 @dataclass(frozen=True)
-class End:
+class EndNode:
     """End the node with an exit code."""
 
     exit_code: int
@@ -81,13 +81,13 @@ class CrashBreaker:
         self._crashes: deque[float] = deque()
         self._failures_in_a_row = 0
 
-    def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | End:
+    def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | EndNode:
         """Return what follows a crash of the process `name` after `ran_seconds`."""
         self._crashes.append(now)
         while self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
         if len(self._crashes) >= CRASH_LIMIT:
-            return End(
+            return EndNode(
                 75, f"{name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s"
             )
         if ran_seconds > BACKOFF_CAP_SECONDS:
@@ -120,7 +120,7 @@ class Watchdog:
         self._stalls = 0
         self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._status = "starting"
-        self._cause, self._same = "", 0
+        self._cause, self._identical_crashes = "", 0
         """Exception of the last process, and the number of consecutive processes that it ended."""
         self._stepped = False
 
@@ -151,7 +151,7 @@ class Watchdog:
         """Time of the last progress; None before the first of this process."""
         return self._last_progress
 
-    def starved(self, seconds: float) -> None:
+    def set_starvation(self, seconds: float) -> None:
         """Record the seconds of starvation since the last progress (starvation.py)."""
         self._starved_seconds = seconds
 
@@ -159,16 +159,16 @@ class Watchdog:
         """Return the time at which the process counts as stalled without further progress."""
         if self._last_progress is None:
             return self._started_at + self._config.startup_seconds + self._starved_seconds
-        return self._last_progress + self._patience_seconds() + self._starved_seconds
+        return self._last_progress + self._stall_seconds() + self._starved_seconds
 
-    def _patience_seconds(self) -> float:
+    def _stall_seconds(self) -> float:
         # step times of an earlier process do not apply to loading
         loads = not self._past_loading or not self._step_seconds
         if loads and self._status.startswith(LOADING):
             return self._config.startup_seconds
         return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
-    def drained_by(self, asked_at: float) -> float:
+    def drain_deadline(self, asked_at: float) -> float:
         """Return the time by which a process that was asked to stop at `asked_at` must have ended:
         `drain_seconds` plus a long step. A process that saves its state may continue while it makes
         progress, because killing it would lose everything learnt since the last save."""
@@ -180,7 +180,7 @@ class Watchdog:
         follows."""
         self._stalls += 1
 
-    def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | End:
+    def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | EndNode:
         """Return what follows an unexpected exit.
 
         Args:
@@ -191,14 +191,16 @@ class Watchdog:
         self._exited_at = now
         self._status = "down"
         if exit_code == 0:
-            return End(0, f"{self.name} finished")
+            return EndNode(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
-            return End(exit_code, f"{self.name} cannot run")
+            return EndNode(exit_code, f"{self.name} cannot run")
         if exit_code == -signal.SIGILL:  # the processor is the same at every start
-            return End(Unavailable.exit_code, f"{self.name} cannot run")
+            return EndNode(Unavailable.exit_code, f"{self.name} cannot run")
         if self._repeats(now - self._started_at, exit_code, cause):
             code = exit_code if exit_code in START_CODES else DEFECT
-            return End(code, f"{self.name} ended {self._same} times by the same error")
+            return EndNode(
+                code, f"{self.name} ended {self._identical_crashes} times by the same error"
+            )
         verdict = self._breaker.crashed(self.name, now, now - self._started_at)
         self._restarts += isinstance(verdict, Restart)
         return verdict
@@ -210,9 +212,11 @@ class Watchdog:
         # sizes and addresses differ between runs
         cause = re.sub(r"0x[0-9a-f]+|\d+", "#", cause) if exit_code > 0 and exit_code != 75 else ""
         worked = self._stepped and ran_seconds > CRASH_WINDOW_SECONDS
-        self._same = self._same + 1 if cause and cause == self._cause and not worked else 1
+        self._identical_crashes = (
+            self._identical_crashes + 1 if cause and cause == self._cause and not worked else 1
+        )
         self._cause = cause
-        return bool(cause) and self._same >= IDENTICAL_LIMIT
+        return bool(cause) and self._identical_crashes >= IDENTICAL_LIMIT
 
     def _p99_step_seconds(self) -> float:
         if not self._step_seconds:

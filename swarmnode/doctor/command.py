@@ -73,8 +73,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     problem = None
     config, swarm, secret = resolved.config, bytes(SWARM_ID_BYTES), None
     try:
-        outlook = Membership(config).outlook()
-        config, swarm, secret = outlook.config, outlook.swarm or swarm, outlook.secret
+        resolved = Membership(config).resolve()
+        config, swarm, secret = resolved.config, resolved.swarm or swarm, resolved.secret
     except SwarmNodeError as error:
         problem = ConfigFacts(str(error), error.exit_code)
     sources = sorted({origin.removeprefix("environment ") for origin in resolved.origins.values()})
@@ -96,7 +96,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     reachability = probes.reachability(listen, config.network)
     yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
-    lost = not key.exists() or (probes.locked(key) and passphrase.given() is None)
+    lost = not key.exists() or (probes.locked(key) and passphrase.from_environment() is None)
     own = None if running or lost else key  # a key in use twice would be found out
     me = probes.own_peer(data_dir)
     others = [text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != me]

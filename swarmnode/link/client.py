@@ -27,7 +27,7 @@ from swarmnode.weights import local
 
 log = logging.getLogger(__name__)
 
-QUEUED_FRAMES = 512
+MAX_QUEUED_FRAMES = 512
 RETRY_SECONDS = 0.2
 READ_BYTES = 256 * 1024
 
@@ -83,8 +83,8 @@ class Link:
         return self._inbox.welcome(seconds)
 
     def send(self, message: ToNetwork) -> None:
-        """Queue a message. It is dropped if QUEUED_FRAMES others follow while the network process
-        is away."""
+        """Queue a message. It is dropped if MAX_QUEUED_FRAMES others follow while the network
+        process is away."""
         self._outbox.put(pack(message))
 
     def request_external(self, count: int, policy_version: int, per_peer: int) -> None:
@@ -113,7 +113,7 @@ class Link:
     # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = ""
+        last_error = ""
         while not self._closing:
             try:
                 path, directory = socket_path(self._data_dir)
@@ -127,11 +127,13 @@ class Link:
             except OSError:
                 pass  # the network process is away or was replaced: reconnect
             except FrameError as error:
-                if str(error) != said:  # log once, because it is tried again several times a second
+                if (
+                    str(error) != last_error
+                ):  # log once, because it is tried again several times a second
                     log.warning(
                         "invalid message from the network process, probably of another"
                         " version of swarmnode: %s",
-                        said := str(error),
+                        last_error := str(error),
                     )
             self._inbox.disconnect()
             if not self._closing:
@@ -149,7 +151,7 @@ class Link:
             while not self._closing or unsent or self._outbox:
                 for key, events in selector.select(timeout=1.0):
                     if key.fileobj is self._outbox:
-                        self._outbox.woken()
+                        self._outbox.drain_wakeups()
                     elif events & selectors.EVENT_READ:
                         data = connection.recv(READ_BYTES)
                         if not data:
@@ -202,7 +204,7 @@ class Outbox:
 
     def put(self, frame: bytes) -> None:
         with self._changed:
-            if len(self._frames) >= QUEUED_FRAMES:
+            if len(self._frames) >= MAX_QUEUED_FRAMES:
                 self._frames.popleft()
                 self.dropped += 1
             self._frames.append(frame)
@@ -224,7 +226,7 @@ class Outbox:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
-    def woken(self) -> None:
+    def drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 

@@ -25,7 +25,7 @@ from swarmnode.observe.health import ready
 from swarmnode.observe.snapshot import NodeSnapshot
 from swarmnode.observe.watch import Histogram
 from swarmnode.p2p.budget import CHOICES, PAUSES
-from swarmnode.p2p.peers import LET_GO
+from swarmnode.p2p.peers import DROP_REASONS
 from swarmnode.p2p.summaries import OUTCOMES as SUMMARY_OUTCOMES
 from swarmnode.policy.engine.client import Reason
 from swarmnode.policy.engine.servers import ServerStatistics
@@ -878,13 +878,13 @@ NETWORK = (
         "Peers of whom the node knows an address, connected or not.",
     ),
     Metric(
-        "swarmnode_peers_let_go_total",
+        "swarmnode_peers_dropped_total",
         "counter",
-        "network.peers.let_go",
+        "network.peers.dropped",
         "Connected peers that were let go for others: `exchanged` now and then, so that others'"
         " groups are met; `full`, so that newcomers find a place.",
         ("why",),
-        LET_GO,
+        DROP_REASONS,
     ),
     Metric(
         "swarmnode_peers_greylisted",

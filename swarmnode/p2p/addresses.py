@@ -16,7 +16,7 @@ import base58
 
 from swarmnode.wire.envelope import is_small_order
 
-LONGEST_ADDRESS = 256
+MAX_ADDRESS_CHARACTERS = 256
 """Limit for an address string. A DNS name alone has at most 253 characters."""
 
 ED25519_PEER_ID = bytes.fromhex("002408011220")
@@ -103,16 +103,16 @@ class OwnAddresses:
     listen: list[Address]
     announce: list[Address]
 
-    def told(self) -> list[Address]:
+    def advertised(self) -> list[Address]:
         """Return the addresses to advertise: `announce` if set, otherwise `listen`."""
         return self.announce or self.listen
 
-    def outside_ports(self) -> list[int]:
+    def external_ports(self) -> list[int]:
         """Return the ports that other machines can dial; empty if this node listens on loopback
         only."""
         outside = [
             each.port
-            for each in self.told()
+            for each in self.advertised()
             if each.scope > LOOPBACK or (each.ip is not None and each.ip.is_unspecified)
         ]
         return list(dict.fromkeys(outside))
@@ -127,7 +127,7 @@ def parse_any(text: str) -> tuple[Address | Circuit, str | None]:
     Raises:
         ValueError: the text is malformed.
     """
-    if len(text) > LONGEST_ADDRESS:
+    if len(text) > MAX_ADDRESS_CHARACTERS:
         raise ValueError("too long")
     direct, circuit, rest = text.partition("/p2p-circuit")
     if not circuit:
@@ -154,7 +154,7 @@ def parse(text: str) -> tuple[Address, str | None]:
     Raises:
         ValueError: the text is malformed; the message can be shown to the operator.
     """
-    if len(text) > LONGEST_ADDRESS:
+    if len(text) > MAX_ADDRESS_CHARACTERS:
         raise ValueError("too long")
     parts = text.split("/")
     if (
@@ -224,7 +224,7 @@ def prefix_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
     return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
 
 
-def dialable(address: Address | Circuit, teller: Address | None) -> bool:
+def dialable(address: Address | Circuit, reporter: Address | None) -> bool:
     """Return True if this node may dial an address that a peer reported.
 
     Names are refused, because a peer must not control DNS queries of this node. Unspecified,
@@ -233,10 +233,10 @@ def dialable(address: Address | Circuit, teller: Address | None) -> bool:
 
     Args:
         address: the reported address.
-        teller: address of the reporting peer; None for a report from the local network.
+        reporter: address of the reporting peer; None for a report from the local network.
     """
     address = address.address if isinstance(address, Circuit) else address
     ip = address.ip
     if ip is None or address.port == 0 or ip.is_unspecified or ip.is_multicast or ip.is_link_local:
         return False
-    return teller is None or scope_of(ip) >= min(teller.scope, PUBLIC)
+    return reporter is None or scope_of(ip) >= min(reporter.scope, PUBLIC)

@@ -52,7 +52,7 @@ class Declined(PeerError):
         self.status = status
 
 
-class AnotherPeer(PeerError):
+class WrongPeer(PeerError):
     """Raised when a different peer answers at the dialled address."""
 
 
@@ -85,13 +85,13 @@ class Connections(Protocol):
         """Connect now.
 
         Raises:
-            AnotherPeer: a different peer answered.
+            WrongPeer: a different peer answered.
             Incompatible: no security protocol in common.
             PeerError: any other failure, with its reason.
         """
         ...
 
-    def hold(self, peers: Collection[str]) -> None:
+    def pin(self, peers: Collection[str]) -> None:
         """Pin `peers`: redial them first and never prune them. Replaces the set of the previous
         call."""
         ...
@@ -105,7 +105,7 @@ class Connections(Protocol):
         peer dialled."""
         ...
 
-    def heard(self, peer: str) -> float | None:
+    def last_received(self, peer: str) -> float | None:
         """Return when a connected peer last sent bytes, on trio's clock; None if unknown."""
         ...
 
@@ -118,7 +118,7 @@ class Connections(Protocol):
 class PeerScoring(Protocol):
     """Scores of peers by the messages that they sent. See reputation.py for the rule."""
 
-    def welcome(self, peer: str) -> bool:
+    def is_allowed(self, peer: str) -> bool:
         """Return True unless `peer` is greylisted or banned; its messages are ignored otherwise."""
         ...
 

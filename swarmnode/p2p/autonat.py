@@ -1,7 +1,7 @@
 """Finds out whether other nodes can reach this node (AutoNAT v1, `/libp2p/autonat/1.0.0`,
 wire-compatible).
 
-    this node ─ own ports ─▶ peer ─ TCP and Noise to the address at which it sees us ─▶ own listener
+    this node ─ own ports ─▶ peer ─ TCP and Noise to the address it observes ─▶ own listener
     this node ◀─ ok | dial error ─ peer          ok counts only if the connection arrived
 
 A false "ok" would keep this node from looking for a relay, so "ok" counts only together with the
@@ -30,10 +30,10 @@ from libp2p.host.autonat.pb import autonat_pb2 as pb
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, Address
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.library.identifiers import address_of_bytes, multiaddr_bytes, peer_id_bytes
+from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes, peer_id_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ PORTS = 2
 DIALS_AT_ONCE = 4
 PAUSE_SECONDS = 20.0
 """Minimum interval between dial-backs to one IP address."""
-PAUSED = 4096
-VOTERS = 8
+MAX_PAUSES = 4096
+MAX_VOTES = 8
 """Number of most recent votes that count. A peer has one vote; a new one replaces the old one."""
 VOTE_SECONDS = 3600.0
-CHECK_FIRST = 3
+FIRST_CHECKS = 3
 """Peers asked right after they connect; later checks are rare."""
 CHECK_EVERY_SECONDS = 600.0
 CHECK_UNKNOWN_SECONDS = 40.0
@@ -84,7 +84,7 @@ class Votes:
         """Record a vote. `scope` is the scope of the address at which this node sees the peer."""
         self._votes.pop(peer, None)
         self._votes[peer] = (reachable, scope, now)
-        while len(self._votes) > VOTERS:
+        while len(self._votes) > MAX_VOTES:
             self._votes.popitem(last=False)
 
     def counts(self, now: float) -> tuple[int, int]:
@@ -107,19 +107,19 @@ class Votes:
         return "public" if yes > no else "private"
 
 
-class Pauses:
+class DialBackLimiter:
     """Limits dial-backs to one per IP address and PAUSE_SECONDS. Pure."""
 
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, float] = collections.OrderedDict()
 
-    def take(self, host: str, now: float) -> bool:
+    def allow(self, host: str, now: float) -> bool:
         """Return True and start a pause if `host` may be dialled now."""
         if self._until.get(host, now) > now:
             return False
         self._until.pop(host, None)
         self._until[host] = now + PAUSE_SECONDS
-        while len(self._until) > PAUSED:
+        while len(self._until) > MAX_PAUSES:
             self._until.popitem(last=False)
         return True
 
@@ -162,7 +162,7 @@ class ReachabilityCheck:
         if peer in self._asked:
             self._asked[peer].set()
 
-    def alone(self) -> None:
+    def reset_votes(self) -> None:
         """Clear the votes, because no peer is connected and the next one may be in another network.
         The verdict stays until that peer votes."""
         self._votes = Votes()
@@ -178,13 +178,13 @@ class ReachabilityCheck:
                 (CHECK_EVERY_SECONDS if sum(self.votes()) else CHECK_UNKNOWN_SECONDS)
                 * self._rng.uniform(0.5, 1.0)
             )
-            candidates = [peer for peer in self._connections.peers() if self._askable(peer)]
+            candidates = [peer for peer in self._connections.peers() if self._can_ask(peer)]
             if candidates:
                 await self.check(self._rng.choice(candidates))
 
     async def greet(self, peer: str) -> None:
-        """Ask a new peer while there are fewer than CHECK_FIRST votes."""
-        if self._askable(peer) and sum(self.votes()) < CHECK_FIRST:
+        """Ask a new peer while there are fewer than FIRST_CHECKS votes."""
+        if self._can_ask(peer) and sum(self.votes()) < FIRST_CHECKS:
             await self.check(peer)
 
     async def check(self, peer: str) -> None:
@@ -197,7 +197,7 @@ class ReachabilityCheck:
             return
         arrived = self._asked[peer] = trio.Event()
         try:
-            (reachable, address), _ = await converse(
+            (reachable, address), _ = await run_on_new_stream(
                 self._host, peer, AUTONAT, self._ask, deadline=CHECK_SECONDS
             )
         except PeerError as error:
@@ -213,7 +213,7 @@ class ReachabilityCheck:
         finally:
             del self._asked[peer]
 
-    def _askable(self, peer: str) -> bool:
+    def _can_ask(self, peer: str) -> bool:
         """Exclude peers with a hole-punched connection: the router admits them while it may block
         every other peer."""
         seen = self._connections.observed(peer)
@@ -226,8 +226,8 @@ class ReachabilityCheck:
     async def _ask(self, stream: Stream) -> tuple[bool, Address | None]:
         """Return (the peer reports success, the address at which it sees this node). Raises
         PeerError if the peer did not try."""
-        told = [multiaddr_bytes(f"/ip4/0.0.0.0/tcp/{port}") for port in self.ports[:PORTS]]
-        info = pb.Message.PeerInfo(id=peer_id_bytes(self._host.peer_id), addrs=told)
+        advertised = [multiaddr_bytes(f"/ip4/0.0.0.0/tcp/{port}") for port in self.ports[:PORTS]]
+        info = pb.Message.PeerInfo(id=peer_id_bytes(self._host.peer_id), addrs=advertised)
         await write_message(
             stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
         )
@@ -266,22 +266,22 @@ class DialBack:
 
     Args:
         host: the libp2p host.
-        welcome: returns False for peers that are not served.
+        is_allowed: returns False for peers that are not served.
 
     Attributes:
         outcomes: number of requests by outcome.
     """
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool]) -> None:
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool]) -> None:
         self.outcomes = collections.Counter[str]({"ok": 0, "unreachable": 0, "refused": 0})
         self._host = host
-        self._welcome = welcome
-        self._pauses = Pauses()
+        self._is_allowed = is_allowed
+        self._limiter = DialBackLimiter()
         self._dialling = 0
         host.set_handler(AUTONAT, self._on_stream)
 
     async def _on_stream(self, stream: Stream) -> None:
-        request = await answer(
+        request = await try_on_stream(
             stream, lambda stream: read_message(stream, pb.Message), deadline=CHECK_SECONDS
         )
         if request is None:
@@ -293,7 +293,7 @@ class DialBack:
             addr=b"" if address is None else multiaddr_bytes(str(address)),
         )
         response = pb.Message(type=pb.Message.DIAL_RESPONSE, dialResponse=reply)
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, response), deadline=CHECK_SECONDS
         ):
             await stream.close()
@@ -303,15 +303,15 @@ class DialBack:
     ) -> tuple[pb.Message.ResponseStatus.ValueType, Address | None]:
         """Dial the asking peer at its observed IP address. Returns the status and the address tried
         last."""
-        told = [_address(raw) for raw in list(request.dial.peer.addrs)[:8]]
-        ports = list(dict.fromkeys(each.port for each in told if each is not None and each.port))[
-            :PORTS
-        ]
+        advertised = [_address(raw) for raw in list(request.dial.peer.addrs)[:8]]
+        ports = list(
+            dict.fromkeys(each.port for each in advertised if each is not None and each.port)
+        )[:PORTS]
         if request.type != pb.Message.DIAL or not ports:
             return pb.Message.E_BAD_REQUEST, None
         remote = stream.remote if stream.relay is None else None
-        busy = self._dialling >= DIALS_AT_ONCE or not self._welcome(stream.peer)
-        if remote is None or busy or not self._pauses.take(remote.host, trio.current_time()):
+        busy = self._dialling >= DIALS_AT_ONCE or not self._is_allowed(stream.peer)
+        if remote is None or busy or not self._limiter.allow(remote.host, trio.current_time()):
             self.outcomes["refused"] += 1
             return pb.Message.E_DIAL_REFUSED, None
         self._dialling += 1
@@ -342,7 +342,7 @@ def _address(raw: bytes) -> Address | None:
     """Decode a binary multiaddr. Returns None for other address kinds, relayed addresses and
     garbage."""
     try:
-        return address_of_bytes(raw)
+        return address_from_bytes(raw)
     except PeerError as error:
         log.debug("not an address: %s", error)
         return None

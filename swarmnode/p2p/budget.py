@@ -34,7 +34,7 @@ CHOICES = (*UPLOADS, "fetch")
 PAUSES = ("quiet_hours", "month", *pauses.REASONS, "download")
 """Reasons for not fetching. `download` means that the download bucket is in debt. All other reasons
 also stop serving groups; the first two stop every transfer of CHOICES."""
-RESTING = ("serve", "relay")
+ALLOWED_WHILE_PAUSED = ("serve", "relay")
 """Transfers that continue while the trainer is paused by `pauses.REASONS`: serving weights and
 relaying. Fetched groups would be stale after the pause, and there are no new groups to publish."""
 
@@ -97,7 +97,7 @@ class Budget:
         now: Unix time in seconds, here and in every method.
         month: the saved total, so that a restart forgets nothing.
         local: converts Unix time to local calendar time.
-        resting: returns the reasons of `pauses.REASONS` that hold now.
+        pause_reasons: returns the reasons of `pauses.REASONS` that hold now.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Budget:
         *,
         month: Month | None = None,
         local: Callable[[float], time.struct_time] = time.localtime,
-        resting: Callable[[], Collection[str]] = tuple,
+        pause_reasons: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._upload = (
             TokenBucket(cfg.upload_bytes_per_second, now) if cfg.upload_bytes_per_second else None
@@ -121,7 +121,7 @@ class Budget:
         self._limit = cfg.monthly_bytes
         self._quiet_hours = quiet_hours
         self._local = local
-        self._resting = resting
+        self._pause_reasons = pause_reasons
         self._sent = self._received = 0
         self._refused: Counter[str] = Counter()
         saved = month or Month()
@@ -148,13 +148,13 @@ class Budget:
     def has_room(self, choice: str, now: float) -> bool:
         """Like `allows`, for a caller that will wait: a refusal is not counted."""
         bucket = self._upload if choice in UPLOADS else self._download
-        rests = choice not in RESTING and bool(self._resting())
+        rests = choice not in ALLOWED_WHILE_PAUSED and bool(self._pause_reasons())
         return not rests and not self._pauses(now) and (bucket is None or bucket.level(now) > 0)
 
     def statistics(self, now: float) -> BudgetStatistics:
         found = (
             *self._pauses(now),
-            *self._resting(),
+            *self._pause_reasons(),
             *(("download",) if self._download and self._download.level(now) < 0 else ()),
         )
         buckets = {"in": self._download, "out": self._upload}

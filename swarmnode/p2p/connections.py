@@ -12,7 +12,7 @@ from typing import Protocol
 import trio
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.turnover import Link
+from swarmnode.p2p.turnover import PeerLink
 
 
 class Connection(Protocol):
@@ -47,7 +47,7 @@ class Connection(Protocol):
         ...
 
     @property
-    def heard(self) -> float | None:
+    def last_received(self) -> float | None:
         """Time of the last received bytes on trio's clock; None before the first."""
         ...
 
@@ -88,7 +88,7 @@ class ConnectionTable:
         self.listeners: list[Listener] = []
         self._live: dict[Connection, float] = {}
         """The open connections and the times at which they were opened, on trio's clock."""
-        self._of: dict[str, list[Connection]] = {}
+        self._by_peer: dict[str, list[Connection]] = {}
         """The same connections by peer; a peer without a connection has no entry."""
         self._punched: set[Connection] = set()
         self._changed = trio.Event()
@@ -97,11 +97,11 @@ class ConnectionTable:
         """Add a connection and notify the listeners."""
         if connection.is_closed or connection in self._live:
             return
-        first = not self.of(connection.peer)
+        first = not self.with_peer(connection.peer)
         if connection.relay is None and self.circuits(connection.peer):
             self._punched.add(connection)
         self._live[connection] = trio.current_time()
-        self._of.setdefault(connection.peer, []).append(connection)
+        self._by_peer.setdefault(connection.peer, []).append(connection)
         for each in self.listeners:
             each.opened(connection, first)
         self._notify()
@@ -111,11 +111,11 @@ class ConnectionTable:
         if connection not in self._live:
             return
         del self._live[connection]
-        self._of[connection.peer].remove(connection)
-        if not self._of[connection.peer]:
-            del self._of[connection.peer]
+        self._by_peer[connection.peer].remove(connection)
+        if not self._by_peer[connection.peer]:
+            del self._by_peer[connection.peer]
         self._punched.discard(connection)
-        last = not self.of(connection.peer)
+        last = not self.with_peer(connection.peer)
         for each in self.listeners:
             each.closed(connection, last)
         self._notify()
@@ -142,17 +142,17 @@ class ConnectionTable:
 
     def peers(self) -> list[str]:
         """Return the connected peers."""
-        return list(self._of)
+        return list(self._by_peer)
 
-    def of(self, peer: str) -> list[Connection]:
-        return list(self._of.get(peer, ()))
+    def with_peer(self, peer: str) -> list[Connection]:
+        return list(self._by_peer.get(peer, ()))
 
     def circuits(self, peer: str) -> list[Connection]:
         """Return the relayed connections of a peer."""
-        return [each for each in self.of(peer) if each.relay is not None]
+        return [each for each in self.with_peer(peer) if each.relay is not None]
 
     def direct(self, peer: str) -> list[Connection]:
-        return [each for each in self.of(peer) if each.relay is None]
+        return [each for each in self.with_peer(peer) if each.relay is None]
 
     def is_direct(self, peer: str) -> bool:
         """Return True if there is a direct connection with `peer`."""
@@ -160,13 +160,13 @@ class ConnectionTable:
 
     def is_punched(self, peer: str) -> bool:
         """Return True if a direct connection with `peer` was opened while a relayed one existed."""
-        return any(each in self._punched for each in self.of(peer))
+        return any(each in self._punched for each in self.with_peer(peer))
 
-    def behind(self, relay: str) -> int:
+    def count_behind(self, relay: str) -> int:
         """Return the number of connections through this relay."""
         return sum(1 for each in self._live if each.relay == relay)
 
-    def of_prefix(self, prefix: str) -> int:
+    def count_in_prefix(self, prefix: str) -> int:
         """Return the number of connections with this /24 or /48 network."""
         return sum(
             1 for each in self._live if each.remote is not None and each.remote.prefix == prefix
@@ -177,23 +177,23 @@ class ConnectionTable:
         return next(
             (
                 f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None
-                for each in self.of(peer)
+                for each in self.with_peer(peer)
             ),
             None,
         )
 
-    def links(self, depends_on: Callable[[str], bool]) -> list[Link]:
-        """Return a `Link` per connected peer, for `turnover`. depends_on(peer) is True for peers to
-        keep."""
+    def links(self, depends_on: Callable[[str], bool]) -> list[PeerLink]:
+        """Return a `PeerLink` per connected peer, for `turnover`. depends_on(peer) is True for
+        peers to keep."""
         return [self._link(peer, depends_on(peer)) for peer in self.peers()]
 
-    def _link(self, peer: str, needed: bool) -> Link:
-        ours = self.of(peer)
-        spare = not needed and not any(each.is_busy for each in ours)
-        return Link(
+    def _link(self, peer: str, needed: bool) -> PeerLink:
+        open_connections = self.with_peer(peer)
+        spare = not needed and not any(each.is_busy for each in open_connections)
+        return PeerLink(
             peer,
-            all(each.inbound for each in ours),
-            min(map(self.since, ours)),
+            all(each.inbound for each in open_connections),
+            min(map(self.since, open_connections)),
             self.group(peer),
             spare,
         )
@@ -205,11 +205,14 @@ class ConnectionTable:
         ephemeral if the peer dialled."""
         return next((each.remote for each in self.direct(peer) if each.remote is not None), None)
 
-    def heard(self, peer: str) -> float | None:
+    def last_received(self, peer: str) -> float | None:
         """Return the time of the last bytes from a connected peer, on trio's clock."""
-        return max((each.heard for each in self.of(peer) if each.heard is not None), default=None)
+        return max(
+            (each.last_received for each in self.with_peer(peer) if each.last_received is not None),
+            default=None,
+        )
 
-    def vantage(self, peer: str) -> Address | None:
+    def vantage_address(self, peer: str) -> Address | None:
         """Return the address from which `peer` observes the network: its own, or the address of its
         relay."""
         if (seen := self.observed(peer)) is not None:

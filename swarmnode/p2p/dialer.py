@@ -1,7 +1,7 @@
 """The redial loop: executes the decisions of the peer table until cancelled.
 
     table.to_dial ─▶ one task per peer: its addresses in turn, each with a deadline
-      ─▶ table.dialed_ok | table.failed ─▶ sleep until the next dial is due
+      ─▶ table.record_dialled | table.failed ─▶ sleep until the next dial is due
 
 The library's bootstrap and auto-connector are not used: in measurements they did not recover from a
 20 s outage within 85 s.
@@ -89,15 +89,15 @@ class Dialer:
             with trio.move_on_after(seconds):
                 try:
                     if await self._connect(order.peer, address):
-                        self._table.dialed_ok(order.peer, address, trio.current_time())
+                        self._table.record_dialled(order.peer, address, trio.current_time())
                     else:
-                        self._table.undialled(order.peer)
+                        self._table.cancel_dial(order.peer)
                     self._reached(order)
                     return
                 except PeerError as error:
                     why = str(error)
             self._failed(order, address, why)
-        self._table.failed(order.peer, trio.current_time())
+        self._table.record_failed(order.peer, trio.current_time())
 
     def _failed(self, order: Dial, address: str, why: str) -> None:
         """Log one warning per bootstrap address and outage. Other failures are frequent, because

@@ -27,7 +27,7 @@ class Discovery:
         mdns: None to disable discovery on the local network.
         path: path of the book.
         bootstrap: bootstrap peers and their addresses.
-        news: called when there is a new peer to dial.
+        on_change: called when there is a new peer to dial.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Discovery:
         mdns: MdnsDiscovery | None,
         path: Path,
         bootstrap: list[tuple[Address, str]],
-        news: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._table = table
         self._reputation = reputation
@@ -46,7 +46,7 @@ class Discovery:
         self._mdns = mdns
         self._path = path
         self._bootstrap = bootstrap
-        self._news = news
+        self._on_change = on_change
 
     def load(self) -> int:
         """Add the bootstrap peers and the saved peers to the table. Returns the number of saved
@@ -79,7 +79,7 @@ class Discovery:
     def found_nearby(self, peer: str, address: str) -> None:
         """Add a peer found by mDNS."""
         if self._table.add(peer, address, "mdns", trio.current_time()):
-            self._news()
+            self._on_change()
 
     async def _keep_book(self) -> None:
         while True:

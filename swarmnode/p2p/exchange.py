@@ -45,7 +45,7 @@ REQUEST_SECONDS = 30.0
 
 
 @dataclasses.dataclass
-class _Allowance:
+class _RequestBudget:
     left: float
     at: float
 
@@ -63,7 +63,7 @@ class PeerExchange:
         swarm: swarm id; responses of other swarms are ignored.
         connections: the open connections.
         nat: own addresses and relays.
-        news: called when the table has changed.
+        on_change: called when the table has changed.
         rng: random source.
     """
 
@@ -74,7 +74,7 @@ class PeerExchange:
         swarm: bytes,
         connections: ConnectionTable,
         nat: Nat,
-        news: Callable[[], None],
+        on_change: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._table = table
@@ -82,9 +82,9 @@ class PeerExchange:
         self._swarm = swarm
         self._connections = connections
         self._nat = nat
-        self._news = news
+        self._on_change = on_change
         self._rng = rng
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, _RequestBudget] = {}
         self.learned = collections.Counter[str](dict.fromkeys(LEARNED, 0))
         requests.serve(
             ids.PEERS_PROTOCOL,
@@ -103,7 +103,7 @@ class PeerExchange:
             nursery.start_soon(self._tell_changes)
             while True:
                 await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
-                await self.ask_some(heeded=True)
+                await self.ask_some(trusted_only=True)
 
     async def _tell_changes(self) -> None:
         """Ask peers when own addresses change, because a request carries them."""
@@ -113,14 +113,16 @@ class PeerExchange:
                 await trio.sleep(CHANGES_SECONDS)
                 nursery.start_soon(self.ask_some)
 
-    async def ask_some(self, *, heeded: bool = False) -> None:
+    async def ask_some(self, *, trusted_only: bool = False) -> None:
         """Ask a few connected peers, which also sends them the current own addresses.
 
         Args:
-            heeded: ask only peers whose responses are accepted.
+            trusted_only: ask only peers whose responses are accepted.
         """
         connected = [
-            peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)
+            peer
+            for peer in self._table.connected()
+            if not trusted_only or self._table.accepts_reports(peer)
         ]
         async with trio.open_nursery() as nursery:
             for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
@@ -148,9 +150,9 @@ class PeerExchange:
         if response.swarm != self._swarm:
             self.learned["other_swarm"] += 1
             return
-        teller = self._connections.vantage(peer)
-        if teller is not None and self._table.heeds(peer):
-            self._learn(response.peers, peer, teller)
+        reporter = self._connections.vantage_address(peer)
+        if reporter is not None and self._table.accepts_reports(peer):
+            self._learn(response.peers, peer, reporter)
 
     async def greet(self, peer: str) -> None:
         """Ask a new peer, after its reachability check, because the request carries own addresses.
@@ -163,10 +165,10 @@ class PeerExchange:
         """Drop the request budget of a disconnected peer."""
         self._allowances.pop(peer, None)
 
-    def _learn(self, told: list[PeerAddresses], peer: str, teller: Address) -> None:
-        """Add the addresses that `peer`, observed at `teller`, reported."""
+    def _learn(self, reported: list[PeerAddresses], peer: str, reporter: Address) -> None:
+        """Add the addresses that `peer`, observed at `reporter`, reported."""
         now = trio.current_time()
-        for each in told:
+        for each in reported:
             for text in each.addresses:
                 try:
                     address, _ = addresses.parse_any(text)
@@ -175,24 +177,24 @@ class PeerExchange:
                     self.learned["malformed"] += 1
                     continue
                 if isinstance(address, Circuit):
-                    address = self._place(address, peer, teller)
-                if not addresses.dialable(address, teller):
+                    address = self._place(address, peer, reporter)
+                if not addresses.dialable(address, reporter):
                     self.learned["out_of_reach"] += 1
                 elif self._table.add(each.peer, str(address), "exchange", now):
                     self.learned["learned"] += 1
-        self._news()
+        self._on_change()
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Handle a request. Raises BadMessage, or PeerError above the peer's request rate."""
-        if not self._may_ask(peer, trio.current_time()):
+        if not self._take_request(peer, trio.current_time()):
             raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
-        seen = self._connections.vantage(peer)
+        seen = self._connections.vantage_address(peer)
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
         self._believe(peer, request.addresses, self._connections.observed(peer))
-        good = self._table.good(
-            limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here
+        good = self._table.peers_to_share(
+            limits.PEERS, exclude=peer, scope=seen.scope, also=self._nat.relay_addresses
         )
         return codec.encode(
             PeersResponse(
@@ -201,7 +203,7 @@ class PeerExchange:
             )
         )
 
-    def _place(self, circuit: Circuit, peer: str, teller: Address) -> Circuit:
+    def _place(self, circuit: Circuit, peer: str, reporter: Address) -> Circuit:
         """Replace the relay's address by the one this node knows. A relay that reports itself is at
         its observed address."""
         known = self._nat.address_of(circuit.relay)
@@ -211,7 +213,7 @@ class PeerExchange:
             and circuit.address.ip is not None
             and circuit.address.ip.is_unspecified
         ):
-            known = Address(teller.kind, teller.host, circuit.address.port)
+            known = Address(reporter.kind, reporter.host, circuit.address.port)
         return circuit if known is None else Circuit(known, circuit.relay)
 
     def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
@@ -228,19 +230,21 @@ class PeerExchange:
             if isinstance(address, Circuit):
                 where = self._nat.address_of(address.relay)
                 if where is not None and address.relay != peer:
-                    self._table.claim(peer, str(Circuit(where, address.relay)), trio.current_time())
+                    self._table.add_self_reported(
+                        peer, str(Circuit(where, address.relay)), trio.current_time()
+                    )
             elif (
                 seen is not None
                 and address.ip is not None
                 and address.port
                 and (address.ip.is_unspecified or address.ip == seen.ip)
             ):
-                self._table.claim(
+                self._table.add_self_reported(
                     peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time()
                 )
 
-    def _may_ask(self, peer: str, now: float) -> bool:
-        allowance = self._allowances.setdefault(peer, _Allowance(REQUESTS_PER_PEER, now))
+    def _take_request(self, peer: str, now: float) -> bool:
+        allowance = self._allowances.setdefault(peer, _RequestBudget(REQUESTS_PER_PEER, now))
         allowance.left = (
             min(REQUESTS_PER_PEER, allowance.left + (now - allowance.at) / REQUEST_SECONDS) - 1.0
         )

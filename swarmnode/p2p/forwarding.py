@@ -16,7 +16,13 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmnode.p2p.gateway import LEASE_SECONDS, Gateway, Kind, asked, kind_of
+from swarmnode.p2p.gateway import (
+    LEASE_SECONDS,
+    Gateway,
+    RouterKind,
+    classify_address,
+    query_in_child,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +31,8 @@ RENEW_SECONDS = 1500.0
 request may be lost."""
 RETRY_SECONDS = 300.0
 """Interval between requests while peers cannot dial this node."""
-LOOK_SECONDS = 15.0
-WORDS = {
+CHECK_SECONDS = 15.0
+EXPLANATIONS = {
     "carrier": (
         "the provider shares one public address among its customers (carrier-grade NAT), so no port"
         " can be forwarded to this machine; peers reach it through relays. Ask the provider for a"
@@ -41,7 +47,7 @@ assert 2 * RENEW_SECONDS < LEASE_SECONDS
 
 
 @dataclass(frozen=True)
-class Seen:
+class ExternalView:
     """How peers on the internet see this node."""
 
     outside: str = ""
@@ -55,46 +61,50 @@ class Forwarding:
 
     Args:
         port: the port.
-        seen: returns how peers see this node now.
+        external_view: returns how peers see this node now.
         check: asks a peer to dial this node again.
-        ask: see `gateway.asked`.
+        ask: see `gateway.query_in_child`.
     """
 
     def __init__(
         self,
         port: int,
-        seen: Callable[[], Seen],
+        external_view: Callable[[], ExternalView],
         check: Callable[[], Awaitable[None]],
-        ask: Callable[[int], Awaitable[Gateway]] = asked,
+        ask: Callable[[int], Awaitable[Gateway]] = query_in_child,
     ) -> None:
         self._port = port
-        self._seen = seen
+        self._external_view = external_view
         self._check = check
         self._ask = ask
-        self.kind: Kind = "none"
+        self.kind: RouterKind = "none"
         """Kind of the router's external address in the last answer."""
 
     async def run(self) -> None:
         """Request and renew the mapping until cancelled."""
         asked_at, outside, mapped = -math.inf, "", False
         while True:
-            await trio.sleep(LOOK_SECONDS)
-            seen, now = self._seen(), trio.current_time()
-            if not (seen.private or mapped):
+            await trio.sleep(CHECK_SECONDS)
+            external_view, now = self._external_view(), trio.current_time()
+            if not (external_view.private or mapped):
                 continue
-            moved = seen.outside not in ("", outside)
-            if not moved and now < asked_at + (RETRY_SECONDS if seen.private else RENEW_SECONDS):
+            moved = external_view.outside not in ("", outside)
+            if not moved and now < asked_at + (
+                RETRY_SECONDS if external_view.private else RENEW_SECONDS
+            ):
                 continue
-            asked_at, outside = now, seen.outside or outside
+            asked_at, outside = now, external_view.outside or outside
             found = await self._ask(self._port)
             mapped = found.mapped
-            self._note(found, kind_of(found.outside, outside))
-            if mapped and seen.private:
+            self._log_change(found, classify_address(found.outside, outside))
+            if mapped and external_view.private:
                 await self._check()
 
-    def _note(self, found: Gateway, kind: Kind) -> None:
-        if kind != self.kind and kind in WORDS:
-            log.warning("%s (external address of the router: %s)", WORDS[kind], found.outside)
+    def _log_change(self, found: Gateway, kind: RouterKind) -> None:
+        if kind != self.kind and kind in EXPLANATIONS:
+            log.warning(
+                "%s (external address of the router: %s)", EXPLANATIONS[kind], found.outside
+            )
         elif kind != self.kind and found.mapped:
             log.info("the router forwards port %d to this machine (UPnP)", self._port)
         self.kind = kind

@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 DISCOVER_MILLISECONDS = 2000
 LEASE_SECONDS = 3600
-ASK_SECONDS = 15.0
+QUERY_TIMEOUT_SECONDS = 15.0
 CARRIER = ipaddress.ip_network("100.64.0.0/10")
 """RFC 6598: addresses between a provider's NAT and its customers."""
-Kind = Literal["none", "public", "carrier", "private"]
+RouterKind = Literal["none", "public", "carrier", "private"]
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -42,7 +42,7 @@ class Gateway(msgspec.Struct, frozen=True):
     mapped: bool = False
 
 
-def kind_of(outside: str, observed: str = "") -> Kind:
+def classify_address(outside: str, observed: str = "") -> RouterKind:
     """Classify the external address of a router. Pure.
 
     Args:
@@ -65,7 +65,7 @@ def kind_of(outside: str, observed: str = "") -> Kind:
     )
 
 
-def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
+def query(port: int | None, url: str | None = None) -> Iterator[Gateway]:
     """Query the router; with a port, request a mapping and yield the result.
 
     Args:
@@ -94,16 +94,16 @@ def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
         yield Gateway(outside, bool(mapped))
 
 
-async def asked(port: int | None) -> Gateway:
-    """Run `ask` in a process of its own and return its last result. Never raises for a fault of the
-    router."""
+async def query_in_child(port: int | None) -> Gateway:
+    """Run `query` in a process of its own and return its last result. Never raises for a fault of
+    the router."""
     command = [
         sys.executable,
         "-m",
         "swarmnode.p2p.gateway",
         *(("--port", str(port)) if port is not None else ()),
     ]
-    with trio.move_on_after(ASK_SECONDS):
+    with trio.move_on_after(QUERY_TIMEOUT_SECONDS):
         try:
             done = await trio.run_process(
                 command,
@@ -123,8 +123,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--url")
-    told = parser.parse_args()
-    for found in ask(told.port, told.url):
+    arguments = parser.parse_args()
+    for found in query(arguments.port, arguments.url):
         print(msgspec.json.encode(found).decode(), flush=True)
     return 0
 

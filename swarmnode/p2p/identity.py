@@ -27,13 +27,13 @@ log = logging.getLogger("swarmnode.p2p.identity")
 """Not structlog's logger, which writes to standard output in a command that has not configured
 it."""
 
-FORMER_LIFE = ("peers.json", "trainer")
+EARLIER_RUN_FILES = ("peers.json", "trainer")
 """Files beside the key in the data directory of a node that has run before."""
-LOST = (
+KEY_LOST_WARNING = (
     "%s is missing although a node has run here; created a new key, peers see a new node %s. "
     "To restore a backup, stop the node and run `swarmnode key import FILE --replace`"
 )
-LONGEST_FILE = 4096
+MAX_FILE_BYTES = 4096
 """Bytes. A PKCS#8 Ed25519 key has 119; a much longer file is not a key."""
 
 
@@ -66,10 +66,10 @@ def load_or_create(path: Path) -> Identity:
         data = _read_private(path)
         if data is None:
             key = Ed25519PrivateKey.generate()
-            write_atomically(path, passphrase.pem(key, passphrase.given()), mode=0o600)
+            write_atomically(path, passphrase.pem(key, passphrase.from_environment()), mode=0o600)
             made = from_key(key)
-            if any((path.parent / name).exists() for name in FORMER_LIFE):
-                log.warning(LOST, path, made.peer_id)
+            if any((path.parent / name).exists() for name in EARLIER_RUN_FILES):
+                log.warning(KEY_LOST_WARNING, path, made.peer_id)
             return made
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
@@ -98,4 +98,4 @@ def _read_private(path: Path) -> bytes | None:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & 0o077:
             raise Refused(f"others can read the identity file (mode {mode:04o}): chmod 600 {path}")
-        return file.read(LONGEST_FILE)
+        return file.read(MAX_FILE_BYTES)

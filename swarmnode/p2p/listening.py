@@ -16,7 +16,7 @@ from swarmnode.files import write_atomically
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address, OwnAddresses
 
-OWN_PORTS = range(20_000, 32_000)
+PORT_RANGE = range(20_000, 32_000)
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -37,7 +37,7 @@ def bootstrap_peers(cfg: NetworkConfig) -> list[tuple[Address, str]]:
     return [_bootstrap(text) for text in cfg.initial_peers]
 
 
-def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
+def addresses_to_advertise(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
     """Return the addresses at which other nodes can dial this node, without starting it.
 
     These are the announced addresses, or else the listening addresses with the chosen port. An
@@ -118,11 +118,11 @@ def _free_port(address: Address) -> int:
     The system's random source is used, because two processes with the same seed would choose the
     same port.
     """
-    for port in random.SystemRandom().sample(OWN_PORTS, 64):
+    for port in random.SystemRandom().sample(PORT_RANGE, 64):
         with contextlib.suppress(Unavailable), _probe(Address(address.kind, address.host, port)):
             return port
     raise Unavailable(
-        f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free"
+        f"none of 64 ports of {address.host} from {PORT_RANGE.start} to {PORT_RANGE.stop} is free"
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from swarmnode.errors import BadMessage, Incompatible
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest
 from swarmnode.wire.messages import ManifestRequest, ManifestResponse
 
 DEADLINE = 10.0
@@ -26,11 +26,11 @@ Lookup = Callable[[bytes], tuple[bytes, bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class FetchedManifest:
     """A verified manifest and its successor, if the peer knows one."""
 
-    manifest: Opened
-    successor: Opened | None
+    manifest: VerifiedManifest
+    successor: VerifiedManifest | None
 
 
 def serve(requests: Requests, lookup: Lookup) -> None:
@@ -51,7 +51,7 @@ def serve(requests: Requests, lookup: Lookup) -> None:
     )
 
 
-async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
+async def fetch(requests: Requests, peer: str, swarm: bytes) -> FetchedManifest:
     """Fetch and verify the manifest of `swarm` and its successor from a connected peer.
 
     Raises:
@@ -77,8 +77,8 @@ async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
             "mismatch", f"a manifest that hashes to {manifest.swarm.hex()}, not to {swarm.hex()}"
         )
     if not response.successor:
-        return Found(manifest, None)
+        return FetchedManifest(manifest, None)
     successor = open_manifest(response.successor)
     if not follows(successor, manifest):
         raise BadMessage("mismatch", "a successor that does not follow")
-    return Found(manifest, successor)
+    return FetchedManifest(manifest, successor)

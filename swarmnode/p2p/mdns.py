@@ -30,7 +30,7 @@ FOUND_ADDRESSES = 4
 PENDING = 64
 """Maximum number of announcements waiting for the trio thread; further ones are dropped."""
 
-Found = Callable[[str, str], None]
+PeerFound = Callable[[str, str], None]
 """Called with (peer id, address without peer id) on the trio thread."""
 
 
@@ -100,28 +100,28 @@ class MdnsDiscovery:
     ) -> None:
         self._own = own
         self._type = service_type(swarm)
-        self._found: Found = lambda peer, address: None
+        self._found: PeerFound = lambda peer, address: None
         self._interfaces = interfaces
         self._listen = listen
         self._pending = 0
         self._token: trio.lowlevel.TrioToken | None = None
         self.running = False
 
-    async def run(self, found: Found) -> None:
+    async def run(self, found: PeerFound) -> None:
         """Call `found` for every announced peer until cancelled. Never raises for a fault of the
         network."""
         self._found = found
         self._token = trio.lowlevel.current_trio_token()
-        told = (
+        own_addresses = (
             self._listen
             if self._interfaces
             else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
         )
-        if not told:
+        if not own_addresses:
             log.info("mDNS: only loopback addresses, nothing to announce")
             return
         try:
-            zeroconf, browser = await trio.to_thread.run_sync(self._open, told)
+            zeroconf, browser = await trio.to_thread.run_sync(self._open, own_addresses)
         except Exception as error:  # noqa: BLE001
             # zeroconf and the system raise many types: no multicast, no interface, port 5353 in
             # use, …
@@ -140,7 +140,7 @@ class MdnsDiscovery:
                     self._close, zeroconf, browser, abandon_on_cancel=True
                 )
 
-    def _open(self, told: list[Address]) -> tuple[Zeroconf, ServiceBrowser]:
+    def _open(self, own_addresses: list[Address]) -> tuple[Zeroconf, ServiceBrowser]:
         """Start zeroconf; runs in a worker thread."""
         zeroconf = (
             Zeroconf(interfaces=self._interfaces)
@@ -148,13 +148,13 @@ class MdnsDiscovery:
             else Zeroconf(ip_version=IPVersion.V4Only)
         )
         try:
-            zeroconf.register_service(self._service(told))
+            zeroconf.register_service(self._service(own_addresses))
             return zeroconf, ServiceBrowser(zeroconf, self._type, handlers=[self._changed])
         except BaseException:
             zeroconf.close()
             raise
 
-    def _service(self, told: list[Address]) -> ServiceInfo:
+    def _service(self, own_addresses: list[Address]) -> ServiceInfo:
         name = self._own[-16:]
         return ServiceInfo(
             self._type,
@@ -163,9 +163,9 @@ class MdnsDiscovery:
                 socket.inet_pton(
                     socket.AF_INET if each.kind == "ip4" else socket.AF_INET6, each.host
                 )
-                for each in told
+                for each in own_addresses
             ],
-            port=told[0].port,
+            port=own_addresses[0].port,
             properties={"id": self._own},
             server=f"{name}.local.",
         )

@@ -38,7 +38,7 @@ class Meter:
         data_dir: holds the monthly total.
         traffic: returns the bytes by protocol since the process started.
         clock: Unix time in seconds.
-        resting: as in `Budget`.
+        pause_reasons: as in `Budget`.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Meter:
         data_dir: Path,
         traffic: Callable[[], TrafficStatistics],
         clock: Callable[[], float] = time.time,
-        resting: Callable[[], Collection[str]] = tuple,
+        pause_reasons: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._path = data_dir / FILE
         self._traffic = traffic
         self._clock = clock
-        self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path), resting=resting)
+        self._budget = Budget(
+            cfg, quiet_hours, clock(), month=load(self._path), pause_reasons=pause_reasons
+        )
         self._saved: Month | None = None
         self._read_at = float("-inf")
 

@@ -21,8 +21,8 @@ from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, OwnAddresses, parse_any
 from swarmnode.p2p.autonat import DialBack, Reachability, ReachabilityCheck, ReachStatistics
 from swarmnode.p2p.connections import Connection, ConnectionTable
-from swarmnode.p2p.forwarding import Forwarding, Seen
-from swarmnode.p2p.gateway import Kind
+from swarmnode.p2p.forwarding import ExternalView, Forwarding
+from swarmnode.p2p.gateway import RouterKind
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics
@@ -32,7 +32,7 @@ from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 log = logging.getLogger(__name__)
 
 RELAY_LIMITS = RelayLimits()
-SIDELINE_BYTES_PER_SECOND = 2 * 2**20
+AUTO_RELAY_BYTES_PER_SECOND = 2 * 2**20
 """Limit for all circuits together on a node with `network.relay = "auto"`. A `server` is bounded by
 `network.upload_bytes_per_second` only."""
 PUNCH_DELAY_SECONDS = 0.5
@@ -46,7 +46,7 @@ class NatStatistics(msgspec.Struct, frozen=True):
     relay: RelayStatistics = RelayStatistics()
     client: RelayClientStatistics = RelayClientStatistics()
     punch: PunchStatistics = PunchStatistics()
-    router: Kind = "none"
+    router: RouterKind = "none"
     """Kind of the router's external address by UPnP, queried while peers cannot dial this node."""
     direct: int = 0
     """Number of connected peers with a direct connection."""
@@ -63,7 +63,7 @@ class Nat:
         table: the known peers.
         cfg: network settings.
         own: addresses of this node.
-        welcome: returns False for peers that are not served.
+        is_allowed: returns False for peers that are not served.
         rng: random source.
     """
 
@@ -74,7 +74,7 @@ class Nat:
         table: PeerTable,
         cfg: NetworkConfig,
         own: OwnAddresses,
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
         rng: random.Random,
     ) -> None:
         self._host = host
@@ -83,28 +83,29 @@ class Nat:
         self._role = cfg.relay
         self._punching = cfg.hole_punching and cfg.relay != "off"
         self._own = own
-        self._news = trio.Event()
+        self._addresses_event = trio.Event()
         self._rng = rng
         self._forwarding = Forwarding(
-            next(iter(own.outside_ports()), 0), self._seen, self._check_again
+            next(iter(own.external_ports()), 0), self._external_view, self._check_again
         )
         self.reach = ReachabilityCheck(
-            host, connections, own.outside_ports(), self._reachability_changed, rng
+            host, connections, own.external_ports(), self._reachability_changed, rng
         )
-        self.dial_back = DialBack(host, welcome)
+        self.dial_back = DialBack(host, is_allowed)
         limits = dataclasses.replace(
-            RELAY_LIMITS, bytes_per_second=0 if cfg.relay == "server" else SIDELINE_BYTES_PER_SECOND
+            RELAY_LIMITS,
+            bytes_per_second=0 if cfg.relay == "server" else AUTO_RELAY_BYTES_PER_SECOND,
         )
-        self.relay = Relay(host, limits, lambda: [str(self._own_place())], welcome)
+        self.relay = Relay(host, limits, lambda: [str(self._best_own_address())], is_allowed)
         self.client = RelayClient(
             host,
             candidates=self._candidates,
-            wanted=self._wants_relays,
+            needed=self._wants_relays,
             address_of=self.address_of,
-            news=self._addresses_changed,
+            on_change=self._addresses_changed,
             rng=rng,
         )
-        self.puncher = Puncher(host, connections, own.listen, self._outside, welcome)
+        self.puncher = Puncher(host, connections, own.listen, self._outside, is_allowed)
 
     def start(self) -> None:
         """Start the background tasks. The host must already listen."""
@@ -113,7 +114,7 @@ class Nat:
         self.relay.serve(self._role == "server")
         self._host.nursery.start_soon(self.reach.run)
         self._host.nursery.start_soon(self.client.run)
-        if self._role == "auto" and self._own.outside_ports() and not self._own.announce:
+        if self._role == "auto" and self._own.external_ports() and not self._own.announce:
             self._host.nursery.start_soon(self._forwarding.run)
 
     # -- connections
@@ -130,10 +131,10 @@ class Nat:
     def closed(self, connection: Connection, last: bool) -> None:
         """See `connections.Listener`."""
         if connection.relay is None and not self._connections.is_direct(connection.peer):
-            self.relay.gone(connection.peer)
-            self.client.gone(connection.peer)
+            self.relay.forget_peer(connection.peer)
+            self.client.forget_peer(connection.peer)
         if not len(self._connections):
-            self.reach.alone()
+            self.reach.reset_votes()
 
     async def greet(self, peer: str) -> None:
         """Check reachability through a new peer, before own addresses are sent to it."""
@@ -153,7 +154,7 @@ class Nat:
 
     async def addresses_changed(self) -> None:
         """Return when own addresses have changed."""
-        await self._news.wait()
+        await self._addresses_event.wait()
 
     # -- addresses of peers
 
@@ -182,17 +183,17 @@ class Nat:
             and not self._own.announce
             and (seen is None or seen.scope == PUBLIC)
         )
-        direct = [] if useless else [str(each) for each in self._own.told()]
+        direct = [] if useless else [str(each) for each in self._own.advertised()]
         return direct + [str(each) for each in self.client.addresses()]
 
     def depends_on(self, peer: str) -> bool:
         """Return True if `peer` is dialled through this node, or is a relay of this node."""
         return self.relay.reserved(peer) or peer in self.client.statistics().relays
 
-    def relayed_here(self, peer: str) -> list[str]:
+    def relay_addresses(self, peer: str) -> list[str]:
         """Return the address at this relay of a peer with a reservation."""
         return (
-            [str(Circuit(self._own_place(), self._host.peer_id))]
+            [str(Circuit(self._best_own_address(), self._host.peer_id))]
             if self.relay.reserved(peer)
             else []
         )
@@ -230,7 +231,7 @@ class Nat:
         bootstrap = {each.peer for each in self._table.bootstrap()}
         return sorted(direct, key=lambda peer: peer not in bootstrap)
 
-    def _own_place(self) -> Address:
+    def _best_own_address(self) -> Address:
         """Return the best known own address. It may be unspecified; other peers then use the IP
         address that they see."""
         return (
@@ -251,14 +252,14 @@ class Nat:
         self._addresses_changed()
 
     def _addresses_changed(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        self._addresses_event.set()
+        self._addresses_event = trio.Event()
 
-    def _seen(self) -> Seen:
+    def _external_view(self) -> ExternalView:
         outside = self.reach.own_address
         if outside is None or outside.scope != PUBLIC:
-            return Seen()
-        return Seen(outside.host, self.reach.verdict == "private")
+            return ExternalView()
+        return ExternalView(outside.host, self.reach.verdict == "private")
 
     async def _check_again(self) -> None:
         if peers := self._connections.peers():

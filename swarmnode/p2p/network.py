@@ -23,10 +23,10 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import guards, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
-from swarmnode.p2p.admission import Admission
+from swarmnode.p2p.admission import Admission, PeerScores
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionManager, Keeping
+from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
@@ -38,7 +38,6 @@ from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
-from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
 from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 
@@ -103,16 +102,16 @@ class Libp2pNetwork:
     ) -> None:
         rng = random.Random()
         self.host = host
-        self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.told()]
+        self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.advertised()]
         self.scores = scores = PeerScores(Reputation())
-        target = max(1, min(TARGET_PEERS, int(turnover.FULL * cfg.max_connections)))
-        self.peers = PeerTable(host.peer_id, target, rng, wanted=scores.wanted)
+        target = max(1, min(TARGET_PEERS, int(turnover.FULL_SHARE * cfg.max_connections)))
+        self.peers = PeerTable(host.peer_id, target, rng, may_connect=scores.may_connect)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
-        self.requests = Libp2pRequests(host, scores.welcome)
-        self.streams = Libp2pStreams(host, scores.welcome)
+        self.requests = Libp2pRequests(host, scores.is_allowed)
+        self.streams = Libp2pStreams(host, scores.is_allowed)
         self.bulk = Libp2pBulk(host, self.requests, scores)
-        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.welcome, rng)
+        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.is_allowed, rng)
         dialer = Dialer(self.peers, self.nat.connect)
         exchange = PeerExchange(
             self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
@@ -127,9 +126,9 @@ class Libp2pNetwork:
             swarm.bootstrap,
             dialer.wake,
         )
-        keeping = Keeping(cfg.max_connections, target, self.nat.depends_on, rng)
+        limits = ConnectionLimits(cfg.max_connections, target, self.nat.depends_on, rng)
         self.manager = ConnectionManager(
-            host, self.connections, self.peers, scores, dialer, exchange, keeping
+            host, self.connections, self.peers, scores, dialer, exchange, limits
         )
         self._gater = gater
         admission = Admission(
@@ -144,9 +143,9 @@ class Libp2pNetwork:
         scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
-    def keep_to(self, allows: Callable[[str], bool]) -> None:
+    def set_budget(self, allows: Callable[[str], bool]) -> None:
         """Serve and relay only while `allows(choice)` returns True; see `Meter.allows`."""
-        self.bulk.keep_to(lambda: allows("serve"))
+        self.bulk.set_budget(lambda: allows("serve"))
         self.nat.relay.allows = lambda: allows("relay")
 
     # -- for `open_host`
@@ -184,8 +183,8 @@ class Libp2pNetwork:
     async def dial(self, peer: str, address: str) -> None:
         await self.manager.dial(peer, address)
 
-    def hold(self, peers: Collection[str]) -> None:
-        self.manager.hold(peers)
+    def pin(self, peers: Collection[str]) -> None:
+        self.manager.pin(peers)
 
     def disconnect(self, peer: str) -> None:
         self.manager.disconnect(peer)
@@ -193,8 +192,8 @@ class Libp2pNetwork:
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)
 
-    def heard(self, peer: str) -> float | None:
-        return self.connections.heard(peer)
+    def last_received(self, peer: str) -> float | None:
+        return self.connections.last_received(peer)
 
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
@@ -205,8 +204,8 @@ class Libp2pNetwork:
     def reputation(self) -> Reputation:
         return self.scores.reputation
 
-    def welcome(self, peer: str) -> bool:
-        return self.scores.welcome(peer)
+    def is_allowed(self, peer: str) -> bool:
+        return self.scores.is_allowed(peer)
 
     def score(self, peer: str) -> float:
         return self.scores.score(peer)
@@ -234,6 +233,6 @@ class Libp2pNetwork:
         )
 
 
-def as_network(network: Libp2pNetwork) -> Network:
+def check_is_network(network: Libp2pNetwork) -> Network:
     """Return `network`; lets mypy check that it implements `api.Network`."""
     return network

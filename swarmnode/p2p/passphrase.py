@@ -21,10 +21,10 @@ from swarmnode.files import read_private
 
 VARIABLE = "SWARMNODE_KEY_PASSPHRASE"
 FILE_VARIABLE = "SWARMNODE_KEY_PASSPHRASE_FILE"
-LEAST_CHARACTERS = 12
+MIN_CHARACTERS = 12
 """Minimum length of a passphrase. PEM derives its key with 2,048 rounds of PBKDF2 (OpenSSL's
 default), so a short one can be guessed."""
-MOST_BYTES = 1023
+MAX_BYTES = 1023
 """Maximum length that `cryptography` accepts."""
 
 
@@ -33,18 +33,18 @@ def is_locked(data: bytes) -> bool:
     return data.lstrip().startswith(b"-----BEGIN ENCRYPTED PRIVATE KEY-----")
 
 
-def given() -> bytes | None:
+def from_environment() -> bytes | None:
     """Return the passphrase from the environment, or from the file that it names; None without one.
 
     Raises:
         ConfigError: the file does not exist.
         Refused: others can read the file.
     """
-    if (said := os.environ.get(VARIABLE)) is not None:
-        return said.encode()
+    if (value := os.environ.get(VARIABLE)) is not None:
+        return value.encode()
     if (named := os.environ.get(FILE_VARIABLE)) is None:
         return None
-    data = read_private(Path(named), "passphrase file", MOST_BYTES + 2)
+    data = read_private(Path(named), "passphrase file", MAX_BYTES + 2)
     if data is None:
         raise ConfigError(f"{FILE_VARIABLE}: {named}: no such file")
     return data.rstrip(b"\r\n")
@@ -61,11 +61,11 @@ def open_key(data: bytes, path: Path) -> Ed25519PrivateKey:
         Refused: the passphrase is missing or wrong.
     """
     if not is_locked(data):
-        return _loaded(data, path, None)
-    passphrase = given()
+        return _load(data, path, None)
+    passphrase = from_environment()
     if passphrase is None and sys.stdin is not None and sys.stdin.isatty():
         passphrase = getpass.getpass(f"passphrase of {path}: ").encode()
-        key = _loaded(data, path, passphrase)
+        key = _load(data, path, passphrase)
         os.environ[VARIABLE] = passphrase.decode()
         return key
     if passphrase is None:
@@ -73,18 +73,16 @@ def open_key(data: bytes, path: Path) -> Ed25519PrivateKey:
             f"{path} has a passphrase: set {VARIABLE}, or the path of a file that holds it in"
             f" {FILE_VARIABLE}"
         )
-    return _loaded(data, path, passphrase)
+    return _load(data, path, passphrase)
 
 
 def pem(key: Ed25519PrivateKey, passphrase: bytes | None) -> bytes:
     """Return the key as PEM. Raises ConfigError if the passphrase is too short or too long."""
     if passphrase is None:
         locked: serialization.KeySerializationEncryption = serialization.NoEncryption()
-    elif (
-        len(passphrase.decode(errors="replace")) < LEAST_CHARACTERS or len(passphrase) > MOST_BYTES
-    ):
+    elif len(passphrase.decode(errors="replace")) < MIN_CHARACTERS or len(passphrase) > MAX_BYTES:
         raise ConfigError(
-            f"a passphrase needs at least {LEAST_CHARACTERS} characters and at most {MOST_BYTES}"
+            f"a passphrase needs at least {MIN_CHARACTERS} characters and at most {MAX_BYTES}"
             " bytes; use five random words"
         )
     else:
@@ -105,14 +103,14 @@ def ask_new() -> bytes:
     return first.encode()
 
 
-def without(environment: Mapping[str, str]) -> dict[str, str]:
+def without_passphrase(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment` without the passphrase, for processes that do not need the key."""
     return {
         name: value for name, value in environment.items() if name not in (VARIABLE, FILE_VARIABLE)
     }
 
 
-def _loaded(data: bytes, path: Path, passphrase: bytes | None) -> Ed25519PrivateKey:
+def _load(data: bytes, path: Path, passphrase: bytes | None) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(data, password=passphrase or None)
     except (ValueError, TypeError):

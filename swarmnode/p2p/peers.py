@@ -26,9 +26,9 @@ from swarmnode.p2p.addresses import is_circuit, parse_any
 
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
 """Sources of peers, best first. A peer keeps its best source."""
-LetGo = Literal["exchanged", "full"]
+DropReason = Literal["exchanged", "full"]
 """Why a connected peer is dropped: to meet another peer, or to make room for new peers."""
-LET_GO: tuple[str, ...] = get_args(LetGo)
+DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 MAX_PEERS = 1024
 ADDRESSES_PER_PEER = 8
@@ -47,7 +47,7 @@ GUEST_SHARE = 4
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
-HELD_BACKOFF = 4.0
+PINNED_BACKOFF = 4.0
 """Maximum back-off of pinned peers."""
 IDLE_BOOTSTRAP_BACKOFF = 1200.0
 """Maximum back-off of bootstrap peers while enough other peers are connected. A swarm has few
@@ -55,7 +55,7 @@ bootstrap peers and many members."""
 TRIES_TO_GET_IN = 40
 """Number of failed dials to a bootstrap peer before other peers' addresses are accepted instead,
 about eight minutes. A full bootstrap peer has free places again within one minute."""
-REST_SECONDS = 1800.0
+COOL_DOWN_SECONDS = 1800.0
 """A dropped peer is not dialled again for this time, unless no other peer is left."""
 ANCHOR_SHARE = 4
 """1/ANCHOR_SHARE of the outbound peers are the most recently seen ones; the others are random."""
@@ -89,7 +89,7 @@ class Peer:
     connected_at: float = -math.inf
     last_seen: float = -math.inf
     hinted: float = -math.inf
-    rests_until: float = -math.inf
+    cooling_until: float = -math.inf
     worked: set[str] = dataclasses.field(default_factory=set)
     """Addresses at which this node reached the peer."""
     claimed: set[str] = dataclasses.field(default_factory=set)
@@ -122,7 +122,7 @@ class PeerStatistics(msgspec.Struct, frozen=True):
     forgotten: int = 0
     refused: int = 0
     """Number of addresses dropped because a bound was reached."""
-    let_go: dict[str, int] = {}
+    dropped: dict[str, int] = {}
     """Number of peers dropped for other peers, by entry of LET_GO."""
 
 
@@ -133,7 +133,7 @@ class PeerTable:
         own: peer id of this node, which is never dialled.
         target: number of peers to keep connected, half of them dialled by this node.
         rng: random source.
-        wanted: (peer, now) → False for a banned peer, which is neither stored nor dialled.
+        may_connect: (peer, now) → False for a banned peer, which is neither stored nor dialled.
     """
 
     def __init__(
@@ -142,24 +142,24 @@ class PeerTable:
         target: int,
         rng: random.Random,
         *,
-        wanted: Callable[[str, float], bool] = lambda peer, now: True,
+        may_connect: Callable[[str, float], bool] = lambda peer, now: True,
     ) -> None:
         self._own = own
         self._target = target
         self._rng = rng
-        self._wanted = wanted
+        self._may_connect = may_connect
         self._peers: dict[str, Peer] = {}
         self._key = rng.randbytes(16)
-        self._held: frozenset[str] = frozenset()
+        self._pinned: frozenset[str] = frozenset()
         self._dials = self._failures = self._forgotten = self._refused = 0
-        self._let_go = dict.fromkeys(LET_GO, 0)
+        self._dropped = dict.fromkeys(DROP_REASONS, 0)
 
     # -- learning of peers
 
     def add(self, peer: str, address: str, source: str, now: float) -> bool:
         """Store an address of `peer`. Returns False if the peer is this node or unwanted, the
         address is known, or a bound is reached."""
-        if peer == self._own or (source != "bootstrap" and not self._wanted(peer, now)):
+        if peer == self._own or (source != "bootstrap" and not self._may_connect(peer, now)):
             return False
         known = self._peers.get(peer)
         if known is None:
@@ -192,7 +192,7 @@ class PeerTable:
         known.addresses.append(address)
         return True
 
-    def claim(self, peer: str, address: str, now: float) -> None:
+    def add_self_reported(self, peer: str, address: str, now: float) -> None:
         """Store an address that a connected peer reported for itself, with its observed IP
         address."""
         self.add(peer, address, "exchange", now)
@@ -206,11 +206,11 @@ class PeerTable:
         if (known := self._peers.get(peer)) is not None:
             known.last_seen = max(known.last_seen, last_seen)
 
-    def hold(self, peers: Iterable[str], now: float) -> None:
+    def pin(self, peers: Iterable[str], now: float) -> None:
         """Pin `peers`, in place of the peers of the last call: dial them at once and keep dialling,
         whatever the target."""
-        before, self._held = self._held, frozenset(peers)
-        for peer in self._held - before:
+        before, self._pinned = self._pinned, frozenset(peers)
+        for peer in self._pinned - before:
             if (
                 (known := self._peers.get(peer)) is not None
                 and known.addresses
@@ -218,13 +218,13 @@ class PeerTable:
             ):
                 known.due = min(known.due, now)
 
-    def rest(self, peer: str, now: float, why: LetGo) -> None:
-        """Drop `peer` in favour of others: do not dial it for REST_SECONDS."""
-        self._let_go[why] += 1
+    def cool_down(self, peer: str, now: float, why: DropReason) -> None:
+        """Drop `peer` in favour of others: do not dial it for COOL_DOWN_SECONDS."""
+        self._dropped[why] += 1
         if (known := self._peers.get(peer)) is not None:
-            known.rests_until = now + REST_SECONDS
+            known.cooling_until = now + COOL_DOWN_SECONDS
 
-    def heeds(self, peer: str) -> bool:
+    def accepts_reports(self, peer: str) -> bool:
         """Return True if addresses that `peer` reports are accepted.
 
         They are accepted from outbound peers. They are accepted from inbound peers only while there
@@ -242,13 +242,13 @@ class PeerTable:
 
     # -- dialling
 
-    def has_others(self, now: float) -> bool:
+    def has_fresh_peers(self, now: float) -> bool:
         """Return True if there is another peer to dial in place of a connected one."""
         fresh = lambda each: (
             each.addresses
             and not each.connections
             and not each.failures
-            and each.rests_until <= now
+            and each.cooling_until <= now
         )
         return any(fresh(each) for each in self._peers.values())
 
@@ -265,15 +265,15 @@ class PeerTable:
         due.sort(key=self._by_merit())
         dials: list[Dial] = []
         for each in due:
-            held = each.peer in self._held
-            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap" and not held):
+            pinned = each.peer in self._pinned
+            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap" and not pinned):
                 break
-            if not self._wanted(each.peer, now):
+            if not self._may_connect(each.peer, now):
                 each.due = now + OTHER_BACKOFF
                 continue
             if (
                 missing <= 0
-                and not held
+                and not pinned
                 and (self._bootstrap_connected() or now - each.last_seen < IDLE_BOOTSTRAP_BACKOFF)
             ):
                 each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
@@ -288,14 +288,14 @@ class PeerTable:
         """Return the seconds until `to_dial` may return something new; infinite if only an event
         can change that."""
         enough = self._missing() <= 0
-        always = lambda each: each.source == "bootstrap" or each.peer in self._held
+        always = lambda each: each.source == "bootstrap" or each.peer in self._pinned
         candidates = [each for each in self._peers.values() if always(each) or not enough]
         waiting = [each.due for each in candidates if not each.dialling and not each.connections]
         return max(0.0, min(waiting) - now) if waiting else math.inf
 
-    def dialed_ok(self, peer: str, address: str, now: float) -> None:
-        """Record that a dial to `address` reached this peer. `connected_to` records the connection
-        itself."""
+    def record_dialled(self, peer: str, address: str, now: float) -> None:
+        """Record that a dial to `address` reached this peer. `record_connected` records the
+        connection itself."""
         if (known := self._peers.get(peer)) is None:
             return
         known.dialling = False
@@ -308,12 +308,12 @@ class PeerTable:
         known.worked &= set(known.addresses)
         known.claimed &= set(known.addresses)
 
-    def undialled(self, peer: str) -> None:
+    def cancel_dial(self, peer: str) -> None:
         """Record that a dial was not needed, because the peer had connected meanwhile."""
         if (known := self._peers.get(peer)) is not None:
             known.dialling = False
 
-    def failed(self, peer: str, now: float) -> None:
+    def record_failed(self, peer: str, now: float) -> None:
         """Record that the dials to all addresses failed."""
         self._failures += 1
         if (known := self._peers.get(peer)) is None:
@@ -328,7 +328,7 @@ class PeerTable:
 
     # -- connections
 
-    def connected_to(self, peer: str, *, inbound: bool, now: float) -> None:
+    def record_connected(self, peer: str, *, inbound: bool, now: float) -> None:
         """Record a new connection. An inbound peer has no address until it reports one."""
         known = self._peers.get(peer)
         if known is None:
@@ -342,7 +342,7 @@ class PeerTable:
         known.connections += 1
         known.last_seen = now
 
-    def disconnected(self, peer: str, now: float) -> None:
+    def record_disconnected(self, peer: str, now: float) -> None:
         """Record a closed connection."""
         if (known := self._peers.get(peer)) is None or known.connections == 0:
             return
@@ -351,10 +351,10 @@ class PeerTable:
             return
         known.last_seen = now
         known.failures = 0 if now - known.connected_at >= STABLE_SECONDS else known.failures + 1
-        if known.addresses and (known.source == "bootstrap" or self._wanted(peer, now)):
+        if known.addresses and (known.source == "bootstrap" or self._may_connect(peer, now)):
             known.due = max(
                 now + self._backoff(known),
-                known.rests_until if known.source != "bootstrap" else now,
+                known.cooling_until if known.source != "bootstrap" else now,
             )
         else:
             self._forget(known)
@@ -367,11 +367,11 @@ class PeerTable:
     def get(self, peer: str) -> Peer | None:
         return self._peers.get(peer)
 
-    def good(
+    def peers_to_share(
         self,
         limit: int,
         *,
-        apart_from: str,
+        exclude: str,
         scope: int,
         also: Callable[[str], list[str]] = lambda peer: [],
     ) -> list[tuple[str, list[str]]]:
@@ -387,27 +387,27 @@ class PeerTable:
 
         Args:
             limit: maximum number of peers.
-            apart_from: the receiver, which is excluded.
+            exclude: the receiver, which is excluded.
             scope: LOOPBACK, PRIVATE or PUBLIC.
             also: returns further addresses of a peer.
         """
         found: list[tuple[str, list[str]]] = []
-        guests: list[tuple[str, list[str]]] = []
+        inbound: list[tuple[str, list[str]]] = []
         for each in self._peers.values():
-            if each.connections and each.peer != apart_from:
+            if each.connections and each.peer != exclude:
                 sure = each.claimed | {
                     address for address in each.worked if not is_circuit(address)
                 }
-                told = [
+                shared = [
                     address
                     for address in each.addresses
                     if address in sure and _scope(address) >= scope
                 ] + also(each.peer)
-                if told:
-                    (guests if each.inbound else found).append((each.peer, told))
+                if shared:
+                    (inbound if each.inbound else found).append((each.peer, shared))
         if self.bootstrap() and len(found) >= self._target // OUTBOUND_SHARE:
-            guests = self._rng.sample(guests, min(len(found) // GUEST_SHARE, len(guests)))
-        found += guests
+            inbound = self._rng.sample(inbound, min(len(found) // GUEST_SHARE, len(inbound)))
+        found += inbound
         return self._rng.sample(found, min(limit, len(found)))
 
     def for_book(self, limit: int, now: float) -> list[Peer]:
@@ -435,7 +435,7 @@ class PeerTable:
             dial_failures=self._failures,
             forgotten=self._forgotten,
             refused=self._refused,
-            let_go=dict(self._let_go),
+            dropped=dict(self._dropped),
         )
 
     # -- rules
@@ -453,18 +453,18 @@ class PeerTable:
         """Return the sort key for dialling: pinned peers first, then bootstrap peers, then prefixes
         and relays below their limit. Within these, the most recently seen peers come first until
         there are enough anchors, then any."""
-        ours = [
+        outbound = [
             each
             for each in self._peers.values()
             if each.dialling or (each.connections and not each.inbound)
         ]
         alike: Counter[str | None] = Counter(
-            each.prefix for each in ours if each.prefix is not None
+            each.prefix for each in outbound if each.prefix is not None
         )
         most = max(1, self._target // ALIKE_SHARE)
-        anchored = len(ours) >= self._target // ANCHOR_SHARE
+        anchored = len(outbound) >= self._target // ANCHOR_SHARE
         return lambda each: (
-            each.peer not in self._held,
+            each.peer not in self._pinned,
             each.source != "bootstrap",
             alike[each.prefix] >= most,
             self._rng.random() if anchored else -each.last_seen,
@@ -474,9 +474,9 @@ class PeerTable:
     def _backoff(self, known: Peer) -> float:
         """Return the back-off in seconds: exponential in the failures and capped. Half of it is
         random, so that the members of a swarm do not dial a lost bootstrap peer in step."""
-        if known.peer in self._held:
+        if known.peer in self._pinned:
             return min(
-                HELD_BACKOFF, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)
+                PINNED_BACKOFF, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)
             ) * self._rng.uniform(0.5, 1.0)
         patient = known.source != "bootstrap" and self.connected()
         longest = OTHER_BACKOFF if patient else BOOTSTRAP_BACKOFF
@@ -485,7 +485,7 @@ class PeerTable:
         )
 
     def _hopeless(self, known: Peer, now: float) -> bool:
-        if known.source == "bootstrap" or known.peer in self._held or not self.connected():
+        if known.source == "bootstrap" or known.peer in self._pinned or not self.connected():
             return False
         if known.last_seen == -math.inf:
             return known.failures >= HOPELESS_NEVER_CONNECTED
@@ -538,7 +538,7 @@ class PeerTable:
     def _may_go(self, each: Peer) -> bool:
         return (
             each.source != "bootstrap"
-            and each.peer not in self._held
+            and each.peer not in self._pinned
             and not each.connections
             and not each.dialling
         )

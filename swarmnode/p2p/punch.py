@@ -26,10 +26,10 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address, dialable
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.library.identifiers import address_of_bytes, multiaddr_bytes
+from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
@@ -60,19 +60,19 @@ class PunchStatistics(msgspec.Struct, frozen=True):
     refused: int = 0
 
 
-class Allowance:
+class SessionLimiter:
     """Limits the sessions per peer and time. Pure."""
 
     def __init__(self) -> None:
-        self._begun: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
+        self._started: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
 
-    def take(self, peer: str, now: float) -> bool:
+    def allow(self, peer: str, now: float) -> bool:
         """Return True and count a session if `peer` may start one now."""
-        begun = [at for at in self._begun.pop(peer, []) if now - at < SESSION_SECONDS]
-        allowed = len(begun) < SESSIONS
-        self._begun[peer] = [*begun, now] if allowed else begun
-        while len(self._begun) > PEERS:
-            self._begun.popitem(last=False)
+        recent = [at for at in self._started.pop(peer, []) if now - at < SESSION_SECONDS]
+        allowed = len(recent) < SESSIONS
+        self._started[peer] = [*recent, now] if allowed else recent
+        while len(self._started) > PEERS:
+            self._started.popitem(last=False)
         return allowed
 
 
@@ -84,7 +84,7 @@ class Puncher:
         connections: the open connections.
         listen: listening addresses, used as source of the dials.
         own: returns the addresses at which peers see this node.
-        welcome: returns False for peers that are not served.
+        is_allowed: returns False for peers that are not served.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Puncher:
         connections: ConnectionTable,
         listen: list[Address],
         own: Callable[[], list[Address]],
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
     ) -> None:
         self.own = own
         self._host = host
         self._connections = connections
         self._listen = listen
-        self._welcome = welcome
-        self._allowance = Allowance()
+        self._is_allowed = is_allowed
+        self._limiter = SessionLimiter()
         self._active: set[str] = set()
         self._succeeded = self._failed = self._refused = 0
 
@@ -125,7 +125,7 @@ class Puncher:
                     await trio.sleep(ROUND_PAUSE_SECONDS * attempt)
                 if (
                     self._connections.is_direct(peer)
-                    or not self._allowance.take(peer, trio.current_time())
+                    or not self._limiter.allow(peer, trio.current_time())
                     or not await self._round(peer)
                 ):
                     break
@@ -141,13 +141,13 @@ class Puncher:
     async def _round(self, peer: str) -> bool:
         """Make one attempt. Returns False if another attempt is pointless."""
         try:
-            (addresses, seconds), _ = await converse(
+            (addresses, seconds), _ = await run_on_new_stream(
                 self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS
             )
         except PeerError as error:
             log.debug("hole punching with %s failed: %s", peer, error)
             return False
-        if not (targets := targets_of(addresses, self._connections.vantage(peer))):
+        if not (targets := dialable_targets(addresses, self._connections.vantage_address(peer))):
             return False
         await trio.sleep(min(seconds / 2, 1.0) + LATER_SECONDS)
         await self._dial_all(peer, targets, initiator=False)
@@ -171,17 +171,19 @@ class Puncher:
         # if both sides started a session, the one of the lower peer id continues
         rival = peer in self._active and self._host.peer_id < peer
         pointless = stream.relay is None or self._connections.is_direct(peer) or not self.own()
-        busy = len(self._active) >= AT_ONCE or not self._welcome(peer)
-        if rival or pointless or busy or not self._allowance.take(peer, trio.current_time()):
+        busy = len(self._active) >= AT_ONCE or not self._is_allowed(peer)
+        if rival or pointless or busy or not self._limiter.allow(peer, trio.current_time()):
             self._refused += 1
             await stream.reset()
             return
         self._active.add(peer)
         try:
-            addresses = await answer(stream, self._answer, deadline=TALK_SECONDS)
+            addresses = await try_on_stream(stream, self._answer, deadline=TALK_SECONDS)
             if addresses:
                 await self._dial_all(
-                    peer, targets_of(addresses, self._connections.vantage(peer)), initiator=True
+                    peer,
+                    dialable_targets(addresses, self._connections.vantage_address(peer)),
+                    initiator=True,
                 )
                 await stream.close()
         finally:
@@ -221,17 +223,17 @@ class Puncher:
             log.debug("hole punch to %s at %s failed: %r", peer, target, error)
 
 
-def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
+def dialable_targets(raw_addresses: list[bytes], vantage: Address | None) -> list[Address]:
     """Return the addresses of a peer that may be dialled.
 
     Args:
-        told: binary multiaddrs from the peer.
+        raw_addresses: binary multiaddrs from the peer.
         vantage: the address from which the peer observes the network; narrower scopes are refused.
     """
     targets = []
-    for each in told[: 2 * ADDRESSES]:
+    for each in raw_addresses[: 2 * ADDRESSES]:
         try:
-            address = address_of_bytes(each)
+            address = address_from_bytes(each)
         except PeerError as error:
             log.debug("not an address: %s", error)
             continue

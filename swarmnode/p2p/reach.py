@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import addresses
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
 from swarmnode.p2p.network import Libp2pNetwork
@@ -55,7 +55,7 @@ class DialBack(TypedDict, total=False):
     relays: int
 
 
-class Reached(TypedDict):
+class ReachReport(TypedDict):
     """Results of all checks; `peers` has the fields of `doctor.checks.PeerFacts` in the order of
     the request."""
 
@@ -63,7 +63,7 @@ class Reached(TypedDict):
     dial_back: DialBack
 
 
-async def reach(request: Request) -> Reached:
+async def reach(request: Request) -> ReachReport:
     """Run all checks with a temporary host."""
     identity = (
         load_or_create(Path(request.identity))
@@ -82,15 +82,17 @@ async def reach(request: Request) -> Reached:
             cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret
         ) as network:
 
-            async def look(text: str) -> None:
+            async def check_address(text: str) -> None:
                 found[text] = {"address": text, **await probe(network, text, request.seconds)}
 
             async with trio.open_nursery() as nursery:
                 for text in request.addresses:
-                    nursery.start_soon(look, text)
+                    nursery.start_soon(check_address, text)
             asked = request.listen and any(row["outcome"] == "ok" for row in found.values())
-            told = await dial_back(network, request.dial_back_seconds) if asked else DialBack()
-    return {"peers": [found[text] for text in request.addresses], "dial_back": told}
+            dial_back_result = (
+                await dial_back(network, request.dial_back_seconds) if asked else DialBack()
+            )
+    return {"peers": [found[text] for text in request.addresses], "dial_back": dial_back_result}
 
 
 async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
@@ -136,7 +138,7 @@ async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, 
             await network.dial(peer, str(where))
     except trio.TooSlowError:
         return {"outcome": "no_handshake", "detail": f"no handshake within {seconds:g} s"}
-    except AnotherPeer:
+    except WrongPeer:
         return {"outcome": "wrong_peer", "detail": ""}
     except PeerError as error:
         return {"outcome": "no_handshake", "detail": str(error)[:200]}

@@ -24,10 +24,10 @@ import trio
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import multiaddr_bytes, peer_id_bytes, peer_id_text
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class RelayStatistics(msgspec.Struct, frozen=True):
     """Relayed bytes since the start."""
 
 
-class Book:
+class RelayState:
     """Reservations, circuits and request budgets by peer. Pure: `now` is monotonic time in
     seconds."""
 
@@ -102,7 +102,7 @@ class Book:
     def reserved(self, peer: str, now: float) -> bool:
         return self._until.get(peer, 0.0) > now
 
-    def gone(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Drop the reservation of a disconnected or unwelcome peer."""
         self._until.pop(peer, None)
 
@@ -127,7 +127,7 @@ class Book:
             if not self._circuits[peer]:
                 del self._circuits[peer]
 
-    def may_ask(self, peer: str, now: float) -> bool:
+    def take_request(self, peer: str, now: float) -> bool:
         """Take one request from the token bucket of `peer`; returns False if it is empty."""
         left, at = self._callers.pop(peer, (float(CALLS_PER_PEER), now))
         left = min(float(CALLS_PER_PEER), left + (now - at) / CALL_SECONDS)
@@ -153,7 +153,7 @@ class Relay:
         host: the libp2p host.
         limits: bounds of everything.
         addresses: returns the multiaddrs of this node without its peer id.
-        welcome: returns False for peers that are not served.
+        is_allowed: returns False for peers that are not served.
     """
 
     def __init__(
@@ -161,15 +161,15 @@ class Relay:
         host: Host,
         limits: RelayLimits,
         addresses: Callable[[], list[str]],
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
     ) -> None:
         self._host = host
         self._limits = limits
         self._addresses = addresses
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self.allows: Callable[[], bool] = lambda: True
         """Returns True while the budget allows relaying."""
-        self._book = Book(limits)
+        self._state = RelayState(limits)
         self._serving = False
         self._bytes = 0
         self._throttle = _Throttle(limits.bytes_per_second)
@@ -192,16 +192,16 @@ class Relay:
             self._host.remove_handler(HOP)
         self._serving = serving
 
-    def gone(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Handle the disconnection of `peer`."""
-        self._book.gone(peer)
+        self._state.forget_peer(peer)
 
     def reserved(self, peer: str) -> bool:
         """Return True if `peer` can be dialled through this node."""
-        return self._serving and self._book.reserved(peer, trio.current_time())
+        return self._serving and self._state.reserved(peer, trio.current_time())
 
     def statistics(self) -> RelayStatistics:
-        reservations, circuits = self._book.counts(trio.current_time())
+        reservations, circuits = self._state.counts(trio.current_time())
         return RelayStatistics(
             self._serving,
             reservations,
@@ -216,15 +216,15 @@ class Relay:
     async def _on_hop(self, stream: Stream) -> None:
         """Handle one request of a peer. A circuit runs in this task until it ends."""
         peer = stream.peer
-        request = await answer(
+        request = await try_on_stream(
             stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS
         )
         if request is None:
             self._called["malformed"] += 1
-        elif not self._serving or not self._welcome(peer) or stream.relay is not None:
+        elif not self._serving or not self._is_allowed(peer) or stream.relay is not None:
             self._called["refused"] += 1
             await self._refuse(stream, pb.PERMISSION_DENIED)
-        elif not self._book.may_ask(peer, trio.current_time()):
+        elif not self._state.take_request(peer, trio.current_time()):
             self._called["refused"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         elif request.type == pb.HopMessage.RESERVE:
@@ -237,7 +237,7 @@ class Relay:
 
     async def _reserve(self, peer: str, stream: Stream) -> None:
         """Reserve for the authenticated peer, whatever peer id the message contains."""
-        if not self._book.reserve(peer, trio.current_time()):
+        if not self._state.reserve(peer, trio.current_time()):
             self._reserved["full"] += 1
             await self._refuse(stream, pb.RESERVATION_REFUSED)
             return
@@ -254,7 +254,7 @@ class Relay:
             limit=self._limit(),
         )
         self._reserved["ok"] += 1
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, granted), deadline=HOP_SECONDS
         ):
             await stream.close()
@@ -266,17 +266,21 @@ class Relay:
         except BadMessage:
             self._called["malformed"] += 1
             return await self._refuse(stream, pb.MALFORMED_MESSAGE)
-        if not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
+        if (
+            not self._state.reserved(called, now)
+            or not self._is_allowed(called)
+            or called == caller
+        ):
             self._called["no_reservation"] += 1
             await self._refuse(stream, pb.NO_RESERVATION)
-        elif not self.allows() or not self._book.open(caller, called):
+        elif not self.allows() or not self._state.open(caller, called):
             self._called["full"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         else:
             try:
                 await self._circuit(caller, called, stream)
             finally:
-                self._book.close(caller, called)
+                self._state.close(caller, called)
         return None
 
     async def _circuit(self, caller: str, called: str, stream: Stream) -> None:
@@ -287,15 +291,15 @@ class Relay:
             limit=self._limit(),
         )
 
-        async def ring(other: Stream) -> None:
+        async def call_peer(other: Stream) -> None:
             await write_message(other, call)
             reply = await read_message(other, pb.StopMessage)
             if reply.type != pb.StopMessage.STATUS or reply.status != pb.OK:
                 raise PeerError(f"{called} refused the circuit")
 
         try:
-            _, other = await converse(
-                self._host, called, STOP, ring, deadline=STOP_SECONDS, keep=True
+            _, other = await run_on_new_stream(
+                self._host, called, STOP, call_peer, deadline=STOP_SECONDS, keep=True
             )
         except PeerError as error:
             log.debug("no circuit from %s to %s: %s", caller, called, error)
@@ -303,7 +307,7 @@ class Relay:
             await self._refuse(stream, pb.CONNECTION_FAILED)
             return
         established = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
-        if not await answer(
+        if not await try_on_stream(
             stream, lambda stream: write_message(stream, established), deadline=HOP_SECONDS
         ):
             self._called["failed"] += 1
@@ -355,7 +359,7 @@ class Relay:
 
     async def _refuse(self, stream: Stream, status: pb.Status.ValueType) -> None:
         refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, refusal), deadline=HOP_SECONDS
         ):
             await stream.close()

@@ -23,11 +23,11 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address, Circuit
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host, UpgradedConnection
 from swarmnode.p2p.library.identifiers import peer_id_bytes, peer_id_text
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.relay import HOP, STOP
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Reservations:
         self._granted: dict[str, tuple[float, float]] = {}
         self._waiting: dict[str, tuple[int, float]] = {}
 
-    def held(self, now: float) -> list[str]:
+    def valid(self, now: float) -> list[str]:
         """Return the relays with a valid reservation."""
         return [relay for relay, (_, until) in self._granted.items() if until > now]
 
@@ -81,7 +81,7 @@ class Reservations:
         for relay, (renew, _) in self._granted.items():
             if renew <= now and self._ready(relay, now):
                 return relay
-        if len(self.held(now)) < RELAYS:
+        if len(self.valid(now)) < RELAYS:
             return next(
                 (
                     each
@@ -108,7 +108,7 @@ class Reservations:
         if relay in self._granted and self._granted[relay][1] <= now:
             del self._granted[relay]
 
-    def gone(self, relay: str) -> bool:
+    def forget_peer(self, relay: str) -> bool:
         """Drop the reservation of a disconnected relay. Returns True if there was one."""
         self._waiting.pop(relay, None)
         return self._granted.pop(relay, None) is not None
@@ -136,9 +136,9 @@ class RelayClient:
     Args:
         host: the libp2p host.
         candidates: returns directly connected peers, best first.
-        wanted: returns True while this node needs relays.
+        needed: returns True while this node needs relays.
         address_of: returns the address at which other nodes can dial a relay.
-        news: called when own addresses have changed.
+        on_change: called when own addresses have changed.
         rng: random source.
     """
 
@@ -147,19 +147,19 @@ class RelayClient:
         host: Host,
         *,
         candidates: Callable[[], list[str]],
-        wanted: Callable[[], bool],
+        needed: Callable[[], bool],
         address_of: Callable[[str], Address | None],
-        news: Callable[[], None],
+        on_change: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._host = host
         self._candidates = candidates
-        self._wanted = wanted
+        self._needed = needed
         self._address_of = address_of
-        self._news = news
+        self._on_change = on_change
         self._plan = Reservations(rng)
         self._wake = trio.Event()
-        self._ringing = 0
+        self._handshakes = 0
         self._asked = collections.Counter[str]({"ok": 0, "refused": 0})
         self._calls = collections.Counter[str]({"ok": 0, "refused": 0, "failed": 0})
         self._dials = collections.Counter[str]({"ok": 0, "failed": 0})
@@ -171,13 +171,13 @@ class RelayClient:
         """Keep reservations until cancelled."""
         while True:
             self._wake = trio.Event()
-            if self._wanted():
+            if self._needed():
                 await self._reserve_due()
-            elif self._plan.held(trio.current_time()):
+            elif self._plan.valid(trio.current_time()):
                 self._plan.drop_all()
-                self._news()
+                self._on_change()
             now = trio.current_time()
-            content = not self._wanted() or self._plan.held(now)
+            content = not self._needed() or self._plan.valid(now)
             with trio.move_on_after(
                 max(
                     0.1,
@@ -193,28 +193,32 @@ class RelayClient:
         """Check again now, because a peer connected or the need for relays changed."""
         self._wake.set()
 
-    def gone(self, peer: str) -> None:
+    def forget_peer(self, peer: str) -> None:
         """Handle the disconnection of `peer`."""
-        if self._plan.gone(peer):
-            self._news()
+        if self._plan.forget_peer(peer):
+            self._on_change()
         self.wake()
 
     def addresses(self) -> list[Circuit]:
         """Return the current relay addresses of this node."""
-        found = [(relay, self._address_of(relay)) for relay in self._plan.held(trio.current_time())]
+        found = [
+            (relay, self._address_of(relay)) for relay in self._plan.valid(trio.current_time())
+        ]
         return [Circuit(address, relay) for relay, address in found if address is not None]
 
     def statistics(self) -> RelayClientStatistics:
-        held = self._plan.held(trio.current_time())
+        valid = self._plan.valid(trio.current_time())
         return RelayClientStatistics(
-            held, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
+            valid, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
         )
 
     async def _reserve_due(self) -> None:
         while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
-            before = relay in self._plan.held(trio.current_time())
+            before = relay in self._plan.valid(trio.current_time())
             try:
-                seconds, _ = await converse(self._host, relay, HOP, _ask, deadline=RESERVE_SECONDS)
+                seconds, _ = await run_on_new_stream(
+                    self._host, relay, HOP, _ask, deadline=RESERVE_SECONDS
+                )
             except PeerError as error:
                 log.debug("no reservation with %s: %s", relay, error)
                 self._asked["refused"] += 1
@@ -226,21 +230,21 @@ class RelayClient:
             self._plan.granted(relay, seconds, trio.current_time())
             if not before:
                 log.info("reachable through the relay %s", relay)
-                self._news()
+                self._on_change()
 
     async def _on_stop(self, stream: Stream) -> None:
         """Handle an inbound circuit; runs as long as its connection."""
         relay = stream.peer
-        expected = relay in self._plan.held(trio.current_time()) and stream.relay is None
-        if not expected or self._ringing >= CALLS:
+        expected = relay in self._plan.valid(trio.current_time()) and stream.relay is None
+        if not expected or self._handshakes >= CALLS:
             self._calls["refused"] += 1
             await stream.reset()
             return
-        self._ringing += 1
+        self._handshakes += 1
         try:
-            connection = await self._take(relay, stream)
+            connection = await self._accept_circuit(relay, stream)
         finally:
-            self._ringing -= 1
+            self._handshakes -= 1
         self._calls["failed" if connection is None else "ok"] += 1
         if connection is None:
             await stream.reset()
@@ -248,14 +252,14 @@ class RelayClient:
             stream.keep_connection()
             await connection.wait_closed()
 
-    async def _take(self, relay: str, stream: Stream) -> UpgradedConnection | None:
+    async def _accept_circuit(self, relay: str, stream: Stream) -> UpgradedConnection | None:
         """Accept a circuit. Returns its connection, or None on failure."""
-        caller = await answer(stream, _accept, deadline=HANDSHAKE_SECONDS)
+        caller = await try_on_stream(stream, _accept, deadline=HANDSHAKE_SECONDS)
         if caller is None:
             return None
         with trio.move_on_after(HANDSHAKE_SECONDS):
             try:
-                return await self._host.take_call(stream, relay, caller)
+                return await self._host.accept_circuit(stream, relay, caller)
             except PeerError as error:
                 log.debug("inbound circuit through %s failed: %s", relay, error)
         return None
@@ -282,10 +286,10 @@ class RelayClient:
             )
             _check(await read_message(stream, pb.HopMessage))
 
-        _, stream = await converse(
+        _, stream = await run_on_new_stream(
             self._host, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True
         )
-        await self._host.call_through(stream, circuit.relay, peer)
+        await self._host.connect_through(stream, circuit.relay, peer)
 
 
 async def _ask(stream: Stream) -> float:

@@ -111,7 +111,7 @@ class Reputation:
             self._bans += 1
         return self.standing(peer, now)
 
-    def place(self, peer: str, prefix: str | None, now: float) -> None:
+    def set_prefix(self, peer: str, prefix: str | None, now: float) -> None:
         """Record the network prefix of a connecting peer; None for this machine or unknown."""
         if prefix is None:
             return

@@ -24,10 +24,10 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import RequestHandler
-from swarmnode.p2p.conversations import converse, frame, read_frame, within
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap, PeerSlots, SlowPeers
+from swarmnode.p2p.stream_calls import frame, read_frame, run_on_new_stream, run_on_stream
 
 log = logging.getLogger(__name__)
 
@@ -79,24 +79,24 @@ class _Service:
         return min(self.deadline, WRITE_SECONDS + size / WRITE_BYTES_PER_SECOND)
 
     @contextlib.contextmanager
-    def place(self, peer: str, *, last: bool) -> Iterator[bool]:
+    def slot(self, peer: str, *, last: bool) -> Iterator[bool]:
         """Take a slot for the duration of the block; yields False if none is free.
 
         `last` selects the slots of slow peers.
         """
         with contextlib.ExitStack() as places:
             yield all(
-                places.enter_context(cap.entered(peer))
+                places.enter_context(cap.slot(peer))
                 for cap in ((self.slow, self.cap) if last else (self.cap,))
             )
 
 
 class Libp2pRequests:
-    """`api.Requests` on libp2p. `welcome(peer)` returns False for peers that are not served."""
+    """`api.Requests` on libp2p. `is_allowed(peer)` returns False for peers that are not served."""
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._slots: dict[str, PeerSlots] = collections.defaultdict(
             lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         )
@@ -134,9 +134,9 @@ class Libp2pRequests:
             with trio.move_on_at(late):
                 async with contextlib.AsyncExitStack() as slots:
                     if not urgent:
-                        await slots.enter_async_context(self._slots[protocol].turn(peer))
+                        await slots.enter_async_context(self._slots[protocol].slot(peer))
                     slots.enter_context(self._counted())
-                    response, _ = await converse(
+                    response, _ = await run_on_new_stream(
                         self._host,
                         peer,
                         protocol,
@@ -187,7 +187,9 @@ class Libp2pRequests:
 
     async def _serve(self, protocol: str, service: _Service, stream: Stream) -> None:
         """Handle one stream. Never raises; always closes or resets it."""
-        outcome = await self._answer(service, stream) if self._welcome(stream.peer) else "unwelcome"
+        outcome = (
+            await self._answer(service, stream) if self._is_allowed(stream.peer) else "unwelcome"
+        )
         self._served[protocol][outcome] += 1
         await (stream.close() if outcome == "ok" else stream.reset())
 
@@ -195,12 +197,12 @@ class Libp2pRequests:
         """Read the request, then take a slot to handle and answer it. Returns an outcome of
         SERVED."""
         try:
-            with self._reading.entered(stream.peer) as room:
+            with self._reading.slot(stream.peer) as room:
                 if not room:
                     return "busy"
                 read = lambda stream: read_frame(stream, service.max_request_bytes)
-                request = await within(min(READ_SECONDS, service.deadline), stream, read)
-            with service.place(
+                request = await run_on_stream(min(READ_SECONDS, service.deadline), stream, read)
+            with service.slot(
                 stream.peer, last=self._slow.has(stream.peer, trio.current_time())
             ) as room:
                 return await self._respond(service, stream, request) if room else "busy"
@@ -211,11 +213,11 @@ class Libp2pRequests:
         except PeerError as error:
             log.debug("stream of %s failed: %s", stream.peer, error)
             return "failed"
-        except _OurError:
+        except _HandlerError:
             return "error"
 
     async def _respond(self, service: _Service, stream: Stream, request: bytes) -> str:
-        """Handle a request and write the response. Raises PeerError or _OurError."""
+        """Handle a request and write the response. Raises PeerError or _HandlerError."""
         response: bytes | None = None
         # the cancel scope encloses only the handler, never stream I/O
         with trio.move_on_after(service.deadline):
@@ -225,11 +227,11 @@ class Libp2pRequests:
         answer, began = frame(response), trio.current_time()
         seconds = service.write_seconds(len(response))
         try:
-            await within(seconds, stream, lambda stream: stream.write(answer))
+            await run_on_stream(seconds, stream, lambda stream: stream.write(answer))
         except PeerError:
             # the connection may have been dropped early for another reason
             if trio.current_time() >= began + min(seconds, WRITE_SECONDS):
-                self._slow.found(stream.peer, trio.current_time())
+                self._slow.add(stream.peer, trio.current_time())
             raise
         return "ok"
 
@@ -242,12 +244,12 @@ class Libp2pRequests:
         )
 
 
-class _OurError(Exception):
+class _HandlerError(Exception):
     """Raised when a handler failed without a fault of the peer; the error has been logged."""
 
 
 async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
-    """Run the handler. Raises PeerError if it refuses, _OurError if it fails."""
+    """Run the handler. Raises PeerError if it refuses, _HandlerError if it fails."""
     try:
         response = await service.handler(peer, request)
         if len(response) > service.max_response_bytes:
@@ -259,7 +261,7 @@ async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
         raise
     except Exception as error:  # an exception that a peer provoked must end here
         log.exception("serving %s failed", peer)
-        raise _OurError from error
+        raise _HandlerError from error
 
 
 def _outcome(error: PeerError) -> str:

@@ -29,7 +29,7 @@ from swarmnode.files import write_atomically
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Session, SessionResponse
-from swarmnode.wire.session import open_session, seal_session
+from swarmnode.wire.signed import open_session, seal_session
 
 log = logging.getLogger(__name__)
 
@@ -47,20 +47,20 @@ AT_ONCE = 4
 """Peers notified in one round."""
 REMEMBER_SECONDS = 300.0
 RESERVED_SECONDS = 30.0
-LONGEST_STAMP = 15
+MAX_STAMP_DIGITS = 15
 """Maximum number of decimal digits, enough until the year 33658."""
-SUSPECTS = 16
+MAX_SUSPECTS = 16
 PEERS = 4096
 """Number of peers whose sessions are stored; the least recently active is dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionStatistics:
-    told: int
+    answers: int
     """Answers received."""
     witnessed: int
     """Peers whose sessions are stored."""
-    twins: int
+    duplicates: int
     """Proofs that the key is used by another process."""
 
 
@@ -102,7 +102,7 @@ class Stamps:
             text = self._path.read_text(encoding="ascii").strip() if self._path is not None else ""
         except (OSError, ValueError):
             return 0
-        return int(text) if text.isdigit() and len(text) <= LONGEST_STAMP else 0
+        return int(text) if text.isdigit() and len(text) <= MAX_STAMP_DIGITS else 0
 
 
 class Witness:
@@ -170,9 +170,9 @@ class Sessions:
         self._session = os.urandom(limits.SESSION_BYTES)
         self._started_at = self._stamps.first
         self._witness = Witness()
-        self._suspected: dict[bytes, int] = {}  # session → time of its first observed issue
+        self._suspects: dict[bytes, int] = {}  # session → time of its first observed issue
         self._answered = 0
-        self._twins = 0
+        self._duplicates = 0
         requests.serve(
             ids.SESSION_PROTOCOL,
             self._answer,
@@ -193,9 +193,9 @@ class Sessions:
             since = {peer: since.get(peer, now) for peer in self._connected()}
             due = {peer: due.get(peer, now) for peer in since}
             for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
-                suspected = len(self._suspected)
+                suspected = len(self._suspects)
                 early = now - since[peer] < EARLY_SECONDS
-                steady = await self.notify(peer) and len(self._suspected) == suspected and not early
+                steady = await self.notify(peer) and len(self._suspects) == suspected and not early
                 due[peer] = trio.current_time() + (
                     self._rng.uniform(0.5, 1.5) * NOTIFY_INTERVAL if steady else RETRY_SECONDS
                 )
@@ -220,12 +220,12 @@ class Sessions:
             return False
         self._answered += 1
         for signer, other in found:
-            if self.is_twin(signer, other):
-                self._twins += 1
-                self._judge(other)
+            if self.is_duplicate(signer, other):
+                self._duplicates += 1
+                self._report_duplicate(other)
         return True
 
-    def is_twin(self, signer: str, other: Session) -> bool:
+    def is_duplicate(self, signer: str, other: Session) -> bool:
         """Return True if `other` proves, with an earlier observation, that another process uses
         this node's key now."""
         if (
@@ -234,12 +234,12 @@ class Sessions:
             or other.issued_at <= self._started_at
         ):
             return False
-        first = self._suspected.setdefault(other.session, other.issued_at)
-        if len(self._suspected) > SUSPECTS:
-            del self._suspected[next(iter(self._suspected))]
+        first = self._suspects.setdefault(other.session, other.issued_at)
+        if len(self._suspects) > MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]
         return other.issued_at > first
 
-    def _judge(self, other: Session) -> None:
+    def _report_duplicate(self, other: Session) -> None:
         if (other.started_at, other.session) < (self._started_at, self._session):
             raise Refused(
                 f"another running node uses this node's key ({self._own}) and started before it:"
@@ -261,4 +261,4 @@ class Sessions:
         )
 
     def statistics(self) -> SessionStatistics:
-        return SessionStatistics(self._answered, len(self._witness), self._twins)
+        return SessionStatistics(self._answered, len(self._witness), self._duplicates)

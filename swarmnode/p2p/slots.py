@@ -25,7 +25,7 @@ class PeerSlots:
         self._present: collections.Counter[str] = collections.Counter()
 
     @contextlib.asynccontextmanager
-    async def turn(self, peer: str) -> AsyncIterator[None]:
+    async def slot(self, peer: str) -> AsyncIterator[None]:
         """Wait for a slot and hold it for the duration of the block."""
         self._present[peer] += 1
         try:
@@ -51,7 +51,7 @@ class PeerCap:
         self._present: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
-    def entered(self, peer: str) -> Iterator[bool]:
+    def slot(self, peer: str) -> Iterator[bool]:
         """Take a slot for the duration of the block; yields False if none is free."""
         if len(self) >= self._total or self._present[peer] >= self._per_peer:
             yield False
@@ -75,7 +75,7 @@ class SlowPeers:
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
-    def found(self, peer: str, now: float) -> None:
+    def add(self, peer: str, now: float) -> None:
         """Record that `peer` was slow."""
         until, seconds = self._until.pop(peer, (-math.inf, 0.0))
         seconds = min(2 * seconds, LONGEST_SECONDS) if now < until + seconds else FIRST_SECONDS

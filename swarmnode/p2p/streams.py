@@ -19,11 +19,11 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.api import StreamHandler
-from swarmnode.p2p.conversations import converse
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap
+from swarmnode.p2p.stream_calls import run_on_new_stream
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Libp2pStream:
         self._writing = False
         arrive, self._in = trio.open_memory_channel[bytes](0)
         self._out, leave = trio.open_memory_channel[bytes | memoryview](0)
-        stream.wait_for_credit_for_ever()  # `_watch` detects stalls instead
+        stream.wait_for_credit_unlimited()  # `_watch` detects stalls instead
         nursery.start_soon(self._read, arrive)
         nursery.start_soon(self._write, leave)
         nursery.start_soon(self._watch)
@@ -174,12 +174,12 @@ class Libp2pStream:
 
 
 class Libp2pStreams:
-    """`api.Streams` on libp2p. `welcome(peer)` returns False for peers whose streams are
+    """`api.Streams` on libp2p. `is_allowed(peer)` returns False for peers whose streams are
     refused."""
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._open: set[Libp2pStream] = set()
         self._opened: collections.Counter[str] = collections.Counter()
         self._accepted: collections.Counter[str] = collections.Counter()
@@ -188,11 +188,11 @@ class Libp2pStreams:
 
     async def open(self, peer: str, protocol: str, *, deadline: float) -> Libp2pStream:
         """See `api.Streams.open`."""
-        _, stream = await converse(
-            self._host, peer, protocol, _nothing, deadline=deadline, keep=True
+        _, stream = await run_on_new_stream(
+            self._host, peer, protocol, _do_nothing, deadline=deadline, keep=True
         )
         self._opened[protocol] += 1
-        return self._made(stream)
+        return self._track(stream)
 
     def serve(
         self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
@@ -201,13 +201,13 @@ class Libp2pStreams:
         cap = PeerCap(per_peer, concurrent)
 
         async def on_stream(stream: Stream) -> None:  # the stream lives as long as this task
-            with cap.entered(stream.peer) as room:
-                if not room or not self._welcome(stream.peer):
+            with cap.slot(stream.peer) as room:
+                if not room or not self._is_allowed(stream.peer):
                     self._refused["unwelcome" if room else "busy"] += 1
                     await stream.reset()
                     return
                 self._accepted[protocol] += 1
-                made = self._made(stream)
+                made = self._track(stream)
                 accept(made)
                 await made.closed.wait()
 
@@ -222,7 +222,7 @@ class Libp2pStreams:
             self._stalled,
         )
 
-    def _made(self, stream: Stream) -> Libp2pStream:
+    def _track(self, stream: Stream) -> Libp2pStream:
         made = Libp2pStream(stream, self._host.nursery)
         self._open.add(made)
         self._host.nursery.start_soon(self._forget, made)
@@ -234,5 +234,5 @@ class Libp2pStreams:
         self._stalled += made.stalled
 
 
-async def _nothing(stream: Stream) -> None:
+async def _do_nothing(stream: Stream) -> None:
     """Do nothing; opening the stream is all."""

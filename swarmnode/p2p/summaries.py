@@ -28,7 +28,7 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.summary import open_summary, seal_summary
+from swarmnode.wire.signed import open_summary, seal_summary
 
 log = logging.getLogger(__name__)
 
@@ -38,20 +38,20 @@ ROUND_SECONDS = limits.SUMMARY_SECONDS
 """Minimum interval between rounds; jitter adds up to half of it."""
 AT_ONCE = 4
 """Peers asked in one round, least recently asked first."""
-ANSWERS = 4
-"""A peer may send ANSWERS requests in a burst and one more per half round."""
-CLAIMS = 1024
+REQUEST_BURST = 4
+"""A peer may send REQUEST_BURST requests in a burst and one more per half round."""
+MAX_CLAIMS = 1024
 """Maximum number of stored summaries. A summary that comes directly from its signer replaces the
 oldest forwarded one, or else the oldest."""
-PASSED_ON = 256
+MAX_FORWARDED = 256
 """Maximum number of stored summaries that one peer forwarded."""
-CLOCKS = 256
+MAX_CLOCKS = 256
 CLOCK_SECONDS = 600.0
-ROWS = 128
+MAX_ROWS = 128
 """Maximum number of summaries on the page."""
 NAME_CHARACTERS = 32
 """Maximum length of a displayed name."""
-LEAST_CLOCKS = 2
+MIN_CLOCKS = 2
 """Minimum number of peers for an estimate of the clock offset."""
 OUTCOMES = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
 """Outcomes of a received summary; `failed` is a failed request."""
@@ -101,14 +101,14 @@ class SummaryStatistics(msgspec.Struct, frozen=True):
     """Received summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
     """Median in seconds by which the peers' clocks are ahead of the own clock; None with fewer than
-    LEAST_CLOCKS peers."""
+    MIN_CLOCKS peers."""
 
 
 @dataclasses.dataclass
 class _Entry:
     frame: bytes
     summary: Summary
-    by: str
+    sender: str
     """Peer that sent it."""
 
 
@@ -126,8 +126,8 @@ class Claims:
     def __contains__(self, frame: bytes) -> bool:
         return any(entry.frame == frame for entry in self._entries.values())
 
-    def take(self, frame: bytes, signer: str, summary: Summary, by: str, now: float) -> str:
-        """Store the summary of `signer` that `by` sent, unless a rule forbids it. Returns an
+    def take(self, frame: bytes, signer: str, summary: Summary, sender: str, now: float) -> str:
+        """Store the summary of `signer` that `sender` sent, unless a rule forbids it. Returns an
         outcome of OUTCOMES."""
         age = now - summary.created_at / 1000
         if signer == self._own:
@@ -140,17 +140,19 @@ class Claims:
         if known is not None:
             if summary.created_at < known.summary.created_at + 1000 * limits.SUMMARY_SECONDS:
                 return "known"
-            self._entries[signer] = _Entry(frame, summary, signer if by == signer else known.by)
+            self._entries[signer] = _Entry(
+                frame, summary, signer if sender == signer else known.sender
+            )
             return "taken"
         self.expire(now)
-        if by != signer and (
-            len(self) >= CLAIMS
-            or sum(1 for entry in self._entries.values() if entry.by == by) >= PASSED_ON
+        if sender != signer and (
+            len(self) >= MAX_CLAIMS
+            or sum(1 for entry in self._entries.values() if entry.sender == sender) >= MAX_FORWARDED
         ):
             return "full"
-        if len(self) >= CLAIMS:
-            del self._entries[min(self._entries, key=self._worth)]
-        self._entries[signer] = _Entry(frame, summary, by)
+        if len(self) >= MAX_CLAIMS:
+            del self._entries[min(self._entries, key=self._rank)]
+        self._entries[signer] = _Entry(frame, summary, sender)
         return "taken"
 
     def expire(self, now: float) -> None:
@@ -165,22 +167,22 @@ class Claims:
             if oldest <= entry.summary.created_at <= newest
         }
 
-    def frames(self, count: int, apart_from: str, rng: random.Random) -> list[bytes]:
-        """Return at most `count` random frames, except the one of `apart_from`."""
-        others = [entry.frame for peer, entry in self._entries.items() if peer != apart_from]
+    def frames(self, count: int, exclude: str, rng: random.Random) -> list[bytes]:
+        """Return at most `count` random frames, except the one of `exclude`."""
+        others = [entry.frame for peer, entry in self._entries.items() if peer != exclude]
         return rng.sample(others, min(count, len(others)))
 
     def all(self) -> list[Claim]:
         """Return all summaries, direct ones first, then by age."""
-        ranked = sorted(self._entries, key=self._worth, reverse=True)
+        ranked = sorted(self._entries, key=self._rank, reverse=True)
         return [
-            Claim(peer, self._entries[peer].summary, self._entries[peer].by == peer)
+            Claim(peer, self._entries[peer].summary, self._entries[peer].sender == peer)
             for peer in ranked
         ]
 
-    def _worth(self, peer: str) -> tuple[bool, int]:
+    def _rank(self, peer: str) -> tuple[bool, int]:
         entry = self._entries[peer]
-        return entry.by == peer, entry.summary.created_at
+        return entry.sender == peer, entry.summary.created_at
 
 
 class Clocks:
@@ -190,42 +192,42 @@ class Clocks:
     def __init__(self) -> None:
         self._told: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
-    def note(self, peer: str, offset: float, now: float) -> None:
+    def record(self, peer: str, offset: float, now: float) -> None:
         """Record an offset: seconds by which the clock of `peer` is ahead."""
         self._told.pop(peer, None)
         self._told[peer] = (offset, now)
-        if len(self._told) > CLOCKS:
+        if len(self._told) > MAX_CLOCKS:
             self._told.popitem(last=False)
 
     def offset(self, now: float) -> float | None:
         """Return the median; of two middle values the one nearer to zero, so that a majority is
         needed to make a clock look wrong."""
         offsets = sorted(offset for offset, at in self._told.values() if now - at <= CLOCK_SECONDS)
-        if len(offsets) < LEAST_CLOCKS:
+        if len(offsets) < MIN_CLOCKS:
             return None
         return min(offsets[(len(offsets) - 1) // 2], offsets[len(offsets) // 2], key=abs)
 
 
-class Allowance:
-    """Request budgets of the connected peers: ANSWERS in a burst, then one per half round. Pure:
-    `now` is in seconds."""
+class RequestLimiter:
+    """Request budgets of the connected peers: REQUEST_BURST in a burst, then one per half round.
+    Pure: `now` is in seconds."""
 
     def __init__(self) -> None:
         self._left: dict[str, tuple[float, float]] = {}  # peer → (remaining requests, time)
 
-    def keep(self, peers: list[str]) -> None:
+    def retain(self, peers: list[str]) -> None:
         """Drop the budgets of all other peers."""
         self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
 
     def take(self, peer: str, now: float) -> bool:
         """Count a request; returns False if `peer` has none left."""
-        left, at = self._left.get(peer, (float(ANSWERS), now))
-        left = min(float(ANSWERS), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
+        left, at = self._left.get(peer, (float(REQUEST_BURST), now))
+        left = min(float(REQUEST_BURST), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
         self._left[peer] = (max(0.0, left), now)
         return left >= 0
 
 
-class Signed:
+class OwnSummary:
     """This node's own summary, as signed in the latest round."""
 
     def __init__(self, key: Ed25519PrivateKey, swarm: bytes) -> None:
@@ -254,7 +256,7 @@ class Summaries:
         key: signs the own summary.
         swarm: swarm id, part of the signature.
         connected: returns the connected peers.
-        welcome: returns False for peers whose summaries are dropped.
+        is_allowed: returns False for peers whose summaries are dropped.
         clock: Unix time in seconds.
         rng: random source.
 
@@ -270,7 +272,7 @@ class Summaries:
         swarm: bytes,
         connected: Callable[[], list[str]],
         *,
-        welcome: Callable[[str], bool] = lambda peer: True,
+        is_allowed: Callable[[str], bool] = lambda peer: True,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
@@ -278,7 +280,7 @@ class Summaries:
         self._requests = requests
         self._swarm = swarm
         self._connected = connected
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._clock = clock
         self._rng = rng or random.Random()
         self._claims = Claims(own)
@@ -287,8 +289,8 @@ class Summaries:
         self._asked: dict[
             str, float
         ] = {}  # connected peer → time of the last request, on trio's clock
-        self._allowance = Allowance()
-        self._signed = Signed(key, swarm)
+        self._limiter = RequestLimiter()
+        self._own = OwnSummary(key, swarm)
         requests.serve(
             ids.SUMMARY_PROTOCOL,
             self._answer,
@@ -313,9 +315,9 @@ class Summaries:
     async def round(self, connected: list[str]) -> None:
         """Sign the own summary and ask a few peers."""
         self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
-        self._allowance.keep(connected)
+        self._limiter.retain(connected)
         now = trio.current_time()
-        frame = self._signed.sign(self.own_summary(int(self._clock() * 1000)), now)
+        frame = self._own.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
             for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[
                 :AT_ONCE
@@ -339,23 +341,23 @@ class Summaries:
             self._outcomes["malformed" if isinstance(error, BadMessage) else "failed"] += 1
             log.debug("no summaries from %s: %s", peer, error)
             return
-        for told in response.summaries:
-            if told in self._claims:
+        for received in response.summaries:
+            if received in self._claims:
                 self._outcomes["known"] += 1
                 continue
             # verifying many signatures takes time, so other tasks may run in between
             await trio.lowlevel.checkpoint()
             try:
-                signer, summary = open_summary(told, self._swarm)
+                signer, summary = open_summary(received, self._swarm)
             except BadMessage:
                 self._outcomes["malformed"] += 1
                 continue
-            self._take(told, signer, summary, peer)
+            self._take(received, signer, summary, peer)
 
-    def _take(self, frame: bytes, signer: str, summary: Summary, by: str) -> None:
+    def _take(self, frame: bytes, signer: str, summary: Summary, sender: str) -> None:
         outcome = (
-            self._claims.take(frame, signer, summary, by, self._clock())
-            if self._welcome(signer)
+            self._claims.take(frame, signer, summary, sender, self._clock())
+            if self._is_allowed(signer)
             else "unwelcome"
         )
         self._outcomes[outcome] += 1
@@ -363,17 +365,19 @@ class Summaries:
     async def _answer(self, peer: str, data: bytes) -> bytes:
         """Handle a request. Raises BadMessage, also if another peer signed the summary, and
         PeerError above the request rate."""
-        if not self._allowance.take(peer, trio.current_time()):
+        if not self._limiter.take(peer, trio.current_time()):
             raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:
             signer, summary = open_summary(request.summary, self._swarm)
             if signer != peer:
                 raise BadMessage("bounds", "the summary is signed by another peer")
-            self._clocks.note(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
+            self._clocks.record(
+                peer, summary.created_at / 1000 - self._clock(), trio.current_time()
+            )
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
-        own = self._signed.fresh(trio.current_time())
+        own = self._own.fresh(trio.current_time())
         return codec.encode(
             SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng))
         )
@@ -385,12 +389,12 @@ class Summaries:
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
         self._claims.expire(now)
-        return summed_up(
+        return aggregate(
             self._claims.all(), dict(self._outcomes), self._clocks.offset(trio.current_time()), now
         )
 
 
-def summed_up(
+def aggregate(
     claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float
 ) -> SummaryStatistics:
     """Aggregate `claims`, which are in display order. `now` is Unix time in seconds."""
@@ -401,7 +405,7 @@ def summed_up(
         policy_version_median=statistics.median(claim.summary.policy_version for claim in claims)
         if claims
         else None,
-        rows=[_row(claim, now) for claim in claims[:ROWS]],
+        rows=[_row(claim, now) for claim in claims[:MAX_ROWS]],
         heard=heard,
         clock_offset_seconds=clock_offset,
     )
@@ -409,18 +413,18 @@ def summed_up(
 
 def _row(claim: Claim, now: float) -> ClaimStatistics:
     """Return a claim for display. `now` is Unix time in seconds."""
-    told = claim.summary
+    summary = claim.summary
     return ClaimStatistics(
         peer=claim.peer,
-        name=plain_name(told.name),
-        version=told.version,
-        step=told.step,
-        policy_version=told.policy_version,
-        reward=told.reward if told.reward >= 0 else None,
-        published=told.published,
-        peers=told.peers,
-        uptime_seconds=told.uptime,
-        age_seconds=max(0.0, now - told.created_at / 1000),
+        name=plain_name(summary.name),
+        version=summary.version,
+        step=summary.step,
+        policy_version=summary.policy_version,
+        reward=summary.reward if summary.reward >= 0 else None,
+        published=summary.published,
+        peers=summary.peers,
+        uptime_seconds=summary.uptime,
+        age_seconds=max(0.0, now - summary.created_at / 1000),
         direct=claim.direct,
     )
 

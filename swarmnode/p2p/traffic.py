@@ -36,7 +36,7 @@ class Traffic:
             data = await read(n)
             received[stream.protocol_id or NEGOTIATION] += len(data)
             if data:
-                stream.muxed_conn.heard_at = trio.current_time()
+                stream.muxed_conn.last_received_at = trio.current_time()
             return data
 
         async def counting_write(data: bytes) -> None:

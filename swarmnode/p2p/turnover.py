@@ -1,23 +1,35 @@
-"""Selects connections to close: to make room for new peers, and to meet other peers. Pure.
+"""Selects connections to close: dead ones, to make room for new peers, and to meet other peers.
 
-    above FULL of network.max_connections ─▶ make_room: inbound, settled, unneeded; the oldest of
-                                             the largest network group
-    every TURNOVER_SECONDS                ─▶ exchanged: a random outbound peer, except the oldest
-                                             half (anchors)
+Pure: `now` is monotonic time in seconds.
+
+    above FULL_SHARE of max_connections ─▶ peers_to_drop: inbound, settled, unneeded; the oldest of
+                                           the largest network group
+    every TURNOVER_SECONDS              ─▶ peer_to_replace: a random outbound peer, except the
+                                           oldest half (anchors)
 
 Turnover alone would hand a node to the operator with the most peer ids: each exchange is a random
 draw, and the lost peer is replaced from reports of other peers. The anchors, the limits by prefix
 and relay, and the keyed sampling of the peer table (`peers.py`) counteract this.
+
+Dead connections are those whose remote end vanished silently: power loss, pulled cable, stopped
+process. Yamux pings every connection every 30 s but ignores missing answers, and TCP needs about 15
+minutes to notice.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
 
-FULL = 0.75
+C = TypeVar("C")
+
+SILENT_SECONDS = 30.0
+"""A connection is dead after a ping was unanswered for this long. Yamux sends the next ping 40 s
+after an unanswered one."""
+FULL_SHARE = 0.75
 """Share of `network.max_connections` above which connections are closed. The rest stays free for
 new peers, which need a connection to receive addresses of other peers."""
 SETTLED_SECONDS = 20.0
@@ -26,7 +38,7 @@ TURNOVER_SECONDS = 600.0
 """Interval between exchanges, before jitter."""
 
 
-class Link(NamedTuple):
+class PeerLink(NamedTuple):
     """A connected peer.
 
     Attributes:
@@ -44,9 +56,9 @@ class Link(NamedTuple):
     spare: bool
 
 
-def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
-    """Return the peers to disconnect. `most` is `network.max_connections`."""
-    excess = len(links) - int(FULL * most)
+def peers_to_drop(links: Collection[PeerLink], max_connections: int, now: float) -> list[str]:
+    """Return the peers to disconnect. `max_connections` is `network.max_connections`."""
+    excess = len(links) - int(FULL_SHARE * max_connections)
     settled = sorted(
         (
             each
@@ -66,19 +78,56 @@ def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
     return chosen
 
 
-def exchanged(links: Collection[Link], target: int, now: float, rng: random.Random) -> str | None:
+def peer_to_replace(
+    links: Collection[PeerLink], target: int, now: float, rng: random.Random
+) -> str | None:
     """Return a random peer to replace, or None below `target` connections. The oldest half of the
     outbound peers is never replaced."""
-    ours = sorted((each for each in links if not each.inbound), key=_age)
-    if len(links) < target or len(ours) < target // 2:
+    outbound = sorted((each for each in links if not each.inbound), key=_age)
+    if len(links) < target or len(outbound) < target // 2:
         return None
     young = [
         each.peer
-        for each in ours[target // 4 :]
+        for each in outbound[target // 4 :]
         if each.spare and now - each.since >= SETTLED_SECONDS
     ]
     return rng.choice(young) if young else None
 
 
-def _age(link: Link) -> float:
+def _age(link: PeerLink) -> float:
     return link.since
+
+
+class Liveness(Generic[C]):
+    """Tracks the pings of all connections."""
+
+    def __init__(self) -> None:
+        self._unanswered: dict[C, tuple[int, float]] = {}
+
+    def dead(
+        self,
+        pings: Mapping[C, tuple[int, bool]],
+        now: float,
+        last_received: Mapping[C, float | None] = MappingProxyType({}),
+    ) -> list[C]:
+        """Return the connections to close.
+
+        Args:
+            pings: for each connection, the number of its latest ping and whether it was answered.
+            now: monotonic time in seconds.
+            last_received: time of the last received bytes. They count as a sign of life, because
+                the answer to a ping can be half a minute late on a line that is busy with weights.
+        """
+        unanswered = {
+            each: number for each, (number, answered) in pings.items() if number and not answered
+        }
+        since = {}
+        for each, number in unanswered.items():
+            before = self._unanswered.get(each)
+            since[each] = before if before is not None and before[0] == number else (number, now)
+        self._unanswered = since
+        return [
+            each
+            for each, (_, at) in since.items()
+            if now - max(at, last_received.get(each) or at) >= SILENT_SECONDS
+        ]

@@ -117,9 +117,9 @@ class GroupRules:
     """Names of the tasks that it trains on."""
     max_completion_length: int = limits.TOKENS
     """Its own, tokens."""
-    keeps_rules: Callable[[RolloutGroup], bool] = lambda group: True
+    meets_rules: Callable[[RolloutGroup], bool] = lambda group: True
     """Whether a group is one that the swarm's manifest allows."""
-    members_choose: bool = False
+    members_choose_difficulty: bool = False
     """Whether the swarm's members choose the difficulty of their questions."""
 
 

@@ -53,7 +53,7 @@ class Publisher:
     ) -> None:
         self._own_peer = own_peer
         self._credentials = credentials
-        self._keeps_rules = rules.keeps_rules
+        self._keeps_rules = rules.meets_rules
         self._rate = rate
         self._pace = Signer(own_peer, rate, clock())
         self._allows = allows

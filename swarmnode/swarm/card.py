@@ -17,7 +17,7 @@ FILE = "README.md"
 
 
 @dataclass(frozen=True)
-class TrainedOn:
+class CardTask:
     """A task on which the policy was trained."""
 
     id: str
@@ -29,19 +29,19 @@ class TrainedOn:
 
 
 def card(
-    told: Mapping[str, object], tasks: Sequence[TrainedOn], terms: Mapping[str, object]
+    export_info: Mapping[str, object], tasks: Sequence[CardTask], terms: Mapping[str, object]
 ) -> str:
     """Return the README.md of an export.
 
     Args:
-        told: content of the export's swarmnode.json.
+        export_info: content of the export's swarmnode.json.
         tasks: the tasks trained on.
         terms: settings that decided the training, by key.
     """
-    base = str(told["base"])
-    kind = "an adapter (LoRA)" if told["kind"] == "adapter" else "all weights"
+    base = str(export_info["base"])
+    kind = "an adapter (LoRA)" if export_info["kind"] == "adapter" else "all weights"
     head: dict[str, object] = {
-        "library_name": "peft" if told["kind"] == "adapter" else "transformers",
+        "library_name": "peft" if export_info["kind"] == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["swarmnode", "reinforcement-learning", "grpo"],
     }
@@ -50,19 +50,26 @@ def card(
     datasets = sorted({task.hub for task in tasks if task.hub})
     if datasets:
         head |= {"datasets": datasets}
-    reward = told["reward_held_out"]
+    reward = export_info["reward_held_out"]
     measured = (
         f"{reward:.4f}, mean over the tasks below, at the training temperature"
         if isinstance(reward, float)
         else "not measured"
     )
-    groups = f"{told['own_groups']} groups of its own and {told['external_groups']} of peers'"
+    own, external = export_info["own_groups"], export_info["external_groups"]
+    groups = f"{own} groups of its own and {external} of peers'"
     rows = [
-        ("base model", f"{base}, fingerprint {str(told['base_fingerprint'])[:16]}…"),
-        ("trained", f"{kind}, {told['step']} steps, policy version {told['policy_version']}"),
-        ("experience", groups if told["own_groups"] or told["external_groups"] else "not counted"),
+        ("base model", f"{base}, fingerprint {str(export_info['base_fingerprint'])[:16]}…"),
+        (
+            "trained",
+            f"{kind}, {export_info['step']} steps, policy version {export_info['policy_version']}",
+        ),
+        (
+            "experience",
+            groups if own or external else "not counted",
+        ),
         ("held-out reward", measured),
-        ("swarm", str(told["swarm"]) or "a crew's, or none"),
+        ("swarm", str(export_info["swarm"]) or "a crew's, or none"),
         *((key, str(value)) for key, value in sorted(terms.items())),
     ]
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]

@@ -13,12 +13,12 @@ from swarmnode import settings
 from swarmnode.config import Config, TaskConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
 from swarmnode.files import PUBLIC_FILE, write_atomically
-from swarmnode.swarm.card import FILE, TrainedOn, card
+from swarmnode.swarm.card import FILE, CardTask, card
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks.registry import task_version
 
 CHILD = "swarmnode.trainer.export"
-TERMS = (
+CARD_SETTINGS = (
     "policy.lora.r",
     "training.advantage",
     "training.beta",
@@ -31,7 +31,7 @@ TERMS = (
     "training.top_p",
 )
 """Settings that a model card lists."""
-ERRORS = {
+CHILD_ERRORS = {
     kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
 }
 
@@ -63,20 +63,20 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     )
     said = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not said:
-        raise ERRORS.get(done.returncode, Unavailable)(
+        raise CHILD_ERRORS.get(done.returncode, Unavailable)(
             said[-1] if said else f"export ended with {done.returncode}"
         )
-    told: dict[str, object] = json.loads(said[-1])
-    terms = {key: settings.value(config, key) for key in TERMS}
+    export_info: dict[str, object] = json.loads(said[-1])
+    terms = {key: settings.value(config, key) for key in CARD_SETTINGS}
     try:
-        text = card(told, trained_on(config.task), terms)
+        text = card(export_info, card_tasks(config.task), terms)
         write_atomically(target / FILE, text.encode(), PUBLIC_FILE)
     except OSError as error:
         raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
-    return told
+    return export_info
 
 
-def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
+def card_tasks(tasks: TaskConfig) -> list[CardTask]:
     """Return the tasks of a configuration for a model card."""
     hub = {
         name: dataset.source
@@ -84,6 +84,6 @@ def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
         if dataset.revision is not None
     }
     return [
-        TrainedOn(name, task_version(name), settings_text(name), hub.get(name, ""))
+        CardTask(name, task_version(name), settings_text(name), hub.get(name, ""))
         for name in tasks.names
     ]

@@ -17,7 +17,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.p2p import addresses
 from swarmnode.wire import limits
 
-LONGEST = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
+MAX_INVITE_CHARACTERS = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
 """Maximum length in characters."""
 _ID = re.compile("[0-9a-f]{64}")
 
@@ -38,8 +38,10 @@ class Invite:
 def parse(text: str) -> Invite:
     """Parse an invite. Raises ConfigError that names the invalid part."""
     text = text.strip()
-    if len(text) > LONGEST:
-        raise ConfigError(f"invite: longer than {LONGEST} characters; was something else pasted?")
+    if len(text) > MAX_INVITE_CHARACTERS:
+        raise ConfigError(
+            f"invite: longer than {MAX_INVITE_CHARACTERS} characters; was something else pasted?"
+        )
     where, mark, swarm = text.rpartition("/swarm/")
     if not mark:
         raise ConfigError(

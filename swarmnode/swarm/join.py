@@ -21,10 +21,10 @@ import trio
 from swarmnode.config import Config, NetworkConfig
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, Refused, Unavailable
 from swarmnode.p2p import addresses, manifests
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
-from swarmnode.p2p.manifests import Found
+from swarmnode.p2p.manifests import FetchedManifest
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest
@@ -40,7 +40,7 @@ handshake."""
 
 async def fetch(
     identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS
-) -> Found:
+) -> FetchedManifest:
     """Fetch the manifest of an invite from the first peer that answers.
 
     Args:
@@ -55,7 +55,7 @@ async def fetch(
     """
     wrong: dict[str, str] = {}
     missed: dict[str, str] = {}
-    found: list[Found] = []
+    found: list[FetchedManifest] = []
     # a temporary host, without the node's own port (which peers remember) and peer book
     cfg = NetworkConfig(listen_addrs=["/ip4/127.0.0.1/tcp/0"], mdns=False)
     with tempfile.TemporaryDirectory(prefix="swarmnode-join-") as directory:
@@ -70,7 +70,7 @@ async def fetch(
                     await network.dial(peer, str(where))
                 except PeerError as error:
                     # another attempt cannot help
-                    final = isinstance(error, (AnotherPeer, Incompatible))
+                    final = isinstance(error, (WrongPeer, Incompatible))
                     (wrong if final else missed)[text] = explain(error, secret)
                     return
                 try:
@@ -80,7 +80,9 @@ async def fetch(
                     wrong[text] = str(error)
                 except PeerError as error:
                     missed[text] = (
-                        str(error) if isinstance(error, PeerTimeout) else hung_up(error, secret)
+                        str(error)
+                        if isinstance(error, PeerTimeout)
+                        else explain_closed(error, secret)
                     )
 
             with trio.move_on_after(seconds):
@@ -93,15 +95,17 @@ async def fetch(
                         await trio.sleep(PAUSE_SECONDS)
     if found:
         return found[0]
-    said = "; ".join(f"{text}: {why}" for text, why in {**missed, **wrong}.items())
+    reasons = "; ".join(f"{text}: {why}" for text, why in {**missed, **wrong}.items())
     if wrong:
-        raise Refused(f"no peer in the invite has the manifest of its swarm: {said}")
-    raise Unavailable(f"no peer in the invite answered: {said or f'nothing within {seconds:g} s'}")
+        raise Refused(f"no peer in the invite has the manifest of its swarm: {reasons}")
+    raise Unavailable(
+        f"no peer in the invite answered: {reasons or f'nothing within {seconds:g} s'}"
+    )
 
 
 def explain(error: PeerError, secret: bytes | None) -> str:
     """Return why a peer could not be dialled, with the remedy."""
-    if isinstance(error, AnotherPeer):
+    if isinstance(error, WrongPeer):
         return (
             "a different peer answers there than the invite names: the invite is forged, or the"
             " node has a new key"
@@ -112,10 +116,12 @@ def explain(error: PeerError, secret: bytes | None) -> str:
             if secret
             else "its swarm is private: name its secret with --secret-file"
         )
-    return hung_up(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
+    return (
+        explain_closed(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
+    )
 
 
-def hung_up(error: PeerError, secret: bytes | None) -> str:
+def explain_closed(error: PeerError, secret: bytes | None) -> str:
     """Return the message for a connection that the peer closed."""
     reason = "has another secret" if secret else "is not on the list of a private swarm"
     return (

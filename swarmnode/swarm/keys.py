@@ -21,7 +21,7 @@ from swarmnode.p2p import passphrase as passphrases
 from swarmnode.wire.envelope import peer_id
 
 IDENTITY = "identity.key"
-LONGEST_FILE = 4096
+MAX_FILE_BYTES = 4096
 
 
 def backup(data_dir: Path, file: Path) -> str:
@@ -33,10 +33,10 @@ def backup(data_dir: Path, file: Path) -> str:
     """
     data = _existing(data_dir)
     _write_new(file, data)
-    return peer_of(data, data_dir / IDENTITY)
+    return peer_id_of(data, data_dir / IDENTITY)
 
 
-def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path | None]:
+def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path | None]:
     """Make the key in `file` this node's key.
 
     Returns:
@@ -46,16 +46,16 @@ def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path 
         Refused: others can read the file, or the node has another key and `replace` is not set.
         StateError: the file is not a key.
     """
-    data = read_private(file, "key file", LONGEST_FILE)
+    data = read_private(file, "key file", MAX_FILE_BYTES)
     if data is None:
         raise ConfigError(f"{file}: no such file")
-    peer = peer_of(data, file)
+    peer = peer_id_of(data, file)
     with held_data_dir(data_dir):
-        former = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+        former = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
         if former is None:
             _write(data_dir / IDENTITY, data)
             return peer, None
-        before = peer_of(former, data_dir / IDENTITY)
+        before = peer_id_of(former, data_dir / IDENTITY)
         if before == peer:
             return peer, None
         if not replace:
@@ -63,9 +63,9 @@ def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path 
                 f"this node already has a key ({before}): use --replace to install the new one"
                 " and keep a copy of the old one"
             )
-        kept = _keep(data_dir, former)
+        stored_path = _store_former(data_dir, former)
         _write(data_dir / IDENTITY, data)
-        return peer, kept
+        return peer, stored_path
 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
@@ -76,15 +76,17 @@ def rotate(data_dir: Path) -> tuple[str, str, Path]:
     """
     with held_data_dir(data_dir):
         former = _existing(data_dir)
-        before = peer_of(former, data_dir / IDENTITY)
-        kept = _keep(data_dir, former)
+        before = peer_id_of(former, data_dir / IDENTITY)
+        stored_path = _store_former(data_dir, former)
         key = Ed25519PrivateKey.generate()
-        data = passphrases.pem(key, passphrases.given() if passphrases.is_locked(former) else None)
+        data = passphrases.pem(
+            key, passphrases.from_environment() if passphrases.is_locked(former) else None
+        )
         _write(data_dir / IDENTITY, data)
-        return before, peer_id(key.public_key().public_bytes_raw()), kept
+        return before, peer_id(key.public_key().public_bytes_raw()), stored_path
 
 
-def peer_of(data: bytes, path: Path) -> str:
+def peer_id_of(data: bytes, path: Path) -> str:
     """Return the peer id of a PEM key.
 
     Raises:
@@ -97,11 +99,11 @@ def peer_of(data: bytes, path: Path) -> str:
 def unlock(data_dir: Path) -> None:
     """Check this node's key before anything starts, and ask for its passphrase if it has one.
 
-    Does nothing if there is no key. Raises as `peer_of` does.
+    Does nothing if there is no key. Raises as `peer_id_of` does.
     """
     if not data_dir.is_dir():
         return  # the caller reports the missing directory
-    data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+    data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is not None:
         passphrases.open_key(data, data_dir / IDENTITY)
 
@@ -126,16 +128,16 @@ def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
 
 
 def _existing(data_dir: Path) -> bytes:
-    data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+    data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is None:
         raise Unavailable(f"there is no key in {data_dir}; `swarmnode key show` creates one")
     return data
 
 
-def _keep(data_dir: Path, former: bytes) -> Path:
+def _store_former(data_dir: Path, former: bytes) -> Path:
     """Write the previous key to a new file beside the identity and return its path."""
     when = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path = data_dir / f"identity-{when}-{peer_of(former, data_dir / IDENTITY)[-8:]}.key"
+    path = data_dir / f"identity-{when}-{peer_id_of(former, data_dir / IDENTITY)[-8:]}.key"
     _write_new(path, former)
     return path
 

@@ -27,7 +27,7 @@ from swarmnode.p2p import addresses
 from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
-from swarmnode.wire.manifest import Opened, keeps_rules
+from swarmnode.wire.manifest import VerifiedManifest, meets_rules
 from swarmnode.wire.messages import (
     Access,
     ModelRef,
@@ -38,7 +38,7 @@ from swarmnode.wire.messages import (
     TaskEntry,
 )
 
-AGREED = (
+AGREED_KEYS = (
     "stages.codec",
     "stages.recovery",
     "training.advantage",
@@ -50,7 +50,7 @@ AGREED = (
 )
 """Configuration keys in the manifest's `settings`. A node cannot honour a manifest with an unknown
 key."""
-AGREED_IF_SET = ("policy.chat",)
+AGREED_KEYS_IF_SET = ("policy.chat",)
 """Keys that are omitted when they have their defaults, so that nodes of an earlier release, which
 do not know these keys, can honour the manifest."""
 SECRET_FILE = "swarm.secret"
@@ -77,7 +77,8 @@ class Change:
 
     @property
     def overrules(self) -> bool:
-        """Return True if it takes away a value that somebody has set. Peers are added to."""
+        """Return True if it replaces a value that the operator has set. Bootstrap peers are only
+        added."""
         return self.was_set and self.key != "network.initial_peers" and not self.reorders
 
 
@@ -99,16 +100,20 @@ class Terms:
     predecessor: bytes = b""
 
 
-def protocols_of(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
+def required_protocols(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
     """Return the protocols and rules of a swarm with these tasks and training options."""
     levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
     return ids.CHOICE_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
 
 
-def members_choose(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> bool:
+def members_choose_difficulty(
+    opened: VerifiedManifest | None, tasks: Collection[str], options: Collection[str]
+) -> bool:
     """Return whether members choose the difficulty of their questions: as the manifest says, or
     without one as a swarm with these tasks and training options does."""
-    protocols = opened.manifest.protocols if opened is not None else protocols_of(tasks, options)
+    protocols = (
+        opened.manifest.protocols if opened is not None else required_protocols(tasks, options)
+    )
     return ids.CHOICE_RULE in protocols
 
 
@@ -139,8 +144,10 @@ def draft(
         )
     if not terms.members and terms.secret is None:
         refuse_environments(config.task.names, "the swarm is founded with --private or --member")
-    said = [
-        key for key in AGREED_IF_SET if settings.value(config, key) != settings.value(Config(), key)
+    keys_set = [
+        key
+        for key in AGREED_KEYS_IF_SET
+        if settings.value(config, key) != settings.value(Config(), key)
     ]
     return SwarmManifest(
         name=config.swarm.name,
@@ -148,7 +155,7 @@ def draft(
         created_at=terms.created_at,
         predecessor=terms.predecessor,
         minimum_version=__version__,
-        protocols=sorted(protocols_of(config.task.names, training.options)),
+        protocols=sorted(required_protocols(config.task.names, training.options)),
         models=list(models),
         tasks=[
             TaskEntry(name, task_version(name), settings_text(name))
@@ -163,8 +170,8 @@ def draft(
             groups_per_second=config.sharing.groups_per_second,
         ),
         settings=[
-            Setting(key, _told(settings.value(config, key), key))
-            for key in sorted([*AGREED, *said])
+            Setting(key, _setting_json(settings.value(config, key), key))
+            for key in sorted([*AGREED_KEYS, *keys_set])
         ],
         bootstrap=list(terms.bootstrap),
         access=Access(
@@ -174,7 +181,7 @@ def draft(
     )
 
 
-def _told(value: object, key: str) -> str:
+def _setting_json(value: object, key: str) -> str:
     """Return a setting as JSON. Raises ConfigError if it is too long for a manifest."""
     text = json.dumps(value, sort_keys=True)
     if len(text.encode()) > limits.SETTING_VALUE_BYTES:
@@ -225,7 +232,9 @@ def settings_text(task: str) -> str:
 # ---- joining -------------------------------------------------------------------------------------
 
 
-def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Config, list[Change]]:
+def apply_terms(
+    config: Config, opened: VerifiedManifest, *, trains: bool = True
+) -> tuple[Config, list[Change]]:
     """Return `config` with the swarm's terms in place of its own, and the changes. Call
     `requirements.can_honour` first.
 
@@ -258,7 +267,7 @@ def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object
         if settings.is_set(config, "training.max_completion_length")
         else rules.max_tokens
     )
-    unset_keys = {key: settings.value(Config(), key) for key in AGREED_IF_SET}
+    unset_keys = {key: settings.value(Config(), key) for key in AGREED_KEYS_IF_SET}
     agreed = unset_keys | {setting.key: json.loads(setting.value) for setting in manifest.settings}
     # one completion more than trained on
     pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
@@ -311,7 +320,7 @@ def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -
     )
 
 
-def shown(manifest: SwarmManifest) -> dict[str, object]:
+def displayable(manifest: SwarmManifest) -> dict[str, object]:
     """Return the manifest as JSON values for display, with bytes in hex."""
 
     def plain(value: object) -> object:
@@ -325,10 +334,10 @@ def shown(manifest: SwarmManifest) -> dict[str, object]:
     return {name: plain(item) for name, item in fields.items()}
 
 
-def rules_of(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
+def group_check(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
     """Return the check that every member applies to every group."""
     models = frozenset((model.fingerprint, model.tokenizer) for model in manifest.models)
-    return lambda group: keeps_rules(group, manifest.rollouts, models)
+    return lambda group: meets_rules(group, manifest.rollouts, models)
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:

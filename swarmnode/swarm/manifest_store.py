@@ -23,11 +23,11 @@ from swarmnode.swarm.invite import check_addresses
 from swarmnode.swarm.manifest import Change
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest
 
 CURRENT = "current"
 PEERS = "peers"
-MOST = 256
+MAX_MANIFESTS = 256
 """Maximum number of manifests read from a directory. A node adds one per adopted successor and one
 for a pending successor."""
 
@@ -56,7 +56,7 @@ class ManifestStore:
                 f"{self._directory / CURRENT} does not hold a swarm id; join again"
             ) from None
 
-    def get(self, swarm: bytes) -> Opened | None:
+    def get(self, swarm: bytes) -> VerifiedManifest | None:
         """Return the manifest of `swarm`, None if it is not stored."""
         path = self.path(swarm)
         try:
@@ -76,7 +76,7 @@ class ManifestStore:
     def path(self, swarm: bytes) -> Path:
         return self._directory / f"{swarm.hex()}.manifest"
 
-    def add(self, opened: Opened) -> None:
+    def add(self, opened: VerifiedManifest) -> None:
         """Store a manifest."""
         self._write(f"{opened.swarm.hex()}.manifest", opened.signed)
 
@@ -96,12 +96,12 @@ class ManifestStore:
         except (OSError, ValueError, ConfigError):
             return []
 
-    def successor(self, opened: Opened) -> Opened | None:
+    def successor(self, opened: VerifiedManifest) -> VerifiedManifest | None:
         """Return the best stored successor: the newest, then the one with the greater id."""
         found = [other for other in self._all() if follows(other, opened)]
         return max(found, key=_rank, default=None)
 
-    def add_successor(self, opened: Opened, successor: Opened) -> bool:
+    def add_successor(self, opened: VerifiedManifest, successor: VerifiedManifest) -> bool:
         """Store a successor of `opened` in place of an older unused one. Returns True if it was
         new."""
         before = self.successor(opened)
@@ -112,7 +112,7 @@ class ManifestStore:
             self.path(before.swarm).unlink(missing_ok=True)
         return True
 
-    def latest(self, swarm: bytes) -> Opened | None:
+    def latest(self, swarm: bytes) -> VerifiedManifest | None:
         """Return the last manifest of the chain of successors that starts at `swarm`."""
         opened = self.get(swarm)
         while opened is not None and (following := self.successor(opened)) is not None:
@@ -122,7 +122,7 @@ class ManifestStore:
     def descends(self, swarm: bytes, ancestor: bytes) -> bool:
         """Return True if `swarm` is `ancestor` or descends from it, according to the stored
         manifests."""
-        for _ in range(MOST):
+        for _ in range(MAX_MANIFESTS):
             if swarm == ancestor:
                 return True
             opened = self.get(swarm)
@@ -141,8 +141,8 @@ class ManifestStore:
             return b"", b""
         return opened.signed if opened else b"", successor.signed if successor else b""
 
-    def _all(self) -> list[Opened]:
-        names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MOST]
+    def _all(self) -> list[VerifiedManifest]:
+        names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MAX_MANIFESTS]
         return [
             opened
             for name in names
@@ -157,11 +157,11 @@ class ManifestStore:
             raise Unavailable(f"cannot write {self._directory / name}: {error.strerror}") from None
 
 
-def _rank(opened: Opened) -> tuple[int, bytes]:
+def _rank(opened: VerifiedManifest) -> tuple[int, bytes]:
     return opened.manifest.created_at, opened.swarm
 
 
-def stored(data_dir: Path) -> Opened | None:
+def load_current(data_dir: Path) -> VerifiedManifest | None:
     """Return the manifest in use in this data directory; None for a swarm without one. Raises
     StateError if it is missing."""
     store = ManifestStore(data_dir)
@@ -176,7 +176,7 @@ def stored(data_dir: Path) -> Opened | None:
     return opened
 
 
-def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
+def apply_stored(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
     """Return `config` with the terms of the stored manifest, and the changes; unchanged without a
     manifest.
 
@@ -184,7 +184,7 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
         Refused: this node cannot honour the manifest; the message has every reason.
     """
     data_dir = config.node.data_dir
-    opened = stored(data_dir)
+    opened = load_current(data_dir)
     if opened is None:
         if trains and config.sharing.enabled:
             manifest.refuse_environments(
@@ -195,4 +195,4 @@ def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[C
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
     peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])
     known = settings.replaced(config, {"network.initial_peers": list(peers)}, str(data_dir))
-    return manifest.agreed(known, opened, trains=trains)
+    return manifest.apply_terms(known, opened, trains=trains)

@@ -35,7 +35,7 @@ from swarmnode.swarm.manifest import Terms
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest, seal_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest, seal_manifest
 from swarmnode.wire.messages import ModelRef, SwarmManifest
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
@@ -46,7 +46,7 @@ DESCRIBE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class Founding:
+class FoundingOptions:
     """Options of `swarmnode init` beyond the configuration."""
 
     bootstrap: Sequence[str] = ()
@@ -59,7 +59,7 @@ class Founding:
     successor: bool = False
     public: bool = False
     """The successor has neither a member list nor a secret."""
-    said: Mapping[str, str] = field(default_factory=dict)
+    explicit_settings: Mapping[str, str] = field(default_factory=dict)
     """Configuration keys set by the operator, with their origin."""
 
 
@@ -68,14 +68,14 @@ class Draft:
     """An unsigned manifest."""
 
     manifest: SwarmManifest
-    before: Opened | None
+    before: VerifiedManifest | None
     """The predecessor, if this is a successor."""
     config: Config
     """The configuration that it describes."""
 
 
 @dataclass(frozen=True)
-class Outlook:
+class ResolvedNode:
     """Configuration and swarm with which a node would start."""
 
     config: Config
@@ -102,7 +102,7 @@ class Membership:
 
     # ---- founding --------------------------------------------------------------------------------
 
-    def draft(self, asked: Founding) -> Draft:
+    def draft(self, options: FoundingOptions) -> Draft:
         """Return the manifest of a swarm with this configuration. A successor keeps every term that
         the operator has not set.
 
@@ -112,26 +112,26 @@ class Membership:
             Unavailable: the model or the data directory cannot be used.
         """
         from swarmnode.p2p.identity import load_or_create
-        from swarmnode.p2p.listening import addresses_to_tell
+        from swarmnode.p2p.listening import addresses_to_advertise
 
         make_data_dir(self._data_dir)
-        before = manifest_store.stored(self._data_dir)
+        before = manifest_store.load_current(self._data_dir)
         identity = load_or_create(self._data_dir / "identity.key")
         founder = identity.private_key.public_key().public_bytes_raw()
-        _refuse_founding(before, founder, asked)
+        _refuse_founding(before, founder, options)
         own = [
             f"{address}/p2p/{identity.peer_id}"
-            for address in addresses_to_tell(self._config.network, self._data_dir)
+            for address in addresses_to_advertise(self._config.network, self._data_dir)
         ]
         own = own[: limits.BOOTSTRAP_ADDRESSES]
         now = int(time.time() * 1000)
         if before is None:
-            bootstrap = invites.check_addresses(list(asked.bootstrap) or own, "init: --bootstrap")
-            secret = self._own_secret() if asked.private else None
+            bootstrap = invites.check_addresses(list(options.bootstrap) or own, "init: --bootstrap")
+            secret = self._own_secret() if options.private else None
             terms = Terms(
-                now, asked.completions, bootstrap, _checked_members(asked.members), secret
+                now, options.completions, bootstrap, _checked_members(options.members), secret
             )
-            models = [] if asked.any_model else [self._describe_model()]
+            models = [] if options.any_model else [self._describe_model()]
             return Draft(manifest.draft(self._config, founder, models, terms), None, self._config)
         present = before.manifest
         if now <= present.created_at:
@@ -139,28 +139,33 @@ class Membership:
                 "init: this machine's clock is behind the signing time of the predecessor: correct"
                 " the clock"
             )
-        self._config = self._continued(asked.said, before)
-        moved = any(key in asked.said for key in ("network.listen_addrs", "network.announce_addrs"))
-        named = list(asked.bootstrap) or (
-            successor.addresses_of(present, identity.peer_id, own) if moved else present.bootstrap
+        self._config = self._continued(options.explicit_settings, before)
+        moved = any(
+            key in options.explicit_settings
+            for key in ("network.listen_addrs", "network.announce_addrs")
+        )
+        named = list(options.bootstrap) or (
+            successor.successor_addresses(present, identity.peer_id, own)
+            if moved
+            else present.bootstrap
         )
         bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
-        members = [] if asked.public else list(asked.members) or present.access.members
+        members = [] if options.public else list(options.members) or present.access.members
         terms = Terms(
             now,
-            asked.completions or bounds,
+            options.completions or bounds,
             invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
             _checked_members(members),
-            self._secret_for(asked, present),
+            self._secret_for(options, present),
             before.swarm,
         )
         return Draft(
-            manifest.draft(self._config, founder, self._models_for(asked, present), terms),
+            manifest.draft(self._config, founder, self._models_for(options, present), terms),
             before,
             self._config,
         )
 
-    def found(self, draft: Draft) -> tuple[Opened, Invite]:
+    def found(self, draft: Draft) -> tuple[VerifiedManifest, Invite]:
         """Sign a draft with this node's key, store and choose it.
 
         Raises:
@@ -178,33 +183,39 @@ class Membership:
             ) from None
         self.store.add(opened)
         self.store.choose(opened.swarm)
-        return opened, invite_of(opened)
+        return opened, make_invite(opened)
 
-    def _continued(self, said: Collection[str], before: Opened) -> Config:
+    def _continued(self, explicit_settings: Collection[str], before: VerifiedManifest) -> Config:
         """Return the configuration for a successor: keys that the operator has not set keep the
         values of the manifest `before`. Raises ConfigError."""
-        kept, _ = manifest.agreed(self._config, before)
+        kept, _ = manifest.apply_terms(self._config, before)
         return settings.replaced(
             kept,
-            {key: settings.value(self._config, key) for key in successor.TERMS if key in said},
+            {
+                key: settings.value(self._config, key)
+                for key in successor.DRAFT_KEYS
+                if key in explicit_settings
+            },
             "init",
         )
 
-    def _models_for(self, asked: Founding, present: SwarmManifest) -> list[ModelRef]:
+    def _models_for(self, options: FoundingOptions, present: SwarmManifest) -> list[ModelRef]:
         """Return the models of a successor. The model is loaded and hashed again only if the
         operator has set it."""
-        where = asked.said.get("policy.model") or asked.said.get("policy.revision")
+        where = options.explicit_settings.get("policy.model") or options.explicit_settings.get(
+            "policy.revision"
+        )
         kept_only = where == str(settings.kept_file(self._data_dir))
-        if asked.any_model or (not present.models and (where is None or kept_only)):
+        if options.any_model or (not present.models and (where is None or kept_only)):
             return []
         return present.models if where is None else [self._describe_model()]
 
-    def _secret_for(self, asked: Founding, present: SwarmManifest) -> bytes | None:
+    def _secret_for(self, options: FoundingOptions, present: SwarmManifest) -> bytes | None:
         """Return the secret of a successor: the present one, another with --private, none with
         --public."""
-        if asked.private:
+        if options.private:
             return self._own_secret()
-        if asked.public or not present.access.secret:
+        if options.public or not present.access.secret:
             return None
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None or manifest.commitment(secret) != present.access.secret:
@@ -233,7 +244,7 @@ class Membership:
 
     # ---- joining ---------------------------------------------------------------------------------
 
-    def join(self, invite: Invite) -> Opened:
+    def join(self, invite: Invite) -> VerifiedManifest:
         """Fetch, store and choose the manifest of an invite, or its latest successor if this node
         follows the founder.
 
@@ -270,7 +281,7 @@ class Membership:
         log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
         return opened
 
-    def adopt(self, path: Path) -> Opened:
+    def adopt(self, path: Path) -> VerifiedManifest:
         """Store and choose the signed manifest in a file, for a bootstrap node without a peer that
         serves it. Raises as `join` does."""
         try:
@@ -279,7 +290,7 @@ class Membership:
             raise ConfigError(f"{path}: {error.strerror}") from None
         except BadMessage as error:
             raise Refused(f"{path} is not a manifest: {error}") from None
-        before = manifest_store.stored(self._data_dir)
+        before = manifest_store.load_current(self._data_dir)
         if (
             before is not None
             and not self.store.descends(before.swarm, opened.swarm)
@@ -297,10 +308,10 @@ class Membership:
         self.store.choose(opened.swarm)
         return opened
 
-    def follow(self) -> Opened:
+    def follow(self) -> VerifiedManifest:
         """Choose the latest stored successor; a running node restarts with it. Raises Refused if
         there is none that this node can honour."""
-        opened = manifest_store.stored(self._data_dir)
+        opened = manifest_store.load_current(self._data_dir)
         latest = self.store.latest(opened.swarm) if opened is not None else None
         if opened is None or latest is None or latest.swarm == opened.swarm:
             raise Refused("no successor is known here; a running node learns of one from its peers")
@@ -325,7 +336,7 @@ class Membership:
     def _problems(self, wanted: SwarmManifest, peer: str = "") -> list[str]:
         return can_honour(wanted, self._config, peer, trains=self._trains)
 
-    def _fetch(self, invite: Invite) -> tuple[Opened, Opened | None, str]:
+    def _fetch(self, invite: Invite) -> tuple[VerifiedManifest, VerifiedManifest | None, str]:
         """Return (manifest, successor, own peer id) from the child, verified again in this
         process."""
         answer = self._child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
@@ -363,12 +374,14 @@ class Membership:
             if current is None or not self.store.descends(current, invite.swarm):
                 self.join(invite)
             self.store.keep_peers(invite.addresses)
-        agreed, changes = manifest_store.honoured(self._config, trains=self._trains)
+        agreed, changes = manifest_store.apply_stored(self._config, trains=self._trains)
         self._mention_successor()
         for change in changes:
             if change.key != "swarm.id" and not change.reorders:
-                told = log.warning if change.overrules else log.info
-                told("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
+                log_change = log.warning if change.overrules else log.info
+                log_change(
+                    "set by the manifest", key=change.key, value=change.now, instead_of=change.was
+                )
         unset = [key for key in settings.FOLLOW_MODEL if not settings.is_set(agreed, key)]
         if self._trains and unset and agreed.policy.model != EMBEDDED:
             chosen = {key.rpartition(".")[2]: settings.value(agreed, key) for key in sorted(unset)}
@@ -377,7 +390,7 @@ class Membership:
 
     def _mention_successor(self) -> None:
         """Log a warning if a successor is pending."""
-        opened = manifest_store.stored(self._data_dir)
+        opened = manifest_store.load_current(self._data_dir)
         waiting = (
             self.store.successor(opened)
             if opened is not None and self._config.swarm.follow != "never"
@@ -389,10 +402,10 @@ class Membership:
                 name=waiting.manifest.name,
             )
 
-    def outlook(self) -> Outlook:
+    def resolve(self) -> ResolvedNode:
         """Return what the next start would use, as far as it is known without joining. Changes
         nothing. Raises as `prepare` does."""
-        opened = manifest_store.stored(self._data_dir)
+        opened = manifest_store.load_current(self._data_dir)
         secret = manifest.swarm_secret(self._data_dir)
         if opened is None and self._config.swarm.invite:
             invite = invites.parse(self._config.swarm.invite)
@@ -400,12 +413,12 @@ class Membership:
             config = settings.replaced(
                 self._config, {"network.initial_peers": list(known)}, "swarm.invite"
             )
-            return Outlook(config, invite.swarm, secret)
-        return Outlook(self.refresh(), opened.swarm if opened is not None else b"", secret)
+            return ResolvedNode(config, invite.swarm, secret)
+        return ResolvedNode(self.refresh(), opened.swarm if opened is not None else b"", secret)
 
     def refresh(self) -> Config:
         """Return the configuration by the manifest that is chosen now, for a running node."""
-        return manifest_store.honoured(self._config, trains=self._trains)[0]
+        return manifest_store.apply_stored(self._config, trains=self._trains)[0]
 
     def _child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
         """Run a short-lived child and return the JSON that it printed. Its errors are raised here
@@ -438,7 +451,7 @@ class Membership:
         )
 
 
-def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
+def make_invite(opened: VerifiedManifest, addresses: Sequence[str] = ()) -> Invite:
     """Return an invite to the swarm of a manifest. Raises ConfigError without an address."""
     where = tuple(addresses) or tuple(manifest.bootstrap(opened.manifest))
     if not where:
@@ -456,21 +469,23 @@ def _write(path: Path, data: bytes) -> None:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None
 
 
-def _refuse_founding(before: Opened | None, founder: bytes, asked: Founding) -> None:
+def _refuse_founding(
+    before: VerifiedManifest | None, founder: bytes, options: FoundingOptions
+) -> None:
     """Check that this key may found a swarm here. `before` is the stored manifest. Raises
     ConfigError or Refused."""
-    if asked.successor and before is None:
+    if options.successor and before is None:
         raise ConfigError("init: --successor needs a manifest in this data directory")
-    if asked.public and not asked.successor:
+    if options.public and not options.successor:
         raise ConfigError(
             "init: --public is for a --successor; a first manifest is public unless it has a"
             " --member or is --private"
         )
-    if asked.public and (asked.private or asked.members):
+    if options.public and (options.private or options.members):
         raise ConfigError("init: --public contradicts --private and --member")
-    if asked.successor and before is not None and before.manifest.founder != founder:
+    if options.successor and before is not None and before.manifest.founder != founder:
         raise Refused("only the founder's key can sign a successor; this node is not the founder")
-    if before is not None and not asked.successor:
+    if before is not None and not options.successor:
         name = before.manifest.name
         raise Refused(
             f"this data directory already belongs to swarm {name!r}: sign a --successor, or found"

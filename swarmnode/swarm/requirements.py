@@ -14,8 +14,8 @@ from swarmnode import __version__, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.swarm.manifest import (
-    AGREED,
-    AGREED_IF_SET,
+    AGREED_KEYS,
+    AGREED_KEYS_IF_SET,
     chosen_model,
     commitment,
     members,
@@ -25,7 +25,7 @@ from swarmnode.swarm.manifest import (
 from swarmnode.tasks import own
 from swarmnode.tasks.registry import DATASET_NAME, ENVIRONMENT_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids
-from swarmnode.wire.manifest import Opened
+from swarmnode.wire.manifest import VerifiedManifest
 from swarmnode.wire.messages import Access, SwarmManifest, TaskEntry
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -44,7 +44,7 @@ def can_honour(
     """
     problems = _version_problems(manifest.minimum_version)
     for name in manifest.protocols:
-        if name not in ids.SPOKEN:
+        if name not in ids.SUPPORTED:
             problems.append(
                 f"it requires the protocol {name}, which this version does not support: upgrade"
             )
@@ -59,7 +59,7 @@ def can_honour(
                     " have"
                 )
         for setting in manifest.settings:
-            if setting.key not in (*AGREED, *AGREED_IF_SET):
+            if setting.key not in (*AGREED_KEYS, *AGREED_KEYS_IF_SET):
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
                 continue
             try:
@@ -82,7 +82,7 @@ def can_honour(
     return problems
 
 
-def refuse_if_any(problems: Sequence[str], opened: Opened) -> None:
+def refuse_if_any(problems: Sequence[str], opened: VerifiedManifest) -> None:
     """Raise Refused with all `problems` in one line, if there are any."""
     if problems:
         swarm = f"{opened.manifest.name!r} ({opened.swarm.hex()[:16]}…)"

@@ -35,7 +35,7 @@ HEADER_BYTES = 16 * 2**20
 """Limit for a header; a longer one is not from this trainer."""
 
 
-class Numbers(msgspec.Struct):
+class StateCounters(msgspec.Struct):
     """Counters of a trainer that are displayed or must not be reused."""
 
     step: int = 0
@@ -53,32 +53,32 @@ class Header(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredState:
     """A stored state."""
 
     path: Path
     saved_at: float
     """Unix time in seconds."""
-    numbers: Numbers
+    counters: StateCounters
 
 
-def states(trainer: Path) -> list[Kept]:
+def list_states(trainer: Path) -> list[StoredState]:
     """Return all readable states in the trainer's directory, newest first."""
     return _readable(
         [trainer / STATE, trainer / WEIGHTS, *(trainer / HISTORY).glob("*.safetensors")]
     )
 
 
-def numbers_used(trainer: Path) -> list[Numbers]:
+def used_counters(trainer: Path) -> list[StateCounters]:
     """Return the counters in every readable file of the trainer's directory, including the damaged
     state, because peers have seen them."""
     return [
-        *(kept.numbers for kept in states(trainer)),
-        *(kept.numbers for kept in _readable([trainer / DAMAGED])),
+        *(kept.counters for kept in list_states(trainer)),
+        *(kept.counters for kept in _readable([trainer / DAMAGED])),
     ]
 
 
-def former(trainer: Path) -> list[Path]:
+def earlier_states(trainer: Path) -> list[Path]:
     """Return the earlier states to fall back to, newest first, without the one that the operator
     has rolled back."""
     found = []
@@ -110,23 +110,23 @@ def _put_back(trainer: Path, kept: Path) -> None:
     os.replace(back, trainer / STATE)
 
 
-def _readable(paths: Iterable[Path]) -> list[Kept]:
+def _readable(paths: Iterable[Path]) -> list[StoredState]:
     found = []
     for path in paths:
         try:
-            found.append(Kept(path, path.stat().st_mtime, _numbers(path)))
+            found.append(StoredState(path, path.stat().st_mtime, _read_counters(path)))
         except (OSError, ValueError, struct.error):  # msgspec's errors are ValueErrors
             continue
     return sorted(found, key=lambda kept: kept.saved_at, reverse=True)
 
 
-def present(states: list[Kept]) -> Kept | None:
+def current_state(states: list[StoredState]) -> StoredState | None:
     """Return the state from which the trainer continues."""
     found = [kept for kept in states if kept.path.name in (STATE, WEIGHTS)]
-    return max(found, key=lambda kept: (kept.numbers.step, kept.path.name == STATE), default=None)
+    return max(found, key=lambda kept: (kept.counters.step, kept.path.name == STATE), default=None)
 
 
-def _numbers(path: Path) -> Numbers:
+def _read_counters(path: Path) -> StateCounters:
     """Read the counters from the header of a safetensors file: u64 little-endian length, then
     JSON."""
     with open(path, "rb") as file:
@@ -134,10 +134,10 @@ def _numbers(path: Path) -> Numbers:
         if length > HEADER_BYTES:
             raise ValueError("not a trainer state")
         header = msgspec.json.decode(file.read(length), type=Header)
-    return msgspec.json.decode(header.metadata.counters, type=Numbers)
+    return msgspec.json.decode(header.metadata.counters, type=StateCounters)
 
 
-def roll_back(data_dir: Path, step: int) -> Kept:
+def roll_back(data_dir: Path, step: int) -> StoredState:
     """Make the newest earlier state of `step` the last one. The replaced state is kept, in place of
     an earlier replaced one.
 
@@ -146,10 +146,10 @@ def roll_back(data_dir: Path, step: int) -> Kept:
     """
     trainer = data_dir / "trainer"
     with held_data_dir(data_dir):
-        former = [kept for kept in states(trainer) if kept.path.parent.name == HISTORY]
-        chosen = next((kept for kept in former if kept.numbers.step == step), None)
+        former = [kept for kept in list_states(trainer) if kept.path.parent.name == HISTORY]
+        chosen = next((kept for kept in former if kept.counters.step == step), None)
         if chosen is None:
-            known = ", ".join(str(kept.numbers.step) for kept in former) or "none"
+            known = ", ".join(str(kept.counters.step) for kept in former) or "none"
             raise Unavailable(f"no state of step {step} in {trainer}; available steps: {known}")
         kept = trainer / f".{STATE}.kept"
         kept.unlink(missing_ok=True)

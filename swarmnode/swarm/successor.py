@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from swarmnode.swarm.manifest import AGREED
+from swarmnode.swarm.manifest import AGREED_KEYS
 from swarmnode.wire.messages import ModelRef, SwarmManifest
 
-TERMS = (
-    *AGREED,
+DRAFT_KEYS = (
+    *AGREED_KEYS,
     "policy.model",
     "policy.revision",
     "sharing.groups_per_second",
@@ -57,18 +57,20 @@ class Difference:
         )
 
 
-def addresses_of(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
+def successor_addresses(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
     """Return the bootstrap addresses of a manifest, with those of the founder `peer` replaced by
     its current addresses `own`."""
-    ours = [address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer]
-    others = [address for address in before.bootstrap if address not in ours]
-    return [*(own if ours else []), *others]
+    founder_addresses = [
+        address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer
+    ]
+    others = [address for address in before.bootstrap if address not in founder_addresses]
+    return [*(own if founder_addresses else []), *others]
 
 
 def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
     """Return the differences in the order of a manifest's fields, without signing time and
     signature."""
-    was, now = _said(before), _said(after)
+    was, now = _described(before), _described(after)
     return [
         Difference(what, was.get(what), now.get(what))
         for what in dict.fromkeys([*was, *now])
@@ -76,26 +78,31 @@ def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]
     ]
 
 
-def _said(said: SwarmManifest) -> Mapping[str, str]:
+def _described(manifest: SwarmManifest) -> Mapping[str, str]:
     rules = {
-        f"rollouts.{name}": str(value) for name, value in msgspec.to_builtins(said.rollouts).items()
+        f"rollouts.{name}": str(value)
+        for name, value in msgspec.to_builtins(manifest.rollouts).items()
     }
     return {
-        "name": repr(said.name),
-        "minimum version": said.minimum_version,
-        **{f"protocol {name}": "spoken" for name in said.protocols},
-        **({f"model {model.name}": _model(model) for model in said.models} or {"models": "any"}),
+        "name": repr(manifest.name),
+        "minimum version": manifest.minimum_version,
+        **{f"protocol {name}": "required" for name in manifest.protocols},
+        **(
+            {f"model {model.name}": _model(model) for model in manifest.models} or {"models": "any"}
+        ),
         **{
             f"task {task.id}": (
                 f"version {task.version}{f' {task.settings}' if task.settings != '{}' else ''}"
             )
-            for task in said.tasks
+            for task in manifest.tasks
         },
         **rules,
-        **{setting.key: setting.value for setting in said.settings},
-        **{f"bootstrap {address}": "named" for address in said.bootstrap},
-        **({f"member {peer}": "allowed" for peer in said.access.members} or {"members": "anybody"}),
-        "secret": f"needed ({said.access.secret.hex()[:16]}…)" if said.access.secret else "none",
+        **{setting.key: setting.value for setting in manifest.settings},
+        **{f"bootstrap {address}": "named" for address in manifest.bootstrap},
+        **({f"member {peer}": "allowed" for peer in manifest.access.members} or {"members": "any"}),
+        "secret": f"needed ({manifest.access.secret.hex()[:16]}…)"
+        if manifest.access.secret
+        else "none",
     }
 
 

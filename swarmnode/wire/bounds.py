@@ -28,7 +28,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -161,7 +161,7 @@ def _check_listing_response(response: ListingResponse) -> None:
         raise BadMessage("bounds", "a group is listed twice")
 
 
-def _check_listed(listed: Listed) -> None:
+def _check_listed(listed: ListedGroup) -> None:
     check_length("content", listed.content, limits.CONTENT_ID_BYTES)
     check_length("author", listed.author, limits.KEY_BYTES)
     check_name("task", listed.task, limits.TASK_ID_BYTES)

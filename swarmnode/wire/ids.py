@@ -92,5 +92,5 @@ PROTOCOLS = (GROUPS_PROTOCOL, LISTING_PROTOCOL)
 CHOICE_PROTOCOLS = (CHOICE_RULE, GROUPS_PROTOCOL, LISTING_PROTOCOL)
 """The same for a swarm whose members choose the difficulty of their questions."""
 
-SPOKEN = frozenset({*PROTOCOLS, *CHOICE_PROTOCOLS})
+SUPPORTED = frozenset({*PROTOCOLS, *CHOICE_PROTOCOLS})
 """Names in a manifest that this version supports."""

@@ -27,7 +27,7 @@ class ListingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Maximum time in seconds for which the responder may hold the request."""
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class ListedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One group that the responder offers. Every field is a claim that can be checked once the
     group has arrived."""
 
@@ -53,7 +53,7 @@ class ListingResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     void."""
     position: int
     """The cursor for the next request."""
-    groups: list[Listed]
+    groups: list[ListedGroup]
     """The newest groups after the requester's cursor, newest last; empty unless `status` is ok."""
 
 

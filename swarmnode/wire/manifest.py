@@ -30,7 +30,7 @@ def manifest_id(payload: bytes) -> bytes:
     ).digest()
 
 
-class Opened(msgspec.Struct, frozen=True):
+class VerifiedManifest(msgspec.Struct, frozen=True):
     """A manifest with a verified signature."""
 
     swarm: bytes
@@ -40,7 +40,7 @@ class Opened(msgspec.Struct, frozen=True):
     """The envelope as received, which is stored and forwarded."""
 
 
-def seal_manifest(manifest: SwarmManifest, private_key: Ed25519PrivateKey) -> Opened:
+def seal_manifest(manifest: SwarmManifest, private_key: Ed25519PrivateKey) -> VerifiedManifest:
     """Sign `manifest` as its founder. Raises BadMessage if other nodes would reject it."""
     payload = encode(manifest)
     return open_manifest(
@@ -48,7 +48,7 @@ def seal_manifest(manifest: SwarmManifest, private_key: Ed25519PrivateKey) -> Op
     )
 
 
-def open_manifest(signed: bytes) -> Opened:
+def open_manifest(signed: bytes) -> VerifiedManifest:
     """Verify the manifest in a stranger's envelope. Raises BadMessage with a reason of
     `codec.DECODE_REASONS`, or "signature"."""
     envelope = decode(signed, Envelope, limits.MANIFEST_BYTES)
@@ -59,10 +59,10 @@ def open_manifest(signed: bytes) -> Opened:
     manifest = decode(envelope.payload, SwarmManifest, limits.MANIFEST_BYTES)
     if manifest.founder != envelope.key:
         raise BadMessage("signature", "not signed by the founder's key")
-    return Opened(swarm, manifest, signed)
+    return VerifiedManifest(swarm, manifest, signed)
 
 
-def follows(successor: Opened, manifest: Opened) -> bool:
+def follows(successor: VerifiedManifest, manifest: VerifiedManifest) -> bool:
     """Return True if `successor` names `manifest` as its predecessor, has the same founder and is
     newer."""
     new, old = successor.manifest, manifest.manifest
@@ -73,7 +73,7 @@ def follows(successor: Opened, manifest: Opened) -> bool:
     )
 
 
-def keeps_rules(
+def meets_rules(
     group: RolloutGroup, rules: RolloutRules, models: Collection[tuple[bytes, bytes]]
 ) -> bool:
     """Return True if the manifest allows a group.

@@ -45,7 +45,7 @@ FAILED = {
     "silent": "no_payload",
     "denies": "withdrawn",
 }
-ENDED = {"no_answer": "unreachable", "other_id": "unreachable"}
+KILLED_FILE = {"no_answer": "unreachable", "other_id": "unreachable"}
 BLAMELESS = {"other_size", "not_offered", "silent", "denies", "no_answer", "flipped"}
 """What an honest partner that crashes, or has learned something else, looks like too."""
 
@@ -98,7 +98,7 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
         elif kind in FAILED:
             assert statistics.failures == {FAILED[kind]: 1}
         else:
-            assert statistics.outcomes[ENDED[kind]] == 1
+            assert statistics.outcomes[KILLED_FILE[kind]] == 1
         assert (score(victim, liar) < -1) == (kind not in BLAMELESS)
         assert not list((tmp_path / "0" / "weights").glob("in-*"))
 
@@ -144,7 +144,7 @@ async def test_a_liar_is_no_candidate_in_the_end(tmp_path, monkeypatch):
             victim.counters.outer_clocks[0] = 1
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
-        assert not victim.network.welcome(peer)
+        assert not victim.network.is_allowed(peer)
         assert victim.service.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
 

@@ -42,13 +42,13 @@ class GuardStatistics:
 _fired = dict.fromkeys(NAMES, 0)
 
 
-def fired(name: str, detail: object = "") -> None:
+def count_firing(name: str, detail: object = "") -> None:
     """Count one firing of a guard. Raises KeyError for a name that is not in `NAMES`."""
     _fired[name] += 1
     log.debug("guard %s: %s", name, detail)
 
 
-class contained:
+class contain_errors:
     """Context manager that ends its block on any exception, counts it as guard `name` and stores it
     in `error`.
 
@@ -62,12 +62,12 @@ class contained:
         self._name, self._detail = name, detail
         self.error: Exception | None = None
 
-    def raise_again(self) -> None:
+    def reraise(self) -> None:
         """Raise the exception that ended the block, if there was one."""
         if self.error is not None:
             raise self.error
 
-    def __enter__(self) -> contained:
+    def __enter__(self) -> contain_errors:
         return self
 
     def __exit__(
@@ -79,7 +79,7 @@ class contained:
         if not isinstance(error, Exception):
             return False
         self.error = error
-        fired(self._name, f"{self._detail}: {error!r}")
+        count_firing(self._name, f"{self._detail}: {error!r}")
         return True
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import trio
 from libp2p.stream_muxer.yamux import yamux as upstream
 
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 
 CONNECTION_BYTES = 32 * 1024 * 1024
 """Limit for the unread bytes of all streams of one connection."""
@@ -27,12 +27,12 @@ ABANDONED_SECONDS = 30.0
 half."""
 
 
-class Violation(trio.TooSlowError):
+class ProtocolViolation(trio.TooSlowError):
     """Raised inside `Yamux.handle_incoming`. Only a `TooSlowError` makes that loop close its
     connection; any other exception is logged and the peer may continue."""
 
 
-class Total:
+class ApproximateSum:
     """An approximate sum with a limit: additions are counted; removals are only seen by the exact
     recount when the estimate exceeds the limit.
 
@@ -42,7 +42,7 @@ class Total:
     def __init__(self, limit: Callable[[], int], exact: Callable[[], int]) -> None:
         self.limit, self.exact, self.estimate = limit, exact, 0
 
-    def passes(self, more: int) -> bool:
+    def add(self, more: int) -> bool:
         """Add `more`; returns True if the sum exceeds its limit."""
         self.estimate += more
         if self.estimate > self.limit():
@@ -62,8 +62,10 @@ def _open_inbound(connection: upstream.Yamux) -> int:
     return sum(not stream.is_initiator for stream in connection.streams.values())
 
 
-_process_bytes = Total(lambda: PROCESS_BYTES, lambda: sum(map(unread, _connections)))
-_process_streams = Total(lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound, _connections)))
+_process_bytes = ApproximateSum(lambda: PROCESS_BYTES, lambda: sum(map(unread, _connections)))
+_process_streams = ApproximateSum(
+    lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound, _connections))
+)
 
 
 class Inbox(bytearray):
@@ -90,18 +92,18 @@ class Inbox(bytearray):
     def extend(self, data: bytes) -> None:
         connection = self.connection
         if len(data) > connection.streams[self.stream_id].recv_window:
-            fired("window_overrun", connection.peer_id)
-            raise Violation("the peer sent more than its window")
+            count_firing("window_overrun", connection.peer_id)
+            raise ProtocolViolation("the peer sent more than its window")
         if self.discards:
             return
-        if connection.unread_total.passes(len(data)):
-            fired("connection_full", connection.peer_id)
-            raise Violation("too many unread bytes on this connection")
-        if _process_bytes.passes(len(data)):
+        if connection.unread_total.add(len(data)):
+            count_firing("connection_full", connection.peer_id)
+            raise ProtocolViolation("too many unread bytes on this connection")
+        if _process_bytes.add(len(data)):
             largest = max(_connections, key=unread)
-            fired("process_full", largest.peer_id)
+            count_firing("process_full", largest.peer_id)
             if largest is connection:
-                raise Violation("too many unread bytes in this process")
+                raise ProtocolViolation("too many unread bytes in this process")
             _drop(largest)
         bytearray.extend(self, data)
 
@@ -123,15 +125,17 @@ class Inboxes(dict):
     def __init__(self, connection: upstream.Yamux) -> None:
         super().__init__()
         self.connection = connection
-        self.open = Total(lambda: CONNECTION_STREAMS, lambda: _open_inbound(self.connection) - 1)
+        self.open = ApproximateSum(
+            lambda: CONNECTION_STREAMS, lambda: _open_inbound(self.connection) - 1
+        )
 
     def __setitem__(self, stream_id: int, buffer: bytearray) -> None:
         connection = self.connection
         if not connection.streams[stream_id].is_initiator:
-            ours = stream_id % 2 == (1 if connection.is_initiator else 0)
-            if ours or self.open.passes(1) or _process_streams.passes(1):
-                fired("streams_overrun", connection.peer_id)
-                raise Violation("the peer opened a stream that it may not open")
+            wrong_parity = stream_id % 2 == (1 if connection.is_initiator else 0)
+            if wrong_parity or self.open.add(1) or _process_streams.add(1):
+                count_firing("streams_overrun", connection.peer_id)
+                raise ProtocolViolation("the peer opened a stream that it may not open")
         inbox = Inbox(buffer)
         inbox.connection, inbox.stream_id, inbox.discards = connection, stream_id, False
         super().__setitem__(stream_id, inbox)
@@ -156,7 +160,7 @@ def _drop(connection: upstream.Yamux) -> None:
         event.set()
 
     async def close() -> None:
-        with contained("service_failed"):
+        with contain_errors("service_failed"):
             await connection.secured_conn.close()
 
     trio.lowlevel.spawn_system_task(close)
@@ -175,7 +179,7 @@ def _install_buffers() -> None:
     def __init__(self: upstream.Yamux, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         self.stream_buffers = Inboxes(self)
-        self.unread_total = Total(lambda: CONNECTION_BYTES, lambda: unread(self))
+        self.unread_total = ApproximateSum(lambda: CONNECTION_BYTES, lambda: unread(self))
         _connections.add(self)
 
     upstream.Yamux.__init__ = __init__
@@ -199,7 +203,7 @@ def _install_sweep() -> None:
         for stream in self.streams.values():
             since = getattr(stream, "abandoned_at", None)
             if since is not None and not stream.closed and now - since >= ABANDONED_SECONDS:
-                fired("stream_abandoned", self.peer_id)
+                count_firing("stream_abandoned", self.peer_id)
                 stream.closed = stream.recv_closed = True
                 discard(stream)
         return sweep(self, now)

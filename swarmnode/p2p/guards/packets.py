@@ -85,7 +85,7 @@ class Packets:
             self._sealed = memoryview(rest + more if rest else more)
 
 
-def in_bulk(session: SecureSession) -> SecureSession:
+def with_bulk_io(session: SecureSession) -> SecureSession:
     """Use `Packets` for the reads and writes of a session fresh from its handshake. Circuits are
     excluded, because they have a buffer."""
     transport = session.conn

@@ -23,7 +23,7 @@ from libp2p.transport.tcp import tcp
 from multiaddr import Multiaddr
 
 from swarmnode.errors import Unavailable
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 from swarmnode.p2p.guards.inbox import abandon, discard
 from swarmnode.p2p.guards.peerstore import guard_peerstore
 
@@ -76,18 +76,18 @@ def _install_inbound_slots() -> None:
             return await original(self, stream, maddr, failure)
         origin = _origin(stream)
         if _inbound[origin] >= INBOUND_PER_ADDRESS:
-            fired("address_full", origin)
+            count_firing("address_full", origin)
             return await stream.close()
         _inbound[origin] += 1
         raw = RawConnection(stream, False)
         try:
-            with contained("inbound_failed", origin):
+            with contain_errors("inbound_failed", origin):
                 remote = self._build_remote_multiaddr(stream)
                 if remote is None or await self.connection_gate.is_allowed(remote):
                     connection = await self.upgrade_inbound_raw_conn(raw, maddr)
                     await connection.event_closed.wait()
         finally:
-            fired("slot_released", origin)
+            count_firing("slot_released", origin)
             _inbound[origin] -= 1
             if not _inbound[origin]:
                 del _inbound[origin]
@@ -116,7 +116,7 @@ def _install_handlers() -> None:
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
     async def _handle_muxed_stream(self: SwarmConn, stream: YamuxStream) -> None:
-        with contained("handler_failed", self.muxed_conn.peer_id) as failure:
+        with contain_errors("handler_failed", self.muxed_conn.peer_id) as failure:
             await original(self, stream)
             if not stream.send_closed:
                 await stream.close()
@@ -170,7 +170,7 @@ def _install_connection_tasks() -> None:
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
     async def _start_muxer(self: Yamux) -> None:
-        with contained("service_failed", self.peer_id) as failure:
+        with contain_errors("service_failed", self.peer_id) as failure:
             await start_muxer(self)
         if failure.error is not None:
             self.event_started.set()  # a task that waits for the start then sees `is_closed`
@@ -182,7 +182,7 @@ def _install_connection_tasks() -> None:
                 await self._cleanup_on_error()
 
     async def _start_connection(self: SwarmConn) -> None:
-        with contained("service_failed", self.muxed_conn.peer_id) as failure:
+        with contain_errors("service_failed", self.muxed_conn.peer_id) as failure:
             await start_connection(self)
         if failure.error is not None:
             with (

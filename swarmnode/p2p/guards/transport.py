@@ -69,10 +69,10 @@ class _Transport(Transport):
     """Noise with bulk reads and writes; see `packets`."""
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        return packets.in_bulk(await super().secure_inbound(conn))  # type: ignore[arg-type]
+        return packets.with_bulk_io(await super().secure_inbound(conn))  # type: ignore[arg-type]
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        return packets.in_bulk(await super().secure_outbound(conn, peer_id))  # type: ignore[arg-type]
+        return packets.with_bulk_io(await super().secure_outbound(conn, peer_id))  # type: ignore[arg-type]
 
 
 class _PrivateTransport(_Transport):

@@ -2,8 +2,7 @@
 is a string, an address is an `Address`, and every error of the library is a PeerError.
 
     hosts.py        Host: streams, dials, connection events
-    streams.py      Stream: reads and writes of one stream
-    circuits.py     a stream through a relay, used as a connection
+    streams.py      Stream: reads and writes; a stream through a relay as a connection
     gater.py        admission at the end of a handshake
     identifiers.py  conversion of peer ids and addresses
     errors.py       translation of errors

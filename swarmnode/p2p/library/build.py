@@ -34,9 +34,9 @@ def build_host(
     secret: bytes | None = None,
 ) -> IHost:
     """Return a guarded host that is not running yet."""
-    quiet()
+    silence_library_log()
     security = {
-        protocol: gater.around(transport)
+        protocol: gater.wrap(transport)
         for protocol, transport in guards.noise_only(key_pair, secret).items()
     }
     host = new_host(
@@ -66,15 +66,15 @@ def build_host(
             max_connections_per_peer=4,
         ),
     )
-    swarm = typed(host).get_network()
-    gater.watch(swarm.upgrader)
+    swarm = as_library_host(host).get_network()
+    gater.count_failures(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
     # only the redial loop in dialer.py dials
     swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint
     return guards.guard_host(host)
 
 
-def typed(host: IHost) -> LibraryHost:
+def as_library_host(host: IHost) -> LibraryHost:
     """Return `host` with a complete type; the library's annotation omits most of its methods."""
     return cast("LibraryHost", host)
 
@@ -87,10 +87,10 @@ async def running(host: IHost, listen: list[Address]) -> AsyncIterator[None]:
             yield
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
-                await _close_connections(typed(host))
+                await _close_connections(as_library_host(host))
 
 
-def quiet() -> None:
+def silence_library_log() -> None:
     """Silence the library's log, because it logs at ERROR what any stranger can cause, so a
     stranger could fill the disk. This node counts the relevant events itself.
 

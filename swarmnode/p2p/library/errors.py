@@ -8,13 +8,13 @@ from types import TracebackType
 from libp2p.network.stream.exceptions import StreamEOF
 
 from swarmnode.errors import Incompatible, PeerError, SwarmNodeError
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 
 log = logging.getLogger(__name__)
 
-NOT_SPOKEN = "protocols not supported"
+UNSUPPORTED_TEXT = "protocols not supported"
 """Text of the library's error for an unsupported protocol, which has no type of its own."""
-ANOTHER_PEER = "peer id does not correspond"
+WRONG_PEER_TEXT = "peer id does not correspond"
 """Text of the library's error for a handshake with an unexpected peer id."""
 
 
@@ -76,9 +76,9 @@ def _translated(error: Exception, doing: str) -> PeerError:
     text = f"{doing}: {cause}" if doing else cause
     if isinstance(error, StreamEOF):
         return StreamEnd(text[:300])
-    if NOT_SPOKEN in cause:
+    if UNSUPPORTED_TEXT in cause:
         return Incompatible(text[:300])
-    return (AnotherPeer if ANOTHER_PEER in cause else PeerError)(text[:300])
+    return (WrongPeer if WRONG_PEER_TEXT in cause else PeerError)(text[:300])
 
 
 def first_cause(error: BaseException) -> str:

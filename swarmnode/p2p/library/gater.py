@@ -11,12 +11,12 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import CircuitConnection
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import Upgrader
+from swarmnode.p2p.library.streams import CircuitConnection
 
 
-class Newcomer(NamedTuple):
+class HandshakePeer(NamedTuple):
     """A peer at the end of a handshake."""
 
     peer: str
@@ -38,15 +38,15 @@ class ConnectionGater:
     """
 
     def __init__(self) -> None:
-        self.admits: Callable[[Newcomer], bool] = lambda newcomer: True
+        self.admits: Callable[[HandshakePeer], bool] = lambda peer_info: True
         self.refused = 0
         self.failed = 0
 
-    def around(self, transport: ISecureTransport) -> ISecureTransport:
+    def wrap(self, transport: ISecureTransport) -> ISecureTransport:
         """Return `transport` behind this gater."""
         return _Gated(transport, self)
 
-    def watch(self, upgrader: Upgrader) -> None:
+    def count_failures(self, upgrader: Upgrader) -> None:
         """Count the handshakes that fail before admission in `failed`."""
         upgrade = upgrader.upgrade_security
 
@@ -67,7 +67,9 @@ class ConnectionGater:
         """Return `connection`, or close it and raise HandshakeFailure."""
         peer = connection.get_remote_peer().to_base58()
         if self.admits(
-            Newcomer(peer, address_of_socket(connection.get_remote_address()), inbound, relay)
+            HandshakePeer(
+                peer, address_from_socket(connection.get_remote_address()), inbound, relay
+            )
         ):
             return connection
         self.refused += 1

@@ -16,9 +16,8 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import CircuitConnection, relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import (
     LibraryHost,
     MuxedConnection,
@@ -26,10 +25,10 @@ from swarmnode.p2p.library.objects import (
     NetStream,
     Swarm,
 )
-from swarmnode.p2p.library.streams import SHORT, Stream
+from swarmnode.p2p.library.streams import MAX_LAZY_NAME, CircuitConnection, Stream, find_relay
 
 CLOSE_SECONDS = 1.0
-HELD = "held"
+PINNED = "held"
 """Tag of connections that the library's pruner must keep."""
 
 StreamTask = Callable[[Stream], Awaitable[None]]
@@ -43,8 +42,8 @@ class Connection:
         muxed = connection.muxed_conn
         self.peer = muxed.peer_id.to_base58()
         self.inbound = str(connection.direction).lower().endswith("inbound")
-        self.relay = relay_of(muxed)
-        self.remote = address_of_socket(muxed.get_remote_address())
+        self.relay = find_relay(muxed)
+        self.remote = address_from_socket(muxed.get_remote_address())
         self._connection = connection
         self._swarm = swarm
 
@@ -60,15 +59,15 @@ class Connection:
         return muxed._ping_id, muxed._ping_event.is_set()
 
     @property
-    def heard(self) -> float | None:
+    def last_received(self) -> float | None:
         """Time of the last received bytes on trio's clock."""
-        return getattr(self._connection.muxed_conn, "heard_at", None)
+        return getattr(self._connection.muxed_conn, "last_received_at", None)
 
     @property
     def is_busy(self) -> bool:
         """True while a request of this node or a granted stream (`Stream.keep_connection`) uses the
         connection. Other streams of the peer do not count, because the peer can keep them open."""
-        return any(_is_ours(each) for each in self._connection.get_streams())
+        return any(_counts_as_busy(each) for each in self._connection.get_streams())
 
     async def close(self) -> None:
         """Close the connection. Never raises, because the library reports a lost connection in many
@@ -95,7 +94,7 @@ class Host:
         peer_id: peer id of this node.
         nursery: runs the background tasks; ends with the host.
         library: the library's object, for tests.
-        held: the pinned peers.
+        pinned: the pinned peers.
     """
 
     def __init__(self, host: LibraryHost, nursery: trio.Nursery) -> None:
@@ -103,7 +102,7 @@ class Host:
         self.nursery = nursery
         self.library = host
         self._swarm = host.get_network()
-        self.held: frozenset[str] = frozenset()
+        self.pinned: frozenset[str] = frozenset()
 
     # -- streams
 
@@ -125,7 +124,7 @@ class Host:
                 raise PeerError(f"{peer} is not connected")
             known = (
                 lazily
-                and len(protocol) <= SHORT
+                and len(protocol) <= MAX_LAZY_NAME
                 and self.library.get_peerstore().supports_protocols(identity, [protocol])
             )
             if not known:
@@ -164,14 +163,14 @@ class Host:
         with ignored_errors(f"closing the connections with {peer}"):
             await self._swarm.close_peer(ID.from_string(peer))
 
-    def hold(self, peers: set[str]) -> None:
+    def pin(self, peers: set[str]) -> None:
         """Protect connections with `peers` from the library's pruner, in place of the peers of the
         last call."""
-        for peer in self.held - peers:
-            self._swarm.unprotect(ID.from_string(peer), HELD)
-        for peer in peers - self.held:
-            self._swarm.protect(ID.from_string(peer), HELD)
-        self.held = frozenset(peers)
+        for peer in self.pinned - peers:
+            self._swarm.unprotect(ID.from_string(peer), PINNED)
+        for peer in peers - self.pinned:
+            self._swarm.protect(ID.from_string(peer), PINNED)
+        self.pinned = frozenset(peers)
 
     def watch(self, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]) -> None:
         """Report connections and streams from now on.
@@ -181,7 +180,7 @@ class Host:
                 closure.
             stream_opened: called with every new stream in both directions, before its first read.
         """
-        self._swarm.register_notifee(_Announcements(self._swarm, events, stream_opened))
+        self._swarm.register_notifee(_EventForwarder(self._swarm, events, stream_opened))
 
     # -- circuits and hole punching
 
@@ -199,7 +198,7 @@ class Host:
                 await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(address))
             )
 
-    async def call_through(self, stream: Stream, relay: str, peer: str) -> None:
+    async def connect_through(self, stream: Stream, relay: str, peer: str) -> None:
         """Connect to `peer` over a stream that `relay` has connected. On failure raises PeerError
         and resets the stream."""
         raw = CircuitConnection(stream, relay, peer, initiator=True)
@@ -209,7 +208,7 @@ class Host:
             self.nursery.start_soon(raw.close)
             raise
 
-    async def take_call(self, stream: Stream, relay: str, caller: str) -> UpgradedConnection:
+    async def accept_circuit(self, stream: Stream, relay: str, caller: str) -> UpgradedConnection:
         """Accept a circuit over a stream from `relay`, which reports `caller`. Raises PeerError."""
         raw = CircuitConnection(stream, relay, caller, initiator=False)
         return await self.upgrade_inbound(raw, str(raw.get_transport_addresses()[0]))
@@ -277,7 +276,7 @@ class UpgradedConnection:
             await self._muxed.close()
 
 
-class _Announcements(INotifee):
+class _EventForwarder(INotifee):
     """Forwards the swarm's events with objects of this package."""
 
     def __init__(
@@ -310,7 +309,7 @@ class _Announcements(INotifee):
         return None
 
 
-def _is_ours(stream: NetStream) -> bool:
+def _counts_as_busy(stream: NetStream) -> bool:
     opened = stream.muxed_stream.is_initiator and stream.protocol_id is not None
     return opened or getattr(stream.muxed_stream, "keeps_connection", False)
 

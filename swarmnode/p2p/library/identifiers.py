@@ -41,7 +41,7 @@ def multiaddr_bytes(text: str) -> bytes:
     return Multiaddr(text).to_bytes()
 
 
-def address_of_bytes(raw: bytes) -> Address:
+def address_from_bytes(raw: bytes) -> Address:
     """Decode a binary multiaddr of a TCP endpoint. Raises PeerError for other kinds and garbage."""
     if not raw or len(raw) > LONGEST_MULTIADDR:
         raise BadMessage("bounds", f"an address of {len(raw)} bytes")
@@ -49,7 +49,7 @@ def address_of_bytes(raw: bytes) -> Address:
         return parse(str(Multiaddr(raw)))[0]
 
 
-def address_of_socket(remote: tuple[str, int] | None) -> Address | None:
+def address_from_socket(remote: tuple[str, int] | None) -> Address | None:
     """Return the remote address of a socket; None if it has no IP address."""
     if remote is None:
         return None

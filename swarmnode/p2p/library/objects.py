@@ -25,7 +25,7 @@ class MuxedConnection(Protocol):
     _ping_id: int
     """Number of the latest ping; `_ping_event` is set when it was answered."""
     _ping_event: trio.Event
-    heard_at: float
+    last_received_at: float
     """Time of the last received bytes on trio's clock, set by `p2p.traffic`; missing before the
     first."""
 

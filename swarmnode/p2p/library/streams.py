@@ -1,8 +1,14 @@
-"""One stream to a peer.
+"""Streams to peers, and circuits: streams to a relay that are used as connections.
 
 A cancel scope must not enclose `read` and `write`. When it cancels one of them, py-libp2p loses a
 Noise nonce or received bytes, and the whole connection dies. To abort, another task resets the
-stream, which wakes its reader and writer (see conversations.py).
+stream, which wakes its reader and writer (see stream_calls.py).
+
+    this node ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer     the relay sees ciphertext
+    this node ─ stream ─ relay ─ stream ─ peer
+
+The inner handshake of a circuit proves the peer id. A circuit has no address of its own, so that
+limits and bans by network prefix do not hit every peer behind one relay.
 """
 
 from __future__ import annotations
@@ -10,17 +16,20 @@ from __future__ import annotations
 import math
 
 import trio
+from libp2p.abc import IRawConnection
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from multiaddr import Multiaddr
 
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import NetStream
 
 READ_BYTES = 65536
 MULTISTREAM = "/multistream/1.0.0"
-SHORT = 126
+MAX_LAZY_NAME = 126
 """Maximum length of a protocol id whose multistream-select length, with the newline, fits one
 byte."""
 END_SECONDS = 30.0
@@ -47,18 +56,18 @@ class Stream:
         self.peer = stream.muxed_conn.peer_id.to_base58()
         self._stream = stream
         self._doing = f"a stream of {self.peer}"
-        self._unsaid = [MULTISTREAM, proposed] if proposed else []
-        self._unheard = list(self._unsaid)
+        self._unsent_lines = [MULTISTREAM, proposed] if proposed else []
+        self._expected_lines = list(self._unsent_lines)
 
     @property
     def relay(self) -> str | None:
         """Peer id of the relay; None for a direct connection."""
-        return relay_of(self._stream.muxed_conn)
+        return find_relay(self._stream.muxed_conn)
 
     @property
     def remote(self) -> Address | None:
         """Remote address; None for a relayed connection."""
-        return address_of_socket(self._stream.muxed_conn.get_remote_address())
+        return address_from_socket(self._stream.muxed_conn.get_remote_address())
 
     @property
     def is_gone(self) -> bool:
@@ -70,10 +79,10 @@ class Stream:
     async def read(self, most: int = READ_BYTES) -> bytes:
         """Read 1 to `most` bytes. Raises StreamEnd at the end of the stream."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 await self._stream.write(self._proposal())
-            while self._unheard:
-                await self._hear(self._unheard.pop(0))
+            while self._expected_lines:
+                await self._read_line(self._expected_lines.pop(0))
             return await self._stream.read(most)
 
     async def read_exactly(self, count: int) -> bytes:
@@ -86,33 +95,33 @@ class Stream:
     async def write(self, data: bytes | memoryview) -> None:
         """Write `data`; waits for credit of the peer. Returns when the data is on its way."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 data = self._proposal() + bytes(data)
             await self._stream.write(data)  # type: ignore[arg-type]  # annotated as bytes, takes any buffer
 
     async def finish(self) -> None:
         """Signal the end of the written data. The peer may still send."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 await self._stream.write(self._proposal())
             await self._stream.close_write()
 
     def _proposal(self) -> bytes:
-        said, self._unsaid = self._unsaid, []
-        return b"".join(bytes([len(word) + 1]) + word.encode() + b"\n" for word in said)
+        unsent, self._unsent_lines = self._unsent_lines, []
+        return b"".join(bytes([len(line) + 1]) + line.encode() + b"\n" for line in unsent)
 
-    async def _hear(self, expected: str) -> None:
+    async def _read_line(self, expected: str) -> None:
         """Read one line of the peer's negotiation and compare it."""
         (length,) = await self._stream.read(1)
-        word = bytearray()
-        while len(word) < min(length, SHORT + 1):
-            word += await self._stream.read(min(length, SHORT + 1) - len(word))
-        if bytes(word) == b"na\n":
+        line = bytearray()
+        while len(line) < min(length, MAX_LAZY_NAME + 1):
+            line += await self._stream.read(min(length, MAX_LAZY_NAME + 1) - len(line))
+        if bytes(line) == b"na\n":
             raise Incompatible(f"{self._doing}: protocol {expected} not supported")
-        if bytes(word) != expected.encode() + b"\n":
-            raise PeerError(f"{self._doing}: {bytes(word)!r} instead of {expected}")
+        if bytes(line) != expected.encode() + b"\n":
+            raise PeerError(f"{self._doing}: {bytes(line)!r} instead of {expected}")
 
-    def wait_for_credit_for_ever(self) -> None:
+    def wait_for_credit_unlimited(self) -> None:
         """Let a writer wait for credit without a timeout; the user of the stream detects stalls."""
         self._stream.muxed_stream.patience_seconds = math.inf
 
@@ -139,3 +148,64 @@ class Stream:
             ignored_errors("resetting a stream"),
         ):
             await self._stream.reset()
+
+
+class CircuitConnection(IRawConnection):
+    """A circuit as a raw connection.
+
+    Args:
+        stream: to or from the relay, after the relay's own handshake.
+        relay: peer id of the relay.
+        peer: the remote peer id as reported by the relay.
+        initiator: True for an outbound circuit.
+    """
+
+    def __init__(self, stream: Stream, relay: str, peer: str, *, initiator: bool) -> None:
+        self.is_initiator = initiator
+        self.relay = relay
+        self._stream = stream
+        self._peer = peer
+        self._unread = bytearray()
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Read exactly `n` bytes (any number for None), so that many small frames of a relay do not
+        look like a short message. Raises ConnectionClosedError at any kind of end."""
+        try:
+            while len(self._unread) < (n or 1):
+                self._unread += await self._stream.read()
+        except PeerError as error:
+            raise ConnectionClosedError("the circuit ended", transport="circuit") from error
+        size = len(self._unread) if n is None else n
+        data = bytes(self._unread[:size])
+        del self._unread[:size]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Write `data`. Raises ConnectionClosedError."""
+        try:
+            await self._stream.write(data)
+        except PeerError as error:
+            raise ConnectionClosedError("the circuit ended", transport="circuit") from error
+
+    async def close(self) -> None:
+        """Reset the stream, because the library's close would leave the own reader waiting without
+        bound."""
+        await self._stream.reset()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return None
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return [Multiaddr(f"/p2p/{self.relay}/p2p-circuit/p2p/{self._peer}")]
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.RELAYED
+
+
+def find_relay(muxed: object) -> str | None:
+    """Return the relay of a multiplexed connection, None if it is direct. The layers are Yamux ▸
+    Noise session ▸ its codec ▸ framing ▸ raw connection."""
+    raw = muxed
+    for name in ("secured_conn", "conn", "read_writer", "read_write_closer"):
+        raw = getattr(raw, name, None)
+    return raw.relay if isinstance(raw, CircuitConnection) else None

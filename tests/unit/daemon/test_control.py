@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from swarmnode import cli, pauses
 from swarmnode.daemon import control
 from swarmnode.daemon.control import SOCKET, Control
-from swarmnode.daemon.machine import CALM_SECONDS, Load, Machine, Rules, observed
+from swarmnode.daemon.machine import CALM_SECONDS, LoadAverage, Machine, Rules, update_load
 from swarmnode.files import lock_data_dir, make_data_dir
 from tests.support.waiting import until
 
@@ -226,9 +226,9 @@ def last_line(capsys):
 
 def loads(shares, limit=0.25):
     """The states after one look every five seconds."""
-    load, found = Load(), []
+    load, found = LoadAverage(), []
     for number, share in enumerate(shares):
-        load = observed(load, share, limit, 5.0 * number)
+        load = update_load(load, share, limit, 5.0 * number)
         found.append(load)
     return found
 
@@ -243,7 +243,7 @@ def test_a_machine_that_others_use_for_a_minute_is_busy_until_five_minutes_after
 
 
 def test_a_moment_of_load_is_no_reason():
-    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == Load().busy_until
+    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
 @given(st.lists(st.floats(0, 1), max_size=50), st.floats(0.01, 1))

@@ -12,7 +12,7 @@ import pytest
 import trio
 
 from swarmnode.config import NetworkConfig, SharingConfig
-from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, Parts
+from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, ObservedParts
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.link.messages import Hello
 from swarmnode.observe.collector import MAX_LABEL_VALUES, make_registry
@@ -34,7 +34,7 @@ from swarmnode.wire import codec, envelope, ids
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import Summary, SummaryRequest
-from swarmnode.wire.summary import seal_summary
+from swarmnode.wire.signed import seal_summary
 from tests.support.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -88,7 +88,7 @@ class Node:
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
         summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
         meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
-        parts = Parts(
+        parts = ObservedParts(
             network,
             summaries,
             meter,
@@ -109,7 +109,7 @@ class Node:
         network.peers.add(
             peer, f"/ip4/10.{number // 250}.{number % 250}.7/tcp/9512/p2p/{peer}", "exchange", now
         )
-        network.peers.connected_to(peer, inbound=True, now=now)
+        network.peers.record_connected(peer, inbound=True, now=now)
         frame = author.frame(author.group(0, time.time()))
         candidate = self.exchange.admission.check(frame, time.time())  # as if it had been fetched
         self.exchange._enqueue(msgspec.structs.replace(candidate, source=peer))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from swarmnode.daemon.starvation import Starvation, processor_waits, waits_for_a_disk
+from swarmnode.daemon.starvation import Starvation, processor_waits, waits_for_disk
 
 READY = "import time; print(end='x', flush=True); end = time.monotonic() + 120\n"
 """Whoever is left over when a test run is killed ends by itself."""
@@ -88,7 +88,7 @@ def test_a_time_in_which_nobody_looked_counts_for_the_process_and_a_look_a_littl
 
 def test_who_waits_for_a_disk_cannot_help_it(monkeypatch):
     starvation = Starvation(GONE, 0.0)
-    monkeypatch.setattr("swarmnode.daemon.starvation.waits_for_a_disk", lambda pid: True)
+    monkeypatch.setattr("swarmnode.daemon.starvation.waits_for_disk", lambda pid: True)
     assert [starvation.since(None, at) for at in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
     monkeypatch.undo()
     assert starvation.since(None, 4.0) == 3.0
@@ -98,13 +98,13 @@ def test_what_waits_for_a_disk_is_told_by_its_state(on_one_processor):
     """A parent that has forked by vfork waits like that until its child has begun: the one way to
     be in state D without a broken disk."""
     pid = on_one_processor(SLEEP)
-    assert not waits_for_a_disk(pid)
+    assert not waits_for_disk(pid)
     forked = on_one_processor(VFORK)
-    until(lambda: waits_for_a_disk(forked))
+    until(lambda: waits_for_disk(forked))
 
 
 def test_a_process_that_is_gone_has_waited_for_nothing():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert processor_waits(child.pid) == {}
-    assert not waits_for_a_disk(child.pid)
+    assert not waits_for_disk(child.pid)

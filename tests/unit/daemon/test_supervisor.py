@@ -14,8 +14,8 @@ import trio
 from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
-from swarmnode.daemon.supervisor import Supervisor, how_it_ended, parse_progress
-from swarmnode.daemon.trainer_port import end_trainer
+from swarmnode.daemon.supervisor import Supervisor, describe_exit, parse_progress
+from swarmnode.daemon.trainer_port import kill_trainer
 from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.observe.watch import TrainerWatch
@@ -365,7 +365,7 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
         watch.connected(node.pids("trainer")[0])
         # another process does that, and what it writes to disk keeps nobody else waiting
         await trio.to_thread.run_sync(
-            end_trainer, watch, tmp_path / "data", "it has work and does none"
+            kill_trainer, watch, tmp_path / "data", "it has work and does none"
         )
         assert await down(node) == "killed by the network process: it has work and does none"
         os.kill(os.getpid(), signal.SIGTERM)
@@ -381,4 +381,4 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
     ],
 )
 def test_how_a_process_ended_is_one_line(code, last, said):
-    assert how_it_ended(code, last) == said
+    assert describe_exit(code, last) == said

@@ -8,7 +8,7 @@ import pytest
 import trio
 import trio.testing
 
-from swarmnode.link.client import QUEUED_FRAMES, Link
+from swarmnode.link.client import MAX_QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
@@ -186,16 +186,16 @@ async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_an
 
 async def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
     link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
-    for step in range(QUEUED_FRAMES + 3):
+    for step in range(MAX_QUEUED_FRAMES + 3):
         link.send(Report(phase="training", step=step))
     assert link.statistics().dropped_frames == 3
     recorder = Recorder()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, recorder).run)
         with link:
-            await until(lambda: len(recorder.reports()) == QUEUED_FRAMES)
+            await until(lambda: len(recorder.reports()) == MAX_QUEUED_FRAMES)
         nursery.cancel_scope.cancel()
-    assert recorder.reports() == list(range(3, QUEUED_FRAMES + 3))
+    assert recorder.reports() == list(range(3, MAX_QUEUED_FRAMES + 3))
 
 
 def test_frames_survive_any_cut():

@@ -98,7 +98,7 @@ def test_an_ipv4_peer_on_an_ipv6_socket_is_an_ipv4_peer():
 
 
 @pytest.mark.parametrize(
-    ("host", "teller", "allowed"),
+    ("host", "reporter", "allowed"),
     [
         ("8.8.8.8", "9.9.9.9", True),
         ("127.0.0.1", "9.9.9.9", False),
@@ -111,8 +111,8 @@ def test_an_ipv4_peer_on_an_ipv6_socket_is_an_ipv4_peer():
         ("169.254.169.254", "10.0.0.1", False),
     ],
 )
-def test_a_stranger_cannot_point_us_nearer_than_it_is(host, teller, allowed):
-    assert dialable(Address("ip4", host, 1), Address("ip4", teller, 2)) is allowed
+def test_a_stranger_cannot_point_us_nearer_than_it_is(host, reporter, allowed):
+    assert dialable(Address("ip4", host, 1), Address("ip4", reporter, 2)) is allowed
 
 
 def test_names_from_peers_are_never_resolved():

@@ -63,8 +63,8 @@ async def test_a_peer_was_heard_when_it_last_said_anything(pair):
         await trio.sleep(0.05)
         await ask(one, other.peer_id)
         for network, peer in ((one, other.peer_id), (other, one.peer_id)):
-            assert began + 0.04 < network.heard(peer) <= trio.current_time()
-        assert one.heard("12D3KooWNobody") is None
+            assert began + 0.04 < network.last_received(peer) <= trio.current_time()
+        assert one.last_received("12D3KooWNobody") is None
 
 
 async def test_two_networks_know_of_each_other(pair):
@@ -265,7 +265,7 @@ async def test_a_peer_that_was_rejected_too_often_is_not_listened_to_and_then_di
         other.accepted(one.peer_id)
         assert other.score(one.peer_id) > 0
         other.rejected(one.peer_id, "test", cost=-BAN - 30)
-        assert not other.welcome(one.peer_id)
+        assert not other.is_allowed(one.peer_id)
         with pytest.raises(PeerError):
             await ask(one, other.peer_id)
         assert one.peer_id in other.connected()

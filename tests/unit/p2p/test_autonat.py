@@ -12,14 +12,14 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import (
     AUTONAT,
+    MAX_PAUSES,
+    MAX_VOTES,
     PAUSE_SECONDS,
-    PAUSED,
     VOTE_SECONDS,
-    VOTERS,
-    Pauses,
+    DialBackLimiter,
     Votes,
 )
-from swarmnode.p2p.conversations import converse, read_message, write_message
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -112,7 +112,9 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         for expected in (pb.Message.E_DIAL_ERROR, pb.Message.E_DIAL_REFUSED):
-            assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == expected
+            assert (await run_on_new_stream(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[
+                0
+            ] == expected
         assert dialled == ["/ip4/127.0.0.1/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
 
 
@@ -139,7 +141,7 @@ async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         try:
-            status, _ = await converse(a.host, b.peer_id, AUTONAT, talk, deadline=5.0)
+            status, _ = await run_on_new_stream(a.host, b.peer_id, AUTONAT, talk, deadline=5.0)
             assert status == pb.Message.E_BAD_REQUEST
         except PeerError:
             assert b.connected() == [a.peer_id]
@@ -182,19 +184,19 @@ def test_votes_age_and_are_bounded():
     votes = Votes()
     for number in range(100):
         votes.vote(f"p{number}", True, PUBLIC, float(number))
-    assert votes.counts(100.0) == (VOTERS, 0)
+    assert votes.counts(100.0) == (MAX_VOTES, 0)
     assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
 
 
 def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
-    pauses = Pauses()
-    assert pauses.take("5.5.5.5", 0.0)
-    assert pauses.take("5.5.5.6", 0.0)
-    assert not pauses.take("5.5.5.5", PAUSE_SECONDS - 0.1)
-    assert pauses.take("5.5.5.5", PAUSE_SECONDS)
-    for number in range(2 * PAUSED):
-        pauses.take(str(number), 0.0)
-    assert len(pauses._until) == PAUSED
+    pauses = DialBackLimiter()
+    assert pauses.allow("5.5.5.5", 0.0)
+    assert pauses.allow("5.5.5.6", 0.0)
+    assert not pauses.allow("5.5.5.5", PAUSE_SECONDS - 0.1)
+    assert pauses.allow("5.5.5.5", PAUSE_SECONDS)
+    for number in range(2 * MAX_PAUSES):
+        pauses.allow(str(number), 0.0)
+    assert len(pauses._until) == MAX_PAUSES
 
 
 async def test_stock_autonat_finds_everybody_reachable_because_they_are_connected(tmp_path):
@@ -210,4 +212,6 @@ async def test_stock_autonat_finds_everybody_reachable_because_they_are_connecte
             )
             return (await read_message(stream, pb.Message)).dialResponse.status
 
-        assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == pb.Message.OK
+        assert (await run_on_new_stream(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[
+            0
+        ] == pb.Message.OK

@@ -84,7 +84,7 @@ def test_download_debt_stops_fetching_and_nothing_else():
 
 
 def test_a_node_that_rests_relays_and_gives_weights_but_no_groups():
-    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, resting=lambda: ["owner"])
+    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, pause_reasons=lambda: ["owner"])
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["serve", "relay"]
     assert paused(b, NOON) == ["owner"]
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, fetching, serving
 from swarmnode.p2p.bulk.fetching import BandwidthEstimates
-from swarmnode.p2p.conversations import frame
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import bulk, codec
 from swarmnode.wire.messages import BulkManifest, BulkRequest
 

@@ -31,7 +31,7 @@ class World:
             await trio.sleep(0.05)
             if peer not in self.up:
                 raise PeerError("connection refused")
-            self.table.connected_to(peer, inbound=False, now=trio.current_time())
+            self.table.record_connected(peer, inbound=False, now=trio.current_time())
             return True
         finally:
             self.under_way -= 1
@@ -121,7 +121,7 @@ async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery)
     table = PeerTable("own", 4, random.Random(0))
 
     async def connect(peer: str, address: str) -> bool:
-        table.connected_to(peer, inbound=True, now=trio.current_time())
+        table.record_connected(peer, inbound=True, now=trio.current_time())
         await trio.lowlevel.checkpoint()
         return False
 
@@ -147,7 +147,7 @@ async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(
     assert sorted(table.connected()) == sorted(sources)
     world.up.clear()
     for peer in sources:
-        table.disconnected(peer, trio.current_time())
+        table.record_disconnected(peer, trio.current_time())
     loop.wake()
     await trio.sleep(60)
     assert table.connected() == []

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from swarmnode.p2p import gateway
-from swarmnode.p2p.forwarding import Forwarding, Seen
+from swarmnode.p2p.forwarding import ExternalView, Forwarding
 from tests.support.router import Router
 
 HOUR = 3600.0
@@ -18,7 +18,7 @@ class Home:
 
     def __init__(self, router):
         self.router = router
-        self.seen = Seen("8.8.8.8", private=True)
+        self.seen = ExternalView("8.8.8.8", private=True)
         self.asked_at = []
         self.checks = 0
         self.forwarding = Forwarding(9512, lambda: self.seen, self.check, self.ask)
@@ -33,7 +33,7 @@ class Home:
     async def check(self):
         """A peer dials us, and comes through."""
         self.checks += 1
-        self.seen = Seen(self.seen.outside, private=False)
+        self.seen = ExternalView(self.seen.outside, private=False)
 
 
 @asynccontextmanager
@@ -62,7 +62,7 @@ async def test_a_router_that_starts_again_is_asked_anew_within_minutes(autojump_
     async with home() as node:
         await trio.sleep(HOUR + 100)
         node.router.mappings.clear()
-        node.seen = Seen("8.8.8.8", private=True)  # it has forgotten, and peers say so
+        node.seen = ExternalView("8.8.8.8", private=True)  # it has forgotten, and peers say so
         await trio.sleep(330)
         assert len(node.router.mappings) == 1
         assert node.checks == 2
@@ -73,17 +73,17 @@ async def test_a_new_address_is_mapped_at_once_and_nobody_is_asked_while_there_i
 ):
     async with home() as node:
         await trio.sleep(100)
-        node.seen = Seen()  # the line is down
+        node.seen = ExternalView()  # the line is down
         await trio.sleep(100)
         assert len(node.asked_at) == 1
-        node.seen = Seen("9.9.9.9", private=True)
+        node.seen = ExternalView("9.9.9.9", private=True)
         await trio.sleep(20)
         assert len(node.router.mappings) == 2
 
 
 async def test_who_can_be_dialled_asks_no_router(autojump_clock):
     async with home() as node:
-        node.seen = Seen("8.8.8.8", private=False)
+        node.seen = ExternalView("8.8.8.8", private=False)
         await trio.sleep(HOUR)
         assert node.asked_at == []
 

@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.doctor import probes
 from swarmnode.doctor.checks import ReachFacts, RouterFacts, check_router
-from swarmnode.p2p.gateway import Gateway, kind_of
+from swarmnode.p2p.gateway import Gateway, classify_address
 from tests.support.router import Router
 
 
@@ -60,7 +60,7 @@ def test_nobody_there_says_nothing():
     ],
 )
 def test_what_an_outside_address_means(outside, observed, kind):
-    assert kind_of(outside, observed) == kind
+    assert classify_address(outside, observed) == kind
 
 
 @pytest.mark.parametrize(

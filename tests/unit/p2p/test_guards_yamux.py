@@ -422,7 +422,7 @@ async def test_a_peer_that_asks_and_reads_nothing_is_not_owed_answers_without_en
     before, line = guards.statistics().fired["answers_full"], Stuck()
     connection = Yamux(line, ID(b"peer"), is_initiator=True)
     connection.reader = trio.lowlevel.current_task()
-    for _ in range(yamux.OWED):
+    for _ in range(yamux.MAX_OWED_ANSWERS):
         await yamux.write_frame(connection, bytes(12))
     assert not line.closed
     with pytest.raises(ConnectionClosedError):

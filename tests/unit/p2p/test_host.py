@@ -12,7 +12,7 @@ import trio
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.conversations import frame
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
 from tests.support.hosts import host, hosts

@@ -24,8 +24,8 @@ def names(dials) -> list[str]:
 
 
 def connect(table: PeerTable, peer: str, now: float) -> None:
-    table.dialed_ok(peer, table.get(peer).addresses[0], now)
-    table.connected_to(peer, inbound=False, now=now)
+    table.record_dialled(peer, table.get(peer).addresses[0], now)
+    table.record_connected(peer, inbound=False, now=now)
 
 
 def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
@@ -34,7 +34,7 @@ def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
     now, waits = 0.0, []
     for _ in range(500):
         assert names(t.to_dial(now)) == ["b"]
-        t.failed("b", now)
+        t.record_failed("b", now)
         waits.append(t.next_due(now))
         now += waits[-1]
     assert waits[0] <= 1.0
@@ -52,11 +52,11 @@ def test_others_wait_longer_but_not_while_everybody_is_gone():
 
     def wait_after_failures(now: float) -> float:
         for _ in range(15):
-            t.failed("x", now)
+            t.record_failed("x", now)
         return t.get("x").due - now
 
     assert peers.OTHER_BACKOFF / 2 <= wait_after_failures(0.0) <= peers.OTHER_BACKOFF
-    t.disconnected("friend", 100.0)
+    t.record_disconnected("friend", 100.0)
     assert wait_after_failures(100.0) <= peers.BOOTSTRAP_BACKOFF
 
 
@@ -66,8 +66,8 @@ def test_a_peer_that_never_answers_is_forgotten_and_a_bootstrap_peer_is_not():
         t.add(peer, address(len(peer)), source, 0.0)
     connect(t, "friend", 0.0)
     for _ in range(peers.HOPELESS_NEVER_CONNECTED):
-        t.failed("x", 1.0)
-        t.failed("b", 1.0)
+        t.record_failed("x", 1.0)
+        t.record_failed("b", 1.0)
     assert t.get("x") is None
     assert t.get("b") is not None
     assert t.statistics().forgotten == 1
@@ -79,7 +79,7 @@ def test_nobody_is_forgotten_while_our_own_network_is_down():
         t.add(f"x{index}", address(index), "exchange", 0.0)
     for _ in range(50):
         for index in range(20):
-            t.failed(f"x{index}", 1.0)
+            t.record_failed(f"x{index}", 1.0)
     assert t.statistics().known == 20
 
 
@@ -92,13 +92,13 @@ def test_a_60_second_outage_of_every_peer_is_survived():
         t.add(peer, address(index), source, 0.0)
         connect(t, peer, 0.0)
     for peer in sources:
-        t.disconnected(peer, 100.0)
+        t.record_disconnected(peer, 100.0)
     now, dials = 100.0, 0
     while now < 175.0:
         for dial in t.to_dial(now):
             dials += 1
             if now < 160.0:
-                t.failed(dial.peer, now)
+                t.record_failed(dial.peer, now)
             else:
                 connect(t, dial.peer, now)
         now += min(0.25, max(0.05, t.next_due(now)))
@@ -150,7 +150,7 @@ def test_a_lost_peer_is_dialled_again_within_a_second():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     connect(t, "x", 0.0)
-    t.disconnected("x", 100.0)
+    t.record_disconnected("x", 100.0)
     assert t.next_due(100.0) <= peers.FIRST_BACKOFF
 
 
@@ -162,18 +162,18 @@ def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
         now += t.next_due(now)
         t.to_dial(now)
         connect(t, "x", now)
-        t.disconnected("x", now + 0.5)
+        t.record_disconnected("x", now + 0.5)
     assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
 
 
 def test_a_banned_peer_is_neither_remembered_nor_dialled_until_it_is_wanted_again():
     banned: set[str] = set()
-    t = PeerTable("own", 16, random.Random(0), wanted=lambda peer, now: peer not in banned)
+    t = PeerTable("own", 16, random.Random(0), may_connect=lambda peer, now: peer not in banned)
     t.add("b", address(0), "bootstrap", 0.0)
     t.add("x", address(1), "mdns", 0.0)
     connect(t, "x", 0.0)
     banned |= {"b", "x", "y"}
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.get("x") is None
     assert not t.add("y", address(2), "exchange", 1.0)
     assert t.to_dial(1.0) == []
@@ -183,27 +183,27 @@ def test_a_banned_peer_is_neither_remembered_nor_dialled_until_it_is_wanted_agai
 
 def test_two_connections_with_a_peer_are_one_peer():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
-    t.connected_to("x", inbound=False, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=False, now=0.0)
     assert t.connected() == ["x"]
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.connected() == ["x"]
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.connected() == []
 
 
 def test_an_inbound_peer_without_an_address_is_forgotten_when_it_leaves():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
     assert t.statistics().inbound == 1
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.get("x") is None
 
 
 def test_strangers_cannot_fill_the_table():
     t = table()
     t.add("b", address(0), "bootstrap", 0.0)
-    t.connected_to("friend", inbound=True, now=0.0)
+    t.record_connected("friend", inbound=True, now=0.0)
     for index in range(3 * peers.MAX_PEERS):
         t.add(f"x{index}", address(index), "exchange", float(index))
     assert t.statistics().known == peers.MAX_PEERS
@@ -232,7 +232,7 @@ def test_a_peer_keeps_the_addresses_that_work():
     for port in range(1, 30):
         t.add("x", address(0, port), "exchange", 0.0)
     assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
-    t.dialed_ok("x", address(0, 3), 0.0)
+    t.record_dialled("x", address(0, 3), 0.0)
     for port in range(30, 60):
         t.add("x", address(0, port), "exchange", 0.0)
     assert t.get("x").addresses[0] == address(0, 3)
@@ -243,12 +243,12 @@ def test_hearing_of_a_failing_peer_again_helps_once_a_minute():
     t = table()
     t.add("x", address(0), "exchange", 0.0)
     for _ in range(4):
-        t.failed("x", 0.0)
-    t.failed("x", 0.0)
+        t.record_failed("x", 0.0)
+    t.record_failed("x", 0.0)
     assert t.next_due(0.0) > 2.0
     t.add("x", address(0), "exchange", 0.0)
     assert t.next_due(0.0) <= 2.0
-    t.failed("x", 1.0)
+    t.record_failed("x", 1.0)
     t.add("x", address(0), "exchange", 1.0)
     assert t.next_due(1.0) > 2.0
 
@@ -263,12 +263,12 @@ def test_a_peer_keeps_its_best_source():
 
 def test_hearsay_is_dialled_but_not_passed_on():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
     t.add("x", address(0), "exchange", 0.0)  # a liar's word
-    t.claim("x", address(1), 0.0)  # its own, seen there
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(1)])]
-    t.dialed_ok("x", address(2), 0.0)
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(2), address(1)])]
+    t.add_self_reported("x", address(1), 0.0)  # its own, seen there
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("x", [address(1)])]
+    t.record_dialled("x", address(2), 0.0)
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("x", [address(2), address(1)])]
     assert t.get("x").addresses == [address(2), address(0), address(1)]
 
 
@@ -279,13 +279,13 @@ def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach
     t.add("away", address(1), "exchange", 0.0)
     connect(t, "public", 0.0)
     connect(t, "here", 0.0)
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("public", [address(0)])]
-    assert sorted(peer for peer, _ in t.good(32, apart_from="", scope=LOOPBACK)) == [
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("public", [address(0)])]
+    assert sorted(peer for peer, _ in t.peers_to_share(32, exclude="", scope=LOOPBACK)) == [
         "here",
         "public",
     ]
-    assert t.good(32, apart_from="public", scope=PUBLIC) == []
-    assert len(t.good(1, apart_from="", scope=LOOPBACK)) == 1
+    assert t.peers_to_share(32, exclude="public", scope=PUBLIC) == []
+    assert len(t.peers_to_share(1, exclude="", scope=LOOPBACK)) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -300,15 +300,15 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         if event == 0:
             t.add(peer, address(rng.randrange(500)), rng.choice(peers.SOURCES), now)
         elif event == 1:
-            t.connected_to(peer, inbound=rng.random() < 0.5, now=now)
+            t.record_connected(peer, inbound=rng.random() < 0.5, now=now)
             open_connections[peer] = open_connections.get(peer, 0) + 1
         elif event == 2 and open_connections.get(peer):
-            t.disconnected(peer, now)
+            t.record_disconnected(peer, now)
             open_connections[peer] -= 1
         elif event == 3:
-            t.failed(peer, now)
+            t.record_failed(peer, now)
         elif event == 4:
-            t.dialed_ok(peer, address(rng.randrange(500)), now)
+            t.record_dialled(peer, address(rng.randrange(500)), now)
         elif event == 5:
             t.restore(peer, [address(rng.randrange(500))], now - 5.0, now)
         else:
@@ -328,17 +328,17 @@ def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_e
         t.add(name, address(index), "exchange", 0.0)
     connect(t, "friend", 0.0)
     assert names(t.to_dial(10.0)) == []
-    t.hold(["member", "nobody we know"], 10.0)
+    t.pin(["member", "nobody we know"], 10.0)
     assert names(t.to_dial(10.0)) == ["member"]
     now, waits = 10.0, []
     for _ in range(50):
-        t.failed("member", now)
+        t.record_failed("member", now)
         waits.append(t.next_due(now))
         now += waits[-1]
         assert names(t.to_dial(now)) == ["member"]
-    assert max(waits) <= peers.HELD_BACKOFF
-    t.failed("member", now)
-    t.hold([], now)
+    assert max(waits) <= peers.PINNED_BACKOFF
+    t.record_failed("member", now)
+    t.pin([], now)
     assert names(t.to_dial(now + 1000.0)) == []
     assert t.next_due(now) == math.inf
 
@@ -348,7 +348,7 @@ def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(mon
     t = table()
     for index in range(3):
         t.add(f"p{index}", address(index), "exchange", 0.0)
-    t.hold(["p0", "p1"], 0.0)
+    t.pin(["p0", "p1"], 0.0)
     assert t.add("new", address(9), "exchange", 1.0)
     assert t.get("p0") is not None
     assert t.get("p1") is not None
@@ -358,15 +358,15 @@ def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(mon
 def test_however_many_dial_us_half_of_our_peers_are_of_our_own_choosing():
     t = table(target=16)
     for number in range(40):
-        t.connected_to(f"sybil{number}", inbound=True, now=0.0)
+        t.record_connected(f"sybil{number}", inbound=True, now=0.0)
     for number in range(40):
         t.add(f"p{number}", f"/ip4/20.{number}.0.1/tcp/1", "exchange", 0.0)
     dialled = [each.peer for each in t.to_dial(100.0, limit=40)]
     assert len(dialled) == 8
     for peer in dialled:
-        t.connected_to(peer, inbound=False, now=100.0)
-        t.dialed_ok(peer, t.get(peer).addresses[0], 100.0)
+        t.record_connected(peer, inbound=False, now=100.0)
+        t.record_dialled(peer, t.get(peer).addresses[0], 100.0)
     assert t.to_dial(200.0, limit=40) == []
     assert t.next_due(200.0) == math.inf
-    t.disconnected(dialled[0], 300.0)
+    t.record_disconnected(dialled[0], 300.0)
     assert len(t.to_dial(1000.0, limit=40)) == 1

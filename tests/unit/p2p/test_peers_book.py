@@ -22,7 +22,7 @@ def filled(count: int) -> PeerTable:
     for index in range(count):
         where = f"/ip4/20.{index % 250}.{index // 250}.1/tcp/4001"
         t.add(peer(index), where, "exchange", 0.0)
-        t.dialed_ok(peer(index), where, float(index))
+        t.record_dialled(peer(index), where, float(index))
     return t
 
 
@@ -49,10 +49,10 @@ def test_the_book_is_bounded_and_keeps_those_seen_last():
 
 def test_who_is_connected_is_seen_now_however_long_ago_that_began():
     t = filled(3)  # those seen last, at 2 s, first
-    t.connected_to(peer(0), inbound=True, now=3.0)
+    t.record_connected(peer(0), inbound=True, now=3.0)
     (first, *_) = json.loads(book.render(t, Reputation(), 1000.0))["peers"]
     assert (first["peer"], first["age"]) == (peer(0), 0.0)
-    t.disconnected(peer(0), 1000.0)
+    t.record_disconnected(peer(0), 1000.0)
     assert t.get(peer(0)).seen_at(1060.0) == 1000.0
 
 

@@ -1,4 +1,4 @@
-from swarmnode.p2p.liveness import SILENT_SECONDS, Liveness
+from swarmnode.p2p.turnover import SILENT_SECONDS, Liveness
 
 
 def test_silence_after_one_ping_is_death_and_an_answer_is_life():

@@ -11,16 +11,16 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
-from swarmnode.p2p.conversations import converse, write_message
 from swarmnode.p2p.punch import (
     DCUTR,
     PEERS,
     SESSION_SECONDS,
     SESSIONS,
-    Allowance,
+    SessionLimiter,
     connect_from,
-    targets_of,
+    dialable_targets,
 )
+from swarmnode.p2p.stream_calls import run_on_new_stream, write_message
 from tests.support.hosts import echo, host
 from tests.support.waiting import until
 
@@ -90,7 +90,7 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
             await stream.read(1)
 
         with pytest.raises(PeerError):
-            await converse(b.host, a.peer_id, DCUTR, talk, deadline=5.0)
+            await run_on_new_stream(b.host, a.peer_id, DCUTR, talk, deadline=5.0)
         assert a.statistics().nat.punch.refused == 1
 
 
@@ -103,10 +103,12 @@ def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
         "/ip4/6.6.6.2/tcp/4",
         "/ip4/6.6.6.3/tcp/5",
     ]
-    found = targets_of([b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage)
+    found = dialable_targets(
+        [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage
+    )
     assert [each.port for each in found] == [3, 4]
-    assert targets_of([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
-    assert targets_of([Multiaddr(told[2]).to_bytes()], None) == []
+    assert dialable_targets([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
+    assert dialable_targets([Multiaddr(told[2]).to_bytes()], None) == []
 
 
 async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_listen_there(tmp_path):
@@ -126,13 +128,13 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
 
 
 def test_sessions_with_one_peer_are_few_and_peers_are_not_remembered_for_ever():
-    allowance = Allowance()
-    assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
+    allowance = SessionLimiter()
+    assert [allowance.allow("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
         False
     ]
-    assert allowance.take("b", 6.0)
-    assert not allowance.take("a", SESSION_SECONDS - 0.1)
-    assert allowance.take("a", SESSION_SECONDS)
+    assert allowance.allow("b", 6.0)
+    assert not allowance.allow("a", SESSION_SECONDS - 0.1)
+    assert allowance.allow("a", SESSION_SECONDS)
     for number in range(2 * PEERS):
-        allowance.take(str(number), 0.0)
+        allowance.allow(str(number), 0.0)
     assert len(allowance._begun) == PEERS

@@ -15,10 +15,10 @@ from libp2p.tools.anyio_service import background_trio_service
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p.addresses import Circuit, parse
-from swarmnode.p2p.conversations import converse, read_message, write_message
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
+from swarmnode.p2p.relay import HOP, STOP, RelayLimits, RelayState
 from swarmnode.p2p.relay_client import Reservations
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
 from tests.support.hosts import host
 from tests.support.waiting import until
 
@@ -150,7 +150,7 @@ async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp
             )
             return await read_message(stream, pb.HopMessage)
 
-        answer, _ = await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
+        answer, _ = await run_on_new_stream(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
         assert answer.status == pb.OK
         assert relay.statistics().nat.relay.reservations == 2  # a's own and b's, as before
         assert not relay.nat.relay.reserved(victim)
@@ -251,7 +251,7 @@ async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
             return await read_message(stream, pb.StopMessage)
 
         with pytest.raises(PeerError):
-            await converse(a.host, b.peer_id, STOP, ring, deadline=5.0)
+            await run_on_new_stream(a.host, b.peer_id, STOP, ring, deadline=5.0)
         assert b.statistics().nat.client.calls["refused"] == 1
 
 
@@ -275,7 +275,7 @@ async def test_garbage_ends_its_stream_only(tmp_path, garbage):
 
         for protocol, peer in ((HOP, relay.peer_id), (STOP, relay.peer_id)):
             with contextlib.suppress(PeerError):
-                await converse(a.host, peer, protocol, talk, deadline=5.0)
+                await run_on_new_stream(a.host, peer, protocol, talk, deadline=5.0)
         await call(a, b, relay)
 
 
@@ -283,7 +283,7 @@ async def test_garbage_ends_its_stream_only(tmp_path, garbage):
 
 
 def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
-    book = Book(RelayLimits(reservations=2, reservation_seconds=100))
+    book = RelayState(RelayLimits(reservations=2, reservation_seconds=100))
     assert book.reserve("a", 0.0)
     assert book.reserve("b", 50.0)
     assert not book.reserve("c", 60.0)
@@ -295,7 +295,7 @@ def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
 
 
 def test_circuits_are_counted_at_both_ends():
-    book = Book(RelayLimits(circuits=10, circuits_per_peer=2))
+    book = RelayState(RelayLimits(circuits=10, circuits_per_peer=2))
     assert book.open("a", "b")
     assert book.open("c", "b")
     assert not book.open("d", "b")
@@ -306,11 +306,11 @@ def test_circuits_are_counted_at_both_ends():
 
 
 def test_who_calls_too_often_waits():
-    book = Book(RelayLimits())
-    assert [book.may_ask("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
-    assert book.may_ask("b", 0.0)
-    assert not book.may_ask("a", 3.9)
-    assert book.may_ask("a", 4.0)
+    book = RelayState(RelayLimits())
+    assert [book.take_request("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
+    assert book.take_request("b", 0.0)
+    assert not book.take_request("a", 3.9)
+    assert book.take_request("a", 4.0)
 
 
 def test_reservations_are_renewed_before_they_end_and_refusals_are_not_repeated_at_once():
@@ -323,9 +323,9 @@ def test_reservations_are_renewed_before_they_end_and_refusals_are_not_repeated_
     plan.granted("t", 1000.0, 0.0)
     assert plan.due(["r", "s", "t"], 10.0) is None
     assert plan.due(["r", "s", "t"], 760.0) in ("r", "t")
-    assert plan.held(999.0) == ["r", "t"]
-    assert plan.held(1000.0) == []
-    assert plan.gone("r")
+    assert plan.valid(999.0) == ["r", "t"]
+    assert plan.valid(1000.0) == []
+    assert plan.forget_peer("r")
     assert plan.due(["s", "t"], 10.0) == "s"
 
 
@@ -342,9 +342,9 @@ def test_refusals_cost_longer_and_longer_up_to_a_bound():
 def test_a_grant_is_neither_forever_nor_over_at_once():
     plan = Reservations(random.Random(0))
     plan.granted("r", 1e12, 0.0)
-    assert plan.held(6 * 3600.0) == []
+    assert plan.valid(6 * 3600.0) == []
     plan.granted("r", -5.0, 0.0)
-    assert plan.held(59.0) == ["r"]
+    assert plan.valid(59.0) == ["r"]
 
 
 # -- why the library's relay is not used; when these fail, upstream has changed and
@@ -369,7 +369,9 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
                     )
                     return (await read_message(stream, pb.HopMessage)).status
 
-                return (await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[0]
+                return (await run_on_new_stream(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[
+                    0
+                ]
 
             for number in range(3):
                 name = ID.from_pubkey(
@@ -392,7 +394,7 @@ async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until
             asked.append(choice)
             return budget
 
-        relay.keep_to(allows)
+        relay.set_budget(allows)
         with pytest.raises(PeerError):
             await a.requests.request(
                 b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10

@@ -74,11 +74,11 @@ def test_peers_behind_one_relay_are_bounded_apart_from_its_network():
 def test_a_call_that_worked_does_not_prove_the_address_of_the_relay():
     table = PeerTable("own", 8, random.Random(0))
     table.add("p", PLACE, "exchange", 0.0)
-    table.connected_to("p", inbound=False, now=0.0)
-    table.dialed_ok("p", PLACE, 0.0)
-    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == []
-    table.claim("p", PLACE, 0.0)
-    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
+    table.record_connected("p", inbound=False, now=0.0)
+    table.record_dialled("p", PLACE, 0.0)
+    assert table.peers_to_share(8, exclude="x", scope=addresses.PUBLIC) == []
+    table.add_self_reported("p", PLACE, 0.0)
+    assert table.peers_to_share(8, exclude="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
 
 
 async def ask(one, other, told):

@@ -9,7 +9,6 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
-from swarmnode.p2p.conversations import frame
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.requests import (
     OUTBOUND,
@@ -20,6 +19,7 @@ from swarmnode.p2p.requests import (
     Libp2pRequests,
 )
 from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import ids
 
 PEER, *OTHERS = (ID.from_pubkey(create_new_key_pair().public_key).to_base58() for _ in range(5))
@@ -56,22 +56,22 @@ class Stuck:
 
 
 class Theirs:
-    """A stream of the library's that `peer` has opened: it says `said` and no more, and takes
-    `seconds` to read whatever it is sent."""
+    """A stream of the library's that `peer` has opened: it says `explicit_settings` and no more,
+    and takes `seconds` to read whatever it is sent."""
 
     def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
         self.muxed_stream = self.muxed_conn = self.conn = self
         self.peer_id = ID.from_string(peer)
-        self.said = said
+        self.explicit_settings = said
         self.seconds = seconds
         self.heard = b""
         self.ended = trio.Event()
 
     async def read(self, n: int) -> bytes:
-        if not self.said:
+        if not self.explicit_settings:
             await self.ended.wait()
             raise ConnectionResetError
-        data, self.said = self.said[:n], self.said[n:]
+        data, self.explicit_settings = self.explicit_settings[:n], self.explicit_settings[n:]
         return data
 
     async def write(self, data: bytes) -> None:

@@ -15,11 +15,18 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.p2p import summaries
-from swarmnode.p2p.summaries import CLAIMS, PASSED_ON, Claims, Clocks, Summaries, SummaryStatistics
+from swarmnode.p2p.summaries import (
+    MAX_CLAIMS,
+    MAX_FORWARDED,
+    Claims,
+    Clocks,
+    Summaries,
+    SummaryStatistics,
+)
 from swarmnode.wire import codec, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.summary import open_summary, seal_summary
+from swarmnode.wire.signed import open_summary, seal_summary
 
 NOW = 1_790_000_000.0
 
@@ -118,22 +125,22 @@ def test_what_grows_old_is_dropped_and_not_passed_on():
 
 def test_one_that_passes_on_fills_only_its_share():
     claims = Claims("me")
-    outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(PASSED_ON + 50)]
-    assert outcomes == ["taken"] * PASSED_ON + ["full"] * 50
+    outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(MAX_FORWARDED + 50)]
+    assert outcomes == ["taken"] * MAX_FORWARDED + ["full"] * 50
     assert take(claims, "somebody", by="honest") == "taken"
 
 
 def test_memory_is_bounded_and_who_speaks_for_itself_finds_room():
     claims = Claims("me")
-    for i in range(CLAIMS):
+    for i in range(MAX_CLAIMS):
         take(claims, f"p{i}", at=NOW - i / 10, by=f"teller {i % 8}")
-    assert len(claims) == CLAIMS
+    assert len(claims) == MAX_CLAIMS
     assert take(claims, "late", by="another") == "full"
     assert take(claims, "direct") == "taken"
-    assert len(claims) == CLAIMS
+    assert len(claims) == MAX_CLAIMS
     assert claims.all()[0].peer == "direct"
     # the oldest that was passed on
-    assert f"p{CLAIMS - 1}" not in [claim.peer for claim in claims.all()]
+    assert f"p{MAX_CLAIMS - 1}" not in [claim.peer for claim in claims.all()]
 
 
 def test_those_that_told_us_themselves_come_first():
@@ -158,25 +165,25 @@ def test_a_requester_is_not_told_of_itself():
 
 def test_one_peer_does_not_tell_the_time_and_two_must_agree():
     clocks = Clocks()
-    clocks.note("a", 500.0, 0.0)
+    clocks.record("a", 500.0, 0.0)
     assert clocks.offset(0.0) is None
-    clocks.note("b", 0.5, 0.0)
+    clocks.record("b", 0.5, 0.0)
     assert clocks.offset(0.0) == 0.5
 
 
 def test_a_minority_of_liars_does_not_move_the_clock():
     clocks = Clocks()
     for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
-        clocks.note(f"p{i}", offset, 0.0)
+        clocks.record(f"p{i}", offset, 0.0)
     assert clocks.offset(0.0) == 90.2
     assert clocks.offset(summaries.CLOCK_SECONDS + 1) is None
 
 
 def test_clocks_are_bounded():
     clocks = Clocks()
-    for i in range(summaries.CLOCKS + 10):
-        clocks.note(f"p{i}", 0.0, 0.0)
-    assert len(clocks._told) == summaries.CLOCKS
+    for i in range(summaries.MAX_CLOCKS + 10):
+        clocks.record(f"p{i}", 0.0, 0.0)
+    assert len(clocks._told) == summaries.MAX_CLOCKS
 
 
 # ---- telling and asking
@@ -294,7 +301,7 @@ async def test_a_hostile_answer_is_counted_and_the_rest_goes_on(answer, heard):
 
 async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW, welcome=lambda peer: peer != OTHER_PEER)
+    node = ours(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
     assert (node.statistics().rows, node.statistics().heard["unwelcome"]) == ([], 1)
 
@@ -302,7 +309,7 @@ async def test_a_summary_of_a_banned_peer_is_not_shown():
 async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
     wire = Wire()
     ours(wire)
-    for _ in range(summaries.ANSWERS):
+    for _ in range(summaries.REQUEST_BURST):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
     with pytest.raises(PeerError, match="too many requests"):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
@@ -353,8 +360,8 @@ def test_the_panel_is_bounded_and_its_medians_are_not_moved_by_one_liar():
         take(claims, f"p{i}", reward=0.4, policy_version=10)
     take(claims, "liar", reward=1.0, policy_version=2**63 - 1)
     take(claims, "new", reward=-1.0)
-    shown = summaries.summed_up(claims.all(), {}, None, NOW + 5)
-    assert (shown.reporting, len(shown.rows)) == (302, summaries.ROWS)
+    shown = summaries.aggregate(claims.all(), {}, None, NOW + 5)
+    assert (shown.reporting, len(shown.rows)) == (302, summaries.MAX_ROWS)
     assert (shown.reward_median, shown.policy_version_median) == (0.4, 10)
     assert shown.rows[0].age_seconds == 5
     assert next(row for row in shown.rows if row.peer == "p0").reward == 0.4

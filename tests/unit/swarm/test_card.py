@@ -7,7 +7,7 @@ import yaml
 
 from swarmnode import cli
 from swarmnode.errors import ConfigError, Refused, Unavailable
-from swarmnode.swarm.card import TrainedOn, card, check_target, push
+from swarmnode.swarm.card import CardTask, card, check_target, push
 from tests.support import hub
 
 TOLD = {
@@ -22,10 +22,10 @@ TOLD = {
     "external_groups": 300,
 }
 TASKS = [
-    TrainedOn(
+    CardTask(
         "data/gsm8k", "0123456789abcdef", '{"verifier": "numeric", "rows": 7473}', "openai/gsm8k"
     ),
-    TrainedOn("rg/gcd", "ff" * 8, "{}"),
+    CardTask("rg/gcd", "ff" * 8, "{}"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_no_text_of_a_task_becomes_markup() -> None:
     evil = '|\n---\n# x <script>alert(1)</script> [y](javascript:z) `a` ![b](http://e) \x1b[2J "'
     text = card(
         {**TOLD, "base": evil, "swarm": evil},
-        [TrainedOn(evil, evil, evil)],
+        [CardTask(evil, evil, evil)],
         {"training.options": evil},
     )
     head, body = front(text)
@@ -130,7 +130,8 @@ def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, expo
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(401, "the token is not valid"), (403, "the token has no write permission there")]
+    ("status", "why"),
+    [(401, "the token is not valid"), (403, "the token has no write permission there")],
 )
 def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, status, why) -> None:
     ours.status = status

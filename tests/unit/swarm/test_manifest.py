@@ -89,7 +89,7 @@ def test_a_successor_names_its_predecessor_is_younger_and_of_the_same_founder(su
 def test_a_draft_is_what_its_own_founder_can_honour_and_changes_nothing_but_ids():
     opened = founded()
     assert problems(opened) == []
-    config, changes = manifest.agreed(CONFIG, opened)
+    config, changes = manifest.apply_terms(CONFIG, opened)
     assert [change.key for change in changes] == ["swarm.id"]
     assert config.swarm.id == opened.swarm.hex()
 
@@ -169,7 +169,7 @@ def test_a_directory_of_ones_own_stands_in_for_the_model(tmp_path):
     opened = founded(models=[ModelRef("my-model", "", bytes(32), bytes(32))])
     config = changed(policy={"model": str(tmp_path)})
     assert problems(opened, config) == []
-    assert manifest.agreed(config, opened)[0].policy.model == str(tmp_path)
+    assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path)
 
 
 def test_the_hashes_decide_whether_the_model_is_the_swarms():
@@ -235,7 +235,7 @@ def test_what_must_agree_replaces_what_was_set_and_is_told():
         training={"temperature": 0.5, "top_p": 0.9, "num_generations": 32, "advantage": "dr_grpo"},
         task={"names": ["rg/gcd"]},
     )
-    config, changes = manifest.agreed(own, opened)
+    config, changes = manifest.apply_terms(own, opened)
     assert (config.training.temperature, config.training.top_p, config.training.advantage) == (
         1.0,
         1.0,
@@ -251,7 +251,7 @@ def test_what_must_agree_replaces_what_was_set_and_is_told():
 @pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
 def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
     assert (
-        manifest.agreed(changed(training={"num_generations": own}), founded())[
+        manifest.apply_terms(changed(training={"num_generations": own}), founded())[
             0
         ].training.num_generations
         == agreed
@@ -262,7 +262,7 @@ def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
 def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
     assert (
-        manifest.agreed(changed(training={"max_completion_length": own}), opened)[
+        manifest.apply_terms(changed(training={"max_completion_length": own}), opened)[
             0
         ].training.max_completion_length
         == agreed
@@ -274,7 +274,7 @@ def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
 def test_an_unset_length_is_the_swarms(model, length):
     opened = founded(config=changed(training={"max_completion_length": length}), models=[])
     config = Config.model_validate({"policy": {"model": model}})
-    assert manifest.agreed(config, opened)[0].training.max_completion_length == length
+    assert manifest.apply_terms(config, opened)[0].training.max_completion_length == length
 
 
 def test_what_is_a_nodes_own_business_is_left_alone():
@@ -283,7 +283,7 @@ def test_what_is_a_nodes_own_business_is_left_alone():
         http={"port": 1},
         network={"initial_peers": ["x"]},
     )
-    config, _ = manifest.agreed(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
+    config, _ = manifest.apply_terms(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
     assert (config.training.learning_rate, config.training.groups_per_step, config.http.port) == (
         0.5,
         3,
@@ -294,21 +294,21 @@ def test_what_is_a_nodes_own_business_is_left_alone():
 
 def test_the_model_is_the_manifests_where_ones_own_is_not_among_them():
     hub = ModelRef("org/model", "abc", bytes(32), bytes(32))
-    assert manifest.agreed(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
-    assert manifest.agreed(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
-    assert manifest.agreed(CONFIG, founded(models=[]))[0].policy.model == "embedded"
+    assert manifest.apply_terms(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
+    assert manifest.apply_terms(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
+    assert manifest.apply_terms(CONFIG, founded(models=[]))[0].policy.model == "embedded"
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(4, 4), (16, 15), (64, 15)])
 def test_mc_grpo_samples_one_more_and_still_stays_within_the_swarms_bounds(own, agreed):
     opened = founded(config=changed(training={"advantage": "mc_grpo"}))
-    config, _ = manifest.agreed(changed(training={"num_generations": own}), opened)
+    config, _ = manifest.apply_terms(changed(training={"num_generations": own}), opened)
     assert (config.training.num_generations, config.training.advantage) == (agreed, "mc_grpo")
 
 
 def test_what_is_shown_is_json():
     assert (
-        json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"]
+        json.loads(json.dumps(manifest.displayable(founded().manifest)))["founder"]
         == KEY.public_key().public_bytes_raw().hex()
     )
 

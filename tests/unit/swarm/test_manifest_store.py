@@ -36,7 +36,7 @@ def test_an_empty_directory_has_no_manifest(tmp_path):
     assert store.current() is None
     assert store.get(FIRST.swarm) is None
     assert store.lookup(FIRST.swarm) == (b"", b"")
-    assert manifest_store.honoured(config_in(tmp_path)) == (config_in(tmp_path), [])
+    assert manifest_store.apply_stored(config_in(tmp_path)) == (config_in(tmp_path), [])
 
 
 def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
@@ -44,7 +44,7 @@ def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
     store.add(FIRST)
     store.choose(FIRST.swarm)
     assert ManifestStore(tmp_path).current() == FIRST.swarm
-    config, _ = manifest_store.honoured(config_in(tmp_path))
+    config, _ = manifest_store.apply_stored(config_in(tmp_path))
     assert config.swarm.id == FIRST.swarm.hex()
     assert config.task.names == ["builtin/copy", "builtin/sum"]
 
@@ -56,13 +56,13 @@ def test_where_the_invite_led_is_tried_beside_the_manifests_own_peers(tmp_path):
     store.add(opened)
     store.choose(opened.swarm)
     store.keep_peers([there])
-    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == [
+    assert manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers == [
         there,
         *opened.manifest.bootstrap,
     ]
     (tmp_path / "manifest" / "peers").write_text("nonsense")
     assert (
-        manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers
+        manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers
         == opened.manifest.bootstrap
     )
 
@@ -73,14 +73,14 @@ def test_a_chosen_manifest_that_cannot_be_honoured_is_refused_in_one_line(tmp_pa
     store.add(opened)
     store.choose(opened.swarm)
     with pytest.raises(Refused, match=r"cannot honour .*99.*upgrade") as raised:
-        manifest_store.honoured(config_in(tmp_path))
+        manifest_store.apply_stored(config_in(tmp_path))
     assert "\n" not in str(raised.value)
 
 
 def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_path):
     ManifestStore(tmp_path).choose(FIRST.swarm)
     with pytest.raises(StateError, match="join again"):
-        manifest_store.stored(tmp_path)
+        manifest_store.load_current(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_successor_of_somebody_else_is_none(tmp_path):
 )
 def test_a_real_model_has_a_suitable_rate_where_none_is_set(tmp_path, sections, rate):
     chosen(tmp_path, founded(models=[HUB]))
-    agreed, changes = manifest_store.honoured(config_in(tmp_path, **sections))
+    agreed, changes = manifest_store.apply_stored(config_in(tmp_path, **sections))
     assert agreed.training.learning_rate == rate
     assert "training.learning_rate" not in {change.key for change in changes}
 

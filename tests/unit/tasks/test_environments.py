@@ -365,11 +365,11 @@ def test_only_a_private_swarm_may_have_one(tmp_path, server):
         founded(config=config)
     with pytest.raises(
         ConfigError,
-        match=r"unless the swarm is private \(init --private\); sharing\.enabled = false trains alone",
+        match=r"unless the swarm is private \(init --private\); sharing\.enabled = false trains",
     ):
-        manifest_store.honoured(config)
+        manifest_store.apply_stored(config)
     alone = Config.model_validate({**config.model_dump(), "sharing": {"enabled": False}})
-    assert manifest_store.honoured(alone)[0] == alone
+    assert manifest_store.apply_stored(alone)[0] == alone
     private = founded(config=config, secret=bytes(32))
     (tmp_path / manifest.SECRET_FILE).write_text("00" * 32)
     (tmp_path / manifest.SECRET_FILE).chmod(0o600)

@@ -115,7 +115,7 @@ def test_a_question_that_always_overruns_is_given_up(monkeypatch):
         os.kill(self.pid, signal.SIGSTOP)
         return ask(self, questions)
 
-    monkeypatch.setattr(Child, "ask", stopped)
+    monkeypatch.setattr(Child, "send_command", stopped)
     with Scorer(deadline=0.2) as scorer:
         with pytest.raises(ScorerFailed, match=r"no answer within 0\.2 s; killed by its client"):
             scorer.score(ref(), ["7"])
@@ -133,7 +133,7 @@ def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch
         return ask(self, questions)
 
     expected = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
-    monkeypatch.setattr(Child, "ask", deadly)
+    monkeypatch.setattr(Child, "send_command", deadly)
     results = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
     assert isinstance(results[3], ScorerFailed)
     assert results[:3] + results[4:] == expected[:3] + expected[4:]

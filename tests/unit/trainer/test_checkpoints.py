@@ -305,7 +305,7 @@ def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
         write(saver, source, minute)
         clock[0] += 60.0
     saver.close()
-    ages = sorted(60 * 12 - 1 - kept.numbers.step for kept in rollback.states(tmp_path))
+    ages = sorted(60 * 12 - 1 - kept.counters.step for kept in rollback.list_states(tmp_path))
     assert len(ages) == 1 + checkpoints.SLOTS
     assert ages[0] == 0
     assert ages[1] <= 2 * 15 + 1
@@ -369,7 +369,7 @@ def test_what_peers_have_seen_is_found_in_every_state_and_damaged_ones_say_nothi
     (data_dir / "trainer" / "history" / "9.safetensors").write_bytes(os.urandom(100))
     (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     (data_dir / "trainer" / "history" / "7.safetensors").write_bytes(b"")
-    numbers = [kept.numbers for kept in rollback.states(data_dir / "trainer")]
+    numbers = [kept.counters for kept in rollback.list_states(data_dir / "trainer")]
     assert (
         max(each.sequence for each in numbers) == max(each.policy_version for each in numbers) == 3
     )

@@ -37,7 +37,7 @@ class StubNetwork:
     def connected(self):
         return self._peers
 
-    def welcome(self, peer):
+    def is_allowed(self, peer):
         return True
 
 
@@ -61,11 +61,16 @@ class Party:
         start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
         self.tensors = AveragedTensors(self.parameters, FRAGMENTS, threading.Lock(), LAYERS)
-        self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
+        self.counters, self.probe, self.explicit_settings = Counters(step=1), Agreeable(), []
         config = WeightsConfig(rule="gossip", fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
-            self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
+            self.tensors,
+            config,
+            self.counters,
+            directory,
+            send=self.explicit_settings.append,
+            probe=self.probe,
         )
         self.facts = self.replica.facts(False)
         self._generator = torch.Generator().manual_seed(seed)
@@ -88,12 +93,12 @@ class Party:
 
     def do(self, message):
         """Hand it a message, and have everything done that follows. What it says."""
-        self.said.clear()
+        self.explicit_settings.clear()
         self.replica.receive(message)
         for _ in range(3):
-            settle(self.replica.receive, self.said)
+            settle(self.replica.receive, self.explicit_settings)
             self.replica.between_steps(True, 0.1, stepped=False)
-        return list(self.said)
+        return list(self.explicit_settings)
 
 
 def blocks_shared(one, other):
@@ -189,7 +194,7 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
         whole.replica.between_steps(True, 0.1)
         asked += [
             (whole.counters.step, m.fragment, m.blocks)
-            for m in whole.said
+            for m in whole.explicit_settings
             if isinstance(m, local.OuterStepDue)
         ]
     assert asked == [(20, 1, pack({1, 5}))]
@@ -273,15 +278,15 @@ def test_an_exchange_that_would_leave_what_has_become_due_meanwhile_is_given_up(
     theirs = long.do(local.TakeSnapshot(b"t" * 16, 1, blocks))[0]
     whole.do(local.TakeSnapshot(b"t" * 16, 1, blocks))
     whole.replica.receive(local.ApplyPayload(b"t" * 16, 1, "peer", 0, theirs.path, blocks))
-    settle(whole.replica.receive, whole.said)
+    settle(whole.replica.receive, whole.explicit_settings)
     whole.counters.step, before = 32, whole.phi()
     # judged, as some of what is left; and then all of the fragment is due
     whole.replica.between_steps(True, 0.1)
     assert whole.probe.judged == ({"model.layers.3.w"},) * 2
-    settle(whole.replica.receive, whole.said)
+    settle(whole.replica.receive, whole.explicit_settings)
     whole.replica.between_steps(True, 0.1, stepped=False)
     assert moved(whole, before) == set()
-    assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
+    assert whole.explicit_settings[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
 def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
@@ -307,7 +312,7 @@ def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
     short.counters.step = 4
     short.replica.between_steps(True, 0.1)
     short.do(local.DropExchange(b"x" * 16))
-    assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
+    assert not any(isinstance(message, local.OuterStepDue) for message in short.explicit_settings)
     assert (
         short.counters.outer_clocks,
         short.counters.solo_steps_total,

@@ -33,11 +33,11 @@ MESSAGE_BYTES = 4096
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
-Talk = Callable[[Stream], Awaitable[T]]
+StreamFunction = Callable[[Stream], Awaitable[T]]
 """Reads from and writes to a stream. Raises PeerError for faults of the peer."""
 
 
-class _Conversation(Generic[T]):
+class _StreamCall(Generic[T]):
     """State of a running exchange. Its task sets `value` or `error`, then `done`; the caller may
     have left before."""
 
@@ -49,16 +49,22 @@ class _Conversation(Generic[T]):
         self.abandoned = False
 
 
-async def converse(
-    host: Host, peer: str, protocol: str, talk: Talk[T], *, deadline: float, keep: bool = False
+async def run_on_new_stream(
+    host: Host,
+    peer: str,
+    protocol: str,
+    function: StreamFunction[T],
+    *,
+    deadline: float,
+    keep: bool = False,
 ) -> tuple[T, Stream]:
-    """Open a stream, run `talk` on it and return its result together with the stream.
+    """Open a stream, run `function` on it and return its result together with the stream.
 
     Args:
         host: the libp2p host.
         peer: a connected peer.
         protocol: the protocol id.
-        talk: reads from and writes to the stream.
+        function: reads from and writes to the stream.
         deadline: seconds for everything.
         keep: return the stream open, for the caller to end; it is closed otherwise.
 
@@ -67,62 +73,67 @@ async def converse(
         Incompatible: the peer does not support the protocol.
         PeerError: the peer is not connected, or anything else failed. The stream has been reset.
     """
-    under_way = _Conversation[T]()
+    call = _StreamCall[T]()
     taken = False
     try:
         with trio.move_on_after(deadline):
-            host.nursery.start_soon(_converse, under_way, host, peer, protocol, talk, keep)
-            await under_way.done.wait()
-        taken = under_way.done.is_set()
+            host.nursery.start_soon(_run, call, host, peer, protocol, function, keep)
+            await call.done.wait()
+        taken = call.done.is_set()
     finally:
-        stream, under_way.abandoned = under_way.stream, not taken
-        if not taken and stream is not None and (keep or not under_way.done.is_set()):
+        stream, call.abandoned = call.stream, not taken
+        if not taken and stream is not None and (keep or not call.done.is_set()):
             host.nursery.start_soon(stream.reset)
-    if under_way.error is not None:
-        raise under_way.error
-    if taken and (stream is None or not under_way.value):
+    if call.error is not None:
+        raise call.error
+    if taken and (stream is None or not call.value):
         raise PeerError("this host was closed")
     if not taken or stream is None:
         raise PeerTimeout(f"{peer} did not answer {protocol} within {deadline:g} s")
-    return under_way.value[0], stream
+    return call.value[0], stream
 
 
-async def _converse(
-    under_way: _Conversation[T], host: Host, peer: str, protocol: str, talk: Talk[T], keep: bool
+async def _run(
+    call: _StreamCall[T],
+    host: Host,
+    peer: str,
+    protocol: str,
+    function: StreamFunction[T],
+    keep: bool,
 ) -> None:
     """Run an exchange. Never raises. Ends the stream unless the caller keeps it."""
     try:
-        under_way.stream = await host.open_stream(peer, protocol, lazily=not keep)
-        if not under_way.abandoned:
+        call.stream = await host.open_stream(peer, protocol, lazily=not keep)
+        if not call.abandoned:
             # bytes from a peer can make any parser raise
             with peer_errors(f"{protocol} with {peer}"):
-                under_way.value.append(await talk(under_way.stream))
+                call.value.append(await function(call.stream))
     except PeerError as error:
-        under_way.error = error
+        call.error = error
     finally:
-        finished = bool(under_way.value) and not under_way.abandoned
-        under_way.done.set()
-        if under_way.stream is not None and not (finished and keep):
-            await (under_way.stream.close() if finished else under_way.stream.reset())
+        finished = bool(call.value) and not call.abandoned
+        call.done.set()
+        if call.stream is not None and not (finished and keep):
+            await (call.stream.close() if finished else call.stream.reset())
 
 
-async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
-    """Run `talk` on a stream that a peer opened, and reset the stream after `deadline` seconds.
+async def run_on_stream(deadline: float, stream: Stream, function: StreamFunction[T]) -> T:
+    """Run `function` on a stream that a peer opened, and reset the stream after `deadline` seconds.
 
     The caller ends the stream.
 
     Raises:
         PeerTimeout: the deadline passed.
-        PeerError: `talk` failed.
+        PeerError: `function` failed.
     """
     late = trio.current_time() + deadline
-    said: list[T] = []
+    results: list[T] = []
     failure: PeerError | None = None
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_reset_later, stream, deadline)
         try:
             with peer_errors():
-                said.append(await talk(stream))
+                results.append(await function(stream))
         except PeerError as error:  # a fault of the peer ends only this stream
             failure = error
             if trio.current_time() >= late:
@@ -130,7 +141,7 @@ async def within(deadline: float, stream: Stream, talk: Talk[T]) -> T:
         nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
-    return said[0]
+    return results[0]
 
 
 async def _reset_later(stream: Stream, seconds: float) -> None:
@@ -139,10 +150,13 @@ async def _reset_later(stream: Stream, seconds: float) -> None:
     await stream.reset()
 
 
-async def answer(stream: Stream, talk: Talk[T], *, deadline: float) -> T | None:
-    """Like `within`, but returns None and resets the stream on failure instead of raising."""
+async def try_on_stream(
+    stream: Stream, function: StreamFunction[T], *, deadline: float
+) -> T | None:
+    """Like `run_on_stream`, but returns None and resets the stream on failure instead of
+    raising."""
     try:
-        return await within(deadline, stream, talk)
+        return await run_on_stream(deadline, stream, function)
     except PeerError as error:
         log.debug("stream of %s failed: %r", stream.peer, error)
     await stream.reset()
@@ -191,8 +205,8 @@ async def read_message(stream: Stream, kind: type[M], limit: int = MESSAGE_BYTES
 
 
 async def write_message(stream: Stream, message: Message) -> bool:
-    """Write one protobuf message. Returns True, so that it can be used as a `Talk`. Raises
-    PeerError."""
+    """Write one protobuf message. Returns True, so that it can be used as a `StreamFunction`.
+    Raises PeerError."""
     data = message.SerializeToString()
     length, prefix = len(data), bytearray()
     while length > 0x7F:
