@@ -152,7 +152,7 @@ class Node:
         return status_json(self.observer.snapshot(), History())
 
 
-async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_their_number(
+async def test_cost_per_peer_is_constant(
     tmp_path,
 ):
     key = identity.load_or_create(tmp_path / "identity.key")

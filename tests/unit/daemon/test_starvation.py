@@ -54,9 +54,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("code", [SPIN, THREAD])
-def test_who_shares_a_processor_with_another_waits_for_it_in_whichever_thread(
-    on_one_processor, code
-):
+def test_processor_wait_of_any_thread_counts(on_one_processor, code):
     starvation = Starvation(on_one_processor(code), 0.0)
     on_one_processor(SPIN)
     until(lambda: starvation.since("first", 0.0) > 1.0)
@@ -66,14 +64,14 @@ def test_who_shares_a_processor_with_another_waits_for_it_in_whichever_thread(
     until(lambda: starvation.since("second", 0.0) > 1.0)
 
 
-def test_who_sleeps_waits_for_nothing_however_busy_the_others_are(on_one_processor):
+def test_sleeping_process_is_not_starved(on_one_processor):
     hung, busy = Starvation(on_one_processor(SLEEP), 0.0), Starvation(on_one_processor(SPIN), 0.0)
     on_one_processor(SPIN)
     until(lambda: busy.since(1, 0.0) > 1.0)
     assert hung.since(1, 0.0) < 0.5
 
 
-def test_a_time_in_which_nobody_looked_counts_for_the_process_and_a_look_a_little_late_does_not():
+def test_missed_measurements_count_as_starvation():
     starvation = Starvation(GONE, 0.0)
     assert [starvation.due(at) for at in (0.25, 0.75, 1.0)] == [False, False, True]
     assert [starvation.since(None, at) for at in (1.0, 2.25, 4.0, 40.0, 41.0)] == [
@@ -94,7 +92,7 @@ def test_who_waits_for_a_disk_cannot_help_it(monkeypatch):
     assert starvation.since(None, 4.0) == 3.0
 
 
-def test_what_waits_for_a_disk_is_told_by_its_state(on_one_processor):
+def test_disk_wait_is_detected(on_one_processor):
     """A parent that has forked by vfork waits like that until its child has begun: the one way to
     be in state D without a broken disk."""
     pid = on_one_processor(SLEEP)

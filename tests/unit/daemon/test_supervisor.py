@@ -115,7 +115,7 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
 )
-async def test_a_child_that_waits_for_a_processor_is_not_taken_for_one_that_hangs(node):
+async def test_starved_child_is_not_stalled(node):
     """A quarter of a second of work between two signs of life takes a second beside three others;
     half a second of silence is a hang."""
     processor = min(os.sched_getaffinity(0))
@@ -150,7 +150,7 @@ async def test_a_finished_trainer_ends_the_node_with_zero(node):
         assert await node(trainer="progress('training', 0.1); sys.exit(0)").run() == 0
 
 
-async def test_a_configuration_error_of_a_child_is_the_node_s_exit_code(node):
+async def test_configuration_error_of_a_child_ends_the_node(node):
     with trio.fail_after(120):
         assert await node(trainer="sys.exit(78)").run() == 78
     assert len(node.pids("trainer")) == 1
@@ -208,9 +208,7 @@ while True: time.sleep(0.05); progress("training")
         "within its step",
     ],
 )
-async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(
-    node, tmp_path, status, step, survives
-):
+async def test_drain_waits_for_step_and_save(node, tmp_path, status, step, survives):
     body = "import signal\n" + DRAINS.format(
         turns=15, status=status, step=step, marker=str(tmp_path / "saved")
     )
@@ -227,9 +225,7 @@ async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(
     [(0, 1.5, 0.5, 0, True), (1, 60, 0.5, 0, False), (2, 60, 60, 143, False)],
     ids=["however long it takes", "a SIGTERM bounds it", "a second one aborts"],
 )
-async def test_finish_waits_for_the_step_until_a_signal_takes_the_time_away(
-    node, tmp_path, signals, seconds, drain, code, survives
-):
+async def test_finish_waits_until_a_signal(node, tmp_path, signals, seconds, drain, code, survives):
     body = DRAINS.format(
         turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved")
     )
@@ -283,11 +279,11 @@ def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
     "line",
     [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"],
 )
-def test_progress_lines_that_are_not_ours_are_ignored(line):
+def test_invalid_progress_lines_are_ignored(line):
     assert parse_progress(line) is None
 
 
-async def test_children_are_started_by_the_thread_whose_end_would_end_them(node):
+async def test_children_are_started_by_the_main_thread(node):
     supervisor = node(
         trainer=(
             "progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]);"
@@ -334,7 +330,7 @@ async def down(node, name="trainer"):
     return node.statistics()[name]["down"]
 
 
-async def test_why_a_process_is_down_is_the_last_error_of_its_own_log_in_one_line(node, tmp_path):
+async def test_down_reason_is_the_last_logged_error(node, tmp_path):
     supervisor = node(trainer=CRASHES)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
@@ -356,7 +352,7 @@ async def test_a_process_that_hung_did_not_crash(node):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_path):
+async def test_process_killed_by_network_is_no_crash(node, tmp_path):
     supervisor = node(trainer=FIRST_ONLY + FOREVER)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)

@@ -19,7 +19,7 @@ def watchdog(monkeypatch):
     return dog
 
 
-def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
+def test_deadline_is_startup_floor_or_four_times_p99(watchdog):
     assert watchdog.deadline() == 100
     watchdog.progressed(5.0, None, "loading model")
     assert watchdog.deadline() == 105
@@ -32,7 +32,7 @@ def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
-def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watchdog):
+def test_starved_time_extends_the_deadline(watchdog):
     watchdog.set_starvation(30.0)
     assert watchdog.deadline() == 130
     watchdog.progressed(6.0, None, "generating")
@@ -45,7 +45,7 @@ def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watch
     assert watchdog.deadline() == 60
 
 
-def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fast_its_steps_were(
+def test_reloading_process_gets_the_startup_deadline(
     watchdog,
 ):
     watchdog.progressed(5.0, None, "loading model")
@@ -61,7 +61,7 @@ def test_a_process_that_loads_again_has_the_time_that_it_had_at_first_however_fa
     assert watchdog.deadline() == 71
 
 
-def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog):
+def test_backoff_grows_until_the_node_ends(watchdog):
     watchdog.progressed(1.0, 1.0, "training")
     first = watchdog.exited(2.0, -9)
     assert isinstance(first, Restart)
@@ -147,7 +147,7 @@ def test_other_crashes_are_restarted(watchdog, causes, code, step_seconds):
     assert all(isinstance(verdict, Restart) for verdict in verdicts)
 
 
-def test_an_error_of_ours_keeps_its_exit_code(watchdog):
+def test_local_error_keeps_its_exit_code(watchdog):
     assert crashes(watchdog, ["policy.model 'x' cannot be trained"] * 3, 69)[-1] == EndNode(
         69, "trainer ended 3 times by the same error"
     )

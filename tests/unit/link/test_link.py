@@ -66,7 +66,7 @@ def data_dir(tmp_path):
     return tmp_path
 
 
-async def test_welcome_and_messages_in_order(data_dir):
+async def test_messages_arrive_in_order(data_dir):
     recorder = Recorder()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, recorder).run)
@@ -171,9 +171,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_network_process_that_says_what_is_no_message_is_told_of_once_and_tried_again(
-    data_dir, caplog
-):
+async def test_invalid_message_is_logged_once_and_retried(data_dir, caplog):
     recorder = Recorder()
     recorder.hello = lambda hello: hello  # as one of another version may
     async with trio.open_nursery() as nursery:
@@ -207,7 +205,7 @@ def test_frames_survive_any_cut():
         Unpacker(to_network).feed(struct.pack(">I", 1) + b"\xc0")
 
 
-async def test_a_data_directory_that_is_too_deep_for_a_socket_works(tmp_path):
+async def test_deep_data_directory_works(tmp_path):
     deep = tmp_path / ("d" * 120)
     (deep / "run").mkdir(parents=True)
     with pytest.raises(OSError, match="too long"):

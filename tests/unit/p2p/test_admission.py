@@ -58,7 +58,7 @@ async def test_this_machine_is_no_prefix():
         table.opened(Live(f"x{index}", at("127.0.0.1")))
 
 
-async def test_a_relayed_peer_answers_for_no_prefix_but_those_behind_one_relay_are_counted():
+async def test_relayed_peers_count_towards_their_relay():
     rule, table, scores = admission(max_connections=16)
     for index in range(4):
         assert rule.admits(candidate(f"x{index}", relay="relay"))
@@ -70,7 +70,7 @@ async def test_a_relayed_peer_answers_for_no_prefix_but_those_behind_one_relay_a
     assert scores.score("x5") == 0.0  # and so its bans are nobody else's
 
 
-async def test_neither_ourselves_nor_the_banned_nor_strangers_of_a_private_swarm():
+async def test_self_banned_and_non_members_are_refused():
     rule, _, scores = admission(members={"a", "b", "own"})
     assert rule.admits(candidate("a", "9.9.9.9"))
     assert not rule.admits(candidate("stranger", "9.9.9.9"))

@@ -49,9 +49,7 @@ async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
         assert a.statistics().nat.relay.serving  # role auto
 
 
-async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_looked_for(
-    tmp_path, caplog
-):
+async def test_unreachable_port_is_private_and_seeks_relays(tmp_path, caplog):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(
             lambda: (
@@ -71,14 +69,14 @@ async def test_a_port_nobody_answers_at_is_private_said_once_and_relays_are_look
         await until(lambda: a.statistics().nat.client.relays == [b.peer_id])
 
 
-async def test_another_peer_at_our_port_is_not_us(tmp_path):
+async def test_another_peer_at_the_port_is_unreachable(tmp_path):
     async with hosts(tmp_path, 2) as (a, b), host(tmp_path / "c") as c:
         listens_at(a, port_of(c))
         await a.nat.reach.check(b.peer_id)
         assert a.nat.reach.verdict == "private"
 
 
-async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
+async def test_ok_without_arrival_is_not_believed(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def lie(stream, request):
@@ -90,7 +88,7 @@ async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
         assert a.nat.reach.verdict == "private"
 
 
-async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path):
+async def test_only_the_observed_address_is_dialled_back(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
         dialled = []
 
@@ -118,7 +116,7 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
         assert dialled == ["/ip4/127.0.0.1/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
 
 
-async def test_who_does_not_ask_from_its_own_address_is_refused(tmp_path):
+async def test_dial_back_needs_a_direct_connection(tmp_path):
     """Through a relay nobody's address is known."""
     async with hosts(tmp_path, 2) as (a, b):
         (connection,) = b.host.library.get_network().get_connections(ID.from_string(a.peer_id))
@@ -171,7 +169,7 @@ def test_a_majority_decides_and_a_tie_changes_nothing():
         assert votes.verdict(0.0, before) == verdict
 
 
-def test_those_who_see_us_from_furthest_away_count():
+def test_votes_with_the_widest_scope_count():
     votes = Votes()
     votes.vote("a", True, PRIVATE, 0.0)
     votes.vote("b", True, PRIVATE, 0.0)
@@ -188,7 +186,7 @@ def test_votes_age_and_are_bounded():
     assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
 
 
-def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
+def test_dial_backs_per_address_are_rare():
     pauses = DialBackLimiter()
     assert pauses.allow("5.5.5.5", 0.0)
     assert pauses.allow("5.5.5.6", 0.0)
@@ -199,7 +197,7 @@ def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
     assert len(pauses._until) == MAX_PAUSES
 
 
-async def test_stock_autonat_finds_everybody_reachable_because_they_are_connected(tmp_path):
+async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
     """Why it is not used. When this fails, upstream dials, and docs/networking.md should say so."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler

@@ -43,9 +43,7 @@ def make(target: int = 16) -> tuple[PeerTable, World, Dialer]:
     return table, world, Dialer(table, world.connect)
 
 
-async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address(
-    autojump_clock, nursery, caplog
-):
+async def test_dead_bootstrap_is_retried_with_one_warning(autojump_clock, nursery, caplog):
     caplog.set_level(logging.INFO)
     table, world, loop = make()
     for port in (1, 2):
@@ -74,9 +72,7 @@ async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tried(
-    autojump_clock, nursery
-):
+async def test_hanging_dial_ends_at_its_deadline(autojump_clock, nursery):
     table, world, loop = make()
     world.hang.add("b")
     for port in (1, 2):
@@ -91,9 +87,7 @@ async def test_a_dial_that_hangs_ends_at_its_deadline_and_the_next_address_is_tr
     nursery.cancel_scope.cancel()
 
 
-async def test_few_are_dialled_at_a_time_and_hanging_ones_do_not_stop_the_others(
-    autojump_clock, nursery
-):
+async def test_concurrent_dials_are_limited(autojump_clock, nursery):
     table, world, loop = make(target=40)
     for index in range(60):
         world.hang.add(f"x{index}") if index < 6 else world.up.add(f"x{index}")
@@ -134,9 +128,7 @@ async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery)
     nursery.cancel_scope.cancel()
 
 
-async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(
-    autojump_clock, nursery
-):
+async def test_peers_reconnect_after_a_minute_outage(autojump_clock, nursery):
     table, world, loop = make()
     sources = {"b": "bootstrap", "x": "exchange", "m": "mdns", "k": "book"}
     world.up.update(sources)

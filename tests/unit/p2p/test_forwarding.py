@@ -58,7 +58,7 @@ async def test_a_mapping_is_renewed_well_before_it_ends(autojump_clock):
         assert (node.checks, node.forwarding.kind) == (1, "public")
 
 
-async def test_a_router_that_starts_again_is_asked_anew_within_minutes(autojump_clock):
+async def test_restarted_router_is_asked_again(autojump_clock):
     async with home() as node:
         await trio.sleep(HOUR + 100)
         node.router.mappings.clear()
@@ -68,7 +68,7 @@ async def test_a_router_that_starts_again_is_asked_anew_within_minutes(autojump_
         assert node.checks == 2
 
 
-async def test_a_new_address_is_mapped_at_once_and_nobody_is_asked_while_there_is_none(
+async def test_new_public_address_is_mapped_at_once(
     autojump_clock,
 ):
     async with home() as node:
@@ -88,9 +88,7 @@ async def test_who_can_be_dialled_asks_no_router(autojump_clock):
         assert node.asked_at == []
 
 
-async def test_a_router_that_refuses_is_asked_rarely_and_carrier_grade_nat_is_said_once(
-    autojump_clock, caplog
-):
+async def test_refusing_router_is_asked_rarely(autojump_clock, caplog):
     with caplog.at_level(logging.WARNING):
         async with home("100.72.3.4", refuses=True) as node:
             await trio.sleep(HOUR)

@@ -88,7 +88,7 @@ async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
             await session.close()
 
 
-async def test_what_there_is_is_given_when_no_length_is_asked_for():
+async def test_read_without_length_returns_available_bytes():
     ours, theirs = await sessions()
     await ours.write(b"x" * 100)
     assert await theirs.read(40) == b"x" * 40
@@ -98,7 +98,7 @@ async def test_what_there_is_is_given_when_no_length_is_asked_for():
     await theirs.close()
 
 
-async def test_an_early_end_and_an_altered_packet_end_the_reading():
+async def test_early_end_and_tampering_end_reading():
     ours, theirs = await sessions()
     await ours.write(b"x" * 10)
     await ours.close()

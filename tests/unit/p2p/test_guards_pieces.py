@@ -61,7 +61,7 @@ def test_a_name_outside_the_closed_set_is_an_error():
         counting.fired("something else")
 
 
-def test_a_total_recounts_what_was_removed_before_it_says_no():
+def test_sum_recounts_before_it_exceeds():
     held = [60]
     total = inbox.ApproximateSum(lambda: 100, lambda: sum(held))
     assert not total.add(60)
@@ -72,7 +72,7 @@ def test_a_total_recounts_what_was_removed_before_it_says_no():
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_a_full_peer_store_keeps_our_own_keys(guard):
+def test_full_peer_store_keeps_own_keys(guard):
     keys = create_new_key_pair(bytes(32))
     host = new_host(key_pair=keys)
     if guard:

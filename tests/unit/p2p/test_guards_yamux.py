@@ -72,7 +72,7 @@ async def test_many_streams_within_their_windows_are_bounded_together():
         assert await bounded.serves()
 
 
-async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
+async def test_peer_reset_drops_unread_bytes():
     async def fill_and_reset(host):
         before = host.rss()
         async with attacker.connect(host.address) as peer:
@@ -93,7 +93,7 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
         assert await forgets.counted("connection_full") == 0
 
 
-async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
+async def test_own_reset_drops_unread_bytes():
     with processes(guarded(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         assert await node.ask("give_up", seconds=60, times=250, **to) == {"intact": True}
@@ -101,7 +101,7 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
 
 
 @pytest.mark.parametrize("just_woken", [False, True])
-async def test_a_reader_hears_that_we_reset_its_stream(just_woken):
+async def test_own_reset_wakes_the_reader(just_woken):
     with processes(stock(), guarded(), guarded()) as (deaf, hears, server):
         to = {"address": server.address, "peer": server.peer, "just_woken": just_woken}
         assert await deaf.ask("reset_while_reading", **to) == {"heard": ""}, (
@@ -159,7 +159,7 @@ async def test_a_peer_may_not_open_streams_without_end():
         assert await strict.serves()
 
 
-async def test_a_peer_may_not_use_our_stream_ids():
+async def test_peer_must_not_use_own_stream_ids():
     async def answered(host):
         async with attacker.connect(host.address) as peer:
             await peer.syn(1002)
@@ -203,9 +203,7 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_a_write_that_is_cancelled_while_the_peer_stands_still_leaves_a_usable_connection(
-    client, works
-):
+async def test_cancelled_write_leaves_a_usable_connection(client, works):
     with processes(client(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         await node.ask("keep", protocol="hold", **to)
@@ -308,9 +306,7 @@ async def sent_over(line, size):
 
 
 @pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
-async def test_nobody_waits_long_for_a_frame_of_somebody_else_however_slow_the_line(
-    rate, autojump_clock
-):
+async def test_frames_are_short_on_slow_lines(rate, autojump_clock):
     line = Line(rate, buffer=200_000)
     await sent_over(line, 1_000_000)
     late = line.frames[len(line.frames) // 2 :]
@@ -418,7 +414,7 @@ class Stuck(Line):
         self.closed = True
 
 
-async def test_a_peer_that_asks_and_reads_nothing_is_not_owed_answers_without_end(autojump_clock):
+async def test_unread_answers_are_bounded(autojump_clock):
     before, line = guards.statistics().fired["answers_full"], Stuck()
     connection = Yamux(line, ID(b"peer"), is_initiator=True)
     connection.reader = trio.lowlevel.current_task()
@@ -449,7 +445,7 @@ async def test_small_reads_send_no_window_update_each():
         assert await updates(patient) == 0
 
 
-async def test_a_window_is_granted_again_before_it_is_used_up():
+async def test_window_is_granted_before_it_is_empty():
     with processes(guarded(), guarded()) as (node, server):
         answer = await node.ask(
             "cancel_reads", size=8_000_000, address=server.address, peer=server.peer

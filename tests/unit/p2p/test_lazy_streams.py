@@ -66,7 +66,7 @@ def watched(stream, said):
     stream.read, stream.write = reading, writing
 
 
-async def test_everything_is_said_before_anything_is_waited_for(tmp_path, monkeypatch):
+async def test_proposal_and_data_are_sent_together(tmp_path, monkeypatch):
     said: list[tuple[str, bytes]] = []
     begin = Stream.__init__
 
@@ -88,7 +88,7 @@ async def test_everything_is_said_before_anything_is_waited_for(tmp_path, monkey
         assert client.requests.statistics().requests[ECHO] == {"ok": 3}
 
 
-async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_path):
+async def test_dropped_protocol_is_reported_and_connection_stays(tmp_path):
     async with acquainted(tmp_path) as (server, client):
         server.host.remove_handler(ECHO)
         for data in (b"x", b"\xff" * 1000, bytes(70_000)):  # which it takes for names of protocols
@@ -104,7 +104,7 @@ async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_p
     "answer",
     [b"\x14/multistream/2.0.0\n", b"\x00", b"\xff\xff\xff\xff\x7f", b"\x03na\n", b"\x05lies\n"],
 )
-async def test_whatever_is_said_instead_of_the_protocol_is_an_error_of_the_peer(answer):
+async def test_wrong_negotiation_is_a_peer_error(answer):
     class Odd:
         """A stream of the library's on which the peer says `answer` and ends."""
 

@@ -28,7 +28,7 @@ def connect(table: PeerTable, peer: str, now: float) -> None:
     table.record_connected(peer, inbound=False, now=now)
 
 
-def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
+def test_bootstrap_peer_is_dialled_without_limit():
     t = table()
     t.add("b", address(0), "bootstrap", 0.0)
     now, waits = 0.0, []
@@ -43,7 +43,7 @@ def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
     assert len(set(waits[10:])) > 400  # jitter: a swarm does not come back in step
 
 
-def test_others_wait_longer_but_not_while_everybody_is_gone():
+def test_backoff_is_longer_unless_all_are_lost():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     t.add("friend", address(1), "mdns", 0.0)
@@ -60,7 +60,7 @@ def test_others_wait_longer_but_not_while_everybody_is_gone():
     assert wait_after_failures(100.0) <= peers.BOOTSTRAP_BACKOFF
 
 
-def test_a_peer_that_never_answers_is_forgotten_and_a_bootstrap_peer_is_not():
+def test_unreachable_peer_is_forgotten_unless_bootstrap():
     t = table()
     for peer, source in (("b", "bootstrap"), ("x", "exchange"), ("friend", "mdns")):
         t.add(peer, address(len(peer)), source, 0.0)
@@ -73,7 +73,7 @@ def test_a_peer_that_never_answers_is_forgotten_and_a_bootstrap_peer_is_not():
     assert t.statistics().forgotten == 1
 
 
-def test_nobody_is_forgotten_while_our_own_network_is_down():
+def test_no_peer_is_forgotten_during_an_outage():
     t = table()
     for index in range(20):
         t.add(f"x{index}", address(index), "exchange", 0.0)
@@ -123,7 +123,7 @@ def test_bootstrap_peers_come_first_then_those_seen_last():
     assert names(t.to_dial(1.0)) == ["b", "new", "old", "x"]
 
 
-def test_a_full_node_still_looks_for_one_bootstrap_peer_now_and_then():
+def test_full_node_still_retries_one_bootstrap_peer():
     t = table(target=1)
     t.add("x", address(0), "mdns", 0.0)
     connect(t, "x", 0.0)
@@ -135,7 +135,7 @@ def test_a_full_node_still_looks_for_one_bootstrap_peer_now_and_then():
     assert t.next_due(0.0) >= peers.IDLE_BOOTSTRAP_BACKOFF / 2
 
 
-def test_we_never_dial_ourselves_nor_a_connected_peer_nor_one_twice():
+def test_self_and_connected_peers_are_not_dialled():
     t = table()
     assert not t.add("own", address(0), "bootstrap", 0.0)
     t.add("x", address(1), "bootstrap", 0.0)
@@ -154,7 +154,7 @@ def test_a_lost_peer_is_dialled_again_within_a_second():
     assert t.next_due(100.0) <= peers.FIRST_BACKOFF
 
 
-def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
+def test_short_connections_cause_backoff():
     t = table()
     t.add("x", address(0), "bootstrap", 0.0)
     now = 0.0
@@ -166,7 +166,7 @@ def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
     assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
 
 
-def test_a_banned_peer_is_neither_remembered_nor_dialled_until_it_is_wanted_again():
+def test_banned_peer_is_neither_stored_nor_dialled():
     banned: set[str] = set()
     t = PeerTable("own", 16, random.Random(0), may_connect=lambda peer, now: peer not in banned)
     t.add("b", address(0), "bootstrap", 0.0)
@@ -192,7 +192,7 @@ def test_two_connections_with_a_peer_are_one_peer():
     assert t.connected() == []
 
 
-def test_an_inbound_peer_without_an_address_is_forgotten_when_it_leaves():
+def test_inbound_peer_without_address_is_forgotten():
     t = table()
     t.record_connected("x", inbound=True, now=0.0)
     assert t.statistics().inbound == 1
@@ -220,7 +220,7 @@ def test_one_network_prefix_cannot_either():
     assert t.add("elsewhere", "/ip4/9.9.8.1/tcp/1", "exchange", 0.0)
 
 
-def test_a_lan_and_this_machine_are_not_prefixes_of_strangers():
+def test_lan_and_loopback_are_exempt_from_prefix_limit():
     t = table()
     for index in range(50):
         assert t.add(f"m{index}", f"/ip4/192.168.1.{index}/tcp/1", "mdns", 0.0)
@@ -239,7 +239,7 @@ def test_a_peer_keeps_the_addresses_that_work():
     assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
 
 
-def test_hearing_of_a_failing_peer_again_helps_once_a_minute():
+def test_reports_shorten_backoff_once_a_minute():
     t = table()
     t.add("x", address(0), "exchange", 0.0)
     for _ in range(4):
@@ -261,7 +261,7 @@ def test_a_peer_keeps_its_best_source():
     assert t.get("x").source == "bootstrap"
 
 
-def test_hearsay_is_dialled_but_not_passed_on():
+def test_reported_addresses_are_not_passed_on():
     t = table()
     t.record_connected("x", inbound=True, now=0.0)
     t.add("x", address(0), "exchange", 0.0)  # a liar's word
@@ -272,7 +272,7 @@ def test_hearsay_is_dialled_but_not_passed_on():
     assert t.get("x").addresses == [address(2), address(0), address(1)]
 
 
-def test_others_are_told_of_connected_peers_only_and_only_of_what_they_can_reach():
+def test_only_reachable_connected_peers_are_shared():
     t = table()
     t.add("public", address(0), "exchange", 0.0)
     t.add("here", "/ip4/127.0.0.1/tcp/1", "exchange", 0.0)
@@ -322,7 +322,7 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         assert t.next_due(now) >= 0.0
 
 
-def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_ever():
+def test_pinned_peer_is_dialled_first():
     t = table(target=1)
     for index, name in enumerate(("friend", "member", "other")):
         t.add(name, address(index), "exchange", 0.0)
@@ -343,7 +343,7 @@ def test_whom_somebody_depends_on_is_dialled_first_whatever_the_target_and_for_e
     assert t.next_due(now) == math.inf
 
 
-def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(monkeypatch):
+def test_full_table_keeps_pinned_peers(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     t = table()
     for index in range(3):
@@ -355,7 +355,7 @@ def test_a_table_that_is_full_forgets_others_before_whom_somebody_depends_on(mon
     assert t.get("p2") is None
 
 
-def test_however_many_dial_us_half_of_our_peers_are_of_our_own_choosing():
+def test_half_of_the_peers_are_outbound():
     t = table(target=16)
     for number in range(40):
         t.record_connected(f"sybil{number}", inbound=True, now=0.0)

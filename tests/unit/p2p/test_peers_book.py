@@ -47,7 +47,7 @@ def test_the_book_is_bounded_and_keeps_those_seen_last():
     assert data["peers"][0]["peer"] == peer(999)
 
 
-def test_who_is_connected_is_seen_now_however_long_ago_that_began():
+def test_connected_peers_are_saved_as_seen_now():
     t = filled(3)  # those seen last, at 2 s, first
     t.record_connected(peer(0), inbound=True, now=3.0)
     (first, *_) = json.loads(book.render(t, Reputation(), 1000.0))["peers"]
@@ -70,7 +70,7 @@ def test_who_is_connected_is_seen_now_however_long_ago_that_began():
         b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
     ],
 )
-def test_a_damaged_book_is_one_warning_and_an_empty_table(tmp_path, data, caplog):
+def test_damaged_book_is_one_warning(tmp_path, data, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(data)
     t = table()

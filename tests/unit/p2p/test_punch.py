@@ -51,7 +51,7 @@ async def called(tmp_path, **settings):
             yield relay, a, b
 
 
-async def test_a_circuit_is_replaced_by_a_direct_connection_and_requests_go_on(tmp_path):
+async def test_direct_connection_replaces_the_circuit(tmp_path):
     """At most the requests under way when the circuit was closed fail."""
     async with called(tmp_path) as (relay, a, b):
         b.requests.serve("/t/1", echo, max_request_bytes=64, max_response_bytes=64)
@@ -94,7 +94,7 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
         assert a.statistics().nat.punch.refused == 1
 
 
-def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
+def test_dialled_addresses_are_limited_in_number_and_scope():
     vantage = Address("ip4", "5.5.5.5", 1)
     told = [
         "/ip4/127.0.0.1/tcp/1",
@@ -111,7 +111,7 @@ def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
     assert dialable_targets([Multiaddr(told[2]).to_bytes()], None) == []
 
 
-async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_listen_there(tmp_path):
+async def test_listening_port_is_shared_only_for_dialling(tmp_path):
     async with host(tmp_path / "a") as a:
         own = parse(a.listen_addrs[0])[0]
         with socket.socket() as other:
@@ -127,7 +127,7 @@ async def test_we_dial_from_the_port_that_we_listen_on_and_nobody_else_can_liste
                 pass
 
 
-def test_sessions_with_one_peer_are_few_and_peers_are_not_remembered_for_ever():
+def test_sessions_per_peer_are_limited():
     allowance = SessionLimiter()
     assert [allowance.allow("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
         False

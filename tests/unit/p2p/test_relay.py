@@ -49,7 +49,7 @@ async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None
     await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
-async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
+async def test_large_request_crosses_a_relay(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
@@ -70,7 +70,7 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
         assert a.observed(b.peer_id) is None
 
 
-async def test_whoever_speaks_through_a_relay_is_let_go_by_nobody_of_the_three(tmp_path):
+async def test_relayed_connections_are_kept(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         spare = lambda network, peer: next(
             e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id
@@ -104,7 +104,7 @@ async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path)
                 await until(lambda: a.peer_id in b.connected())
 
 
-async def test_a_handler_that_raises_costs_a_relayed_peer_one_stream(tmp_path):
+async def test_handler_exception_costs_one_relayed_stream(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
@@ -137,7 +137,7 @@ async def test_who_has_not_reserved_cannot_be_called(tmp_path):
             assert relay.statistics().nat.relay.called["no_reservation"] == 1
 
 
-async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp_path):
+async def test_reservation_belongs_to_the_authenticated_peer(tmp_path):
     async with relayed(tmp_path) as (relay, a, _):
         victim = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -163,7 +163,7 @@ async def test_reservations_end_with_their_connection(tmp_path):
         await until(lambda: relay.statistics().nat.relay.reservations == 0)
 
 
-async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_when_it_returns(
+async def test_lost_relay_is_removed_and_asked_again(
     tmp_path,
 ):
     async with host(tmp_path / "relay", relay="server") as relay:
@@ -182,7 +182,7 @@ async def test_a_relay_that_leaves_is_no_address_any_more_and_is_asked_again_whe
             await until(lambda: b.statistics().nat.client.relays == [])
 
 
-async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monkeypatch):
+async def test_excess_circuit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuits=1))
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
@@ -192,7 +192,7 @@ async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monk
         assert b.peer_id in a.connected()
 
 
-async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path, monkeypatch):
+async def test_circuit_ends_at_its_byte_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=2**17))
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
@@ -218,7 +218,7 @@ async def test_a_circuit_ends_at_its_time(tmp_path, monkeypatch):
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected(), 5.0)
 
 
-async def test_a_banned_peer_does_not_come_back_through_a_relay(tmp_path):
+async def test_banned_peer_cannot_return_through_a_relay(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         for _ in range(100):
             b.rejected(a.peer_id, "seed", cost=100.0)
@@ -238,7 +238,7 @@ async def test_who_is_banned_by_the_relay_is_not_relayed(tmp_path):
             await a.nat.client.call(b.peer_id, place(relay))
 
 
-async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
+async def test_circuits_need_a_reserved_relay(tmp_path):
     async with (
         host(tmp_path / "b", relay="off") as b,
         host(tmp_path / "a", initial_peers=b.listen_addrs, relay="off") as a,
@@ -282,7 +282,7 @@ async def test_garbage_ends_its_stream_only(tmp_path, garbage):
 # -- pure
 
 
-def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
+def test_full_relay_only_renews():
     book = RelayState(RelayLimits(reservations=2, reservation_seconds=100))
     assert book.reserve("a", 0.0)
     assert book.reserve("b", 50.0)
@@ -313,7 +313,7 @@ def test_who_calls_too_often_waits():
     assert book.take_request("a", 4.0)
 
 
-def test_reservations_are_renewed_before_they_end_and_refusals_are_not_repeated_at_once():
+def test_reservations_are_renewed_and_refusals_back_off():
     plan = Reservations(random.Random(0))
     assert plan.due(["r", "s", "t"], 0.0) == "r"
     plan.granted("r", 1000.0, 0.0)
@@ -351,7 +351,7 @@ def test_a_grant_is_neither_forever_nor_over_at_once():
 # docs/networking.md should too
 
 
-async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_path):
+async def test_stock_relay_grants_all_slots_to_one_peer(tmp_path):
     limits = StockLimits(duration=60, data=2**20, max_circuit_conns=2, max_reservations=3)
     async with (
         host(tmp_path / "relay", relay="off") as relay,
@@ -383,7 +383,7 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
             assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)
 
 
-async def test_a_relay_without_budget_ends_its_circuits_and_takes_no_calls_until_it_has_some(
+async def test_relay_without_budget_ends_circuits(
     tmp_path,
 ):
     async with relayed(tmp_path) as (relay, a, b):

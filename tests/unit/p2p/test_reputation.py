@@ -11,7 +11,7 @@ def greylist(r: Reputation, peer: str, now: float) -> None:
         r.rejected(peer, "signature", now)
 
 
-def test_a_stranger_is_welcome():
+def test_unknown_peer_is_good():
     assert Reputation().standing("x", 0.0) is Standing.GOOD
     assert Reputation().score("x", 0.0) == 0.0
 
@@ -25,7 +25,7 @@ def test_rejections_greylist_then_ban():
     assert r.statistics(0.0).banned == 1
 
 
-def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
+def test_ban_lasts_a_day_then_greylists():
     r = Reputation()
     r.ban("x", 0.0)
     for _ in range(10_000):
@@ -35,7 +35,7 @@ def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
     assert r.standing("x", reputation.BAN_SECONDS + 1 + 2 * reputation.HALF_LIFE) is Standing.GOOD
 
 
-def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
+def test_greylist_has_hysteresis():
     r = Reputation()
     greylist(r, "x", 0.0)
     # above GREYLIST, below FORGIVEN
@@ -43,7 +43,7 @@ def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
     assert r.standing("x", 1.1 * reputation.HALF_LIFE) is Standing.GOOD
 
 
-def test_trust_is_slow_and_bounded_and_its_loss_is_fast():
+def test_trust_grows_slowly_and_falls_fast():
     r = Reputation()
     for _ in range(10_000):
         r.accepted("x", 0.0)
@@ -80,7 +80,7 @@ def test_a_prefix_earns_no_more_than_its_share():
     assert r.score("alone", 0.0) == reputation.BEST
 
 
-def test_bans_follow_a_prefix_to_its_newcomers_but_not_far():
+def test_bans_lower_new_peers_of_the_prefix():
     r = Reputation()
     for index in range(10):
         r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
@@ -103,7 +103,7 @@ def test_memory_is_bounded_and_keeps_the_bans():
     assert r.statistics(0.0).banned == 100
 
 
-def test_a_peer_that_moves_is_of_its_newest_network_only_and_leaves_nothing_behind():
+def test_moved_peer_counts_for_its_newest_prefix():
     r = Reputation()
     for index in range(100):
         r.set_prefix("x", f"{index}.0.0.0/24", 0.0)
@@ -132,7 +132,7 @@ def test_who_comes_back_is_no_newcomer():
     assert r.statistics(0.0).peers == 1
 
 
-def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
+def test_restart_keeps_scores_and_bans():
     before = Reputation()
     before.set_prefix("x", "9.9.9.0/24", 0.0)
     before.rejected("x", "reward", 0.0)

@@ -117,7 +117,7 @@ class Library:
 
 
 @pytest.mark.parametrize("where", ["open", "write", "read"])
-async def test_the_caller_is_back_on_time_wherever_the_peer_hangs(autojump_clock, nursery, where):
+async def test_caller_returns_at_the_deadline(autojump_clock, nursery, where):
     stream = Stuck(where)
     requests = Libp2pRequests(Host(Library(stream), nursery))
     start = trio.current_time()
@@ -152,9 +152,7 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_greetings_that_hang_hold_up_nothing_that_somebody_else_is_asked_for(
-    autojump_clock, nursery
-):
+async def test_hanging_greetings_do_not_delay_other_protocols(autojump_clock, nursery):
     class Newcomers(Library):
         async def new_stream(self, peer: object, protocols: list) -> Stuck:
             await trio.lowlevel.checkpoint()
@@ -211,9 +209,7 @@ def served(requests) -> dict[str, int]:
     return requests.statistics().served.get("/x/1", {})
 
 
-async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything(
-    autojump_clock, nursery
-):
+async def test_silent_streams_cost_other_peers_nothing(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=8)
@@ -234,9 +230,7 @@ async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything
     nursery.cancel_scope.cancel()
 
 
-async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soon(
-    autojump_clock, nursery
-):
+async def test_arriving_requests_per_peer_are_limited(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS)
@@ -251,7 +245,7 @@ async def test_a_peer_may_begin_a_few_requests_at_a_time_and_has_to_end_them_soo
     nursery.cancel_scope.cancel()
 
 
-async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_clock, nursery):
+async def test_unread_responses_leave_slots_for_others(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", large, **LIMITS, concurrent=8)
@@ -275,9 +269,7 @@ async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_cl
     nursery.cancel_scope.cancel()
 
 
-async def test_a_line_that_takes_its_time_is_no_reason_to_answer_its_peer_last(
-    autojump_clock, nursery
-):
+async def test_slow_line_does_not_count_as_slow_peer(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=4, per_peer=4)

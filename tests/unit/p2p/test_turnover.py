@@ -34,28 +34,28 @@ def connect(known, peer, *, inbound=False, now=0.0):
         known.record_dialled(peer, known.get(peer).addresses[0], now)
 
 
-def test_a_full_bootstrap_lets_its_oldest_guests_go_and_has_places_for_newcomers():
+def test_full_bootstrap_drops_its_oldest_inbound_peers():
     assert peers_to_drop(links(75), 100, 1000.0) == []
     assert peers_to_drop(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
     # whoever has just come has not been told of others yet
     assert peers_to_drop(links(80), 100, SETTLED_SECONDS) == ["p0"]
 
 
-def test_whom_something_depends_on_and_whom_we_dialled_is_kept():
+def test_needed_and_outbound_peers_are_kept():
     assert peers_to_drop(
         [*links(90, spare=False), *links(3, since=500.0, name="guest")], 100, 1000.0
     ) == ["guest0", "guest1", "guest2"]
     assert peers_to_drop(links(90, inbound=False), 100, 1000.0) == []
 
 
-def test_those_that_come_in_numbers_from_one_network_go_first():
+def test_largest_group_is_dropped_first():
     gone = peers_to_drop(
         [*links(60), *links(30, since=100.0, group="20.0.0.0/24", name="many")], 100, 1000.0
     )
     assert gone == [f"many{number}" for number in range(15)]
 
 
-def test_half_of_those_that_were_dialled_are_anchors_and_the_others_are_exchanged():
+def test_oldest_outbound_half_is_never_replaced():
     ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
     gone = {
         peer_to_replace([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)
@@ -72,7 +72,7 @@ def test_half_of_those_that_were_dialled_are_anchors_and_the_others_are_exchange
     )
 
 
-def test_a_peer_that_was_let_go_rests_while_there_are_others():
+def test_dropped_peer_cools_down():
     known = table(target=2)
     for number in range(3):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -88,7 +88,7 @@ def test_a_peer_that_was_let_go_rests_while_there_are_others():
     assert "p0" in [dial.peer for dial in known.to_dial(100.0 + peers.COOL_DOWN_SECONDS + 1)]
 
 
-def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_let_it_go():
+def test_member_with_enough_peers_redials_bootstrap_late():
     known = table(target=1)
     known.add("boot", address(0), "bootstrap", 0.0)
     known.add("p", address(1), "exchange", 0.0)
@@ -106,7 +106,7 @@ def test_a_member_with_enough_peers_does_not_run_back_to_a_bootstrap_peer_that_l
     assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
 
 
-def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_of_them():
+def test_only_outbound_peers_are_believed_once_enough():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
@@ -120,7 +120,7 @@ def test_only_whom_we_chose_ourselves_tells_us_of_others_once_there_are_enough_o
     assert not known.accepts_reports("unknown")
 
 
-def test_who_found_no_place_at_its_bootstrap_peer_does_not_ask_those_who_found_it():
+def test_rejected_newcomer_does_not_believe_inbound_peers():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)
@@ -149,7 +149,7 @@ def crowded():
     return known
 
 
-def test_whoever_dials_everybody_is_not_told_of_by_all():
+def test_peer_that_dials_all_is_not_shared_by_all():
     known = crowded()
     known.add("boot", address(200), "bootstrap", 0.0)
     told = [peer for peer, _ in known.peers_to_share(32, exclude="x", scope=PUBLIC)]
@@ -160,12 +160,12 @@ def test_whoever_dials_everybody_is_not_told_of_by_all():
     assert len(known.peers_to_share(32, exclude="x", scope=PUBLIC)) == 32  # there is nobody else
 
 
-def test_who_has_no_bootstrap_peer_is_one_and_tells_of_its_guests():
+def test_node_without_bootstrap_shares_inbound_peers():
     told = [peer for peer, _ in crowded().peers_to_share(32, exclude="x", scope=PUBLIC)]
     assert sum(peer.startswith("guest") for peer in told) > 20
 
 
-def test_a_full_table_is_a_sample_of_all_that_was_told_however_often_the_liar_repeats_itself():
+def test_full_table_is_a_uniform_sample_of_reports():
     known = table()
     for number in range(peers.MAX_PEERS):
         known.add(f"honest{number}", address(number), "exchange", 0.0)
@@ -190,13 +190,13 @@ def test_those_of_one_network_are_dialled_last():
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_of_a_crowd_larger_than_its_bootstrap_peer_has_places_hardly_anybody_is_surrounded(share):
+def test_few_nodes_are_surrounded_with_a_full_bootstrap(share):
     outcome = Swarm(Attack(nodes=160, share=share, networks=4, minutes=40, places=40)).run()
     assert outcome.surrounded < 0.05  # half of them were, once
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_nobody_is_surrounded_by_hostile_identities(share):
+def test_hostile_identities_surround_no_node(share):
     outcome = Swarm(Attack(nodes=80, share=share, networks=4, minutes=60)).run()
     assert outcome.surrounded == 0
     assert outcome.hostile_dialled < share

@@ -34,7 +34,7 @@ def front(text):
     return yaml.safe_load(head), body
 
 
-def test_the_card_says_what_was_trained_on_what() -> None:
+def test_card_lists_tasks_and_training_terms() -> None:
     head, body = front(card(TOLD, TASKS, {"training.learning_rate": 1e-5}))
     assert head["base_model"] == "Qwen/Qwen2.5-1.5B-Instruct"
     assert head["datasets"] == ["openai/gsm8k"]
@@ -52,7 +52,7 @@ def test_the_card_says_what_was_trained_on_what() -> None:
         assert value in body, value
 
 
-def test_what_is_not_known_is_said_and_a_local_base_is_no_model_of_the_hub() -> None:
+def test_card_omits_unknown_values_and_local_base() -> None:
     head, body = front(
         card(
             {**TOLD, "kind": "weights", "base": "embedded", "reward_held_out": None, "swarm": ""},
@@ -116,7 +116,7 @@ def export(tmp_path):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, export, public) -> None:
+def test_push_is_one_private_commit_by_default(ours, export, public) -> None:
     check_target("me/model")
     url = push(export, "me/model", public=public, message="step 120")
     assert url.startswith(ours.url)
@@ -133,7 +133,7 @@ def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, expo
     ("status", "why"),
     [(401, "the token is not valid"), (403, "the token has no write permission there")],
 )
-def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, status, why) -> None:
+def test_hub_refusal_is_one_line(ours, export, status, why) -> None:
     ours.status = status
     with pytest.raises(Unavailable, match=why) as raised:
         push(export, "me/model", public=False, message="")

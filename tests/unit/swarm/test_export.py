@@ -82,7 +82,7 @@ def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
 
 
-def test_an_adapter_loads_on_its_base_and_merged_without_one(tmp_path):
+def test_adapter_needs_base_and_merged_export_does_not(tmp_path):
     policy = trained(tmp_path, lora=4)
     assert export(tmp_path, lora=4).kind == "adapter"
     adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -130,7 +130,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 200])
-def test_a_damaged_state_is_said_to_be_damaged(tmp_path, damage):
+def test_damaged_state_is_reported(tmp_path, damage):
     trained(tmp_path)
     (tmp_path / "data" / "trainer" / state.FILE).write_bytes(damage)
     with pytest.raises(StateError, match="is damaged"):

@@ -41,7 +41,7 @@ def test_an_address_twice_counts_once():
         ("x" * 10_000, "something else"),
     ],
 )
-def test_a_bad_invite_is_told_what_is_wrong_with_it(text, says):
+def test_invalid_invites_are_explained(text, says):
     with pytest.raises(ConfigError, match=r"^invite: ") as raised:
         invite.parse(text)
     assert says in str(raised.value)

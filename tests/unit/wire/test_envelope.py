@@ -75,7 +75,7 @@ def test_signed_bytes_are_laid_out_as_documented():
     assert KEY.sign(laid_out) == SIGNED.signature
 
 
-def test_swarm_id_of_another_length_is_our_own_mistake():
+def test_wrong_swarm_id_length_is_a_local_error():
     with pytest.raises(ValueError):
         envelope.verify(SIGNED, DOMAIN, SWARM[:31])
 
@@ -119,7 +119,7 @@ def test_signature_is_looked_at_before_the_payload():
         ({"codec": "zstd"}, "compression"),
     ],
 )
-def test_an_envelope_that_is_not_compressed_is_signed_and_as_small_as_it_may_be(changes, reason):
+def test_uncompressed_envelope_is_minimal(changes, reason):
     frame = codec.encode(SIGNED)
     assert envelope.open_raw(frame, DOMAIN, SWARM, len(frame)) == SIGNED
     other = codec.encode(msgspec.structs.replace(SIGNED, **changes))

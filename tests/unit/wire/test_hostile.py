@@ -160,7 +160,7 @@ PATHS = [
 
 @settings(max_examples=1500, derandomize=True, database=None, deadline=None)
 @given(st.sampled_from(PATHS), VALUES)
-def test_any_value_in_any_place_is_refused_or_comes_back(path, value):
+def test_fuzzed_values_are_refused_or_round_trip(path, value):
     payload = msgpack.packb(frames.changed(frames.GROUP, path, value))
     envelope = Envelope(b"", payload, b"")
     if attempt(codec.decode_payload, envelope):
