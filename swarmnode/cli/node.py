@@ -315,7 +315,7 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
             f"the trainer goes on from step {step} when the node starts",
             json,
         )
-    found = states.states(data_dir / "trainer")
+    found = states.list_states(data_dir / "trainer")
     present = states.current_state(found)
     rows = [
         {

@@ -28,7 +28,7 @@ from swarmnode.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.membership import Draft, FoundingOptions
+    from swarmnode.swarm.membership import Draft, FoundingRequest
 
 manifest_app = App(name="manifest", help="What this node's swarm agrees on.")
 
@@ -85,17 +85,17 @@ class FoundingOptions:
     ] = False
     yes: Annotated[Flag, Parameter(help="With --successor: sign it without asking.")] = False
 
-    def checked(self, said: Mapping[str, str]) -> FoundingOptions:
+    def checked(self, said: Mapping[str, str]) -> FoundingRequest:
         """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError
         for one bound without the other."""
         from swarmnode.errors import ConfigError
-        from swarmnode.swarm.membership import FoundingOptions
+        from swarmnode.swarm.membership import FoundingRequest
 
         low, high = self.min_completions, self.max_completions
         if (low is None) != (high is None):
             raise ConfigError("init: --min-completions and --max-completions come together")
         completions = (low, high) if low is not None and high is not None else None
-        return FoundingOptions(
+        return FoundingRequest(
             self.bootstrap or (),
             self.member or (),
             self.private,

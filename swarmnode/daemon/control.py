@@ -32,9 +32,9 @@ log = structlog.get_logger("swarmnode.daemon.control")
 
 SOCKET = Path("run") / "control"
 """Path below the data directory."""
-ASK_SECONDS = 5.0
+REQUEST_TIMEOUT_SECONDS = 5.0
 """Timeout for a client's request, and for its reading of the answer."""
-ANSWER_SECONDS = 60.0
+ANSWER_TIMEOUT_SECONDS = 60.0
 """Timeout for the node's answer. The node writes a file first, on a disk that may be busy with
 gigabytes of a trainer state."""
 MESSAGE_BYTES = 4096
@@ -96,7 +96,7 @@ class Control:
         if "owner" in self._since:
             log.warning(
                 "paused by the operator",
-                since=_clock(self._since["owner"]),
+                since=_format_time(self._since["owner"]),
                 remedy="`swarmnode resume` continues",
             )
         async with trio.open_nursery() as nursery:
@@ -181,7 +181,7 @@ class Control:
         """Handle one request. The stream is then closed, or after `finish` kept open until the node
         ends."""
         request = None
-        with trio.move_on_after(ASK_SECONDS):
+        with trio.move_on_after(REQUEST_TIMEOUT_SECONDS):
             try:
                 data = b""
                 while (
@@ -252,11 +252,11 @@ def send_command(
         Refused: the node belongs to another user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ANSWER_SECONDS)
+        connection.settimeout(ANSWER_TIMEOUT_SECONDS)
         try:
             _connect(connection, data_dir)
             connection.sendall(msgspec.json.encode(Request(command)) + b"\n")
-            answer = msgspec.json.decode(_line(connection), type=Answer)
+            answer = msgspec.json.decode(_read_line(connection), type=Answer)
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             raise Unavailable(_not_running_message(data_dir)) from None
         except PermissionError:
@@ -280,7 +280,7 @@ def send_command(
 
 def _connect(connection: socket.socket, data_dir: Path) -> None:
     """Connect, waiting for a starting node, which locks its directory before it listens."""
-    deadline = time.monotonic() + ASK_SECONDS
+    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
     path, directory = socket_address(data_dir / SOCKET)
     try:
         while True:
@@ -296,7 +296,7 @@ def _connect(connection: socket.socket, data_dir: Path) -> None:
             os.close(directory)
 
 
-def _line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket) -> bytes:
     data = b""
     while (
         not data.endswith(b"\n")
@@ -317,7 +317,7 @@ def _not_running_message(data_dir: Path) -> str:
 
 
 def _wait_for_end(data_dir: Path) -> None:
-    deadline = time.monotonic() + ASK_SECONDS
+    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
     while _is_running(data_dir) and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -333,5 +333,5 @@ def _is_running(data_dir: Path) -> bool:
     return False
 
 
-def _clock(unix: float) -> str:
+def _format_time(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

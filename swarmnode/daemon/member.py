@@ -37,10 +37,10 @@ log = structlog.get_logger("swarmnode.swarm.manifest")
 
 POLL_INTERVAL = 2.0
 """Interval between checks of the connected peers and the chosen manifest."""
-ASK_SECONDS = 600.0
+QUERY_INTERVAL_SECONDS = 600.0
 """Interval between queries to the same peer, before jitter."""
 RETRY_SECONDS = 30.0
-AT_ONCE = 4
+PEERS_PER_ROUND = 4
 """Peers queried in one round."""
 
 
@@ -181,10 +181,12 @@ class Successors:
                 raise LocalError("another manifest was chosen; restarting with it")
             now = trio.current_time()
             due = {peer: due.get(peer, now) for peer in self._network.connected()}
-            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+            for peer in [peer for peer, at in due.items() if at <= now][:PEERS_PER_ROUND]:
                 answered = await self._ask(peer)
                 due[peer] = trio.current_time() + (
-                    self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS
+                    self._rng.uniform(0.5, 1.5) * QUERY_INTERVAL_SECONDS
+                    if answered
+                    else RETRY_SECONDS
                 )
             await trio.sleep(POLL_INTERVAL)
 

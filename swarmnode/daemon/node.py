@@ -100,7 +100,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             may_average=lambda: crew.may_average and not pause_flags(),
         )
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
-        link = LinkServer(data_dir, port, port.left)
+        link = LinkServer(data_dir, port, port.trainer_left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         parts = ObservedParts(
             network,

@@ -135,7 +135,7 @@ class Supervisor:
             self._write_statistics()
             self._notifier = Notifier(os.environ)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._signals)
+                nursery.start_soon(self._handle_signals)
                 nursery.start_soon(self._notify)
                 nursery.start_soon(self._control.run)
                 nursery.start_soon(self._drain_when_stopping, nursery.cancel_scope)
@@ -295,7 +295,7 @@ class Supervisor:
             )
             await trio.sleep(NOTIFY_SECONDS)
 
-    async def _signals(self) -> None:
+    async def _handle_signals(self) -> None:
         with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as received:
             async for signum in received:
                 if self._stopping.is_set() and not self._finishing:

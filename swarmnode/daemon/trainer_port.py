@@ -45,7 +45,7 @@ class TrainerPort:
         self.crew.hello(hello.pid)
         return self.welcome
 
-    def left(self) -> None:
+    def trainer_left(self) -> None:
         """Handle the disconnection of the trainer."""
         self.watch.disconnected()
         self.weight_exchange.trainer_left()

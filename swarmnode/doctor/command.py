@@ -73,8 +73,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     problem = None
     config, swarm, secret = resolved.config, bytes(SWARM_ID_BYTES), None
     try:
-        resolved = Membership(config).resolve()
-        config, swarm, secret = resolved.config, resolved.swarm or swarm, resolved.secret
+        node = Membership(config).resolve()
+        config, swarm, secret = node.config, node.swarm or swarm, node.secret
     except SwarmNodeError as error:
         problem = ConfigFacts(str(error), error.exit_code)
     sources = sorted({origin.removeprefix("environment ") for origin in resolved.origins.values()})

@@ -49,11 +49,6 @@ class TokenBucket:
         self._level = self.capacity
         self._at = now
 
-    def set_rate(self, rate: float, now: float) -> None:
-        """Change the rate. The current level stays, up to the new capacity."""
-        self.level(now)
-        self.rate, self.capacity = rate, max(rate * BURST_SECONDS, BURST_BYTES)
-
     def level(self, now: float) -> float:
         """Return the bytes that may be sent at once; negative in debt."""
         self._level = min(self.capacity, self._level + max(0.0, now - self._at) * self.rate)
@@ -125,7 +120,9 @@ class Budget:
         self._sent = self._received = 0
         self._refused: Counter[str] = Counter()
         saved = month or Month()
-        self._month = saved if saved.month == self._name(now) else Month(self._name(now))
+        self._month = (
+            saved if saved.month == self._month_name(now) else Month(self._month_name(now))
+        )
 
     def observe(self, sent: int, received: int, now: float) -> None:
         """Record the meter's totals since the process started."""
@@ -135,7 +132,11 @@ class Budget:
             self._upload.charge(more_sent, now)
         if self._download is not None:
             self._download.charge(more_received, now)
-        kept = self._month if self._month.month == self._name(now) else Month(self._name(now))
+        kept = (
+            self._month
+            if self._month.month == self._month_name(now)
+            else Month(self._month_name(now))
+        )
         self._month = Month(kept.month, kept.sent + more_sent, kept.received + more_received)
 
     def allows(self, choice: str, now: float) -> bool:
@@ -180,13 +181,15 @@ class Budget:
         # The total of an earlier month no longer counts, even if nothing was observed since the
         # month changed.
         spent = (
-            self._month.sent + self._month.received if self._month.month == self._name(now) else 0
+            self._month.sent + self._month.received
+            if self._month.month == self._month_name(now)
+            else 0
         )
         return (
             *(("quiet_hours",) if quiet else ()),
             *(("month",) if self._limit and spent >= self._limit else ()),
         )
 
-    def _name(self, now: float) -> str:
+    def _month_name(self, now: float) -> str:
         local = self._local(now)
         return f"{local.tm_year:04d}-{local.tm_mon:02d}"

@@ -92,14 +92,14 @@ class Dialer:
                         self._table.record_dialled(order.peer, address, trio.current_time())
                     else:
                         self._table.cancel_dial(order.peer)
-                    self._reached(order)
+                    self._log_reached(order)
                     return
                 except PeerError as error:
                     why = str(error)
-            self._failed(order, address, why)
+            self._log_failure(order, address, why)
         self._table.record_failed(order.peer, trio.current_time())
 
-    def _failed(self, order: Dial, address: str, why: str) -> None:
+    def _log_failure(self, order: Dial, address: str, why: str) -> None:
         """Log one warning per bootstrap address and outage. Other failures are frequent, because
         strangers report many stale addresses, and are logged at debug level."""
         if order.source == "bootstrap" and (order.peer, address) not in self._unreachable:
@@ -113,7 +113,7 @@ class Dialer:
         else:
             log.debug("dial failed: %s/p2p/%s (%s)", address, order.peer, why[:200])
 
-    def _reached(self, order: Dial) -> None:
+    def _log_reached(self, order: Dial) -> None:
         lost = {each for each in self._unreachable if each[0] == order.peer}
         if lost:
             self._unreachable -= lost

@@ -66,7 +66,7 @@ class Discovery:
             nursery.start_soon(self.exchange.run)
             nursery.start_soon(self._keep_book)
             if self._mdns is not None:
-                nursery.start_soon(self._mdns.run, self.found_nearby)
+                nursery.start_soon(self._mdns.run, self.add_from_mdns)
 
     @property
     def mdns_running(self) -> bool:
@@ -76,7 +76,7 @@ class Discovery:
         """Return the number of addresses received by peer exchange, by outcome."""
         return dict(self.exchange.learned)
 
-    def found_nearby(self, peer: str, address: str) -> None:
+    def add_from_mdns(self, peer: str, address: str) -> None:
         """Add a peer found by mDNS."""
         if self._table.add(peer, address, "mdns", trio.current_time()):
             self._on_change()

@@ -33,9 +33,9 @@ from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
-ASK_SECONDS = 120.0
+QUERY_INTERVAL_SECONDS = 120.0
 """Interval between rounds of requests, before jitter."""
-ASK_AT_ONCE = 4
+PEERS_PER_ROUND = 4
 """Peers asked in one round. Each peer is also asked right after it connects."""
 CHANGES_SECONDS = 0.5
 """Changes of own addresses within this time are sent together."""
@@ -97,15 +97,15 @@ class PeerExchange:
         )
 
     async def run(self) -> None:
-        """Ask a few connected peers every ASK_SECONDS, and after changes of own addresses, until
-        cancelled."""
+        """Ask a few connected peers every QUERY_INTERVAL_SECONDS, and after changes of own
+        addresses, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._tell_changes)
+            nursery.start_soon(self._send_address_changes)
             while True:
-                await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
+                await trio.sleep(QUERY_INTERVAL_SECONDS * self._rng.uniform(0.75, 1.25))
                 await self.ask_some(trusted_only=True)
 
-    async def _tell_changes(self) -> None:
+    async def _send_address_changes(self) -> None:
         """Ask peers when own addresses change, because a request carries them."""
         async with trio.open_nursery() as nursery:
             while True:
@@ -125,7 +125,7 @@ class PeerExchange:
             if not trusted_only or self._table.accepts_reports(peer)
         ]
         async with trio.open_nursery() as nursery:
-            for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
+            for peer in self._rng.sample(connected, min(PEERS_PER_ROUND, len(connected))):
                 nursery.start_soon(self.ask, peer)
 
     async def ask(self, peer: str) -> None:
@@ -152,7 +152,7 @@ class PeerExchange:
             return
         reporter = self._connections.vantage_address(peer)
         if reporter is not None and self._table.accepts_reports(peer):
-            self._learn(response.peers, peer, reporter)
+            self._store_response(response.peers, peer, reporter)
 
     async def greet(self, peer: str) -> None:
         """Ask a new peer, after its reachability check, because the request carries own addresses.
@@ -165,7 +165,7 @@ class PeerExchange:
         """Drop the request budget of a disconnected peer."""
         self._allowances.pop(peer, None)
 
-    def _learn(self, reported: list[PeerAddresses], peer: str, reporter: Address) -> None:
+    def _store_response(self, reported: list[PeerAddresses], peer: str, reporter: Address) -> None:
         """Add the addresses that `peer`, observed at `reporter`, reported."""
         now = trio.current_time()
         for each in reported:
@@ -177,7 +177,7 @@ class PeerExchange:
                     self.learned["malformed"] += 1
                     continue
                 if isinstance(address, Circuit):
-                    address = self._place(address, peer, reporter)
+                    address = self._correct_relay_address(address, peer, reporter)
                 if not addresses.dialable(address, reporter):
                     self.learned["out_of_reach"] += 1
                 elif self._table.add(each.peer, str(address), "exchange", now):
@@ -192,7 +192,7 @@ class PeerExchange:
         seen = self._connections.vantage_address(peer)
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
-        self._believe(peer, request.addresses, self._connections.observed(peer))
+        self._store_reported(peer, request.addresses, self._connections.observed(peer))
         good = self._table.peers_to_share(
             limits.PEERS, exclude=peer, scope=seen.scope, also=self._nat.relay_addresses
         )
@@ -203,7 +203,7 @@ class PeerExchange:
             )
         )
 
-    def _place(self, circuit: Circuit, peer: str, reporter: Address) -> Circuit:
+    def _correct_relay_address(self, circuit: Circuit, peer: str, reporter: Address) -> Circuit:
         """Replace the relay's address by the one this node knows. A relay that reports itself is at
         its observed address."""
         known = self._nat.address_of(circuit.relay)
@@ -216,7 +216,7 @@ class PeerExchange:
             known = Address(reporter.kind, reporter.host, circuit.address.port)
         return circuit if known is None else Circuit(known, circuit.relay)
 
-    def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
+    def _store_reported(self, peer: str, claimed: list[str], seen: Address | None) -> None:
         """Store the requester's own ports and relays.
 
         A port is stored with `seen`, the observed IP address of the requester; `seen` is None for a

@@ -190,15 +190,15 @@ class MdnsDiscovery:
             return
         for peer, address in found:
             if peer != self._own:
-                self._cross(peer, address)
+                self._send_to_trio(peer, address)
 
-    def _cross(self, peer: str, address: str) -> None:
+    def _send_to_trio(self, peer: str, address: str) -> None:
         self._pending += 1
         try:
-            self._token.run_sync_soon(self._arrive, peer, address)  # type: ignore[union-attr]
+            self._token.run_sync_soon(self._receive_on_trio, peer, address)  # type: ignore[union-attr]
         except trio.RunFinishedError:
             log.debug("mDNS found %s after shutdown", peer)
 
-    def _arrive(self, peer: str, address: str) -> None:
+    def _receive_on_trio(self, peer: str, address: str) -> None:
         self._pending -= 1
         self._found(peer, address)

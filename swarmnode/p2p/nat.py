@@ -100,7 +100,7 @@ class Nat:
         self.client = RelayClient(
             host,
             candidates=self._candidates,
-            needed=self._wants_relays,
+            needed=self._needs_relays,
             address_of=self.address_of,
             on_change=self._addresses_changed,
             rng=rng,
@@ -217,7 +217,7 @@ class Nat:
 
     # -- rules
 
-    def _wants_relays(self) -> bool:
+    def _needs_relays(self) -> bool:
         return self._role == "client" or (self._role == "auto" and self.reach.verdict == "private")
 
     def _candidates(self) -> list[str]:

@@ -164,11 +164,11 @@ class PeerTable:
         known = self._peers.get(peer)
         if known is None:
             prefix = parse_any(address)[0].prefix
-            if not self._room(peer, prefix, source):
+            if not self._make_room(peer, prefix, source):
                 self._refused += 1
                 return False
             self._peers[peer] = Peer(
-                peer, source, [address], due=now + self._jitter_start(source), prefix=prefix
+                peer, source, [address], due=now + self._initial_delay(source), prefix=prefix
             )
             return True
         known.source = min(known.source, source, key=SOURCES.index)
@@ -254,7 +254,7 @@ class PeerTable:
 
     def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
         """Return at most `limit` peers to dial now, and mark them as dialling. Order: pinned,
-        bootstrap, then as `_by_merit`."""
+        bootstrap, then as `_dial_order`."""
         dialling = sum(1 for each in self._peers.values() if each.dialling)
         missing = self._missing() - dialling
         due = [
@@ -262,7 +262,7 @@ class PeerTable:
             for each in self._peers.values()
             if each.due <= now and not each.dialling and not each.connections and each.addresses
         ]
-        due.sort(key=self._by_merit())
+        due.sort(key=self._dial_order())
         dials: list[Dial] = []
         for each in due:
             pinned = each.peer in self._pinned
@@ -281,7 +281,7 @@ class PeerTable:
             each.dialling = True
             missing -= 1
             self._dials += 1
-            dials.append(Dial(each.peer, _in_order(each.addresses), each.source))
+            dials.append(Dial(each.peer, _sort_addresses(each.addresses), each.source))
         return dials
 
     def next_due(self, now: float) -> float:
@@ -321,7 +321,7 @@ class PeerTable:
         known.dialling = False
         known.failures += 1
         known.worked.clear()
-        if self._hopeless(known, now):
+        if self._is_hopeless(known, now):
             self._forget(known)
         else:
             known.due = now + self._backoff(known)
@@ -332,7 +332,7 @@ class PeerTable:
         """Record a new connection. An inbound peer has no address until it reports one."""
         known = self._peers.get(peer)
         if known is None:
-            if not self._room(None, None, "exchange"):
+            if not self._make_room(None, None, "exchange"):
                 self._refused += 1
                 return
             known = self._peers[peer] = Peer(peer, "exchange", [], due=math.inf, prefix=None)
@@ -449,7 +449,7 @@ class PeerTable:
     def _outbound(self) -> int:
         return sum(1 for each in self._peers.values() if each.connections and not each.inbound)
 
-    def _by_merit(self) -> Callable[[Peer], tuple[bool, bool, bool, float, float]]:
+    def _dial_order(self) -> Callable[[Peer], tuple[bool, bool, bool, float, float]]:
         """Return the sort key for dialling: pinned peers first, then bootstrap peers, then prefixes
         and relays below their limit. Within these, the most recently seen peers come first until
         there are enough anchors, then any."""
@@ -484,7 +484,7 @@ class PeerTable:
             0.5, 1.0
         )
 
-    def _hopeless(self, known: Peer, now: float) -> bool:
+    def _is_hopeless(self, known: Peer, now: float) -> bool:
         if known.source == "bootstrap" or known.peer in self._pinned or not self.connected():
             return False
         if known.last_seen == -math.inf:
@@ -493,7 +493,7 @@ class PeerTable:
             now - known.last_seen > HOPELESS_SECONDS and known.failures >= HOPELESS_NEVER_CONNECTED
         )
 
-    def _room(self, peer: str | None, prefix: str | None, source: str) -> bool:
+    def _make_room(self, peer: str | None, prefix: str | None, source: str) -> bool:
         """Return True if one more peer may be stored, after forgetting the least useful one if the
         table is full.
 
@@ -516,7 +516,7 @@ class PeerTable:
                 return False
         if len(self._peers) < MAX_PEERS:
             return True
-        spare = [each for each in self._peers.values() if self._may_go(each)]
+        spare = [each for each in self._peers.values() if self._is_evictable(each)]
         if not spare:
             return False
         last = min(spare, key=lambda each: (each.last_seen, -self._rank(each.peer)))
@@ -535,7 +535,7 @@ class PeerTable:
             hashlib.blake2b(peer.encode(), key=self._key, digest_size=8).digest(), "big"
         )
 
-    def _may_go(self, each: Peer) -> bool:
+    def _is_evictable(self, each: Peer) -> bool:
         return (
             each.source != "bootstrap"
             and each.peer not in self._pinned
@@ -547,7 +547,7 @@ class PeerTable:
         del self._peers[known.peer]
         self._forgotten += 1
 
-    def _jitter_start(self, source: str) -> float:
+    def _initial_delay(self, source: str) -> float:
         return 0.0 if source == "bootstrap" else self._rng.uniform(0.0, 0.25)
 
     def bootstrap(self) -> list[Peer]:
@@ -561,7 +561,7 @@ def _scope(address: str) -> int:
     return parse_any(address)[0].scope
 
 
-def _in_order(known: list[str]) -> tuple[str, ...]:
+def _sort_addresses(known: list[str]) -> tuple[str, ...]:
     """Return direct addresses first, but at most DIRECT_FIRST of them before the relay
     addresses."""
     direct = [each for each in known if not is_circuit(each)]

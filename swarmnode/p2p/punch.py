@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 DCUTR = "/libp2p/dcutr"
 ROUNDS = 3
 ROUND_PAUSE_SECONDS = 1.0
-TALK_SECONDS = 10.0
-LATER_SECONDS = 0.01
+EXCHANGE_TIMEOUT_SECONDS = 10.0
+CALLED_DELAY_SECONDS = 0.01
 """Extra delay of the called peer. The caller, as the initiator, goes first: where one side has no
 router, its SYN reaches a listener, which takes the responder's role."""
 DIAL_SECONDS = 4.0
@@ -46,7 +46,7 @@ HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
 """Number of the other side's addresses that are dialled. The peer chooses them, so a larger number
 would let it direct dials at third parties."""
-AT_ONCE = 8
+MAX_CONCURRENT = 8
 SESSIONS = 6
 SESSION_SECONDS = 600.0
 """At most SESSIONS sessions with one peer in this time, whichever side starts them."""
@@ -116,7 +116,7 @@ class Puncher:
     async def upgrade(self, peer: str) -> None:
         """Try to connect directly to `peer`, which connected through a relay. Never raises for a
         fault of the peer."""
-        if peer in self._active or len(self._active) >= AT_ONCE or not self.own():
+        if peer in self._active or len(self._active) >= MAX_CONCURRENT or not self.own():
             return
         self._active.add(peer)
         try:
@@ -126,7 +126,7 @@ class Puncher:
                 if (
                     self._connections.is_direct(peer)
                     or not self._limiter.allow(peer, trio.current_time())
-                    or not await self._round(peer)
+                    or not await self._attempt(peer)
                 ):
                     break
             if self._connections.is_direct(peer):
@@ -138,22 +138,22 @@ class Puncher:
         finally:
             self._active.discard(peer)
 
-    async def _round(self, peer: str) -> bool:
+    async def _attempt(self, peer: str) -> bool:
         """Make one attempt. Returns False if another attempt is pointless."""
         try:
             (addresses, seconds), _ = await run_on_new_stream(
-                self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS
+                self._host, peer, DCUTR, self._exchange_addresses, deadline=EXCHANGE_TIMEOUT_SECONDS
             )
         except PeerError as error:
             log.debug("hole punching with %s failed: %s", peer, error)
             return False
         if not (targets := dialable_targets(addresses, self._connections.vantage_address(peer))):
             return False
-        await trio.sleep(min(seconds / 2, 1.0) + LATER_SECONDS)
+        await trio.sleep(min(seconds / 2, 1.0) + CALLED_DELAY_SECONDS)
         await self._dial_all(peer, targets, initiator=False)
         return True
 
-    async def _agree(self, stream: Stream) -> tuple[list[bytes], float]:
+    async def _exchange_addresses(self, stream: Stream) -> tuple[list[bytes], float]:
         """Return (addresses of the peer, round trip in seconds). SYNC has been sent when this
         returns."""
         await write_message(stream, self._connect_message())
@@ -171,14 +171,14 @@ class Puncher:
         # if both sides started a session, the one of the lower peer id continues
         rival = peer in self._active and self._host.peer_id < peer
         pointless = stream.relay is None or self._connections.is_direct(peer) or not self.own()
-        busy = len(self._active) >= AT_ONCE or not self._is_allowed(peer)
+        busy = len(self._active) >= MAX_CONCURRENT or not self._is_allowed(peer)
         if rival or pointless or busy or not self._limiter.allow(peer, trio.current_time()):
             self._refused += 1
             await stream.reset()
             return
         self._active.add(peer)
         try:
-            addresses = await try_on_stream(stream, self._answer, deadline=TALK_SECONDS)
+            addresses = await try_on_stream(stream, self._answer, deadline=EXCHANGE_TIMEOUT_SECONDS)
             if addresses:
                 await self._dial_all(
                     peer,

@@ -278,12 +278,12 @@ class Relay:
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         else:
             try:
-                await self._circuit(caller, called, stream)
+                await self._run_circuit(caller, called, stream)
             finally:
                 self._state.close(caller, called)
         return None
 
-    async def _circuit(self, caller: str, called: str, stream: Stream) -> None:
+    async def _run_circuit(self, caller: str, called: str, stream: Stream) -> None:
         """Call `called`, then carry bytes until either side or a limit ends the circuit."""
         call = pb.StopMessage(
             type=pb.StopMessage.CONNECT,
@@ -315,9 +315,9 @@ class Relay:
             return
         self._called["ok"] += 1
         stream.keep_connection()
-        await self._carry(stream, other)
+        await self._relay_bytes(stream, other)
 
-    async def _carry(self, one: Stream, other: Stream) -> None:
+    async def _relay_bytes(self, one: Stream, other: Stream) -> None:
         """Carry bytes both ways; returns when both streams are reset. The peers' inner handshake
         detects a truncated circuit."""
         ended = trio.Event()
@@ -330,7 +330,7 @@ class Relay:
                     left -= len(data)
                     self._bytes += len(data)
                     await self._throttle.wait(len(data))
-                    if not await self._in_budget():
+                    if not await self._wait_for_budget():
                         break
                     await sink.write(data)
             except PeerError as error:  # closed, reset, stalled or lost: the circuit ends
@@ -348,7 +348,7 @@ class Relay:
                 await one.reset()
                 await other.reset()
 
-    async def _in_budget(self) -> bool:
+    async def _wait_for_budget(self) -> bool:
         """Wait up to BUDGET_SECONDS for budget. A longer wait would make the sender drop the
         connection, and a new circuit is opened sooner."""
         with trio.move_on_after(BUDGET_SECONDS):

@@ -157,7 +157,7 @@ class RelayClient:
         self._needed = needed
         self._address_of = address_of
         self._on_change = on_change
-        self._plan = Reservations(rng)
+        self._reservations = Reservations(rng)
         self._wake = trio.Event()
         self._handshakes = 0
         self._asked = collections.Counter[str]({"ok": 0, "refused": 0})
@@ -173,17 +173,17 @@ class RelayClient:
             self._wake = trio.Event()
             if self._needed():
                 await self._reserve_due()
-            elif self._plan.valid(trio.current_time()):
-                self._plan.drop_all()
+            elif self._reservations.valid(trio.current_time()):
+                self._reservations.drop_all()
                 self._on_change()
             now = trio.current_time()
-            content = not self._needed() or self._plan.valid(now)
+            content = not self._needed() or self._reservations.valid(now)
             with trio.move_on_after(
                 max(
                     0.1,
                     min(
                         POLL_INTERVAL if content else POLL_INTERVAL_WITHOUT_RELAY,
-                        self._plan.next_due(now),
+                        self._reservations.next_due(now),
                     ),
                 )
             ):
@@ -195,39 +195,42 @@ class RelayClient:
 
     def forget_peer(self, peer: str) -> None:
         """Handle the disconnection of `peer`."""
-        if self._plan.forget_peer(peer):
+        if self._reservations.forget_peer(peer):
             self._on_change()
         self.wake()
 
     def addresses(self) -> list[Circuit]:
         """Return the current relay addresses of this node."""
         found = [
-            (relay, self._address_of(relay)) for relay in self._plan.valid(trio.current_time())
+            (relay, self._address_of(relay))
+            for relay in self._reservations.valid(trio.current_time())
         ]
         return [Circuit(address, relay) for relay, address in found if address is not None]
 
     def statistics(self) -> RelayClientStatistics:
-        valid = self._plan.valid(trio.current_time())
+        valid = self._reservations.valid(trio.current_time())
         return RelayClientStatistics(
             valid, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
         )
 
     async def _reserve_due(self) -> None:
-        while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
-            before = relay in self._plan.valid(trio.current_time())
+        while (
+            relay := self._reservations.due(self._candidates(), trio.current_time())
+        ) is not None:
+            before = relay in self._reservations.valid(trio.current_time())
             try:
                 seconds, _ = await run_on_new_stream(
-                    self._host, relay, HOP, _ask, deadline=RESERVE_SECONDS
+                    self._host, relay, HOP, _request_reservation, deadline=RESERVE_SECONDS
                 )
             except PeerError as error:
                 log.debug("no reservation with %s: %s", relay, error)
                 self._asked["refused"] += 1
-                self._plan.refused(relay, trio.current_time())
+                self._reservations.refused(relay, trio.current_time())
                 continue
             if relay not in self._candidates():  # it disconnected meanwhile
                 continue
             self._asked["ok"] += 1
-            self._plan.granted(relay, seconds, trio.current_time())
+            self._reservations.granted(relay, seconds, trio.current_time())
             if not before:
                 log.info("reachable through the relay %s", relay)
                 self._on_change()
@@ -235,7 +238,7 @@ class RelayClient:
     async def _on_stop(self, stream: Stream) -> None:
         """Handle an inbound circuit; runs as long as its connection."""
         relay = stream.peer
-        expected = relay in self._plan.valid(trio.current_time()) and stream.relay is None
+        expected = relay in self._reservations.valid(trio.current_time()) and stream.relay is None
         if not expected or self._handshakes >= CALLS:
             self._calls["refused"] += 1
             await stream.reset()
@@ -254,7 +257,7 @@ class RelayClient:
 
     async def _accept_circuit(self, relay: str, stream: Stream) -> UpgradedConnection | None:
         """Accept a circuit. Returns its connection, or None on failure."""
-        caller = await try_on_stream(stream, _accept, deadline=HANDSHAKE_SECONDS)
+        caller = await try_on_stream(stream, _accept_call, deadline=HANDSHAKE_SECONDS)
         if caller is None:
             return None
         with trio.move_on_after(HANDSHAKE_SECONDS):
@@ -292,7 +295,7 @@ class RelayClient:
         await self._host.connect_through(stream, circuit.relay, peer)
 
 
-async def _ask(stream: Stream) -> float:
+async def _request_reservation(stream: Stream) -> float:
     """Request a reservation; returns its duration in seconds."""
     await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE))
     reply = await read_message(stream, pb.HopMessage)
@@ -300,7 +303,7 @@ async def _ask(stream: Stream) -> float:
     return float(reply.reservation.expire) - time.time()
 
 
-async def _accept(stream: Stream) -> str:
+async def _accept_call(stream: Stream) -> str:
     """Accept a circuit; returns the caller's peer id as reported by the relay."""
     call = await read_message(stream, pb.StopMessage)
     if call.type != pb.StopMessage.CONNECT:

@@ -135,7 +135,7 @@ class Libp2pRequests:
                 async with contextlib.AsyncExitStack() as slots:
                     if not urgent:
                         await slots.enter_async_context(self._slots[protocol].slot(peer))
-                    slots.enter_context(self._counted())
+                    slots.enter_context(self._count_in_flight())
                     response, _ = await run_on_new_stream(
                         self._host,
                         peer,
@@ -151,7 +151,7 @@ class Libp2pRequests:
             raise
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_in_flight(self) -> Iterator[None]:
         self._in_flight += 1
         try:
             yield

@@ -43,7 +43,7 @@ EARLY_SECONDS = 60.0
 directory is often started together with the original."""
 RETRY_SECONDS = 5.0
 """Interval after a failed message (the peer may have just started) and after a first suspicion."""
-AT_ONCE = 4
+PEERS_PER_ROUND = 4
 """Peers notified in one round."""
 REMEMBER_SECONDS = 300.0
 RESERVED_SECONDS = 30.0
@@ -58,8 +58,6 @@ PEERS = 4096
 class SessionStatistics:
     answers: int
     """Answers received."""
-    witnessed: int
-    """Peers whose sessions are stored."""
     duplicates: int
     """Proofs that the key is used by another process."""
 
@@ -192,7 +190,7 @@ class Sessions:
             now = trio.current_time()
             since = {peer: since.get(peer, now) for peer in self._connected()}
             due = {peer: due.get(peer, now) for peer in since}
-            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+            for peer in [peer for peer, at in due.items() if at <= now][:PEERS_PER_ROUND]:
                 suspected = len(self._suspects)
                 early = now - since[peer] < EARLY_SECONDS
                 steady = await self.notify(peer) and len(self._suspects) == suspected and not early
@@ -261,4 +259,4 @@ class Sessions:
         )
 
     def statistics(self) -> SessionStatistics:
-        return SessionStatistics(self._answered, len(self._witness), self._duplicates)
+        return SessionStatistics(self._answered, self._duplicates)

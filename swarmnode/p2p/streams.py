@@ -122,13 +122,13 @@ class Libp2pStream:
                 await arrive.send(data)
         except StreamEnd as error:
             if self._stream.is_gone:  # the library reports a lost connection as an end, too
-                self._broken(error)
+                self._fail(error)
         except PeerError as error:
-            self._broken(error)
+            self._fail(error)
         except trio.BrokenResourceError:
             pass  # the receiver has left
         arrive.close()
-        await self._done()
+        await self._task_done()
 
     async def _write(self, leave: trio.MemoryReceiveChannel[bytes | memoryview]) -> None:
         try:
@@ -141,16 +141,16 @@ class Libp2pStream:
                 self._writing = True
                 await self._stream.finish()
         except PeerError as error:
-            self._broken(error)
+            self._fail(error)
         self._writing = False
         leave.close()
-        await self._done()
+        await self._task_done()
 
-    def _broken(self, error: PeerError) -> None:
+    def _fail(self, error: PeerError) -> None:
         log.debug("stream of %s failed: %r", self.peer, error)
         self.reset(f"broken: {error}"[:200])
 
-    async def _done(self) -> None:
+    async def _task_done(self) -> None:
         """End the stream when the second of the two tasks finishes."""
         self._running -= 1
         if not self._running:
@@ -225,10 +225,10 @@ class Libp2pStreams:
     def _track(self, stream: Stream) -> Libp2pStream:
         made = Libp2pStream(stream, self._host.nursery)
         self._open.add(made)
-        self._host.nursery.start_soon(self._forget, made)
+        self._host.nursery.start_soon(self._untrack, made)
         return made
 
-    async def _forget(self, made: Libp2pStream) -> None:
+    async def _untrack(self, made: Libp2pStream) -> None:
         await made.closed.wait()
         self._open.discard(made)
         self._stalled += made.stalled

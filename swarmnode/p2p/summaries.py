@@ -36,7 +36,7 @@ DEADLINE = 10.0
 POLL_INTERVAL = 1.0
 ROUND_SECONDS = limits.SUMMARY_SECONDS
 """Minimum interval between rounds; jitter adds up to half of it."""
-AT_ONCE = 4
+PEERS_PER_ROUND = 4
 """Peers asked in one round, least recently asked first."""
 REQUEST_BURST = 4
 """A peer may send REQUEST_BURST requests in a burst and one more per half round."""
@@ -320,7 +320,7 @@ class Summaries:
         frame = self._own.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
             for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[
-                :AT_ONCE
+                :PEERS_PER_ROUND
             ]:
                 self._asked[peer] = now
                 nursery.start_soon(self.ask, peer, frame)

@@ -31,7 +31,7 @@ def backup(data_dir: Path, file: Path) -> str:
         Unavailable: there is no key, or the file cannot be written.
         Refused: the file exists; it may be the only backup of another key.
     """
-    data = _existing(data_dir)
+    data = _read_existing(data_dir)
     _write_new(file, data)
     return peer_id_of(data, data_dir / IDENTITY)
 
@@ -75,7 +75,7 @@ def rotate(data_dir: Path) -> tuple[str, str, Path]:
         The previous peer id, the new peer id, and the path of the previous key.
     """
     with held_data_dir(data_dir):
-        former = _existing(data_dir)
+        former = _read_existing(data_dir)
         before = peer_id_of(former, data_dir / IDENTITY)
         stored_path = _store_former(data_dir, former)
         key = Ed25519PrivateKey.generate()
@@ -122,12 +122,12 @@ def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
     """
     with held_data_dir(data_dir):
         path = data_dir / IDENTITY
-        key = passphrases.open_key(_existing(data_dir), path)
+        key = passphrases.open_key(_read_existing(data_dir), path)
         _write(path, passphrases.pem(key, new()))
         return peer_id(key.public_key().public_bytes_raw())
 
 
-def _existing(data_dir: Path) -> bytes:
+def _read_existing(data_dir: Path) -> bytes:
     data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is None:
         raise Unavailable(f"there is no key in {data_dir}; `swarmnode key show` creates one")

@@ -46,7 +46,7 @@ DESCRIBE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
-class FoundingOptions:
+class FoundingRequest:
     """Options of `swarmnode init` beyond the configuration."""
 
     bootstrap: Sequence[str] = ()
@@ -102,7 +102,7 @@ class Membership:
 
     # ---- founding --------------------------------------------------------------------------------
 
-    def draft(self, options: FoundingOptions) -> Draft:
+    def draft(self, options: FoundingRequest) -> Draft:
         """Return the manifest of a swarm with this configuration. A successor keeps every term that
         the operator has not set.
 
@@ -129,7 +129,7 @@ class Membership:
             bootstrap = invites.check_addresses(list(options.bootstrap) or own, "init: --bootstrap")
             secret = self._own_secret() if options.private else None
             terms = Terms(
-                now, options.completions, bootstrap, _checked_members(options.members), secret
+                now, options.completions, bootstrap, _check_members(options.members), secret
             )
             models = [] if options.any_model else [self._describe_model()]
             return Draft(manifest.draft(self._config, founder, models, terms), None, self._config)
@@ -139,7 +139,7 @@ class Membership:
                 "init: this machine's clock is behind the signing time of the predecessor: correct"
                 " the clock"
             )
-        self._config = self._continued(options.explicit_settings, before)
+        self._config = self._successor_config(options.explicit_settings, before)
         moved = any(
             key in options.explicit_settings
             for key in ("network.listen_addrs", "network.announce_addrs")
@@ -155,12 +155,12 @@ class Membership:
             now,
             options.completions or bounds,
             invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
-            _checked_members(members),
-            self._secret_for(options, present),
+            _check_members(members),
+            self._successor_secret(options, present),
             before.swarm,
         )
         return Draft(
-            manifest.draft(self._config, founder, self._models_for(options, present), terms),
+            manifest.draft(self._config, founder, self._successor_models(options, present), terms),
             before,
             self._config,
         )
@@ -185,7 +185,9 @@ class Membership:
         self.store.choose(opened.swarm)
         return opened, make_invite(opened)
 
-    def _continued(self, explicit_settings: Collection[str], before: VerifiedManifest) -> Config:
+    def _successor_config(
+        self, explicit_settings: Collection[str], before: VerifiedManifest
+    ) -> Config:
         """Return the configuration for a successor: keys that the operator has not set keep the
         values of the manifest `before`. Raises ConfigError."""
         kept, _ = manifest.apply_terms(self._config, before)
@@ -199,7 +201,7 @@ class Membership:
             "init",
         )
 
-    def _models_for(self, options: FoundingOptions, present: SwarmManifest) -> list[ModelRef]:
+    def _successor_models(self, options: FoundingRequest, present: SwarmManifest) -> list[ModelRef]:
         """Return the models of a successor. The model is loaded and hashed again only if the
         operator has set it."""
         where = options.explicit_settings.get("policy.model") or options.explicit_settings.get(
@@ -210,7 +212,7 @@ class Membership:
             return []
         return present.models if where is None else [self._describe_model()]
 
-    def _secret_for(self, options: FoundingOptions, present: SwarmManifest) -> bytes | None:
+    def _successor_secret(self, options: FoundingRequest, present: SwarmManifest) -> bytes | None:
         """Return the secret of a successor: the present one, another with --private, none with
         --public."""
         if options.private:
@@ -226,7 +228,7 @@ class Membership:
         return secret
 
     def _describe_model(self) -> ModelRef:
-        found = self._child("swarmnode.policy.describe", DESCRIBE_SECONDS)
+        found = self._run_child("swarmnode.policy.describe", DESCRIBE_SECONDS)
         return ModelRef(
             found["name"],
             found["revision"],
@@ -339,7 +341,7 @@ class Membership:
     def _fetch(self, invite: Invite) -> tuple[VerifiedManifest, VerifiedManifest | None, str]:
         """Return (manifest, successor, own peer id) from the child, verified again in this
         process."""
-        answer = self._child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
+        answer = self._run_child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
         try:
             opened = open_manifest(bytes.fromhex(answer["manifest"]))
             successor = (
@@ -375,7 +377,7 @@ class Membership:
                 self.join(invite)
             self.store.keep_peers(invite.addresses)
         agreed, changes = manifest_store.apply_stored(self._config, trains=self._trains)
-        self._mention_successor()
+        self._log_pending_successor()
         for change in changes:
             if change.key != "swarm.id" and not change.reorders:
                 log_change = log.warning if change.overrules else log.info
@@ -388,7 +390,7 @@ class Membership:
             log.info("defaults for this model", model=agreed.policy.model, **chosen)
         return agreed
 
-    def _mention_successor(self) -> None:
+    def _log_pending_successor(self) -> None:
         """Log a warning if a successor is pending."""
         opened = manifest_store.load_current(self._data_dir)
         waiting = (
@@ -420,7 +422,7 @@ class Membership:
         """Return the configuration by the manifest that is chosen now, for a running node."""
         return manifest_store.apply_stored(self._config, trains=self._trains)[0]
 
-    def _child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
+    def _run_child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
         """Run a short-lived child and return the JSON that it printed. Its errors are raised here
         with their exit codes."""
         make_data_dir(self._data_dir)
@@ -470,7 +472,7 @@ def _write(path: Path, data: bytes) -> None:
 
 
 def _refuse_founding(
-    before: VerifiedManifest | None, founder: bytes, options: FoundingOptions
+    before: VerifiedManifest | None, founder: bytes, options: FoundingRequest
 ) -> None:
     """Check that this key may found a swarm here. `before` is the stored manifest. Raises
     ConfigError or Refused."""
@@ -493,7 +495,7 @@ def _refuse_founding(
         )
 
 
-def _checked_members(members: Sequence[str]) -> list[str]:
+def _check_members(members: Sequence[str]) -> list[str]:
     from swarmnode.p2p.addresses import check_peer_id
 
     for member in members:

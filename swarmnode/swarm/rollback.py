@@ -64,7 +64,7 @@ class StoredState:
 
 def list_states(trainer: Path) -> list[StoredState]:
     """Return all readable states in the trainer's directory, newest first."""
-    return _readable(
+    return _read_states(
         [trainer / STATE, trainer / WEIGHTS, *(trainer / HISTORY).glob("*.safetensors")]
     )
 
@@ -74,7 +74,7 @@ def used_counters(trainer: Path) -> list[StateCounters]:
     state, because peers have seen them."""
     return [
         *(kept.counters for kept in list_states(trainer)),
-        *(kept.counters for kept in _readable([trainer / DAMAGED])),
+        *(kept.counters for kept in _read_states([trainer / DAMAGED])),
     ]
 
 
@@ -96,13 +96,13 @@ def replace_damaged(trainer: Path, kept: Path) -> None:
         (trainer / DAMAGED).unlink(missing_ok=True)
         os.link(trainer / STATE, trainer / DAMAGED)
         (trainer / WEIGHTS).unlink(missing_ok=True)
-        _put_back(trainer, kept)
+        _link_as_last(trainer, kept)
         sync_directory(trainer)
     except OSError as error:
         raise Unavailable(f"cannot replace {trainer / STATE} by {kept}: {error}") from None
 
 
-def _put_back(trainer: Path, kept: Path) -> None:
+def _link_as_last(trainer: Path, kept: Path) -> None:
     """Link `kept` under the name of the last state."""
     back = trainer / f".{STATE}.back"
     back.unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def _put_back(trainer: Path, kept: Path) -> None:
     os.replace(back, trainer / STATE)
 
 
-def _readable(paths: Iterable[Path]) -> list[StoredState]:
+def _read_states(paths: Iterable[Path]) -> list[StoredState]:
     found = []
     for path in paths:
         try:

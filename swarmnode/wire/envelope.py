@@ -142,13 +142,6 @@ def peer_key(peer: str) -> bytes | None:
     return key if peer_id(key) == peer and not is_small_order(key) else None
 
 
-def signed_by(peer: str, data: bytes, signature: bytes) -> bool:
-    """Return True if the holder of `peer` has signed exactly `data`. The data itself must state its
-    purpose."""
-    key = peer_key(peer)
-    return key is not None and _is_signature(key, data, signature)
-
-
 def is_small_order(key: bytes) -> bool:
     """Return True if `key` (32 bytes) encodes a point of small order, which cannot serve as an
     identity."""

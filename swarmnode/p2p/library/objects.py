@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 from libp2p.abc import INotifee, IRawConnection, ISecureConn, ITransport
-from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.crypto.keys import PublicKey
 from libp2p.custom_types import TProtocol
 from libp2p.network.config import RetryConfig
 from libp2p.peer.id import ID
@@ -131,7 +131,6 @@ class LibraryHost(Protocol):
     """A host: streams on top of a swarm."""
 
     def get_id(self) -> ID: ...
-    def get_private_key(self) -> PrivateKey: ...
     def get_public_key(self) -> PublicKey: ...
     def get_network(self) -> Swarm: ...
     def get_peerstore(self) -> PeerStore: ...

@@ -139,7 +139,7 @@ def test_command_without_a_node_is_one_line(tmp_path, capsys, command):
 
 
 def test_node_without_control_socket_has_its_own_error(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_SECONDS", 0.2)
     lock = lock_data_dir(tmp_path)
     assert cli.run(["pause", "-d", str(tmp_path)]) == 69
     assert "has no control socket: see its log" in capsys.readouterr().err
@@ -176,13 +176,13 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
 
 
 async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_SECONDS", 0.05)
     kept = pauses.write_atomically
     async with controlled(tmp_path):
         monkeypatch.setattr(
             pauses,
             "write_atomically",
-            lambda *how: (threading.Event().wait(6 * control.ASK_SECONDS), kept(*how)),
+            lambda *how: (threading.Event().wait(6 * control.REQUEST_TIMEOUT_SECONDS), kept(*how)),
         )
         assert await said("pause", "-d", tmp_path) == 0
     assert (

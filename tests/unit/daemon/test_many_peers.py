@@ -25,7 +25,7 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.peers import MAX_PEERS
-from swarmnode.p2p.summaries import ROWS, Summaries
+from swarmnode.p2p.summaries import MAX_ROWS, Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.shelf import MOST_GROUPS
@@ -181,7 +181,7 @@ async def test_cost_per_peer_is_constant(
     assert snapshot.rollouts.admission.admitted == PEERS
     assert snapshot.network.peers.known <= MAX_PEERS
     assert len(snapshot.peers) == PEER_ROWS
-    assert len(snapshot.swarm.rows) == ROWS
+    assert len(snapshot.swarm.rows) == MAX_ROWS
     assert snapshot.rollouts.serving.shelf.groups <= MOST_GROUPS
     assert grown < (PEERS - 400) * PEER_BYTES
     assert late < 2 * early + 0.5

@@ -27,7 +27,7 @@ class Home:
         self.asked_at.append(trio.current_time())
         answers = [gateway.Gateway()]
         with suppress(Exception):  # the library's, of a refusal; the process that asks ends by it
-            answers.extend(gateway.ask(port, self.router.url))
+            answers.extend(gateway.query(port, self.router.url))
         return answers[-1]
 
     async def check(self):

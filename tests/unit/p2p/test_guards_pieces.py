@@ -49,7 +49,7 @@ def test_an_ipv6_network_of_64_bits_is_one_origin(one, other, same):
 
 def test_statistics_are_a_frozen_copy_with_every_name():
     before = guards.statistics()
-    counting.fired("write_stalled")
+    counting.count_firing("write_stalled")
     assert set(before.fired) == set(guards.NAMES)
     assert guards.statistics().fired["write_stalled"] == before.fired["write_stalled"] + 1
     with pytest.raises(AttributeError):
@@ -58,7 +58,7 @@ def test_statistics_are_a_frozen_copy_with_every_name():
 
 def test_a_name_outside_the_closed_set_is_an_error():
     with pytest.raises(KeyError):
-        counting.fired("something else")
+        counting.count_firing("something else")
 
 
 def test_sum_recounts_before_it_exceeds():

@@ -116,7 +116,7 @@ async def test_no_multicast_is_one_warning_and_no_more(peers, caplog, monkeypatc
 
 async def test_node_dials_a_peer_from_mdns(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
-        b.discovery.found_nearby(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
+        b.discovery.add_from_mdns(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
         with trio.fail_after(30):
             await b.wait_connected()
         assert b.statistics().peers.known_by_source["mdns"] == 1

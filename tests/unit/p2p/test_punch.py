@@ -137,4 +137,4 @@ def test_sessions_per_peer_are_limited():
     assert allowance.allow("a", SESSION_SECONDS)
     for number in range(2 * PEERS):
         allowance.allow(str(number), 0.0)
-    assert len(allowance._begun) == PEERS
+    assert len(allowance._started) == PEERS

@@ -287,18 +287,18 @@ def test_who_is_slow_again_is_answered_last_for_longer():
     assert not slow.has(PEER, now)
     seconds = FIRST_SECONDS
     while seconds < LONGEST_SECONDS:
-        slow.found(PEER, now)
+        slow.add(PEER, now)
         assert slow.has(PEER, now + 0.99 * seconds)
         now += seconds
         assert not slow.has(PEER, now)
         seconds *= 2
     for _ in range(3):
-        slow.found(PEER, now)
+        slow.add(PEER, now)
     assert slow.has(PEER, now + 0.99 * LONGEST_SECONDS)
     now += 2 * LONGEST_SECONDS
-    slow.found(PEER, now)
+    slow.add(PEER, now)
     assert not slow.has(PEER, now + FIRST_SECONDS)
     for number in range(MOST_SLOW):
-        slow.found(str(number), now)
+        slow.add(str(number), now)
     assert not slow.has(PEER, now)
     assert slow.has(str(MOST_SLOW - 1), now)

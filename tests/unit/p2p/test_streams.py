@@ -196,11 +196,11 @@ async def test_opening_to_an_unknown_peer_fails(tmp_path):
 async def test_pinned_peer_is_redialled_and_not_pruned(tmp_path, monkeypatch):
     monkeypatch.setattr(network_module, "TARGET_PEERS", 1)
     async with hosts(tmp_path, 2) as (server, client):
-        client.hold([server.peer_id, "not a peer id", client.peer_id])
+        client.pin([server.peer_id, "not a peer id", client.peer_id])
         tags = client.host.library.get_network().tag_store
         assert [each.to_base58() for each in tags.get_protected_peers()] == [server.peer_id]
         client.disconnect(server.peer_id)
         await until(lambda: not client.connected())
         await until(lambda: client.connected() == [server.peer_id])
-        client.hold([])
+        client.pin([])
         assert not tags.get_protected_peers()
