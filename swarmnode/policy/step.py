@@ -138,7 +138,7 @@ def _attention(
 
 
 def _normed(states: torch.Tensor, norm: Any) -> torch.Tensor:  # noqa: ANN401 - one class a model
-    """Return `norm(list_states)`: RMSNorm over the last dimension."""
+    """Return `norm(states)`: RMSNorm over the last dimension."""
     weight = norm.weight
     return functional.rms_norm(states, weight.shape, weight, norm.variance_epsilon)
 

@@ -2,7 +2,7 @@
 section 4.
 
     requester ─ ListingRequest: news since my cursor ───────▶ responder answers when it has news or
-              ◀─ ListingResponse: at most 14 Listed ────────  the patience is over
+              ◀─ ListingResponse: at most 14 groups ────────  the patience is over
               ─ GroupsRequest: at most 16 content ids ──────▶
               ◀─ GroupsResponse: envelopes up to 1 MiB ─────
 """

@@ -353,7 +353,7 @@ def test_swarmnode_admits_what_is_recorded(about, vector, monkeypatch):
     for task, turns in given.get("turns", {}).items():
         spec = dataclasses.replace(TASKS[task], turns=turns)
         monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
-    options = {"keeps_rules": rules, "chooses": given.get("chooses", False)}
+    options = {"meets_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
     )

@@ -88,7 +88,7 @@ class Node:
             case TrainerOffer():
                 self.network.offered(self, message)
             case StageStatus():
-                self.network.explicit_settings(self, message)
+                self.network.said(self, message)
             case StageFault():
                 self.faults.append(message)
                 if message.crew == self.network.crew:

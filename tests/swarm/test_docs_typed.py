@@ -169,18 +169,18 @@ class Node:
         """Wait until `told(snapshot)` of its status page."""
         late = time.monotonic() + seconds
         while time.monotonic() < late:
-            assert self._process.poll() is None, self.explicit_settings()
+            assert self._process.poll() is None, self.said()
             with suppress(OSError, ValueError, KeyError):
                 url = json.loads(self._addresses.read_text())["http"]
                 with urllib.request.urlopen(f"{url}/status?points=1", timeout=5) as answer:
                     if told(json.load(answer)["snapshot"]):
                         return self
             time.sleep(0.3)
-        raise AssertionError(self.explicit_settings())
+        raise AssertionError(self.said())
 
     def ends(self, seconds=600.0):
         """It ends well, by itself."""
-        assert self._process.wait(seconds) == 0, self.explicit_settings()
+        assert self._process.wait(seconds) == 0, self.said()
 
     def stop(self):
         """It ends well, told to."""
@@ -214,7 +214,7 @@ class World:
         self.nodes = []
         self.done, self.read = set(), set()
         self.used = set()
-        self.explicit_settings = {
+        self.said = {
             'listen_addrs=["/ip4/0.0.0.0/tcp/9512"]\' '
             '--set \'network.announce_addrs=["/ip4/203.0.113.5/tcp/9512"]': (
                 f'listen_addrs=["/ip4/127.0.0.1/tcp/{free_port()}"]'
@@ -242,7 +242,7 @@ class World:
 
     def here(self, text):
         """A text of a page as it has to be on this machine."""
-        for said, meant in self.explicit_settings.items():
+        for said, meant in self.said.items():
             if said in text:
                 self.used.add(said)
                 text = text.replace(said, meant)
@@ -277,8 +277,8 @@ def world(tmp_path_factory):
                 for line in commands(page)
                 if line.startswith("swarmnode join")
             }
-            world.explicit_settings[printed] = invite
-        world.explicit_settings["INVITE"] = invite
+            world.said[printed] = invite
+        world.said["INVITE"] = invite
         world.done.add(("founder", world.here(line)))
         world.starts("founder", "swarmnode run", stays=True).until(trains)
         yield world
@@ -363,13 +363,13 @@ def test_host_a_swarm(world):
     host = world.machine("host")
     (host.home.parent / "passphrase").write_text(PASSPHRASE)
     (host.home.parent / "passphrase").chmod(0o600)
-    world.explicit_settings["<data dir>"] = str(host.data)
+    world.said["<data dir>"] = str(host.data)
     shown = ""
     for line, written in follow(world, "docs/host-a-swarm.md"):
         if line.startswith("swarmnode key show"):
-            world.explicit_settings["<that peer id>"] = written.strip()
+            world.said["<that peer id>"] = written.strip()
         elif line.startswith("swarmnode init"):
-            world.explicit_settings["<swarm id>"] = written.strip().rpartition("/")[2]
+            world.said["<swarm id>"] = written.strip().rpartition("/")[2]
             shown = written
     page = PAGES["docs/host-a-swarm.md"].read_text()
     (example,) = re.findall(
@@ -416,4 +416,4 @@ def test_nothing_is_left_out_that_is_not_said(world):
     lines = [line for page in PAGES for line in commands(page)]
     assert all(any(re.match(pattern, line) for line in lines) for pattern in NOT_HERE)
     if world.read >= set(lines):
-        assert set(world.explicit_settings) - world.used == set()
+        assert set(world.said) - world.used == set()

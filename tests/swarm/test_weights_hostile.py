@@ -45,7 +45,7 @@ FAILED = {
     "silent": "no_payload",
     "denies": "withdrawn",
 }
-KILLED_FILE = {"no_answer": "unreachable", "other_id": "unreachable"}
+ENDED = {"no_answer": "unreachable", "other_id": "unreachable"}
 BLAMELESS = {"other_size", "not_offered", "silent", "denies", "no_answer", "flipped"}
 """What an honest partner that crashes, or has learned something else, looks like too."""
 
@@ -98,7 +98,7 @@ async def test_a_lie_changes_not_one_bit(kind, tmp_path):
         elif kind in FAILED:
             assert statistics.failures == {FAILED[kind]: 1}
         else:
-            assert statistics.outcomes[KILLED_FILE[kind]] == 1
+            assert statistics.outcomes[ENDED[kind]] == 1
         assert (score(victim, liar) < -1) == (kind not in BLAMELESS)
         assert not list((tmp_path / "0" / "weights").glob("in-*"))
 

@@ -43,7 +43,7 @@ class Trainer:
         self.active = self.running = False
         self.load = self.progress = 0
         self.scope = trio.CancelScope()
-        self.inbox, self.explicit_settings = trio.open_memory_channel[wire.ToTrainer](256)
+        self.inbox, self.said = trio.open_memory_channel[wire.ToTrainer](256)
 
     async def run(self) -> None:
         service = self.node.service
@@ -52,7 +52,7 @@ class Trainer:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._report)
             try:
-                async for message in self.explicit_settings:
+                async for message in self.said:
                     match message:
                         case wire.StageAssignment():
                             self._forget()

@@ -124,7 +124,7 @@ class Node:
             GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]),
         )
         network.rejected(peer, "malformed")
-        network.peers.disconnected(peer, now)
+        network.peers.record_disconnected(peer, now)
         if number % 32 == 0:
             self.exchange.draw(Draw(number, 8, number // 256, 4))
             await trio.lowlevel.checkpoint()

@@ -51,7 +51,7 @@ async def ask(client, server, data: bytes = b"x") -> bytes:
 
 
 def watched(stream, said):
-    """Notes in `explicit_settings` what is read from a library's stream and written to it."""
+    """Notes in `said` what is read from a library's stream and written to it."""
     read, write = stream.read, stream.write
 
     async def reading(n=None):

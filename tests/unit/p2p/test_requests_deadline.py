@@ -56,22 +56,22 @@ class Stuck:
 
 
 class Theirs:
-    """A stream of the library's that `peer` has opened: it says `explicit_settings` and no more,
+    """A stream of the library's that `peer` has opened: it says `said` and no more,
     and takes `seconds` to read whatever it is sent."""
 
     def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
         self.muxed_stream = self.muxed_conn = self.conn = self
         self.peer_id = ID.from_string(peer)
-        self.explicit_settings = said
+        self.said = said
         self.seconds = seconds
         self.heard = b""
         self.ended = trio.Event()
 
     async def read(self, n: int) -> bytes:
-        if not self.explicit_settings:
+        if not self.said:
             await self.ended.wait()
             raise ConnectionResetError
-        data, self.explicit_settings = self.explicit_settings[:n], self.explicit_settings[n:]
+        data, self.said = self.said[:n], self.said[n:]
         return data
 
     async def write(self, data: bytes) -> None:

@@ -127,7 +127,7 @@ async def test_only_the_question_that_kills_the_child_goes_without(monkeypatch):
             os.kill(self.pid, signal.SIGKILL)
         return ask(self, questions)
 
-    monkeypatch.setattr(Child, "send_command", deadly)
+    monkeypatch.setattr(Child, "ask", deadly)
     async with AsyncScorer() as scorer:
         results = await scorer.score_many([(ref(index), ["7"]) for index in range(6)])
     assert [type(result) for result in results] == [

@@ -115,7 +115,7 @@ def test_a_question_that_always_overruns_is_given_up(monkeypatch):
         os.kill(self.pid, signal.SIGSTOP)
         return ask(self, questions)
 
-    monkeypatch.setattr(Child, "send_command", stopped)
+    monkeypatch.setattr(Child, "ask", stopped)
     with Scorer(deadline=0.2) as scorer:
         with pytest.raises(ScorerFailed, match=r"no answer within 0\.2 s; killed by its client"):
             scorer.score(ref(), ["7"])
@@ -133,7 +133,7 @@ def test_only_the_question_that_kills_the_child_goes_without(scorer, monkeypatch
         return ask(self, questions)
 
     expected = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
-    monkeypatch.setattr(Child, "send_command", deadly)
+    monkeypatch.setattr(Child, "ask", deadly)
     results = scorer.score_many([(ref(index), ["7"]) for index in range(6)])
     assert isinstance(results[3], ScorerFailed)
     assert results[:3] + results[4:] == expected[:3] + expected[4:]
@@ -148,9 +148,9 @@ def test_a_response_that_does_not_fit_is_not_believed(scorer, monkeypatch):
 def test_the_childs_last_words_are_kept_but_not_many(scorer):
     with scorer._lock:
         body = b"\xc1" * 10
-        os.write(scorer._run_child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
+        os.write(scorer._child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
         with pytest.raises(Died):
-            scorer._hold(scorer._run_child._receive(), 10)
+            scorer._hold(scorer._child._receive(), 10)
         words = scorer._end()
     assert words.startswith("exit status 1: Traceback")
     assert len(words) < child_module.STDERR_BYTES + 100

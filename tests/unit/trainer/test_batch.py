@@ -10,7 +10,7 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
 from swarmnode.trainer.batch import (
-    ObservedParts,
+    Parts,
     TrainingGroup,
     assemble,
     own_group,
@@ -110,7 +110,7 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
         {},
     ]
     parts = parts_of(made_of, {"right": 3.0})
-    assert parts == ObservedParts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
+    assert parts == Parts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
     group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
     plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
     assert torch.allclose(

@@ -61,7 +61,7 @@ class Party:
         start = {name: torch.randn(shape, generator=base) for name, shape in shapes.items()}
         self.parameters = {name: torch.nn.Parameter(start[name]) for name in held}
         self.tensors = AveragedTensors(self.parameters, FRAGMENTS, threading.Lock(), LAYERS)
-        self.counters, self.probe, self.explicit_settings = Counters(step=1), Agreeable(), []
+        self.counters, self.probe, self.said = Counters(step=1), Agreeable(), []
         config = WeightsConfig(rule="gossip", fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
@@ -69,7 +69,7 @@ class Party:
             config,
             self.counters,
             directory,
-            send=self.explicit_settings.append,
+            send=self.said.append,
             probe=self.probe,
         )
         self.facts = self.replica.facts(False)
@@ -93,12 +93,12 @@ class Party:
 
     def do(self, message):
         """Hand it a message, and have everything done that follows. What it says."""
-        self.explicit_settings.clear()
+        self.said.clear()
         self.replica.receive(message)
         for _ in range(3):
-            settle(self.replica.receive, self.explicit_settings)
+            settle(self.replica.receive, self.said)
             self.replica.between_steps(True, 0.1, stepped=False)
-        return list(self.explicit_settings)
+        return list(self.said)
 
 
 def blocks_shared(one, other):
@@ -194,7 +194,7 @@ def test_what_a_partner_lacked_is_averaged_with_a_second_one_midway_to_the_next_
         whole.replica.between_steps(True, 0.1)
         asked += [
             (whole.counters.step, m.fragment, m.blocks)
-            for m in whole.explicit_settings
+            for m in whole.said
             if isinstance(m, local.OuterStepDue)
         ]
     assert asked == [(20, 1, pack({1, 5}))]
@@ -278,15 +278,15 @@ def test_an_exchange_that_would_leave_what_has_become_due_meanwhile_is_given_up(
     theirs = long.do(local.TakeSnapshot(b"t" * 16, 1, blocks))[0]
     whole.do(local.TakeSnapshot(b"t" * 16, 1, blocks))
     whole.replica.receive(local.ApplyPayload(b"t" * 16, 1, "peer", 0, theirs.path, blocks))
-    settle(whole.replica.receive, whole.explicit_settings)
+    settle(whole.replica.receive, whole.said)
     whole.counters.step, before = 32, whole.phi()
     # judged, as some of what is left; and then all of the fragment is due
     whole.replica.between_steps(True, 0.1)
     assert whole.probe.judged == ({"model.layers.3.w"},) * 2
-    settle(whole.replica.receive, whole.explicit_settings)
+    settle(whole.replica.receive, whole.said)
     whole.replica.between_steps(True, 0.1, stepped=False)
     assert moved(whole, before) == set()
-    assert whole.explicit_settings[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
+    assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
 def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
@@ -312,7 +312,7 @@ def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
     short.counters.step = 4
     short.replica.between_steps(True, 0.1)
     short.do(local.DropExchange(b"x" * 16))
-    assert not any(isinstance(message, local.OuterStepDue) for message in short.explicit_settings)
+    assert not any(isinstance(message, local.OuterStepDue) for message in short.said)
     assert (
         short.counters.outer_clocks,
         short.counters.solo_steps_total,

@@ -59,7 +59,7 @@ class Made:
     def __init__(self, directory, cfg=CFG, asking=False, probe=None, adapter=None):
         self.model = Tiny()
         self.counters = Counters(step=1)
-        self.explicit_settings = []
+        self.said = []
         self.directory = directory
         self.tensors = tensors_of(self.model, cfg)
         self.probe = (
@@ -72,7 +72,7 @@ class Made:
             cfg,
             self.counters,
             directory,
-            send=self.explicit_settings.append,
+            send=self.said.append,
             probe=self.probe,
             adapter=adapter,
         )
@@ -97,7 +97,7 @@ class Made:
         self.counters.step += 1
 
     def settle(self):
-        settle(self.replica.receive, self.explicit_settings)
+        settle(self.replica.receive, self.said)
 
     def between(self):
         """Between two steps, and until the worker has done what follows."""
@@ -125,8 +125,7 @@ class Made:
         self.fetched(partner, session, fragment)
         self.between()
         assert not any(
-            isinstance(m, local.ExchangeEnded) and m.session == session
-            for m in self.explicit_settings
+            isinstance(m, local.ExchangeEnded) and m.session == session for m in self.said
         )
 
     def solo(self, fragment):
@@ -232,7 +231,7 @@ def test_a_dropped_exchange_is_not_applied_any_more(when, made):
     assert not a.between()
     assert not a.between()
     assert identical(a.weights(), before)
-    assert (ENDED_LOCALLY in a.explicit_settings) == (when != "copied")
+    assert (ENDED_LOCALLY in a.said) == (when != "copied")
 
 
 def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_nothing_else_is_lost(
@@ -258,11 +257,11 @@ def test_of_an_exchange_that_is_dropped_before_its_turn_nothing_is_done_and_noth
     a.replica.receive(local.SoloStep(0))
     go_on.set()
     a.settle()
-    assert not a.explicit_settings
+    assert not a.said
     assert not list(a.directory.glob("*/out-*"))
     assert not a.between()
     assert a.counters.solo_steps_total == 1, "the step alone"
-    assert not a.explicit_settings
+    assert not a.said
 
 
 @pytest.mark.parametrize(
@@ -290,12 +289,12 @@ def test_a_replica_that_cannot_judge_asks_and_takes_nothing_before_the_verdict(
         for n in a.tensors.names(0)
     )
     assert not a.between()
-    a.explicit_settings.clear()
+    a.said.clear()
     a.probe.answer(losses)
-    assert not a.explicit_settings, "said between two steps only"
+    assert not a.said, "said between two steps only"
     # the worker may be done before the first or the second
     assert any([a.between(), a.between()]) == expected.committed
-    assert a.explicit_settings == [expected]
+    assert a.said == [expected]
     assert identical(a.weights(), before) != expected.committed
     assert a.replica.report().outcomes.get("probe", 0) == (expected.outcome == "probe")
 
@@ -313,7 +312,7 @@ def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
     before = a.weights()
     a.probe.answer(Losses(1.0, 0.9))
     assert not a.between()
-    assert a.explicit_settings[-1] == msgspec.structs.replace(
+    assert a.said[-1] == msgspec.structs.replace(
         ENDED_LOCALLY, outer_step=a.counters.outer_clocks[0]
     )
     assert not a.between()
@@ -332,7 +331,7 @@ def test_a_fall_of_reward_takes_the_exchange_back(made):
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert a.counters.policy_version == version + 2
-    assert a.explicit_settings[-1] == local.ExchangeReverted("peer")
+    assert a.said[-1] == local.ExchangeReverted("peer")
 
 
 @pytest.mark.parametrize(("reward", "kept"), [(0.1, False), (0.5, True)])
@@ -352,9 +351,7 @@ def test_an_exchange_is_taken_back_after_a_restart_as_it_would_have_been_without
     after = b.weights()
     assert b.replica.observe(reward) != kept
     assert identical(b.weights(), after if kept else before)
-    assert kept or (
-        identical(b.phi(), slow) and b.explicit_settings[-1] == local.ExchangeReverted("peer")
-    )
+    assert kept or (identical(b.phi(), slow) and b.said[-1] == local.ExchangeReverted("peer"))
     b.save(tmp_path / "s")
     again = made("d")
     again.load(tmp_path / "s")
@@ -395,11 +392,7 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert identical(a.phi(), slow)
-    blamed = [
-        message.peer
-        for message in a.explicit_settings
-        if isinstance(message, local.ExchangeReverted)
-    ]
+    blamed = [message.peer for message in a.said if isinstance(message, local.ExchangeReverted)]
     assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
 
 
@@ -444,9 +437,7 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     assert not a.between()
     assert identical(a.weights(), before)
     assert ENDED_LOCALLY in [
-        msgspec.structs.replace(m, peer="")
-        for m in a.explicit_settings
-        if isinstance(m, local.ExchangeEnded)
+        msgspec.structs.replace(m, peer="") for m in a.said if isinstance(m, local.ExchangeEnded)
     ]
 
 
@@ -527,7 +518,7 @@ def test_a_partner_far_behind_moves_no_weight_and_no_momentum(made):
     a.fetched(partner, b"z" * 16, peer="late")
     for _ in range(2):
         assert not a.between()
-    assert a.explicit_settings[-1].outcome == "lagging"
+    assert a.said[-1].outcome == "lagging"
     assert a.counters.outer_clocks == [101, 100]
     assert a.counters.policy_version == version
     assert identical(a.weights(), before)
@@ -561,7 +552,7 @@ def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
     before = a.weights()
     assert not a.between()
     assert identical(a.weights(), before)
-    assert msgspec.structs.replace(ENDED_LOCALLY, outer_step=1) in a.explicit_settings
+    assert msgspec.structs.replace(ENDED_LOCALLY, outer_step=1) in a.said
 
 
 def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
@@ -593,12 +584,8 @@ def test_each_fragment_is_due_once_in_sync_every_steps(made):
     for _ in range(8):
         a.step(size=0.0)
         a.replica.between_steps(True, 0.1)
-        due += [
-            (a.counters.step, m.fragment)
-            for m in a.explicit_settings
-            if isinstance(m, local.OuterStepDue)
-        ]
-        a.explicit_settings.clear()
+        due += [(a.counters.step, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue)]
+        a.said.clear()
     assert due == [(2, 0), (4, 1), (6, 0), (8, 1)]
 
 
@@ -610,14 +597,12 @@ def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, d
     a.step(size=0.0)
     a.exchange(partner, fragment=1)
     assert a.between()
-    a.explicit_settings.clear()
+    a.said.clear()
     while a.counters.step < 4:
         a.step(size=0.0)
         a.replica.between_steps(True, 0.1)
     assert [
-        (4, m.fragment)
-        for m in a.explicit_settings
-        if isinstance(m, local.OuterStepDue) and m.fragment == 1
+        (4, m.fragment) for m in a.said if isinstance(m, local.OuterStepDue) and m.fragment == 1
     ] == due
 
 
@@ -639,7 +624,7 @@ def adopt(a, other, step=30, wrong="", trained=0):
     a.replica.receive(local.AdoptState("peer", str(path), step, listed))
     a.settle()
     a.replica.between_steps(True, 0.1, stepped=False)
-    return a.explicit_settings[-1].outcome
+    return a.said[-1].outcome
 
 
 def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
@@ -734,7 +719,7 @@ def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
     assert not identical(a.weights(), before)
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
-    assert a.explicit_settings[-1].outcome == "worse"
+    assert a.said[-1].outcome == "worse"
 
 
 def test_candidates_are_connected_alike_and_have_claimed_so_lately():
