@@ -1,7 +1,7 @@
 """The redial loop: executes the decisions of the peer table until cancelled.
 
     table.to_dial ─▶ one task per peer: its addresses in turn, each with a deadline
-      ─▶ table.record_dialled | table.failed ─▶ sleep until the next dial is due
+      ─▶ table.record_dialled | record_failed ─▶ sleep until the next dial is due
 
 The library's bootstrap and auto-connector are not used: in measurements they did not recover from a
 20 s outage within 85 s.

@@ -123,7 +123,7 @@ class PeerStatistics(msgspec.Struct, frozen=True):
     refused: int = 0
     """Number of addresses dropped because a bound was reached."""
     dropped: dict[str, int] = {}
-    """Number of peers dropped for other peers, by entry of LET_GO."""
+    """Number of peers dropped for other peers, by entry of DROP_REASONS."""
 
 
 class PeerTable:

@@ -1,7 +1,7 @@
 """Circuit relay v2, server side: carries bytes between two peers that cannot reach each other.
 Wire-compatible with other libp2p implementations.
 
-    peer B ─ RESERVE ─▶ relay: B can be dialled through it for RESERVATION_SECONDS while connected
+    peer B ─ RESERVE ─▶ relay: B can be dialled through it for reservation_seconds while connected
     peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A
     then bytes flow both ways until a limit or until either side ends
 

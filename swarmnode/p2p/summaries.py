@@ -96,7 +96,7 @@ class SummaryStatistics(msgspec.Struct, frozen=True):
     """Median of the reported held-out rewards."""
     policy_version_median: float | None = None
     rows: list[ClaimStatistics] = []
-    """The latest summary of each peer: direct ones first, then by age; at most ROWS."""
+    """The latest summary of each peer: direct ones first, then by age; at most MAX_ROWS."""
     heard: dict[str, int] = {}
     """Received summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
