@@ -1,5 +1,4 @@
-"""pause, resume and finish as the command line says them to a node's supervisor, and the rules by
-which a node rests by itself."""
+"""The commands pause, resume and finish, and pauses by rule."""
 
 import json
 import os
@@ -34,7 +33,7 @@ class StillMachine(Machine):
 
 
 def listens(path):
-    """Between bind and listen the path is there and refuses."""
+    """Between bind and listen the path exists but refuses connections."""
     with (
         socket.socket(socket.AF_UNIX) as client,
         suppress(FileNotFoundError, ConnectionRefusedError),
@@ -63,7 +62,7 @@ async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noq
 
 
 async def said(*arguments):
-    """The exit code of a command that is given meanwhile."""
+    """Run a command meanwhile; returns its exit code."""
     return await trio.to_thread.run_sync(cli.run, [str(argument) for argument in arguments])
 
 
@@ -218,12 +217,12 @@ async def test_resume_reports_remaining_reasons(tmp_path, capsys):
 
 
 def last_line(capsys):
-    """Of what was printed: the log of a node in the test's own process is above it."""
+    """Return the last printed line, which follows the log of the node in this process."""
     return capsys.readouterr().out.splitlines()[-1]
 
 
 def loads(shares, limit=0.25):
-    """The states after one look every five seconds."""
+    """Return the pause states, measured every five seconds."""
     load, found = LoadAverage(), []
     for number, share in enumerate(shares):
         load = update_load(load, share, limit, 5.0 * number)

@@ -1,5 +1,4 @@
-"""Two thousand peers come and go at one real node: what it keeps, tells and does for each does not
-grow with how many there were."""
+"""Two thousand peers connect to one real node and leave; memory and time per peer stay constant."""
 
 import gc
 import os
@@ -43,18 +42,18 @@ SWARM = swarm_of("many peers")
 PEERS = 2000
 STATUS_BYTES = 128 * 1024
 PEER_BYTES = 24 * 1024
-"""Memory per peer that has ever been met: a group in the pool and on the shelf, an author, a
-summary, names and counts."""
+"""Expected memory per peer: a group in the pool and on the shelf, an author, a summary, names and
+counts."""
 
 
 def resident():
-    """Bytes of memory of this process."""
+    """Return the memory of this process in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Asked:
-    """A real host's requests, whose handlers a simulated peer calls as its stream would."""
+    """A real host's requests; simulated peers call the handlers as streams would."""
 
     def __init__(self, real):
         self.real = real
@@ -72,8 +71,7 @@ class Asked:
 
 
 class Node:
-    """The parts of a network process around one real host, without those that wait for a
-    trainer."""
+    """The parts of a network process around one real host, except those that wait for a trainer."""
 
     def __init__(self, network, key, directory):
         self.network, self.asked = network, Asked(network.requests)
@@ -102,8 +100,8 @@ class Node:
         )
 
     async def meet(self, number):
-        """A peer connects from somewhere, tells of itself and of a group, asks for all that there
-        is to ask, fails at something, goes."""
+        """Simulate a peer: connect, send a summary and a group, send every request, fail once,
+        disconnect."""
         author, now = Author(SWARM, seed=number), trio.current_time()
         peer, network = author.peer, self.network
         network.peers.add(
@@ -130,7 +128,7 @@ class Node:
             await trio.lowlevel.checkpoint()
 
     async def meet_all(self, numbers):
-        """Returns the CPU time that it took, in seconds."""
+        """Simulate many peers; returns the CPU time in seconds."""
         began = time.process_time()
         for number in numbers:
             await self.meet(number)
@@ -140,7 +138,7 @@ class Node:
         return await self.asked.handlers[protocol](peer, codec.encode(request))
 
     def samples(self):
-        """(metric, labels) of all that a scrape answers."""
+        """Return the (metric, labels) pairs of a scrape."""
         found = [
             sample
             for family in make_registry(self.observer.snapshot).collect()

@@ -1,4 +1,4 @@
-"""What real processes could not help when they were silent."""
+"""Starvation of real processes."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from swarmnode.daemon.starvation import Starvation, processor_waits, waits_for_disk
 
 READY = "import time; print(end='x', flush=True); end = time.monotonic() + 120\n"
-"""Whoever is left over when a test run is killed ends by itself."""
+"""The program ends by itself if the test run is killed."""
 SPIN = READY + "while time.monotonic() < end: pass"
 SLEEP = READY + "time.sleep(120)"
 THREAD = (
@@ -20,14 +20,14 @@ THREAD = (
 )
 VFORK = READY + "import ctypes; libc = ctypes.CDLL(None)\nif libc.vfork() == 0: libc.sleep(120)"
 GONE = 2**22 + 1
-"""No process has this id: Linux ends at 2**22."""
+"""An unused process id: Linux ends at 2**22."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
 
 
 @pytest.fixture
 def on_one_processor():
-    """Start Python programs that all have to share one processor."""
+    """Start Python programs that share one processor."""
     children = []
     processor = {min(os.sched_getaffinity(0))}
 
@@ -93,8 +93,7 @@ def test_who_waits_for_a_disk_cannot_help_it(monkeypatch):
 
 
 def test_disk_wait_is_detected(on_one_processor):
-    """A parent that has forked by vfork waits like that until its child has begun: the one way to
-    be in state D without a broken disk."""
+    """A parent waits in state D after vfork until its child starts, which needs no broken disk."""
     pid = on_one_processor(SLEEP)
     assert not waits_for_disk(pid)
     forked = on_one_processor(VFORK)

@@ -39,8 +39,7 @@ FOREVER = "while True: progress('training', 0.01); time.sleep(0.02)"
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Build a supervisor whose children run the given bodies; `pids(name)` are the children started
-    so far."""
+    """Build a supervisor whose children run `bodies`; `pids(name)` lists the started children."""
 
     def build(network=FOREVER, trainer=FOREVER, **limits):
         commands = {}
@@ -116,8 +115,8 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
     sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
 )
 async def test_starved_child_is_not_stalled(node):
-    """A quarter of a second of work between two signs of life takes a second beside three others;
-    half a second of silence is a hang."""
+    """A quarter second of work between progress lines takes a second beside three other processes;
+    half a second of silence counts as a stall."""
     processor = min(os.sched_getaffinity(0))
     others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]  # noqa: ASYNC220
     try:
@@ -320,12 +319,11 @@ CRASHES = textwrap.dedent("""
 FIRST_ONLY = (
     "if len(open(os.path.join(marks, name)).readlines()) > 1: progress('loading'); time.sleep(60)\n"
 )
-"""What is started in its place stays in loading, so that why the first one ended is still there to
-be read."""
+"""The replacement stays in loading, so that the reason of the first end remains readable."""
 
 
 async def down(node, name="trainer"):
-    """Why it is not at work, once it is not."""
+    """Return why a process is down, once it is."""
     await until(lambda: node.statistics()[name]["down"])
     return node.statistics()[name]["down"]
 

@@ -1,4 +1,4 @@
-"""What systemd is told, read from a socket as systemd would."""
+"""Messages to systemd, read from a socket like systemd's."""
 
 import os
 import signal

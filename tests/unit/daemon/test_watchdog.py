@@ -1,4 +1,4 @@
-"""The watchdog's verdicts, over injected time."""
+"""Decisions of the watchdog with injected time."""
 
 import random
 
@@ -114,7 +114,7 @@ ERROR = "crashed error=RuntimeError: The size of tensor a (131) must match 128 a
 
 
 def crashes(dog, causes, code=1, step_seconds=None, apart=1000.0):
-    """Verdicts on processes that end one after the other, far enough apart for the breaker."""
+    """Return the decisions for consecutive crashes, far enough apart for the breaker."""
     verdicts = []
     for number, cause in enumerate(causes):
         dog.started(number * apart)

@@ -1,5 +1,4 @@
-"""Both ends of the link over a real Unix socket: order, restart of either end, bad frames, a path
-that is too long."""
+"""Both ends of the link over a real Unix socket: order, restarts, bad frames, long paths."""
 
 import socket
 import struct
@@ -32,7 +31,7 @@ THEIRS = external_group("peer", 0)
 
 
 class Recorder:
-    """What the network process would do, recorded."""
+    """Records what the network process receives."""
 
     def __init__(self):
         self.seen = []

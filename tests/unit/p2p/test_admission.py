@@ -1,4 +1,4 @@
-"""Who is let in at the end of a handshake."""
+"""Admission of connections at the end of a handshake."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from swarmnode.p2p.reputation import BAN, Reputation
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A connection, as far as admission looks at it."""
+    """Connection as seen by `Admission`."""
 
     peer: str
     remote: Address | None = None

@@ -1,5 +1,5 @@
-"""What swarmnode/p2p/api.py promises, of the network in memory and of real hosts on loopback
-alike."""
+"""The contract of swarmnode/p2p/api.py, run against the network in memory and against real
+hosts."""
 
 import contextlib
 
@@ -33,7 +33,7 @@ async def on_loopback(directory):
 
 @pytest.fixture(params=[in_memory, on_loopback], ids=["memory", "libp2p"])
 def pair(request, tmp_path):
-    """A context of two connected networks."""
+    """Open two connected networks."""
     return request.param(tmp_path)
 
 

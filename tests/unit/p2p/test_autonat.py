@@ -1,4 +1,4 @@
-"""Whether we can be reached: votes, dial-backs over loopback, and who is not dialled."""
+"""Reachability: votes, dial-backs over loopback, and refused dial-backs."""
 
 import logging
 
@@ -29,7 +29,7 @@ def port_of(network):
 
 
 def listens_at(network, port):
-    """As if it listened not only on loopback."""
+    """Make the reachability check use `port` although the host listens on loopback only."""
     network.nat.reach.ports = [port]
 
 
@@ -117,7 +117,7 @@ async def test_only_the_observed_address_is_dialled_back(tmp_path):
 
 
 async def test_dial_back_needs_a_direct_connection(tmp_path):
-    """Through a relay nobody's address is known."""
+    """The address of a relayed peer is unknown."""
     async with hosts(tmp_path, 2) as (a, b):
         (connection,) = b.host.library.get_network().get_connections(ID.from_string(a.peer_id))
         connection.muxed_conn.get_remote_address = lambda: None
@@ -198,7 +198,8 @@ def test_dial_backs_per_address_are_rare():
 
 
 async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
-    """Why it is not used. When this fails, upstream dials, and docs/networking.md should say so."""
+    """Reproduces the reason for our own implementation. If it fails, upstream dials; update
+    docs/networking.md."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler
 

@@ -1,5 +1,4 @@
-"""The month's total survives the process, and a node without budget takes part no more than it can
-afford."""
+"""The monthly total survives a restart, and a node over its budget stops optional transfers."""
 
 import time
 

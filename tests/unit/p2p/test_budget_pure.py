@@ -1,4 +1,4 @@
-"""Buckets, months and quiet hours, under a clock that the test moves."""
+"""Token buckets, monthly totals and quiet hours with a fake clock."""
 
 import time
 
@@ -24,8 +24,7 @@ def paused(b, now):
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50_000)), max_size=60))
 def test_bucket_is_bounded_by_its_rate(steps):
-    """Whoever sends only above zero exceeds rate × time + capacity by at most the last thing
-    sent."""
+    """A sender that stops at level 0 exceeds rate × time + capacity by at most its last message."""
     rate, now, sent, largest = 10_000.0, 0.0, 0, 0
     bucket = TokenBucket(rate, now)
     for pause, size in steps:

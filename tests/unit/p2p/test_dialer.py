@@ -1,4 +1,4 @@
-"""The redial loop on a fake clock: trio jumps ahead whenever everybody waits."""
+"""The redial loop on a fake clock."""
 
 import logging
 import random
@@ -12,7 +12,7 @@ from swarmnode.p2p.peers import PeerTable
 
 
 class World:
-    """Peers that answer when `up`; counts what is dialled."""
+    """Fake connect function: peers in `up` answer; counts the dials."""
 
     def __init__(self, table: PeerTable) -> None:
         self.table = table

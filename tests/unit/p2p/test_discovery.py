@@ -1,5 +1,4 @@
-"""Peer exchange beyond the bootstrap list: who knows one member finds all, whoever is gone
-since."""
+"""Peer exchange: a node that knows one member finds all, even without the bootstrap peer."""
 
 import contextlib
 

@@ -1,5 +1,4 @@
-"""A port that a router forwards for hours: renewed in time, mapped anew after what happens to
-routers. A real UPnP server, a fake clock."""
+"""Port forwarding over hours with a real UPnP server and a fake clock."""
 
 import logging
 from contextlib import asynccontextmanager, suppress
@@ -14,7 +13,7 @@ HOUR = 3600.0
 
 
 class Home:
-    """A node behind a router: how it is seen, and when it asked."""
+    """A node behind a router, with its external view and the times of its requests."""
 
     def __init__(self, router):
         self.router = router
@@ -31,7 +30,7 @@ class Home:
         return answers[-1]
 
     async def check(self):
-        """A peer dials us, and comes through."""
+        """Simulate a successful dial-back."""
         self.checks += 1
         self.seen = ExternalView(self.seen.outside, private=False)
 

@@ -1,4 +1,4 @@
-"""What a router says by UPnP, of a real HTTP server that speaks it; and what that means."""
+"""UPnP queries against a real HTTP server, and their interpretation."""
 
 import json
 import subprocess

@@ -1,5 +1,5 @@
-"""Connections, streams and sockets: what a stock host leaks or lets others take, and that a guarded
-one does not."""
+"""Leaks and exhaustion of connections, streams and sockets on a stock host, and the guards against
+them."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ MB = 1_000_000
 
 
 async def visits(host, count, seconds):
-    """Sequential honest visitors with a new identity each; how many of them were served."""
+    """Connect `count` times with a new identity each; returns the number of served connections."""
     served = 0
     for _ in range(count):
         with contextlib.suppress(Exception):

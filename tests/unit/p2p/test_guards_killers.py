@@ -1,5 +1,4 @@
-"""Inputs with which any stranger ends a stock host's process; the guarded host drops them and goes
-on serving."""
+"""Inputs with which any stranger ends a stock host; a guarded host drops them and continues."""
 
 import contextlib
 
@@ -62,7 +61,7 @@ async def test_connection_task_error_ends_only_that_connection():
 
 
 async def test_unsupported_protocol_streams_are_harmless():
-    """A stock peer gossips with whoever it meets: here nobody answers it."""
+    """Drop the gossip streams that a stock peer opens."""
     with processes(guarded()) as (host,):
         async with attacker.connect(host.address, source="127.0.0.2") as peer:
             for _ in range(300):

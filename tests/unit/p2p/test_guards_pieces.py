@@ -1,4 +1,4 @@
-"""The parts of the guards that need no socket."""
+"""Parts of the guards without a socket."""
 
 import types
 

@@ -1,5 +1,4 @@
-"""Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that
-give up too soon or never."""
+"""Yamux guards: unbounded buffers, cut frames, and writers with too short or no timeouts."""
 
 import contextlib
 import functools
@@ -32,8 +31,8 @@ async def push(peer, stream, size):
 
 
 async def flood(host, size):
-    """Growth of the host's resident bytes after `size` bytes were pushed into one stream that
-    nobody reads."""
+    """Return the growth of the host's memory after `size` bytes were pushed into one unread
+    stream."""
     before = host.rss()
     async with attacker.connect(host.address) as peer:
         await push(peer, await peer.open("/test/hold/1"), size)
@@ -283,8 +282,7 @@ async def test_a_writer_without_credit_fails_in_the_end():
 
 
 class Line:
-    """A secured connection that takes so many bytes per second, after what its buffer swallows at
-    once."""
+    """A secured connection with a limited rate, after an initial buffer."""
 
     def __init__(self, rate, buffer=0):
         self.rate, self.room, self.frames = rate, buffer, []
@@ -324,7 +322,7 @@ async def test_a_fast_line_gets_long_frames(autojump_clock):
 
 
 class Pipe:
-    """One end of a socket whose buffers hold a few kilobytes."""
+    """One end of a socket with buffers of a few kilobytes."""
 
     def __init__(self, end):
         self.stream = trio.SocketStream(end)
@@ -352,8 +350,8 @@ def small_sockets():
 
 
 async def both_ways(size, streams):
-    """Both ends of a connection send `size` bytes, and open a stream again and again meanwhile;
-    when all of it has arrived."""
+    """Send `size` bytes in both directions while streams are opened; returns when all has
+    arrived."""
     guards.install()
     ends = [
         Yamux(pipe, ID(b"peer"), is_initiator=first)
@@ -394,8 +392,7 @@ async def both_ways(size, streams):
 
 
 async def test_streams_are_opened_while_both_directions_are_full():
-    """Each loop that reads waited for room in a socket that only the other one's reading could
-    make: crews on full lines broke off."""
+    """Regression: both reading loops waited for space that only the other loop could free."""
     with trio.fail_after(20):
         assert await both_ways(2_000_000, 60) == [2_000_000] * 2
 
@@ -428,7 +425,8 @@ async def test_unread_answers_are_bounded(autojump_clock):
 
 
 async def updates(host):
-    """Window updates for 200 messages of 100 bytes that the host reads one by one."""
+    """Return the number of window updates for 200 messages of 100 bytes that the host reads one by
+    one."""
     async with attacker.connect(host.address) as peer:
         stream = await peer.open("/test/sink/1")
         before = peer.window_updates

@@ -1,4 +1,4 @@
-"""Opening, closing and refusing, with real sockets on loopback."""
+"""Opening, closing and refusing connections with real sockets on loopback."""
 
 import os
 import socket
@@ -198,7 +198,7 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
 
 
 def link(network, peer):
-    """What `network` makes of its connection with `peer`, when it decides whom to let go."""
+    """Return the `PeerLink` of a connection, from which `turnover` decides."""
     return next(
         each for each in network.connections.links(lambda peer: False) if each.peer == peer.peer_id
     )
@@ -311,7 +311,7 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
 
 
 async def test_ipv6_peers_have_a_network_prefix(tmp_path):
-    """Stock: nobody's address is known, see `guards.transport`."""
+    """On a stock host the address is unknown, see `guards.transport`."""
     async with (
         host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
         host(tmp_path / "b", initial_peers=a.listen_addrs) as b,

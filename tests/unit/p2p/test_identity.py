@@ -91,8 +91,7 @@ def test_the_key_is_in_no_representation(tmp_path):
 
 @pytest.mark.parametrize("left", ["peers.json", "trainer", None])
 def test_lost_key_is_logged_once(tmp_path, left, caplog):
-    """What makes it another node to its peers is said, with what helps; a first start says
-    nothing."""
+    """A lost key is logged with its remedy; a first start logs nothing."""
     if left == "trainer":
         (tmp_path / left).mkdir()
     elif left:

@@ -1,5 +1,4 @@
-"""Requests whose protocol is proposed together with what they ask: one round trip, and no harm
-where the peer does not speak it."""
+"""Lazy negotiation: one round trip, and a clean error if the peer does not support the protocol."""
 
 import contextlib
 
@@ -22,7 +21,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 
 def knows(client, server) -> bool:
-    """Whether `server` has said that it speaks ECHO."""
+    """Return True if `server` is known to support ECHO."""
     from libp2p.peer.id import ID
 
     return bool(
@@ -34,7 +33,7 @@ def knows(client, server) -> bool:
 
 @contextlib.asynccontextmanager
 async def acquainted(directory):
-    """Two hosts of which the second knows what the first speaks."""
+    """Open two hosts of which the second knows the protocols of the first."""
     async with host(directory / "server") as server:
         server.requests.serve(ECHO, echo, **LIMITS)
         async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
@@ -51,7 +50,7 @@ async def ask(client, server, data: bytes = b"x") -> bytes:
 
 
 def watched(stream, said):
-    """Notes in `said` what is read from a library's stream and written to it."""
+    """Record the reads and writes of the library's streams in `said`."""
     read, write = stream.read, stream.write
 
     async def reading(n=None):
@@ -106,7 +105,7 @@ async def test_dropped_protocol_is_reported_and_connection_stays(tmp_path):
 )
 async def test_wrong_negotiation_is_a_peer_error(answer):
     class Odd:
-        """A stream of the library's on which the peer says `answer` and ends."""
+        """A library stream on which the peer sends `answer` and ends."""
 
         left = bytearray(answer)
 

@@ -67,7 +67,7 @@ def test_an_announcement_is_a_claim(peers):
 
 
 async def test_two_nodes_discover_each_other(peers):
-    """Real multicast DNS, on the loopback interface only."""
+    """Multicast DNS on the loopback interface."""
     heard: dict[str, dict[str, str]] = {peer: {} for peer in peers}
     found = trio.Event()
 

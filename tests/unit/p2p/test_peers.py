@@ -1,4 +1,4 @@
-"""The peer table under fake time: no sockets, no waiting."""
+"""The peer table with fake time."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from swarmnode.p2p.peers import PeerTable
 
 
 def address(index: int, port: int = 4001) -> str:
-    """A public address in a /24 of its own."""
+    """Return a public address in a /24 of its own."""
     return f"/ip4/{20 + index // 250}.{index % 250}.7.1/tcp/{port}"
 
 
@@ -84,8 +84,7 @@ def test_no_peer_is_forgotten_during_an_outage():
 
 
 def test_a_60_second_outage_of_every_peer_is_survived():
-    """Bootstrap, book and exchanged peers all vanish at 100 s and are back at 160 s: all connected
-    again within 15 s of that."""
+    """All peers vanish at 100 s and return at 160 s; every one is connected again within 15 s."""
     t = table()
     sources = {"b": "bootstrap", "k": "book", "x": "exchange", "m": "mdns"}
     for index, (peer, source) in enumerate(sources.items()):

@@ -1,5 +1,4 @@
-"""Hole punching without holes: who dials, from where, and who is refused. Through real routers:
-tests/nat."""
+"""Hole punching without NAT: direction, source port and limits. With real routers: tests/nat."""
 
 import contextlib
 import socket
@@ -27,8 +26,8 @@ from tests.support.waiting import until
 
 @contextlib.asynccontextmanager
 async def called(tmp_path, **settings):
-    """(relay, a, b): a has called b through the relay; both tell their listen addresses, as if a
-    router showed them there."""
+    """Open (relay, a, b): a has dialled b through the relay; both advertise their listening
+    addresses."""
     async with host(tmp_path / "relay", relay="server") as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
         async with (
@@ -52,7 +51,7 @@ async def called(tmp_path, **settings):
 
 
 async def test_direct_connection_replaces_the_circuit(tmp_path):
-    """At most the requests under way when the circuit was closed fail."""
+    """Only requests that were pending when the circuit was closed may fail."""
     async with called(tmp_path) as (relay, a, b):
         b.requests.serve("/t/1", echo, max_request_bytes=64, max_response_bytes=64)
         failed = after = 0

@@ -1,4 +1,4 @@
-"""Real hosts on loopback that talk through a relay: reservations, calls, limits, bans."""
+"""Real hosts on loopback that connect through a relay: reservations, circuits, limits, bans."""
 
 import contextlib
 import random
@@ -27,8 +27,8 @@ NAME = "/test/relay/1"
 
 @contextlib.asynccontextmanager
 async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **settings):
-    """(relay, a, b): b has reserved with the relay; nobody has heard of anybody else, because their
-    swarms differ."""
+    """Open (relay, a, b): b has a reservation; the swarms differ, so that no peer exchange
+    happens."""
     async with host(tmp_path / "relay", relay="server", **settings) as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
         async with (

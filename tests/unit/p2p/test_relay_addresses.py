@@ -1,4 +1,4 @@
-"""Places at relays: as text, in the peer table, and in peer exchange."""
+"""Circuit addresses as text, in the peer table and in peer exchange."""
 
 import random
 
@@ -82,9 +82,8 @@ def test_working_circuit_proves_no_relay_address():
 
 
 async def ask(one, other, told):
-    """The peers that `other` tells `one`, which tells `told` of itself. One question of a peer is
-    answered at a time: where `one` is asking by itself just now, as it does when it has connected,
-    it asks again."""
+    """Return the peers that `other` sends to `one`, which reports `told` for itself. Retries,
+    because a peer has one exchange at a time."""
     data = codec.encode(PeersRequest(bytes(32), told))
     limit = limits.PEERS_RESPONSE_BYTES
     with trio.fail_after(60):
@@ -100,7 +99,7 @@ async def ask(one, other, told):
 
 
 async def test_undialled_relay_is_not_passed_on(tmp_path):
-    """Else one liar could send the swarm to any address, as a relay's."""
+    """Otherwise one liar could direct the swarm at any address by calling it a relay."""
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: len(a.connected()) == 2 and a.nat.address_of(c.peer_id) is not None)
         await ask(
@@ -120,7 +119,7 @@ async def test_undialled_relay_is_not_passed_on(tmp_path):
 
 
 async def test_relay_without_address_uses_its_observed_one(tmp_path):
-    """But only as long as it speaks of itself."""
+    """Only for the relay's own address."""
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
         told = {

@@ -21,7 +21,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 
 def streams(network, peer: str) -> int:
-    """Application streams that `network` still keeps of its connection with `peer`."""
+    """Return the open application streams between `network` and `peer`."""
     kept = [
         each.get_streams()
         for each in network.host.library.get_network().get_connections(ID.from_string(peer))
@@ -78,7 +78,7 @@ async def test_silent_peer_costs_only_the_deadline(tmp_path):
 
 
 async def test_expired_deadline_is_a_timeout(tmp_path):
-    """A turn may come in the moment in which the deadline passes."""
+    """Regression: a slot may become free at the moment of the deadline."""
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         for urgent in (True, False):

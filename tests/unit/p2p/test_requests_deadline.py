@@ -1,5 +1,4 @@
-"""Deadlines of requests, ours and theirs, on a fake clock, with streams that hang in ways a real
-peer can bring about."""
+"""Deadlines of inbound and outbound requests on a fake clock, with hanging streams."""
 
 from collections import Counter
 
@@ -27,8 +26,8 @@ LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 class Stuck:
-    """A stream of the library's, on a connection whose peer stopped reading: every operation waits,
-    reset included."""
+    """A library stream on a connection whose peer stopped reading: every operation hangs, including
+    reset."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -56,8 +55,7 @@ class Stuck:
 
 
 class Theirs:
-    """A stream of the library's that `peer` has opened: it says `said` and no more,
-    and takes `seconds` to read whatever it is sent."""
+    """A library stream opened by `peer`: it sends `said` and takes `seconds` to read a response."""
 
     def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
         self.muxed_stream = self.muxed_conn = self.conn = self
@@ -88,7 +86,7 @@ class Theirs:
 
 
 class Library:
-    """A host of the library's, connected with everybody."""
+    """A library host that is connected with every peer."""
 
     def __init__(self, stream: Stuck | None = None) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""Long-lived streams between two real hosts on loopback: whole, patient, cancellable, bounded."""
+"""Long-lived streams between two real hosts: integrity, waiting, cancellation, limits."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ PROTOCOL = "/test/stream/1"
 
 @contextlib.asynccontextmanager
 async def joined(directory, *, per_peer=4):
-    """Two hosts and a stream from the second to the first: (server, client, its end, our end)."""
+    """Open two hosts and a stream between them: (server, client, server's end, client's end)."""
     arrived = []
     async with hosts(directory, 2) as (server, client):
         server.streams.serve(PROTOCOL, arrived.append, concurrent=8, per_peer=per_peer)
@@ -76,8 +76,7 @@ async def test_both_ways_at_once_and_an_end_each(tmp_path):
 
 
 async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
-    """Longer than the guards let other writers wait for credit, which is why the stream brings
-    patience of its own."""
+    """Longer than WINDOW_STALL_SECONDS, so the stream must raise its own patience."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with joined(tmp_path) as (server, client, theirs, ours):
 

@@ -1,5 +1,4 @@
-"""Summaries of other nodes: what is kept of them, what a liar can fill, and what they tell about
-our clock."""
+"""Summaries of other nodes: storage, limits against liars, and the clock offset."""
 
 import itertools
 import random
@@ -51,7 +50,7 @@ def take(claims, signer="p", at=NOW, by=None, now=NOW, **changes):
 
 
 class Wire:
-    """Requests without a network: what was asked, and answers to give."""
+    """Requests without a network: records requests and returns prepared responses."""
 
     def __init__(self, answers=()):
         self.asked = []

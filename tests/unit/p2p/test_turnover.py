@@ -1,5 +1,4 @@
-"""Whom a node lets go of, whom it meets instead, and what many hostile identities make of it.
-Pure."""
+"""Dropped and replaced peers, and the effect of many hostile identities. Pure."""
 
 import math
 import random
@@ -138,7 +137,7 @@ def test_rejected_newcomer_does_not_believe_inbound_peers():
 
 
 def crowded():
-    """A table with eight peers of its own choosing, and ninety guests."""
+    """Return a table with eight outbound and ninety inbound peers."""
     known = table()
     for number in range(8):
         known.add(f"ours{number}", address(number), "exchange", 0.0)

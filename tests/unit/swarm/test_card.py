@@ -1,4 +1,4 @@
-"""The model card of an export, and its way to the Hub: a Hub of our own on loopback answers."""
+"""The model card of an export and its upload to a fake Hub on loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported loads with transformers alone and says the same as the trained policy."""
+"""An export loads with transformers alone and computes the same as the trained policy."""
 
 import json
 import os
@@ -23,7 +23,7 @@ IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
 
 def trained(tmp_path, lora: int = 0) -> Policy:
-    """A policy whose weights have moved, saved as the trainer saves it."""
+    """Save a changed policy as the trainer does."""
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "devices": "cpu"}))
     config = Config.model_validate({"policy": {"lora": {"r": lora}}})
@@ -45,14 +45,14 @@ def trained(tmp_path, lora: int = 0) -> Policy:
 
 
 def command(tmp_path, *arguments):
-    """The whole of `swarmnode export`, which starts a process: seconds."""
+    """Run `swarmnode export` as a process; takes seconds."""
     return cli.run(
         ["export", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data"), *arguments]
     )
 
 
 def export(tmp_path, lora=0, merge=False):
-    """What that process does."""
+    """Run the child's work in this process."""
     config = Config.model_validate(
         {"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}}
     )

@@ -1,4 +1,4 @@
-"""The invite string: what is accepted, and what each mistake is told."""
+"""Accepted invites and the errors for invalid ones."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Backing up, bringing in and replacing a node's key."""
+"""Backup, import and replacement of a node's key."""
 
 import os
 

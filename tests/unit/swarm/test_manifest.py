@@ -1,4 +1,4 @@
-"""What a manifest says, what stands against honouring it, and what it makes of a configuration."""
+"""Content of a manifest, reasons against honouring it, and its effect on a configuration."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The manifests in a data directory: chains, choices, damage."""
+"""The manifests in a data directory: successors, choice, damage."""
 
 import pytest
 from structlog.testing import capture_logs

@@ -1,4 +1,4 @@
-"""Decoding: what comes back, what is refused, and that nothing but BadMessage gets out."""
+"""Decoding: results, refusals, and that only BadMessage is raised."""
 
 import msgspec
 import pytest
@@ -58,7 +58,7 @@ def test_payload_limit_holds_for_what_was_decompressed():
 
 
 def test_field_at_its_default_must_still_be_sent():
-    """Otherwise one group would have two encodings, and two content ids."""
+    """Otherwise one group would have two encodings and two content ids."""
     assert (
         reason_of(
             codec.decode,
@@ -120,7 +120,7 @@ def test_response_with_the_most_groups_fits_its_cap():
 
 
 def test_stack_overflow_in_decoder_is_a_bad_message(monkeypatch):
-    """No message of today nests deeply enough; one of tomorrow might."""
+    """No present message nests deeply enough; a future one might."""
 
     class Deep:
         def decode(self, data):

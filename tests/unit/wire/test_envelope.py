@@ -105,7 +105,7 @@ def test_seal_compresses_only_what_gets_shorter(ids, kept_as):
 
 
 def test_signature_is_looked_at_before_the_payload():
-    """Else a forger could have another peer blamed for garbage."""
+    """Otherwise a forger could make another peer appear to send garbage."""
     forged = codec.encode(msgspec.structs.replace(SIGNED, payload=b"\xc1"))
     with pytest.raises(BadMessage, match="signature"):
         envelope.unseal(forged, DOMAIN, SWARM, limits.GROUP_BYTES)

@@ -1,4 +1,4 @@
-"""Each check of one value, on both sides of each of its bounds."""
+"""Every check of a single value on both sides of its bounds."""
 
 import math
 
@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
 
 
 def reason(check, *arguments):
-    """Why `check` refuses, None where it does not."""
+    """Return the reason for which `check` refuses; None if it accepts."""
     try:
         check(*arguments)
     except BadMessage as error:
