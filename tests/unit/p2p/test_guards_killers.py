@@ -61,7 +61,7 @@ async def test_connection_task_error_ends_only_that_connection():
 
 
 async def test_unsupported_protocol_streams_are_harmless():
-    """Drop the gossip streams that a stock peer opens."""
+    """A stock peer opens gossip streams to every node; no handler answers them here."""
     with processes(guarded()) as (host,):
         async with attacker.connect(host.address, source="127.0.0.2") as peer:
             for _ in range(300):

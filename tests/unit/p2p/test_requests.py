@@ -21,7 +21,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 
 def streams(network, peer: str) -> int:
-    """Return the open application streams between `network` and `peer`."""
+    """Count the open application streams between `network` and `peer`."""
     kept = [
         each.get_streams()
         for each in network.host.library.get_network().get_connections(ID.from_string(peer))
