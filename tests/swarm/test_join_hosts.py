@@ -165,7 +165,7 @@ async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(
 
             async def run():
                 if moves:
-                    with pytest.raises(LocalError, match="starting again"):
+                    with pytest.raises(LocalError, match="restarting"):
                         await following.run()
                 else:
                     await following.run()

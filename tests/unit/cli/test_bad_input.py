@@ -327,7 +327,7 @@ def test_a_directory_of_one_swarm_is_not_taken_to_another(node, capsys, words):
     invite = f"{ADDRESS}/swarm/{other.swarm.hex()}"
     before = tree(node)
     assert typed(words.format(invite=invite, file=manifest_of(node.parent, other)), node) == 77
-    one_line(capsys, "this data directory belongs to swarm 'test'", "another --data-dir")
+    one_line(capsys, "belongs to swarm 'test'", "another --data-dir")
     assert tree(node) == before
 
 
