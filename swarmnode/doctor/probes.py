@@ -46,7 +46,7 @@ from swarmnode.doctor.checks import (
 )
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import address, client
-from swarmnode.p2p.gateway import Gateway, kind_of
+from swarmnode.p2p.gateway import Gateway, classify_address
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import server_of
 
@@ -126,10 +126,10 @@ def key(path: Path) -> KeyFacts:
     from swarmnode.p2p import passphrase
 
     try:
-        if locked(path) and passphrase.given() is None:
+        if locked(path) and passphrase.from_environment() is None:
             return KeyFacts(str(path), "good", mode)  # the node asks for it at its start
         loaded = serialization.load_pem_private_key(
-            data, password=passphrase.given() if locked(path) else None
+            data, password=passphrase.from_environment() if locked(path) else None
         )
     except (ValueError, TypeError, SwarmNodeError) as error:
         return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
@@ -147,7 +147,7 @@ def own_peer(data_dir: Path) -> str:
 
     file = data_dir / "identity.key"
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, SwarmNodeError):
-        given = passphrase.given() if locked(file) else None
+        given = passphrase.from_environment() if locked(file) else None
         key = load_pem_private_key(file.read_bytes()[:4097], password=given)
         return peer_id(key.public_key().public_bytes_raw())  # type: ignore[union-attr]
     place = address.read_address(data_dir)
@@ -247,7 +247,7 @@ def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
         found = Gateway()
     if not found.outside and (carrier := next((ip for ip in carrier_addresses() if ip), "")):
         return RouterFacts(True, "carrier", carrier)
-    return RouterFacts(True, kind_of(found.outside, observed), found.outside)
+    return RouterFacts(True, classify_address(found.outside, observed), found.outside)
 
 
 def carrier_addresses() -> list[str]:
@@ -258,7 +258,7 @@ def carrier_addresses() -> list[str]:
         for interface in psutil.net_if_addrs().values()
         for address in interface
         if address.family == socket.AF_INET
-        and kind_of(address.address) == "carrier"
+        and classify_address(address.address) == "carrier"
         and address.netmask != "255.255.255.255"
     ]
 

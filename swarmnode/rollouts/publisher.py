@@ -55,7 +55,7 @@ class Publisher:
     ) -> None:
         self._own_peer = own_peer
         self._credentials = credentials
-        self._keeps_rules = rules.is_allowed
+        self._meets_rules = rules.meets_rules
         self._rate = rate
         self._pace = Signer(own_peer, rate, clock())
         self._allows = allows
@@ -114,7 +114,7 @@ class Publisher:
         spec = TASKS.get(own.task.id)
         if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
             return "invalid"
-        if not self._keeps_rules(group):  # sampled before the manifest changed
+        if not self._meets_rules(group):  # sampled before the manifest changed
             return "invalid"
         if len(codec.encode(group)) > limits.GROUP_BYTES:
             group = without_token_ids(group)

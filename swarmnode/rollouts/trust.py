@@ -71,7 +71,7 @@ class Authors:
 
     def trust(self, peer: str) -> float:
         """Return the weight of the groups of `peer` in a draw, 0 to 1; 0 for a greylisted peer."""
-        if not self._network.welcome(peer):
+        if not self._network.is_allowed(peer):
             return 0.0
         score = self._network.score(peer)
         return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)

@@ -341,7 +341,7 @@ class StageService:
             self._partners.add(members)
         if members != self._kept_connections:
             self._kept_connections = members
-            self._network.hold(members)
+            self._network.pin(members)
         return answer
 
     def _notify_trainer(self, message: wire.ToTrainer) -> None:
@@ -375,7 +375,7 @@ class StageService:
     async def _tick(self) -> None:
         while True:
             self._pause_or_resume()
-            heard = {peer: self._network.heard(peer) for peer in self._kept_connections}
+            heard = {peer: self._network.last_received(peer) for peer in self._kept_connections}
             self._handle(wire.ClockTick({peer: at for peer, at in heard.items() if at is not None}))
             if self._state.phase == Phase.RUNNING and self._progress.stalled(_now()):
                 log.error("trainer has work and does none, restarting")

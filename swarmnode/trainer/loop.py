@@ -37,8 +37,8 @@ from swarmnode.process import Progress
 from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
-from swarmnode.swarm.manifest import members_choose
-from swarmnode.swarm.manifest_store import stored
+from swarmnode.swarm.manifest import members_choose_difficulty
+from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
@@ -90,7 +90,7 @@ class Trainer:
                 another model's.
         """
         config = self._config
-        opened = stored(config.node.data_dir)
+        opened = load_current(config.node.data_dir)
         shared_a = shares_a(config.policy.lora, config.weights)
         devices = choose_devices(config, self._loading)
         policy = open_policy(
@@ -168,7 +168,9 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        choose = members_choose(stored(config.node.data_dir), config.task.names, training.options)
+        choose = members_choose_difficulty(
+            load_current(config.node.data_dir), config.task.names, training.options
+        )
         self._questions = Questions(
             config.task.names, counters, choose, "curriculum" in training.options
         )
@@ -473,7 +475,7 @@ class Loop:
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
     """Go on behind every number that this node may have used: whole, as a head and beside a stage
     it is one peer with one series."""
-    known = [*rollback.numbers_used(trainer), *rollback.numbers_used(trainer / HEAD)]
+    known = [*rollback.used_counters(trainer), *rollback.used_counters(trainer / HEAD)]
     if known:
         counters.sequence = (
             max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN

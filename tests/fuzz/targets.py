@@ -36,8 +36,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
-from swarmnode.wire.session import open_session
-from swarmnode.wire.summary import open_summary
+from swarmnode.wire.signed import open_session, open_summary
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes
 
@@ -140,7 +139,7 @@ def stocked() -> shelf.Shelf:
         frame = AUTHOR.frame(group := AUTHOR.group(sequence, NOW))
         content, author = envelope.content_id(frame), envelope.peer_key(AUTHOR.peer) or b""
         listed = (content, author, group.task.id, group.created_at, len(frame), 0.5)
-        stock.put(frame, listings.Listed(*listed))
+        stock.put(frame, listings.ListedGroup(*listed))
     return stock
 
 

@@ -312,7 +312,7 @@ def example_at(t: float) -> NodeSnapshot:
                 outbound=connected - min(1, connected // 2),
                 dials=9,
                 dial_failures=4,
-                let_go={"exchanged": 6, "full": 2},
+                dropped={"exchanged": 6, "full": 2},
             ),
             requests=RequestStatistics(
                 requests={

@@ -143,7 +143,7 @@ class Party:
         network: Any = SimpleNamespace(
             peer_id=name,
             connected=lambda: [peer for peer in parties if peer != name],
-            welcome=lambda peer: True,
+            is_allowed=lambda peer: True,
             accepted=self.accepted.append,
             rejected=lambda peer, reason, cost=10.0: self.rejected.append((peer, reason)),
             bulk=SimpleNamespace(deadline=lambda peer, size: LEASE_SECONDS / 2),

@@ -359,7 +359,7 @@ async def test_a_member_is_refused_where_the_crew_says_otherwise(tmp_path, other
         await refused(networks[0], networks[1].peer_id, said(ca, **other))
         assert b.statistics().refused == {reason: 1}
         assert b.statistics().parked == 0
-        assert networks[1].welcome(networks[0].peer_id)
+        assert networks[1].is_allowed(networks[0].peer_id)
 
 
 async def test_a_stranger_gets_no_stream_whatever_it_says(tmp_path):

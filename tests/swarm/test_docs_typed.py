@@ -71,7 +71,10 @@ OWNERS = {
 """Machine that a part is about otherwise."""
 
 ANSWERS = {
-    "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
+    "swarmnode key passphrase": [
+        ("new passphrase", PASSPHRASE),
+        ("repeat the passphrase", PASSPHRASE),
+    ],
     "swarmnode init --successor": [("[y/N]", "y")],
 }
 """Questions of a command, and what is typed then."""

@@ -202,7 +202,7 @@ def test_what_a_founder_said_is_kept_and_the_directory_is_in_the_command_that_is
 def test_a_child_that_brings_back_another_manifest_is_not_believed(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded(name="another"))
     assert join(tmp_path, founded()) == 77
-    assert "not that of the invite" in refusal(capsys)
+    assert "does not belong to the invite" in refusal(capsys)
     assert ManifestStore(tmp_path).current() is None
 
 

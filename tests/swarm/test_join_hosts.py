@@ -23,7 +23,7 @@ from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import codec, limits
 from swarmnode.wire.messages import Envelope, Session, SessionResponse
-from swarmnode.wire.session import seal_session
+from swarmnode.wire.signed import seal_session
 from tests.support.hosts import host
 from tests.support.manifests import CONFIG, founded, succeeding
 from tests.support.waiting import until
@@ -87,7 +87,7 @@ async def test_a_peer_with_something_else_is_refused_and_told_apart(
 async def test_a_bootstrap_that_is_not_the_peer_it_claims_is_refused(tmp_path):
     async with host(tmp_path / "a") as a:
         where = serving(a).listen_addrs[0].partition("/p2p/")[0]
-        with pytest.raises(Refused, match="not the one that the invite names"):
+        with pytest.raises(Refused, match="different peer answers"):
             await join.fetch(
                 JOINER, Invite((f"{where}/p2p/{NOWHERE.rpartition('/')[2]}",), FIRST.swarm), None
             )
@@ -165,7 +165,7 @@ async def test_a_running_node_hears_of_a_successor_and_moves_by_policy_only(
 
             async def run():
                 if moves:
-                    with pytest.raises(LocalError, match="starting again"):
+                    with pytest.raises(LocalError, match="restarting"):
                         await following.run()
                 else:
                     await following.run()
@@ -220,7 +220,7 @@ async def test_of_two_processes_with_one_key_the_later_one_ends_and_the_other_go
                 await later.notify(a.peer_id)
             assert raised.value.exit_code == 77
             await made["b"].notify(a.peer_id)  # goes on
-            assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
+            assert (made["b"].statistics().duplicates, later.statistics().duplicates) == (1, 1)
 
 
 async def test_who_has_just_connected_is_told_more_often(autojump_clock):
@@ -261,16 +261,19 @@ async def test_a_session_of_an_earlier_run_is_no_twin(tmp_path):
         )
         own, earlier, other = a.peer_id, bytes(16), bytes([1]) * 16
         assert not any(
-            sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000)
+            sessions.is_duplicate(own, Session(earlier, 0, at))
+            for at in (900_000, 999_999, 1_000_000)
         )
         # the clock was set back, it issues no more
-        assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
-        assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [
+        assert not any(sessions.is_duplicate(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
+        assert [
+            sessions.is_duplicate(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)
+        ] == [
             False,
             True,
         ]
         assert not any(
-            sessions.is_twin("somebody else", Session(other, 0, at))
+            sessions.is_duplicate("somebody else", Session(other, 0, at))
             for at in (1_000_001, 1_000_002)
         )
 
@@ -310,7 +313,7 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
         for frame in issued:
             told[:] = [frame]
             assert await later.notify("peer")
-        assert later.statistics().twins == 0
+        assert later.statistics().duplicates == 0
     # a copy of the directory that runs beside it is found all the same
     shutil.copy(tmp_path / "session-stamp", tmp_path / "copied")
     issued.clear()
@@ -334,7 +337,7 @@ async def test_a_clock_that_was_ahead_in_an_earlier_run_ends_no_later_one(tmp_pa
         # both started at the same time, so that the session ids decide which one ends
         with contextlib.suppress(Refused):
             await original.notify("peer")
-    assert original.statistics().twins == 1
+    assert original.statistics().duplicates == 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1" * 400, "\u0663", "12\n13"])

@@ -33,7 +33,7 @@ async def test_a_full_bootstrap_peer_lets_newcomers_in_and_they_find_others(tmp_
             return all(others - {networks[0].peer_id} for others in met.values())
 
         await until(all_met_others)
-        assert networks[0].statistics().peers.let_go["full"] > 0
+        assert networks[0].statistics().peers.dropped["full"] > 0
 
 
 async def test_nodes_of_different_swarms_do_not(tmp_path):

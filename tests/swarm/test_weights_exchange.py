@@ -344,4 +344,4 @@ async def test_who_is_far_ahead_is_mixed_with_and_who_is_far_behind_is_only_serv
         )
         assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
-        assert a.network.welcome(b.network.peer_id)
+        assert a.network.is_allowed(b.network.peer_id)

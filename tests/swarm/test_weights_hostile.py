@@ -144,7 +144,7 @@ async def test_a_liar_is_no_candidate_in_the_end(tmp_path, monkeypatch):
             victim.counters.outer_clocks[0] = 1
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
-        assert not victim.network.welcome(peer)
+        assert not victim.network.is_allowed(peer)
         assert victim.service.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
 

@@ -172,7 +172,7 @@ class Node:
             self.key,
             self.swarm,
             network.connected,
-            welcome=network.welcome,
+            is_allowed=network.is_allowed,
             clock=self.clock,
             rng=own(),
         )

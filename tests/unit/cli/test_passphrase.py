@@ -80,7 +80,7 @@ def test_a_passphrase_that_is_typed_twice_locks_the_file_and_typed_once_opens_it
     monkeypatch.delenv(VARIABLE)
     typing("another one altogether")
     assert key(tmp_path, "show") == 77
-    assert "that is not the passphrase" in capsys.readouterr().err
+    assert "wrong passphrase" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mode", "code"), [(0o440, 0), (0o444, 77), (0o460, 77)])
@@ -104,7 +104,7 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
     assert (
-        f"has a passphrase: say it in {VARIABLE}, or name a file that holds it in {FILE_VARIABLE}"
+        f"has a passphrase: set {VARIABLE}, or the path of a file that holds it in {FILE_VARIABLE}"
         in capsys.readouterr().err
     )
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "none"))
@@ -139,7 +139,7 @@ def test_without_it_nothing_starts_and_nothing_changes(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith(f"name a file that holds it in {FILE_VARIABLE}")
+        .endswith(f"or the path of a file that holds it in {FILE_VARIABLE}")
     )
     assert (tmp_path / "identity.key").read_bytes() == before
     assert not (tmp_path / "manifest").exists()
@@ -169,7 +169,7 @@ def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(
     ("arguments", "typed", "code", "says"),
     [
         ([], ["short", "short"], 78, "at least 12 characters"),
-        ([], [WORDS, WORDS + "."], 78, "two different passphrases"),
+        ([], [WORDS, WORDS + "."], 78, "the two passphrases differ"),
         (["--new-file", "{tmp}/none"], [], 78, "no such file"),
         (["--new-file", "{tmp}/none", "--remove"], [], 78, "which?"),
     ],

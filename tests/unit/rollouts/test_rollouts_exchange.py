@@ -69,7 +69,7 @@ async def test_a_difficulty_is_taken_where_members_choose_it_and_a_seed_is_of_on
     nursery, autojump_clock, chooses, outcome
 ):
     """The builtin tasks have one difficulty, so that no scorer can ask for another."""
-    rules = GroupRules(BUILTIN_TASKS, members_choose=chooses)
+    rules = GroupRules(BUILTIN_TASKS, members_choose_difficulty=chooses)
     swarm = await PullSwarm(1, rules=rules).start(nursery)
     holder, author = Holder(swarm.medium), Author(SWARM, seed=78)
     for sequence, name in enumerate(BUILTIN_TASKS):
