@@ -135,7 +135,7 @@ class SimHost:
 
     async def close_peer(self, peer: str) -> None:
         await trio.lowlevel.checkpoint()
-        for connection in self._network.connections.of(peer):
+        for connection in self._network.connections.with_peer(peer):
             await connection.close()
 
 
@@ -295,7 +295,7 @@ class SimNetwork:
 
     def connection(self, peer: str) -> SimConnection:
         """Raises PeerError."""
-        for each in self.connections.of(peer):
+        for each in self.connections.with_peer(peer):
             if not each.is_closed and isinstance(each, SimConnection):
                 return each
         raise PeerError(f"{peer} is not connected")
@@ -320,7 +320,7 @@ class SimNetwork:
 
     async def _connect(self, peer: str, text: str) -> bool:
         """See `dialer.Connect`."""
-        if self.connections.of(peer):
+        if self.connections.with_peer(peer):
             return False
         address, _ = parse(text)
         here, there, wires = str(self.address), str(address), self.medium.wires
@@ -335,7 +335,7 @@ class SimNetwork:
             await trio.sleep_forever()
         if other.peer_id != peer:
             raise WrongPeer(f"{other.peer_id} answers there")
-        if self.connections.of(peer):
+        if self.connections.with_peer(peer):
             return False
         if not other.alive or not self.alive:
             raise PeerError("gone")
@@ -490,7 +490,7 @@ class SimRequests:
             outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
         back = [
             each
-            for each in self._network.connections.of(peer)
+            for each in self._network.connections.with_peer(peer)
             if isinstance(each, SimConnection) and each.link is connection.link
         ]
         if back:
@@ -622,7 +622,7 @@ class SimBulk:
                         result = error
                     back = [
                         e
-                        for e in other.connections.of(network.peer_id)
+                        for e in other.connections.with_peer(network.peer_id)
                         if isinstance(e, SimConnection) and e.link is connection.link
                     ]
                     if back:
