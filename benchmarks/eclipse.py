@@ -17,8 +17,8 @@ import msgspec
 
 from benchmarks import report
 from swarmnode.p2p import turnover
-from swarmnode.p2p.peers import LetGo, PeerTable
-from swarmnode.p2p.turnover import Link
+from swarmnode.p2p.peers import DropReason, PeerTable
+from swarmnode.p2p.turnover import PeerLink
 
 TARGET = 16
 ROUND_SECONDS = 120.0
@@ -52,7 +52,7 @@ class Attack:
 @dataclass
 class Node:
     table: PeerTable
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, PeerLink] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Swarm:
             asked = [
                 other
                 for other in self.nodes[number].links
-                if self.nodes[number].table.heeds(self.names[other])
+                if self.nodes[number].table.accepts_reports(self.names[other])
             ]
             for other in self.rng.sample(asked, min(ASKED, len(asked))):
                 self._ask(number, other)
@@ -137,9 +137,9 @@ class Swarm:
         for dial in table.to_dial(self.now, 8):
             other = self.number_of[dial.peer]
             if other in self.nodes[number].links or not self._connect(number, other):
-                table.failed(dial.peer, self.now)
+                table.record_failed(dial.peer, self.now)
             else:
-                table.dialed_ok(dial.peer, dial.addresses[0], self.now)
+                table.record_dialled(dial.peer, dial.addresses[0], self.now)
                 self._ask(number, other)
 
     def _connect(self, dialling: int, dialled: int) -> bool:
@@ -153,17 +153,17 @@ class Swarm:
             ):
                 return False
             self._link(dialled, dialling, inbound=True)
-            there.table.claim(self.names[dialling], self.address(dialling), self.now)
+            there.table.add_self_reported(self.names[dialling], self.address(dialling), self.now)
         if dialling in self.nodes:
             self._link(dialling, dialled, inbound=False)
         return True
 
     def _link(self, here: int, other: int, *, inbound: bool) -> None:
         node = self.nodes[here]
-        node.links[other] = Link(
+        node.links[other] = PeerLink(
             self.names[other], inbound, self.now, self.prefix(other), spare=other != 0
         )
-        node.table.connected_to(self.names[other], inbound=inbound, now=self.now)
+        node.table.record_connected(self.names[other], inbound=inbound, now=self.now)
         if other < self.honest:
             self.met[here].add(other)
 
@@ -171,14 +171,14 @@ class Swarm:
         for here, there in ((one, other), (other, one)):
             if here in self.nodes and there in self.nodes[here].links:
                 del self.nodes[here].links[there]
-                self.nodes[here].table.disconnected(self.names[there], self.now)
+                self.nodes[here].table.record_disconnected(self.names[there], self.now)
 
     def _ask(self, number: int, other: int) -> None:
         if other < self.honest:
             told = [
                 (peer, where[0])
-                for peer, where in self.nodes[other].table.good(
-                    TOLD, apart_from=self.names[number], scope=2
+                for peer, where in self.nodes[other].table.peers_to_share(
+                    TOLD, exclude=self.names[number], scope=2
                 )
             ]
         else:
@@ -190,19 +190,19 @@ class Swarm:
             self.nodes[number].table.add(peer, where, "exchange", self.now)
 
     def _make_room(self, number: int) -> None:
-        for peer in turnover.make_room(
+        for peer in turnover.peers_to_drop(
             self.nodes[number].links.values(), self.attack.places, self.now
         ):
-            self._let_go(number, peer, "full")
+            self._drop(number, peer, "full")
 
     def _exchange(self, number: int) -> None:
         node = self.nodes[number]
-        peer = turnover.exchanged(node.links.values(), TARGET, self.now, self.rng)
-        if peer is not None and node.table.has_others(self.now):
-            self._let_go(number, peer, "exchanged")
+        peer = turnover.peer_to_replace(node.links.values(), TARGET, self.now, self.rng)
+        if peer is not None and node.table.has_fresh_peers(self.now):
+            self._drop(number, peer, "exchanged")
 
-    def _let_go(self, number: int, peer: str, why: LetGo) -> None:
-        self.nodes[number].table.rest(peer, self.now, why)
+    def _drop(self, number: int, peer: str, why: DropReason) -> None:
+        self.nodes[number].table.cool_down(peer, self.now, why)
         self._cut(number, self.number_of[peer])
 
     def _restart(self, number: int) -> None:

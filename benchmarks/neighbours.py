@@ -23,7 +23,7 @@ from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.wire import codec
 from swarmnode.wire.envelope import content_id, peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
-from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest
+from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest
 
 STEP_SECONDS = 30.0
 """Length of a round."""
@@ -81,7 +81,7 @@ class PullSwarm(Swarm):
                         content, node.peer, rollout, one.prompt, one.rewards, staleness=0
                     )
                     key = node.key.public_key().public_bytes_raw()
-                    listed = Listed(
+                    listed = ListedGroup(
                         content,
                         key,
                         one.ref.id,
@@ -94,7 +94,7 @@ class PullSwarm(Swarm):
         if not self.trace.tokens:
             self._exchange()  # before the first draw
 
-    def _pull(self, member: _Member) -> list[tuple[Listed, bytes, str]]:
+    def _pull(self, member: _Member) -> list[tuple[ListedGroup, bytes, str]]:
         puller, now = member.puller, self.now
         while peers := puller.polls_due(member.neighbours, now, member.seen.__contains__):
             for peer in peers:

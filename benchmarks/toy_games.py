@@ -1,5 +1,5 @@
-"""Two games for `benchmarks.episodes`, as an operator writes them: a function of the seed that
-returns the first text and a step function."""
+"""Games for `benchmarks.episodes`, as an operator writes them: a function of the seed that returns
+the first text and a step function, or a class whose methods are tools."""
 
 from __future__ import annotations
 
@@ -39,18 +39,29 @@ def frozen_lake(seed: int) -> tuple[str, Step]:
     return f"Cross the lake.\n{shown()}", step
 
 
-def guess(seed: int, high: int = 30) -> tuple[str, Step]:
-    """A number from 1 to `high`, of which a guess is told whether it is too low."""
-    secret = random.Random(seed).randint(1, high)
+class Guess:
+    """A number of two digits, one guess, and a tool that tells the number: a class as TRL's
+    `environment_factory` takes it. To be learnt is to use the tool and what it returned."""
 
-    def step(action: str) -> tuple[str, float, bool]:
-        if not action.strip().isdecimal() or not 1 <= int(action) <= high:
-            return "no number", 0.0, False
-        if int(action) == secret:
-            return "right", 1.0, True
-        return ("higher" if int(action) < secret else "lower"), 0.0, False
+    def reset(self, seed: int, **row: object) -> str:
+        self._secret, self._guessed = random.Random(seed).randint(10, 99), 0
+        return "Guess a number."
 
-    return f"A number from 1 to {high}?", step
+    def look(self) -> int:
+        """Look at the number."""
+        return self._secret
+
+    def guess(self, number: int) -> str:
+        """Guess the number. The first guess counts.
+
+        Args:
+            number: The guess.
+        """
+        self._guessed = self._guessed or number
+        return "right" if self._guessed == self._secret else "wrong"
+
+    def get_reward(self) -> float:
+        return float(self._guessed == self._secret)
 
 
 def flood(seed: int) -> tuple[str, Step]:

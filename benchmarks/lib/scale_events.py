@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 
-from swarmnode.p2p.liveness import SILENT_SECONDS
+from swarmnode.p2p.turnover import SILENT_SECONDS
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.rollouts.offers import Pull
 from swarmnode.rollouts.pool import Pool
@@ -33,7 +33,7 @@ from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.trainer.judge import reserve
 from swarmnode.wire import codec
 from swarmnode.wire.limits import PATIENCE_SECONDS
-from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
 from swarmnode.wire.messages import RolloutGroup, SamplingParams, TaskRef
 
 SWARM = hashlib.blake2b(b"benchmarks.scale", digest_size=32).digest()
@@ -179,7 +179,7 @@ class Node:
             width = 0.5 if self.kind else self.rng.uniform(0.1, 0.5)
             rewards = [0.5, 0.5] if self.kind == FLAT else [0.5 - width, 0.5 + width]
             group = self.world.publish(self, rewards)
-            about = Listed(
+            about = ListedGroup(
                 group.content,
                 self.key,
                 "rg/chain_sum",

@@ -27,7 +27,7 @@ from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -169,7 +169,7 @@ def _fill(shelf: Shelf, size: int) -> list[bytes]:
         key = envelope.peer_key(author.peer)
         assert key is not None
         content = envelope.content_id(frames[-1])
-        listed = Listed(
+        listed = ListedGroup(
             content, key, made.task.id, made.created_at, len(frames[-1]), spread(REWARDS)
         )
         shelf.put(frames[-1], listed)

@@ -124,7 +124,7 @@ def by_manifest(resolved: Resolved) -> Resolved:
     from swarmnode.swarm import manifest_store
 
     try:
-        agreed, changes = manifest_store.honoured(resolved.config)
+        agreed, changes = manifest_store.apply_stored(resolved.config)
     except SwarmNodeError as error:
         print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
         return resolved

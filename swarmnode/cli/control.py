@@ -24,7 +24,7 @@ def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     `swarmnode finish` frees the memory."""
     from swarmnode.daemon import control
 
-    answer = control.ask(_data_dir(node), "pause")
+    answer = control.send_command(_data_dir(node), "pause")
     since = time.strftime("%Y-%m-%d %H:%M", time.localtime(answer.paused["owner"]))
     now = "the node rests after the step that runs; `swarmnode resume` goes on"
     text = now if answer.changed else f"it was paused already, since {since}"
@@ -35,7 +35,7 @@ def resume(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Let a node that was paused go on."""
     from swarmnode.daemon import control
 
-    answer = control.ask(_data_dir(node), "resume")
+    answer = control.send_command(_data_dir(node), "resume")
     text = "the node goes on" if answer.changed else "it was not paused"
     if answer.paused:
         done = "it is no longer paused by you" if answer.changed else text
@@ -49,7 +49,7 @@ def finish(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     data_dir = _data_dir(node)
     from swarmnode.daemon import control
 
-    control.ask(
+    control.send_command(
         data_dir,
         "finish",
         lambda: print("the step that runs is the last one; waiting for it", file=sys.stderr),

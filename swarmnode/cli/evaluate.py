@@ -54,7 +54,7 @@ def evaluate(
 
     needs_trainer("eval")
     check_torch()
-    config, _ = manifest_store.honoured(load(node).config)
+    config, _ = manifest_store.apply_stored(load(node).config)
     names = task or config.task.names
     registry.check_names(names)
     wanted = sorted(set(k or [size for size in (1, 4, 16) if size <= samples]))

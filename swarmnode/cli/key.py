@@ -56,7 +56,7 @@ def key_import(
     data_dir = _data_dir(node)
     from swarmnode.swarm import keys
 
-    peer, kept = keys.bring(data_dir, file, replace)
+    peer, kept = keys.import_key(data_dir, file, replace)
     text = f"this node is {peer} now" + (f"; its former key is in {kept}" if kept else "")
     return say({"peer": peer, "former_key": str(kept) if kept else None}, text, json)
 
@@ -96,7 +96,7 @@ def key_passphrase(
             return None
         if new_file is None:
             return passphrase.ask_new()
-        data = read_private(new_file, "passphrase file", passphrase.MOST_BYTES + 2)
+        data = read_private(new_file, "passphrase file", passphrase.MAX_BYTES + 2)
         if data is None:
             raise ConfigError(f"--new-file {new_file}: no such file")
         return data.rstrip(b"\r\n")

@@ -31,7 +31,7 @@ from swarmnode.install import check_torch, install_command
 if TYPE_CHECKING:
     from swarmnode.config import Config, PolicyConfig
     from swarmnode.settings import Recipe, Resolved
-    from swarmnode.swarm.rollback import Kept
+    from swarmnode.swarm.rollback import StoredState
 
 
 HUB_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -102,8 +102,8 @@ def run_resolved(resolved: Resolved) -> int:
 
     needs_trainer("training")
     check_before_processes(resolved)
-    check_names(resolved.config.task.names)
     task = resolved.config.task
+    check_names(task.names, crew=resolved.config.stages.mode == "always")
     prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     return _supervise(resolved, None)
 
@@ -267,7 +267,6 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
     return supervisor.run(
-        agreed.supervisor,
         agreed.node.data_dir,
         configuration,
         commands or supervisor.COMMANDS,
@@ -315,13 +314,13 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
             f"the trainer goes on from step {step} when the node starts",
             json,
         )
-    found = states.states(data_dir / "trainer")
-    present = states.present(found)
+    found = states.list_states(data_dir / "trainer")
+    present = states.current_state(found)
     rows = [
         {
-            "step": each.numbers.step,
+            "step": each.counters.step,
             "saved_at": each.saved_at,
-            "reward_held_out": each.numbers.reward_held_out,
+            "reward_held_out": each.counters.reward_held_out,
             "present": each is present,
         }
         for each in found
@@ -334,11 +333,13 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
     )
 
 
-def _state_line(kept: Kept, is_present: bool) -> str:
+def _state_line(kept: StoredState, is_present: bool) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.saved_at))
-    reward = "–" if kept.numbers.reward_held_out is None else f"{kept.numbers.reward_held_out:.3f}"
+    reward = (
+        "–" if kept.counters.reward_held_out is None else f"{kept.counters.reward_held_out:.3f}"
+    )
     present = "   (present)" if is_present else ""
-    return f"step {kept.numbers.step:>8}   saved {saved}   held-out reward {reward}{present}"
+    return f"step {kept.counters.step:>8}   saved {saved}   held-out reward {reward}{present}"
 
 
 def export_policy(
@@ -373,7 +374,7 @@ def export_policy(
     check_torch()
     if push is not None:
         card.check_target(push)
-    told = export(manifest_store.honoured(resolved.config)[0], directory, merge)
+    told = export(manifest_store.apply_stored(resolved.config)[0], directory, merge)
     text = (
         f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in"
         f" {directory}"

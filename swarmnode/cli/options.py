@@ -43,7 +43,8 @@ class NodeOptions:
         Parameter(
             name=["--set", "-s"],
             negative=(),
-            help="key=value, any key of docs/configuration.md. May be repeated.",
+            help="key=value, any key of docs/configuration.md, or an entry of a table:"
+            """ 'task.settings."games:guess".turns=6'. May be repeated.""",
         ),
     ] = None
     data_dir: Annotated[

@@ -11,7 +11,7 @@ def serve_command(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     from swarmnode.policy.engine import serve_command as commands
     from swarmnode.swarm import manifest_store
 
-    config, _ = manifest_store.honoured(load(node).config)
+    config, _ = manifest_store.apply_stored(load(node).config)
     made = commands.serve_command(config)
     text = "\n".join([*(f"# {note}" for note in made.notes), made.line()])
     told = {

@@ -28,7 +28,7 @@ from swarmnode.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from swarmnode.swarm.membership import Draft, Founding
+    from swarmnode.swarm.membership import Draft, FoundingRequest
 
 manifest_app = App(name="manifest", help="What this node's swarm agrees on.")
 
@@ -85,17 +85,17 @@ class FoundingOptions:
     ] = False
     yes: Annotated[Flag, Parameter(help="With --successor: sign it without asking.")] = False
 
-    def checked(self, said: Mapping[str, str]) -> Founding:
+    def checked(self, said: Mapping[str, str]) -> FoundingRequest:
         """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError
         for one bound without the other."""
         from swarmnode.errors import ConfigError
-        from swarmnode.swarm.membership import Founding
+        from swarmnode.swarm.membership import FoundingRequest
 
         low, high = self.min_completions, self.max_completions
         if (low is None) != (high is None):
             raise ConfigError("init: --min-completions and --max-completions come together")
         completions = (low, high) if low is not None and high is not None else None
-        return Founding(
+        return FoundingRequest(
             self.bootstrap or (),
             self.member or (),
             self.private,
@@ -256,10 +256,10 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
     data_dir: Path = load(node).config.node.data_dir
     from swarmnode.errors import Unavailable
     from swarmnode.swarm import manifest_store, membership
-    from swarmnode.swarm.manifest import shown
+    from swarmnode.swarm.manifest import displayable
     from swarmnode.swarm.successor import differences
 
-    opened = manifest_store.stored(data_dir)
+    opened = manifest_store.load_current(data_dir)
     if opened is None:
         raise Unavailable("this node has no manifest: found a swarm with `init` or join one")
     successor = manifest_store.ManifestStore(data_dir).successor(opened)
@@ -270,13 +270,13 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
     )
     known = {
         "swarm": opened.swarm.hex(),
-        "invite": str(membership.invite_of(opened)) if opened.manifest.bootstrap else "",
-        "manifest": shown(opened.manifest),
+        "invite": str(membership.make_invite(opened)) if opened.manifest.bootstrap else "",
+        "manifest": displayable(opened.manifest),
         "successor": (
             {
                 "swarm": successor.swarm.hex(),
                 "changes": changes,
-                "manifest": shown(successor.manifest),
+                "manifest": displayable(successor.manifest),
             }
             if successor
             else None

@@ -1,10 +1,9 @@
-"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a node that only
-helps others to meet.
+"""`python -m swarmnode.daemon.bootstrap --config FILE`: the network process of a bootstrap node.
 
-    member (identity → manifest → libp2p host) → serves the manifest, tells peers of peers → HTTP
+    member (identity → manifest → libp2p host) → serve manifest and peer addresses → HTTP
 
-No trainer, no scorer, no groups, no torch: a small machine with a public address is enough.
-It never sees a rollout.
+It has no trainer, scorer, groups or torch and never receives a rollout, so a small machine with a
+public address is enough.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import trio
 from swarmnode.config import Config
 from swarmnode.daemon.member import open_member
 from swarmnode.daemon.node import node_info
-from swarmnode.daemon.observer import NodeObserver, Parts
-from swarmnode.daemon.presence import announce, beat, told_to_stop
+from swarmnode.daemon.observer import NodeObserver, ObservedParts
+from swarmnode.daemon.presence import send_heartbeats, wait_for_stop_signal, write_addresses
 from swarmnode.errors import ConfigError
 from swarmnode.observe import logs
 from swarmnode.observe.http import serve_http
@@ -30,7 +29,7 @@ from swarmnode.process import Progress, die_with_parent, run_main
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
-    """Run until SIGTERM. Raises LocalError: something of this machine is missing or unsafe."""
+    """Run until SIGTERM. Raises LocalError if something on this machine is missing or unsafe."""
     data_dir = config.node.data_dir
     async with open_member(config, trains=False) as member:
         if member.opened is None:
@@ -42,12 +41,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
         meter = Meter(
             config.network, config.node.quiet_hours, data_dir, lambda: network.statistics().traffic
         )
-        network.keep_to(meter.allows)
+        network.set_budget(meter.allows)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
         info = msgspec.structs.replace(
             node_info(config, member), model="", sharing=False, trainer=False
         )
-        parts = Parts(
+        parts = ObservedParts(
             network,
             member.summaries,
             meter,
@@ -61,11 +60,11 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             url = await nursery.start(
                 partial(serve_http, config.http, observer.snapshot, data_dir=data_dir)
             )
-            announce(data_dir, network, member.swarm, url)
-            nursery.start_soon(beat, progress)
+            write_addresses(data_dir, network, member.swarm, url)
+            nursery.start_soon(send_heartbeats, progress)
             nursery.start_soon(member.run)
             nursery.start_soon(meter.run)
-            await told_to_stop()
+            await wait_for_stop_signal()
             nursery.cancel_scope.cancel()
 
 

@@ -1,12 +1,12 @@
-"""`swarmnode pause`, `resume` and `finish`: the socket by which a node's owner says what it shall
-do, and when it rests by itself.
+r"""`swarmnode pause`, `resume` and `finish`: the control socket of a running node, and its pauses
+by rule.
 
-    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (0600, in a directory that is 0700) ─▶
-    {"changed": true, …}\n
+    client   {"command": "pause"}\n ─▶ <data_dir>/run/control (mode 0600, directory 0700)
+             ◀─ {"changed": true, …}\n
 
-The supervisor serves it, since it alone outlives the other processes. It writes why the node rests
-to a file, which they read: so a process that is started again rests too, and nobody who can reach
-the HTTP server can change anything.
+The supervisor serves the socket, because it outlives the other processes. It writes the reasons for
+a pause to a file, which the other processes read. A restarted process is therefore still paused,
+and the HTTP server cannot change anything.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ import structlog
 import trio
 
 from swarmnode import pauses
-from swarmnode.daemon.machine import Load, Machine, Rules, observed
+from swarmnode.daemon.machine import LoadAverage, Machine, Rules, update_load
 from swarmnode.errors import Refused, Unavailable
 from swarmnode.files import lock_data_dir, socket_address
 
 log = structlog.get_logger("swarmnode.daemon.control")
 
 SOCKET = Path("run") / "control"
-"""Below the data directory."""
-ASK_SECONDS = 5.0
-"""A client that says nothing for so long, or takes so long to listen, is hung up on."""
-ANSWER_SECONDS = 60.0
-"""A node that takes so long is not answering. It writes before it answers, to a disk that may be
-busy with gigabytes of a state."""
+"""Path below the data directory."""
+REQUEST_TIMEOUT_SECONDS = 5.0
+"""Timeout for a client's request, and for its reading of the answer."""
+ANSWER_TIMEOUT_SECONDS = 60.0
+"""Timeout for the node's answer. The node writes a file first, on a disk that may be busy with
+gigabytes of a trainer state."""
 MESSAGE_BYTES = 4096
 POLL_INTERVAL = 5.0
-"""Between two looks at the machine."""
+"""Interval between measurements of the machine."""
 
 Command = Literal["pause", "resume", "finish"]
 
@@ -50,18 +50,22 @@ class Request(msgspec.Struct, frozen=True):
 
 class Answer(msgspec.Struct, frozen=True):
     changed: bool = False
-    """False where it was so already."""
+    """False if the node was already in the requested state."""
     paused: dict[str, float] = {}
-    """Why the node rests now: reason → since when, in Unix seconds."""
+    """Reasons for the present pause → Unix time of its start in seconds."""
     error: str = ""
-    """Why nothing was done; empty where it was."""
+    """Reason of a failure; empty on success."""
 
 
 class Control:
-    """What the owner wants of a node that runs, and what its rules say. `finish` ends the node
-    after the step that runs.
+    """Applies the operator's commands and the pause rules to a running node.
 
-    trains: False for a node without a trainer, which has nothing to pause.
+    Args:
+        data_dir: data directory of the node.
+        rules: pause rules.
+        machine: measures the machine.
+        finish: ends the node after the current step.
+        trains: False for a node without a trainer, which cannot pause.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Control:
         self._machine = machine
         self._finish = finish
         self._trains = trains
-        self._load = Load()
+        self._load = LoadAverage()
         self._since = {
             reason: at
             for reason, at in pauses.read(data_dir).items()
@@ -86,28 +90,28 @@ class Control:
         }
 
     async def run(self) -> None:
-        """Serve, and mind the machine, until cancelled. A socket that cannot be had is said in the
-        log: the node goes on without."""
-        self._tell()
+        """Serve commands and apply the rules until cancelled. Without a socket the node continues,
+        with an error in the log."""
+        self._write_pauses()
         if "owner" in self._since:
             log.warning(
-                "paused by its owner",
-                since=_clock(self._since["owner"]),
-                remedy="`swarmnode resume` goes on",
+                "paused by the operator",
+                since=_format_time(self._since["owner"]),
+                remedy="`swarmnode resume` continues",
             )
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._serve)
             if self._trains:
-                nursery.start_soon(self._mind)
+                nursery.start_soon(self._apply_rules)
 
     # ---- the machine -----------------------------------------------------------------------------
 
-    async def _mind(self) -> None:
+    async def _apply_rules(self) -> None:
         rules = self._rules
         while rules.on_battery or rules.above_load:
             now = trio.current_time()
             if rules.above_load:
-                self._load = observed(
+                self._load = update_load(
                     self._load, self._machine.load_of_others(now), rules.above_load, now
                 )
             found = {
@@ -122,23 +126,24 @@ class Control:
                     self._since.pop(reason, None)
             if before.keys() != self._since.keys():
                 log.info(
-                    "the machine decides",
+                    "pause reasons changed",
                     rests=sorted(self._since) or "no",
                     load_of_others=round(self._load.mean, 2),
                 )
-                self._tell()
+                self._write_pauses()
             await trio.sleep(POLL_INTERVAL)
 
-    def _tell(self) -> str:
-        """Tell the other processes. Returns what stood against it, empty when nothing did."""
+    def _write_pauses(self) -> str:
+        """Write the pause reasons for the other processes. Returns the error; empty on success."""
         try:
             pauses.write(self._data_dir, self._since)
         except OSError as error:  # a full disk must not end a node that still trains
-            log.error("cannot say why the node rests", error=str(error))
+            log.error("cannot write the pause file", error=str(error))
             return error.strerror or str(error)
         return ""
 
-    # ---- the owner -------------------------------------------------------------------------------
+    # ---- commands
+    # ----------------------------------------------------------------------------------
 
     async def _serve(self) -> None:
         listener = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -146,7 +151,9 @@ class Control:
         try:
             path, directory = socket_address(self._data_dir / SOCKET)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)  # of an earlier run: we hold the directory's lock
+                os.unlink(
+                    path
+                )  # of an earlier run, because this process holds the directory's lock
             await listener.bind(path)
             os.chmod(path, 0o600)
             listener.listen(4)
@@ -158,20 +165,23 @@ class Control:
             if directory is not None:
                 os.close(directory)
         with listener:
-            async with trio.open_nursery() as kept:
+            async with trio.open_nursery() as waiting_clients:
                 while True:
                     try:
                         connection, _ = await listener.accept()
-                    except OSError as error:  # no descriptor left, say
-                        log.error("cannot hear who controls the node", error=str(error))
+                    except OSError as error:  # for example, no file descriptor is left
+                        log.error("cannot accept control connections", error=str(error))
                         await trio.sleep(1.0)
                         continue
-                    await self._hear(trio.SocketStream(connection), kept)
+                    await self._handle_connection(trio.SocketStream(connection), waiting_clients)
 
-    async def _hear(self, stream: trio.SocketStream, kept: trio.Nursery) -> None:
-        """One request, one answer; then the stream is closed, or kept until the node ends."""
+    async def _handle_connection(
+        self, stream: trio.SocketStream, waiting_clients: trio.Nursery
+    ) -> None:
+        """Handle one request. The stream is then closed, or after `finish` kept open until the node
+        ends."""
         request = None
-        with trio.move_on_after(ASK_SECONDS):
+        with trio.move_on_after(REQUEST_TIMEOUT_SECONDS):
             try:
                 data = b""
                 while (
@@ -182,20 +192,20 @@ class Control:
                     data += more
                 try:
                     request = msgspec.json.decode(data, type=Request)
-                    answer = self._obey(request.command)
+                    answer = self._execute(request.command)
                 except msgspec.MsgspecError as error:
                     answer = Answer(error=f"not a request: {error}")
                 await stream.send_all(msgspec.json.encode(answer) + b"\n")
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # it was obeyed all the same
+                pass  # the command was executed nevertheless
         if request is not None and request.command == "finish":
-            kept.start_soon(_keep, stream)
+            waiting_clients.start_soon(_hold_open, stream)
         else:
             await trio.aclose_forcefully(stream)
 
-    def _obey(self, command: Command) -> Answer:
+    def _execute(self, command: Command) -> Answer:
         if command == "finish":
-            log.info("told to finish")
+            log.info("finishing after the current step")
             self._finish()
             return Answer(True, dict(self._since))
         if not self._trains:
@@ -211,44 +221,47 @@ class Control:
         else:
             self._since.pop("owner", None)
         changed = before.keys() != self._since.keys()
-        if changed and (error := self._tell()):
+        if changed and (error := self._write_pauses()):
             self._since = before
-            return Answer(paused=before, error=f"cannot keep that: {error}")
+            return Answer(paused=before, error=f"cannot save the pause: {error}")
         if changed:
             log.info(
-                "paused by its owner" if command == "pause" else "resumed by its owner",
+                "paused by the operator" if command == "pause" else "resumed by the operator",
                 rests=sorted(self._since) or "no",
             )
         return Answer(changed, dict(self._since))
 
 
-async def _keep(stream: trio.SocketStream) -> None:
-    """A client that waits for the end of the node hears it as the end of the stream; one that goes
-    away before leaves nothing behind."""
+async def _hold_open(stream: trio.SocketStream) -> None:
+    """Hold the stream of a client that waits for the end of the node, which it sees as the end of
+    the stream."""
     async with stream:
         with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             while await stream.receive_some(MESSAGE_BYTES):
                 pass
 
 
-def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: None) -> Answer:
-    """Have the node that runs in `data_dir` do something; with `finish`, call `agreed` once it
-    will, and return once it has ended.
+def send_command(
+    data_dir: Path, command: Command, accepted: Callable[[], None] = lambda: None
+) -> Answer:
+    """Send a command to the node in `data_dir`. With `finish`, call `accepted` once the node
+    accepts, and return once it has ended.
 
-    Raises Unavailable where no node runs or it cannot do that, Refused where the node is another
-    user's.
+    Raises:
+        Unavailable: no node is running, or it cannot execute the command.
+        Refused: the node belongs to another user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ANSWER_SECONDS)
+        connection.settimeout(ANSWER_TIMEOUT_SECONDS)
         try:
             _connect(connection, data_dir)
             connection.sendall(msgspec.json.encode(Request(command)) + b"\n")
-            answer = msgspec.json.decode(_line(connection), type=Answer)
+            answer = msgspec.json.decode(_read_line(connection), type=Answer)
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-            raise Unavailable(_nobody(data_dir)) from None
+            raise Unavailable(_not_running_message(data_dir)) from None
         except PermissionError:
             raise Refused(
-                f"the node in {data_dir} is another user's: only its owner may control it"
+                f"the node in {data_dir} belongs to another user, who alone may control it"
             ) from None
         except (OSError, msgspec.MsgspecError) as error:
             raise Unavailable(
@@ -257,17 +270,17 @@ def ask(data_dir: Path, command: Command, agreed: Callable[[], None] = lambda: N
         if answer.error:
             raise Unavailable(answer.error)
         if command == "finish":
-            agreed()
+            accepted()
             connection.settimeout(None)
             with contextlib.suppress(OSError):
-                connection.recv(1)  # nothing comes: the end of the stream is the end of the node
+                connection.recv(1)  # returns when the node ends
             _wait_for_end(data_dir)
         return answer
 
 
 def _connect(connection: socket.socket, data_dir: Path) -> None:
-    """A node that is starting up has held its directory for a moment before it listens."""
-    deadline = time.monotonic() + ASK_SECONDS
+    """Connect, waiting for a starting node, which locks its directory before it listens."""
+    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
     path, directory = socket_address(data_dir / SOCKET)
     try:
         while True:
@@ -275,7 +288,7 @@ def _connect(connection: socket.socket, data_dir: Path) -> None:
                 connection.connect(path)
                 return
             except (FileNotFoundError, ConnectionRefusedError):
-                if not _held(data_dir) or time.monotonic() >= deadline:
+                if not _is_running(data_dir) or time.monotonic() >= deadline:
                     raise
             time.sleep(0.1)
     finally:
@@ -283,7 +296,7 @@ def _connect(connection: socket.socket, data_dir: Path) -> None:
             os.close(directory)
 
 
-def _line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket) -> bytes:
     data = b""
     while (
         not data.endswith(b"\n")
@@ -294,22 +307,23 @@ def _line(connection: socket.socket) -> bytes:
     return data
 
 
-def _nobody(data_dir: Path) -> str:
-    if _held(data_dir):
-        return f"the node in {data_dir} has no control socket: its log says why"
+def _not_running_message(data_dir: Path) -> str:
+    if _is_running(data_dir):
+        return f"the node in {data_dir} has no control socket: see its log"
     return (
-        f"no node runs in {data_dir}: name its directory with -d, or start it with `swarmnode run`"
+        f"no node is running in {data_dir}: name its directory with -d, or start it with"
+        " `swarmnode run`"
     )
 
 
 def _wait_for_end(data_dir: Path) -> None:
-    deadline = time.monotonic() + ASK_SECONDS
-    while _held(data_dir) and time.monotonic() < deadline:
+    deadline = time.monotonic() + REQUEST_TIMEOUT_SECONDS
+    while _is_running(data_dir) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
-def _held(data_dir: Path) -> bool:
-    """Whether a node runs with this directory."""
+def _is_running(data_dir: Path) -> bool:
+    """Return True if a node is running with this directory."""
     if not (data_dir / "run" / "lock").exists():
         return False
     try:
@@ -319,5 +333,5 @@ def _held(data_dir: Path) -> bool:
     return False
 
 
-def _clock(unix: float) -> str:
+def _format_time(unix: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(unix))

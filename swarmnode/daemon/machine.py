@@ -1,9 +1,8 @@
-"""What the machine does beside this node, and when that means rest. The rule is pure; the two
-readings are psutil's.
+"""Load of other programs and battery state, and the rule for pausing. The rule is pure; the
+measurements use psutil.
 
-There is no library that says on every system whether somebody sits at the keyboard. Measured is
-what other programs take of the processors: a compiler, a game, a video call show in it, a program
-that uses the graphics card alone does not.
+No portable idle-user detection exists. Measured is the processor time of other programs: a
+compiler, a game or a video call is visible, a program that uses only the graphics card is not.
 """
 
 from __future__ import annotations
@@ -14,41 +13,41 @@ from dataclasses import dataclass, replace
 import psutil
 
 SMOOTH_SECONDS = 60.0
-"""What others take is averaged over about so long: opening a web page is no reason to rest."""
+"""Time constant of the average load: a short peak does not pause the node."""
 CALM_SECONDS = 300.0
-"""The node rests for so long after others last took too much."""
+"""Duration of a pause after the load was last too high."""
 
 
 @dataclass(frozen=True)
 class Rules:
-    """When to rest for the machine's sake (node.rest_on_battery, node.rest_above_load)."""
+    """Pause rules (node.rest_on_battery, node.rest_above_load)."""
 
     on_battery: bool = False
     above_load: float = 0.0
-    """Share of all processors, 0 to 1; 0 is never."""
+    """Share of all processors, 0 to 1; 0 disables the rule."""
 
 
 @dataclass(frozen=True)
-class Load:
-    """What other programs take, as far as it matters here."""
+class LoadAverage:
+    """Average load of other programs."""
 
     mean: float = 0.0
     at: float | None = None
-    """When it was last looked at."""
+    """Time of the last measurement."""
     busy_until: float = -math.inf
 
 
-def observed(load: Load, share: float, limit: float, now: float) -> Load:
-    """After other programs took `share` of all processors since the last look. `now`: seconds of
-    any clock that only goes on."""
+def update_load(load: LoadAverage, share: float, limit: float, now: float) -> LoadAverage:
+    """Update the average with `share`, the load of other programs since the last measurement. `now`
+    is monotonic time in seconds."""
     if load.at is None:
         return replace(load, at=now)
     mean = load.mean + (1 - math.exp(-(now - load.at) / SMOOTH_SECONDS)) * (share - load.mean)
-    return Load(mean, now, now + CALM_SECONDS if mean > limit else load.busy_until)
+    return LoadAverage(mean, now, now + CALM_SECONDS if mean > limit else load.busy_until)
 
 
 class Machine:
-    """Reads the machine. Nothing here raises: what cannot be measured is no reason to rest."""
+    """Measures the machine. Never raises; a failed measurement does not pause the node."""
 
     def __init__(self) -> None:
         self._taken = 0.0
@@ -56,25 +55,25 @@ class Machine:
         self._at: float | None = None
 
     def on_battery(self) -> bool:
-        """Whether there is a battery, and nothing charges it."""
+        """Return True if there is a battery and it is not charging."""
         try:
             battery = psutil.sensors_battery()
         except (AttributeError, OSError, RuntimeError, psutil.Error):
-            # no such thing on this system, or not to be read
+            # not available on this system, or not readable
             return False
         return battery is not None and battery.power_plugged is False
 
     def load_of_others(self, now: float) -> float:
-        """Share of all processors that programs other than this process and its children took since
-        the last call; 0 at the first."""
+        """Return the share of all processors that other programs used since the last call; 0 at the
+        first call. This process and its children are excluded."""
         try:
             own, taken = _own_seconds(), _busy_seconds()
         except (OSError, psutil.Error):
             return 0.0
-        ours = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own.items())
+        own_seconds = sum(seconds - self._own.get(pid, 0.0) for pid, seconds in own.items())
         elapsed = now - self._at if self._at is not None else 0.0
         others = (
-            (taken - self._taken - ours) / (elapsed * (psutil.cpu_count() or 1))
+            (taken - self._taken - own_seconds) / (elapsed * (psutil.cpu_count() or 1))
             if elapsed > 0
             else 0.0
         )
@@ -83,8 +82,7 @@ class Machine:
 
 
 def _busy_seconds() -> float:
-    """Since the machine started, all processors together. Time of guests is part of `user`
-    already."""
+    """Return the busy seconds of all processors since boot. `user` already includes guest time."""
     times = psutil.cpu_times()
     return float(
         sum(
@@ -96,11 +94,11 @@ def _busy_seconds() -> float:
 
 def _own_seconds() -> dict[int, float]:
     found = {}
-    us = psutil.Process()
-    for process in [us, *us.children(recursive=True)]:
+    this_process = psutil.Process()
+    for process in [this_process, *this_process.children(recursive=True)]:
         try:
             times = process.cpu_times()
-        except psutil.Error:  # it ended just now
+        except psutil.Error:  # it has just ended
             continue
         found[process.pid] = times.user + times.system
     return found

@@ -1,9 +1,7 @@
-"""A member of a swarm on the network, whatever else it does: the common start of `node.py` and
-`bootstrap.py`.
+"""A member of a swarm on the network: the common part of `node.py` and `bootstrap.py`.
 
-identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serves the manifest, looks for
-successors, tells its session
-                                                                and what this node says of itself
+identity ─ stored manifest ─▶ swarm id, secret, members ─▶ host ─▶ serve the manifest, look for
+                               successors, exchange sessions and summaries
 """
 
 from __future__ import annotations
@@ -31,40 +29,41 @@ from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.swarm.successor import SuccessorStatistics
 from swarmnode.tasks.registry import DATASETS, install, install_datasets, task_version
-from swarmnode.wire.manifest import Opened
+from swarmnode.wire.manifest import VerifiedManifest
 from swarmnode.wire.messages import RolloutGroup
 from swarmnode.wire.swarm import swarm_id
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
 POLL_INTERVAL = 2.0
-"""Between two looks at who is connected and what was chosen."""
-ASK_SECONDS = 600.0
-"""Between two askings of one peer, with jitter."""
+"""Interval between checks of the connected peers and the chosen manifest."""
+QUERY_INTERVAL_SECONDS = 600.0
+"""Interval between queries to the same peer, before jitter."""
 RETRY_SECONDS = 30.0
-AT_ONCE = 4
-"""Peers asked in one round."""
+PEERS_PER_ROUND = 4
+"""Peers queried in one round."""
 
 
 @dataclass(frozen=True)
 class Member:
+    """The parts of a running member."""
+
     identity: Identity
     swarm: bytes
-    """32 bytes."""
-    opened: Opened | None
+    """Swarm id, 32 bytes."""
+    opened: VerifiedManifest | None
     """None in a swarm without a manifest."""
     network: Libp2pNetwork
     sessions: Sessions
     summaries: Summaries
     successors: Successors | None
-    members_choose: bool
-    """Whether members choose the difficulty of their questions."""
-    is_allowed: Callable[[RolloutGroup], bool]
-    """Whether a group is one that the swarm's manifest allows."""
+    members_choose_difficulty: bool
+    """True if members choose the difficulty of their questions."""
+    meets_rules: Callable[[RolloutGroup], bool]
+    """Returns True for a group that the swarm's manifest allows."""
 
     async def run(self) -> None:
-        """What goes on all the time. Raises LocalError when this process has to start again or must
-        not go on."""
+        """Run the background tasks. Raises LocalError when this process must restart or stop."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.sessions.run)
             nursery.start_soon(self.summaries.run)
@@ -74,25 +73,29 @@ class Member:
 
 @contextlib.asynccontextmanager
 async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[Member]:
-    """On the network until the block is left; `member.run` is for the caller's nursery. trains:
-    this node does, and needs the tasks for it.
+    """Join the network until the block is left. The caller runs `member.run` in its own nursery.
 
-    Raises LocalError, see errors.py: an unusable key, a damaged manifest, a port that is taken, a
-    secret that is missing.
+    Args:
+        config: configuration of the node.
+        trains: True if this node trains, which requires the swarm's tasks.
+
+    Raises:
+        LocalError: an unusable key, a damaged manifest, a port in use, a missing secret; see
+            errors.py.
     """
     data_dir = config.node.data_dir
     install(config.task.modules, config.task.settings, config.task.names)
     install_datasets(config.task.datasets, data_dir / DATASETS)
     identity = load_or_create(data_dir / "identity.key")
-    os.environ.pop(VARIABLE, None)  # nothing that this process starts has any business with it
-    opened = manifest_store.stored(data_dir)
+    os.environ.pop(VARIABLE, None)  # no child of this process needs it
+    opened = manifest_store.load_current(data_dir)
     if config.swarm.id != (opened.swarm.hex() if opened is not None else ""):
         raise LocalError(
-            "another manifest was chosen since this process was configured; starting again"
+            "another manifest was chosen after this process was configured; restarting"
         )
     if opened is None:
         secret, members = None, None
-        speaks = manifest.protocols_of(config.task.names, config.training.options)
+        speaks = manifest.required_protocols(config.task.names, config.training.options)
         swarm = swarm_id(
             config.swarm.name, {name: task_version(name) for name in config.task.names}, speaks
         )
@@ -120,34 +123,36 @@ async def open_member(config: Config, *, trains: bool = True) -> AsyncIterator[M
             identity.private_key,
             swarm,
             network.connected,
-            welcome=network.welcome,
+            is_allowed=network.is_allowed,
         )
         successors = (
             Successors(config, opened, store, network, trains=trains)
             if opened is not None
             else None
         )
-        is_allowed = (
-            manifest.rules_of(opened.manifest) if opened is not None else lambda group: True
+        meets_rules = (
+            manifest.group_check(opened.manifest) if opened is not None else lambda group: True
         )
-        choose = manifest.members_choose(opened, config.task.names, config.training.options)
+        choose = manifest.members_choose_difficulty(
+            opened, config.task.names, config.training.options
+        )
         yield Member(
-            identity, swarm, opened, network, sessions, summaries, successors, choose, is_allowed
+            identity, swarm, opened, network, sessions, summaries, successors, choose, meets_rules
         )
 
 
 class Successors:
-    """Asks peers whether the founder has signed a successor, keeps it, and follows it if that is
-    this node's policy.
+    """Asks peers for a successor of the manifest, stores it, and follows it if the operator's
+    policy says so.
 
-    A node follows by choosing the successor and starting again: configuration, signatures
-    and trainer all hang on the swarm id.
+    A node follows by choosing the successor and restarting, because configuration, signatures and
+    trainer depend on the swarm id.
     """
 
     def __init__(
         self,
         config: Config,
-        opened: Opened,
+        opened: VerifiedManifest,
         store: ManifestStore,
         network: Libp2pNetwork,
         *,
@@ -162,28 +167,31 @@ class Successors:
         self._waiting = SuccessorStatistics()
 
     def statistics(self) -> SuccessorStatistics:
-        """The successor that waits for the owner's word, if one does."""
+        """Return the pending successor, if there is one."""
         return self._waiting
 
     async def run(self) -> None:
-        """Raises LocalError when another manifest was chosen, by a person or by policy."""
-        due: dict[str, float] = {}  # connected peers, and when to ask them next
+        """Query peers until cancelled. Raises LocalError when another manifest was chosen, by the
+        operator or by policy."""
+        due: dict[str, float] = {}  # connected peer → time of the next query
         if (waiting := self._store.successor(self._opened)) is not None:
             self._consider(waiting)
         while True:
             if self._store.current() != self._opened.swarm:
-                raise LocalError("another manifest was chosen; starting again with it")
+                raise LocalError("another manifest was chosen; restarting with it")
             now = trio.current_time()
             due = {peer: due.get(peer, now) for peer in self._network.connected()}
-            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
+            for peer in [peer for peer, at in due.items() if at <= now][:PEERS_PER_ROUND]:
                 answered = await self._ask(peer)
                 due[peer] = trio.current_time() + (
-                    self._rng.uniform(0.5, 1.5) * ASK_SECONDS if answered else RETRY_SECONDS
+                    self._rng.uniform(0.5, 1.5) * QUERY_INTERVAL_SECONDS
+                    if answered
+                    else RETRY_SECONDS
                 )
             await trio.sleep(POLL_INTERVAL)
 
     async def _ask(self, peer: str) -> bool:
-        """Whether the peer answered. Never raises for anything it does."""
+        """Query one peer; returns True if it answered. Never raises for a fault of the peer."""
         try:
             found = await manifests.fetch(self._network.requests, peer, self._opened.swarm)
         except PeerError as error:
@@ -194,12 +202,12 @@ class Successors:
                 self._opened, found.successor
             ):
                 self._consider(found.successor)
-        except SwarmNodeError as error:  # a full disk does not end a node
-            log.error("a successor cannot be kept", error=str(error))
+        except SwarmNodeError as error:  # a full disk must not end a node
+            log.error("cannot store a successor", error=str(error))
         return True
 
-    def _consider(self, successor: Opened) -> None:
-        """Follow it, or say how to."""
+    def _consider(self, successor: VerifiedManifest) -> None:
+        """Follow the successor, or log how to follow it."""
         name, swarm = successor.manifest.name, successor.swarm.hex()
         policy = self._config.swarm.follow
         problems = can_honour(
@@ -221,7 +229,7 @@ class Successors:
             )
         elif policy == "ask":
             log.warning(
-                "the founder has signed a successor; `swarmnode manifest follow` moves there",
+                "the founder has signed a successor; adopt it with `swarmnode manifest follow`",
                 name=name,
                 swarm=swarm,
             )

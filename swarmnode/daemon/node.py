@@ -1,12 +1,11 @@
-"""The network process: its composition root. Makes the parts, wires them, orders their start and
-the drain.
+"""The network process: creates the parts, connects them, and orders their start and shutdown.
 
-    member (identity → swarm id → libp2p host) → rollouts, weights, crew → port and link to the
-    trainer → observer → HTTP
+    member (identity → swarm id → libp2p host) → rollouts, weights, crew → link to the trainer →
+    observer → HTTP
 
-Parts do not know this module nor, but for what they are given here, each other. Never imports
-torch. When this process dies, the trainer goes on; when the trainer dies, it goes on: what other
-nodes see is one peer that never left.
+The parts do not know this module, and each other only through their arguments. Torch is never
+imported. The network process and the trainer survive each other's restarts, so other nodes see one
+peer that never left.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ import trio
 from swarmnode import __version__
 from swarmnode.config import Config
 from swarmnode.daemon.member import Member, open_member
-from swarmnode.daemon.observer import NodeObserver, Parts
-from swarmnode.daemon.presence import announce, beat, told_to_stop
-from swarmnode.daemon.trainer_port import TrainerPort, end_trainer
+from swarmnode.daemon.observer import NodeObserver, ObservedParts
+from swarmnode.daemon.presence import send_heartbeats, wait_for_stop_signal, write_addresses
+from swarmnode.daemon.trainer_port import TrainerPort, kill_trainer
 from swarmnode.link.messages import Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.observe import logs
@@ -37,35 +36,34 @@ from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import GroupRules
 from swarmnode.stages.service import NodeCallbacks, StageService
 from swarmnode.swarm.manifest import bootstrap
-from swarmnode.swarm.membership import invite_of
+from swarmnode.swarm.membership import make_invite
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.weights.service import WeightService
 from swarmnode.wire.envelope import Credentials
 
 PAUSES = ("quiet_hours", "month", *REASONS)
-"""Why a node leaves its crew for a while: what `Budget` calls a pause and is not over in a
-moment."""
+"""Budget pauses during which the node leaves its crew. Pauses of a few seconds are not in this
+list."""
 
 
 async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
     """Run until SIGTERM.
 
     Raises:
-        LocalError: something of this machine is missing or unsafe; errors.py says which exit code
-        follows.
+        LocalError: something on this machine is missing or unsafe; errors.py lists the exit codes.
     """
     data_dir = config.node.data_dir
     async with open_member(config) as member, AsyncScorer() as scorer:
         network, key = member.network, member.identity.private_key
-        resting = PauseFlags(data_dir)
+        pause_flags = PauseFlags(data_dir)
         meter = Meter(
             config.network,
             config.node.quiet_hours,
             data_dir,
             lambda: network.statistics().traffic,
-            resting=resting,
+            pause_reasons=pause_flags,
         )
-        network.keep_to(meter.allows)
+        network.set_budget(meter.allows)
         trainer = TrainerWatch()
         rollouts = RolloutExchange(
             network,
@@ -74,8 +72,8 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             GroupRules(
                 config.task.names,
                 config.training.max_completion_length,
-                member.is_allowed,
-                member.members_choose,
+                member.meets_rules,
+                member.members_choose_difficulty,
             ),
             config.sharing,
             budget=meter,
@@ -87,7 +85,7 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             data_dir,
             NodeCallbacks(
                 lambda message: link.send_to_trainer(message),
-                partial(end_trainer, trainer, data_dir),
+                partial(kill_trainer, trainer, data_dir),
                 paused=lambda: _pause(meter),
                 allows=meter.has_room,
             ),
@@ -99,12 +97,12 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             data_dir,
             lambda message: link.send_to_trainer(message),
             budget=meter.allows,
-            may_average=lambda: crew.may_average and not resting(),
+            may_average=lambda: crew.may_average and not pause_flags(),
         )
         port = TrainerPort(Welcome(network.peer_id, member.swarm), trainer, rollouts, weights, crew)
-        link = LinkServer(data_dir, port, port.left)
+        link = LinkServer(data_dir, port, port.trainer_left)
         supervisor = SupervisorWatch(data_dir / "run" / "supervisor.json")
-        parts = Parts(
+        parts = ObservedParts(
             network,
             member.summaries,
             meter,
@@ -129,20 +127,20 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             url = await nursery.start(
                 partial(serve_http, config.http, observer.snapshot, data_dir=data_dir)
             )
-            announce(data_dir, network, member.swarm, url)
-            nursery.start_soon(beat, progress)
+            write_addresses(data_dir, network, member.swarm, url)
+            nursery.start_soon(send_heartbeats, progress)
             nursery.start_soon(member.run)
             nursery.start_soon(meter.run)
-            await told_to_stop()
+            await wait_for_stop_signal()
             observer.draining = True
-            await crew.leave("its node stops")
+            await crew.leave("node is shutting down")
             nursery.cancel_scope.cancel()
 
 
 def node_info(config: Config, member: Member) -> NodeInfo:
-    """Who this node is, as it says of itself."""
+    """Return this node's description of itself."""
     named = member.opened is not None and bootstrap(member.opened.manifest)
-    invite = str(invite_of(member.opened)) if member.opened is not None and named else ""
+    invite = str(make_invite(member.opened)) if member.opened is not None and named else ""
     return NodeInfo(
         peer=member.network.peer_id,
         name=config.node.name,
@@ -159,7 +157,7 @@ def node_info(config: Config, member: Member) -> NodeInfo:
 
 
 def _pause(meter: Meter) -> str:
-    """Why the node may not take part in a crew now; empty while it may."""
+    """Return the reason why the node may not take part in a crew now; empty if it may."""
     paused = meter.statistics().paused
     return next((reason for reason in PAUSES if paused[reason]), "")
 

@@ -1,5 +1,4 @@
-"""What the parts of a network process tell of themselves, joined into one `NodeSnapshot` whenever
-somebody asks."""
+"""Combines the statistics of the network process into a `NodeSnapshot`."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import trio
 from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
-from swarmnode.observe.logfile import LogLine, Tail, log_file
+from swarmnode.observe.logfile import LogLine, LogTail, log_file
 from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
@@ -32,12 +31,12 @@ from swarmnode.wire.messages import Summary
 
 LOG_LINES = 200
 PEER_ROWS = 64
-"""Peers in the page's table, at most."""
+"""Maximum number of peers in the page's table."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What is watched. A node without a trainer has no more than the first five."""
+class ObservedParts:
+    """The observed parts. A node without a trainer has no scorer and none of the planes."""
 
     network: Libp2pNetwork
     summaries: Summaries
@@ -53,24 +52,27 @@ class Parts:
 
 
 class NodeObserver:
-    """`snapshot` for whoever watches this node, `summary` for the operators of others."""
+    """Provides `snapshot` for the operator of this node, and `summary` for the operators of
+    others."""
 
-    def __init__(self, info: NodeInfo, parts: Parts, data_dir: Path) -> None:
+    def __init__(self, info: NodeInfo, parts: ObservedParts, data_dir: Path) -> None:
         self.info = info
         self.draining = False
         self._parts = parts
         self._data_dir = data_dir
         self._joined = False
         self._tails = [
-            Tail(log_file(data_dir, process), process, LOG_LINES)
+            LogTail(log_file(data_dir, process), process, LOG_LINES)
             for process in ("supervisor", "trainer")
         ]
-        ours = min((line.at for line in parts.ring.statistics()), default=info.started_at)
-        before = Tail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
-        self._before = [line for line in before if line.at < ours]
+        first_ring_line = min(
+            (line.at for line in parts.ring.statistics()), default=info.started_at
+        )
+        before = LogTail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
+        self._before = [line for line in before if line.at < first_ring_line]
 
     def snapshot(self) -> NodeSnapshot:
-        """Everything there is to see, now."""
+        """Return all statistics of now."""
         parts, now = self._parts, trio.current_time()
         trainer = parts.trainer.statistics(now)
         stages = parts.crew.statistics() if parts.crew is not None else StagesStatistics()
@@ -110,8 +112,7 @@ class NodeObserver:
         )
 
     def _lines(self) -> list[LogLine]:
-        """The newest lines of every process of this node, in the order in which they were
-        written."""
+        """Return the newest log lines of all processes of this node, in the order of writing."""
         lines = [
             *self._before,
             *self._parts.ring.statistics(),
@@ -120,7 +121,7 @@ class NodeObserver:
         return sorted(lines, key=lambda line: line.at)[-LOG_LINES:]
 
     def summary(self, created_at: int) -> Summary:
-        """What peers may show of this node. `created_at`: Unix milliseconds."""
+        """Return this node's summary for its peers. `created_at` is Unix time in milliseconds."""
         parts = self._parts
         report = parts.trainer.statistics(trio.current_time()).report
         published = parts.rollouts.statistics().published if parts.rollouts is not None else 0
@@ -132,7 +133,7 @@ class NodeObserver:
 def own_summary(
     info: NodeInfo, report: Report | None, created_at: int, *, published: int, peers: int
 ) -> Summary:
-    """What a node says of itself, within every bound of the protocol. `created_at`: Unix
+    """Return a node's summary within the limits of the protocol. `created_at` is Unix time in
     milliseconds."""
     reward = report.reward_held_out if report is not None else None
     return Summary(
@@ -151,7 +152,8 @@ def own_summary(
 def peer_rows(
     network: Libp2pNetwork, rollouts: RolloutExchange | None, report: Report | None, now: float
 ) -> list[PeerRow]:
-    """Connected peers first, then others of whom something came; `now` is trio's clock."""
+    """Return the rows of the page's table: connected peers first, then others with groups. `now` is
+    trio's clock."""
     used = report.peers_used if report is not None else {}
     connected = network.connected()
     others = [

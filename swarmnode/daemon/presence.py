@@ -1,5 +1,5 @@
-"""What a node's network process and a bootstrap node do alike: say where they are, stay alive to
-the supervisor, wait for the end."""
+"""Common functions of the network process and a bootstrap node: write the addresses file, send
+heartbeats, wait for the stop signal."""
 
 from __future__ import annotations
 
@@ -20,13 +20,19 @@ log = structlog.get_logger("swarmnode.daemon.node")
 
 HEARTBEAT_SECONDS = 1.0
 MEMORY_BYTES = 1536 * 2**20
-"""A network process that uses more ends itself and is started again: no peer may grow it for ever.
-At rest it has 150 to 300 MiB."""
+"""A network process above this size ends itself and is restarted, so that peers cannot make it grow
+without bound. It normally uses 150 to 300 MiB."""
 
 
-def announce(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> None:
-    """Say where we are: in the log, and in a file for whoever started us. `url`: of the status
-    page, empty without one."""
+def write_addresses(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> None:
+    """Log the node's addresses and write them to run/addresses.json.
+
+    Args:
+        data_dir: data directory of the node.
+        network: the network.
+        swarm: swarm id.
+        url: address of the status page; empty without one.
+    """
     addresses = {
         "peer": network.peer_id,
         "addrs": network.listen_addrs,
@@ -35,29 +41,31 @@ def announce(data_dir: Path, network: Libp2pNetwork, swarm: bytes, url: str) -> 
     }
     try:
         write_atomically(data_dir / "run" / "addresses.json", json.dumps(addresses).encode())
-    except OSError as error:  # a full disk: what is there is of the last start, with the same port
-        log.error("cannot say where we are", error=str(error))
+    except (
+        OSError
+    ) as error:  # on a full disk the file of the last start remains, with the same port
+        log.error("cannot write the addresses file", error=str(error))
     log.info(
         "listening", peer=network.peer_id, addrs=network.listen_addrs, status_page=url or "off"
     )
 
 
-async def beat(progress: Progress) -> None:
-    """Give the supervisor a sign of life per second, until cancelled.
+async def send_heartbeats(progress: Progress) -> None:
+    """Send a heartbeat to the supervisor once a second, until cancelled.
 
     Raises:
-        LocalError: this process has grown beyond MEMORY_BYTES, and starts again.
+        LocalError: this process has grown above MEMORY_BYTES and must restart.
     """
     process = psutil.Process()
     while True:
         used = process.memory_info().rss
         if used > MEMORY_BYTES:
-            raise LocalError(f"the network process uses {used / 2**20:.0f} MiB; starting again")
+            raise LocalError(f"the network process uses {used / 2**20:.0f} MiB; restarting")
         progress("serving")
         await trio.sleep(HEARTBEAT_SECONDS)
 
 
-async def told_to_stop() -> None:
+async def wait_for_stop_signal() -> None:
     """Return at the first SIGTERM or SIGINT."""
     with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         async for _ in signals:

@@ -1,5 +1,5 @@
-"""What the network process does with what the trainer says: each message goes to the part that it
-is for, and nothing is kept here."""
+"""Dispatches the trainer's messages to the parts of the network process. Has no state of its
+own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import structlog
 import trio
 
-from swarmnode.daemon.supervisor import ENDED
+from swarmnode.daemon.supervisor import KILLED_FILE
 from swarmnode.files import write_atomically
 from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.observe.watch import TrainerWatch
@@ -28,7 +28,7 @@ log = structlog.get_logger("swarmnode.daemon.node")
 
 @dataclass(frozen=True)
 class TrainerPort:
-    """The `TrainerHandler` of `link.server`."""
+    """Implements `link.server.TrainerHandler`."""
 
     welcome: Welcome
     """The answer to every Hello."""
@@ -45,8 +45,8 @@ class TrainerPort:
         self.crew.hello(hello.pid)
         return self.welcome
 
-    def left(self) -> None:
-        """No trainer is connected any more."""
+    def trainer_left(self) -> None:
+        """Handle the disconnection of the trainer."""
         self.watch.disconnected()
         self.weight_exchange.trainer_left()
         self.crew.trainer_left()
@@ -70,13 +70,12 @@ class TrainerPort:
         self.crew.receive(message)
 
 
-def end_trainer(watch: TrainerWatch, data_dir: Path, reason: str) -> None:
-    """The trainer hangs: end its process, and leave word for the supervisor, which starts
-    another."""
-    log.error("ending the trainer", reason=reason, pid=watch.pid)
+def kill_trainer(watch: TrainerWatch, data_dir: Path, reason: str) -> None:
+    """Kill a stalled trainer and record the reason for the supervisor, which starts another one."""
+    log.error("killing the trainer", reason=reason, pid=watch.pid)
     if watch.pid is None:
         return
-    with contextlib.suppress(OSError):  # a full disk: the reason is in our log
-        write_atomically(data_dir / ENDED, f"{watch.pid} {reason}".encode())
+    with contextlib.suppress(OSError):  # on a full disk the reason is only in this process's log
+        write_atomically(data_dir / KILLED_FILE, f"{watch.pid} {reason}".encode())
     with contextlib.suppress(ProcessLookupError):
         os.kill(watch.pid, signal.SIGKILL)

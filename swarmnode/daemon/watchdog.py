@@ -1,9 +1,9 @@
-"""When a child process is stuck, when to start it again, and when to give up. Pure: no clock, no
-process.
+"""Decides when a child process is stalled, when to restart it, and when to give up. Pure: no clock,
+no process.
 
-started ──past loading──▶ running ──no progress──▶ stalled (killed by the caller)
-   │                          │                        │
-   └────────── exited ◀───────┴────────────────────────┘ ──▶ Restart(after) | End(exit code)
+    started ──past loading──▶ running ──no progress──▶ stalled (killed by the caller)
+       │                          │                        │
+       └────────── exited ◀───────┴────────────────────────┘ ──▶ Restart(after) | End(exit code)
 """
 
 from __future__ import annotations
@@ -15,73 +15,83 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from swarmnode.config import SupervisorConfig
 from swarmnode.errors import Unavailable
 
 DEFECT = 70
 """Exit code of a node whose process fails with the same exception at every start."""
 FINAL_CODES = frozenset({2, DEFECT, 77, 78})
-"""Exit codes that a restart cannot mend: usage, a defect, refused, configuration."""
+"""Exit codes that a restart cannot fix: usage, a defect, refused, configuration."""
 START_CODES = frozenset({69, 75})
-"""Exit codes that end the node when the process never ran: a port taken, a model that does not
+"""Exit codes that end the node if the process never worked: a port in use, a model that does not
 fit."""
 LOADING = "loading"
-"""A status that begins so is progress, but not yet work."""
+"""A status with this prefix is progress, but not yet work."""
 SAVING = "draining"
-"""The status of a process that was asked to stop, has ended its step, and saves."""
+"""Status of a process that was asked to stop, has finished its step, and saves."""
 BACKOFF_SECONDS = 0.5
-"""First pause before a restart: long enough that a port is free again. It doubles, with jitter, up
+"""First pause before a restart, long enough for a port to become free. It doubles, with jitter, up
 to the cap."""
 BACKOFF_CAP_SECONDS = 60.0
 CRASH_WINDOW_SECONDS = 300.0
-"""Crashes further apart than this have causes of their own."""
+"""Crashes further apart than this are assumed to have different causes."""
 CRASH_LIMIT = 6
-"""So many crashes within the window are a defect that stays: five restarts, each after a longer
-pause, have not mended it."""
+"""Number of crashes within the window that end the node: five restarts with growing pauses have not
+helped."""
 IDENTICAL_LIMIT = 3
-"""Crashes in a row by the same exception that end the node: a restart repeats them."""
+"""Number of consecutive crashes by the same exception that end the node."""
 STALL_FLOOR_SECONDS = 30.0
-"""Silence that is no failure yet, however fast the steps are: progress is told by decoding step,
-and bursts of others are shorter."""
+"""Minimum time without progress before a process counts as stalled. Progress is reported per
+decoding step, and load bursts of other programs are shorter."""
+STARTUP_SECONDS = 600.0
+"""Longest time to the first progress of a process, and between two reports of progress while a
+model is loaded. A slow disk reads a model of 30 GB in five minutes."""
+DRAIN_SECONDS = 20.0
+"""Time to stop after the first SIGTERM, in addition to that of the present step."""
 STEPS_REMEMBERED = 256
 
 
 @dataclass(frozen=True)
 class Restart:
+    """Restart the process after a pause."""
+
     after_seconds: float
 
 
 @dataclass(frozen=True)
-class End:
+class EndNode:
+    """End the node with an exit code."""
+
     exit_code: int
     reason: str
 
 
 @dataclass(frozen=True)
 class WatchStatistics:
+    """Statistics of one child process."""
+
     restarts: int
     stalls: int
     recovery_seconds: tuple[float, ...]
-    """From each exit until the process was past loading again; the newest 256."""
+    """Seconds from each exit until the process was past loading again; the newest 256."""
     status: str
 
 
 class CrashBreaker:
-    """How long to wait after each crash, and when there were too many. rng: jitter of the
-    back-off."""
+    """Decides after each crash how long to wait, and when to give up. `rng` is for the jitter of
+    the back-off."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._crashes: deque[float] = deque()
         self._failures_in_a_row = 0
 
-    def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | End:
-        """Decide what follows a crash of the process `name`, which had run for `ran_seconds`."""
+    def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | EndNode:
+        """Return what follows a crash of the process `name` after `ran_seconds`."""
         self._crashes.append(now)
         while self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
         if len(self._crashes) >= CRASH_LIMIT:
-            return End(
+            return EndNode(
                 75, f"{name} ended {len(self._crashes)} times within {CRASH_WINDOW_SECONDS:.0f} s"
             )
         if ran_seconds > BACKOFF_CAP_SECONDS:
@@ -92,17 +102,15 @@ class CrashBreaker:
 
 
 class Watchdog:
-    """Judges one child process. The caller reports what happens and does what it is told.
+    """Monitors one child process. The caller reports events and executes the decisions.
 
     Args:
-        name: of the process, for messages.
-        config: limits; see config.py.
-        rng: jitter of the back-off.
+        name: name of the process for messages.
+        rng: random source for the jitter of the back-off.
     """
 
-    def __init__(self, name: str, config: SupervisorConfig, rng: random.Random) -> None:
+    def __init__(self, name: str, rng: random.Random) -> None:
         self.name = name
-        self._config = config
         self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
@@ -114,11 +122,12 @@ class Watchdog:
         self._stalls = 0
         self._recoveries: deque[float] = deque(maxlen=STEPS_REMEMBERED)
         self._status = "starting"
-        self._cause, self._same = "", 0
-        """Exception that ended the last process, and how many processes in a row it has ended."""
+        self._cause, self._identical_crashes = "", 0
+        """Exception of the last process, and the number of consecutive processes that it ended."""
         self._stepped = False
 
     def started(self, now: float) -> None:
+        """Record the start of the process."""
         self._started_at = now
         self._last_progress = None
         self._starved_seconds = 0.0
@@ -126,6 +135,7 @@ class Watchdog:
         self._stepped = False
 
     def progressed(self, now: float, step_seconds: float | None, status: str) -> None:
+        """Record progress, the duration of a finished step (or None) and the status."""
         if not status.startswith(LOADING):
             self._ever_ran = self._past_loading = True
             if self._exited_at is not None:
@@ -140,71 +150,75 @@ class Watchdog:
 
     @property
     def last_progress(self) -> float | None:
-        """When it last made some, None before the first of this process."""
+        """Time of the last progress; None before the first of this process."""
         return self._last_progress
 
-    def starved(self, seconds: float) -> None:
-        """For so long since its last progress the process could not help being silent
-        (starvation.py)."""
+    def set_starvation(self, seconds: float) -> None:
+        """Record the seconds of starvation since the last progress (starvation.py)."""
         self._starved_seconds = seconds
 
     def deadline(self) -> float:
-        """The time at which the process counts as stalled unless it makes progress first."""
+        """Return the time at which the process counts as stalled without further progress."""
         if self._last_progress is None:
-            return self._started_at + self._config.startup_seconds + self._starved_seconds
-        return self._last_progress + self._patience_seconds() + self._starved_seconds
+            return self._started_at + STARTUP_SECONDS + self._starved_seconds
+        return self._last_progress + self._stall_seconds() + self._starved_seconds
 
-    def _patience_seconds(self) -> float:
-        # what an earlier process needed for a step says nothing of loading
+    def _stall_seconds(self) -> float:
+        # step times of an earlier process do not apply to loading
         loads = not self._past_loading or not self._step_seconds
         if loads and self._status.startswith(LOADING):
-            return self._config.startup_seconds
+            return STARTUP_SECONDS
         return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
-    def drained_by(self, asked_at: float) -> float:
-        """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds`
-        beside a long step. One that saves its state may go on for as long as it makes progress:
-        ended in the middle of that, what it has learnt since the last time is lost.
-        """
-        patience = asked_at + self._config.drain_seconds + 4 * self._p99_step_seconds()
+    def drain_deadline(self, asked_at: float) -> float:
+        """Return the time by which a process that was asked to stop at `asked_at` must have ended:
+        DRAIN_SECONDS plus a long step. A process that saves its state may continue while it makes
+        progress, because killing it would lose everything learnt since the last save."""
+        patience = asked_at + DRAIN_SECONDS + 4 * self._p99_step_seconds()
         return max(patience, self.deadline()) if self._status == SAVING else patience
 
     def stalled(self) -> None:
-        """The caller found the deadline passed and kills the process; `exited` follows."""
+        """Record a stall: the deadline passed and the caller kills the process; `exited`
+        follows."""
         self._stalls += 1
 
-    def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | End:
-        """Decide what follows an exit that nobody asked for.
+    def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | EndNode:
+        """Return what follows an unexpected exit.
 
         Args:
-            now: seconds.
+            now: time in seconds.
             exit_code: negative for a signal.
-            cause: the exception that ended the process, empty if none is known.
+            cause: the exception that ended the process; empty if unknown.
         """
         self._exited_at = now
         self._status = "down"
         if exit_code == 0:
-            return End(0, f"{self.name} finished")
+            return EndNode(0, f"{self.name} finished")
         if exit_code in FINAL_CODES or (exit_code in START_CODES and not self._ever_ran):
-            return End(exit_code, f"{self.name} cannot run")
+            return EndNode(exit_code, f"{self.name} cannot run")
         if exit_code == -signal.SIGILL:  # the processor is the same at every start
-            return End(Unavailable.exit_code, f"{self.name} cannot run")
+            return EndNode(Unavailable.exit_code, f"{self.name} cannot run")
         if self._repeats(now - self._started_at, exit_code, cause):
             code = exit_code if exit_code in START_CODES else DEFECT
-            return End(code, f"{self.name} ended {self._same} times by the same error")
+            return EndNode(
+                code, f"{self.name} ended {self._identical_crashes} times by the same error"
+            )
         verdict = self._breaker.crashed(self.name, now, now - self._started_at)
         self._restarts += isinstance(verdict, Restart)
         return verdict
 
     def _repeats(self, ran_seconds: float, exit_code: int, cause: str) -> bool:
-        """Return True if the same exception has ended enough processes in a row. A process that
-        took steps for minutes before is a new beginning, and a device may come back (75)."""
-        # sizes and addresses differ from run to run
+        """Return True if the same exception has ended enough consecutive processes. The count
+        restarts after a process that took steps for minutes. Exit code 75 is exempt, because a
+        device may come back."""
+        # sizes and addresses differ between runs
         cause = re.sub(r"0x[0-9a-f]+|\d+", "#", cause) if exit_code > 0 and exit_code != 75 else ""
         worked = self._stepped and ran_seconds > CRASH_WINDOW_SECONDS
-        self._same = self._same + 1 if cause and cause == self._cause and not worked else 1
+        self._identical_crashes = (
+            self._identical_crashes + 1 if cause and cause == self._cause and not worked else 1
+        )
         self._cause = cause
-        return bool(cause) and self._same >= IDENTICAL_LIMIT
+        return bool(cause) and self._identical_crashes >= IDENTICAL_LIMIT
 
     def _p99_step_seconds(self) -> float:
         if not self._step_seconds:

@@ -64,8 +64,8 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     can be looked at."""
     try:
         resolved = load()
-        check_names(resolved.config.task.names)
-        task = resolved.config.task
+        task, crew = resolved.config.task, resolved.config.stages.mode == "always"
+        check_names(task.names, crew=crew)
         prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
@@ -73,8 +73,9 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     problem = None
     config, swarm, secret = resolved.config, bytes(SWARM_ID_BYTES), None
     try:
-        outlook = Membership(config).outlook()
-        config, swarm, secret = outlook.config, outlook.swarm or swarm, outlook.secret
+        node = Membership(config).resolve()
+        config, swarm, secret = node.config, node.swarm or swarm, node.secret
+        check_names(config.task.names, crew=config.stages.mode == "always")
     except SwarmNodeError as error:
         problem = ConfigFacts(str(error), error.exit_code)
     sources = sorted({origin.removeprefix("environment ") for origin in resolved.origins.values()})
@@ -96,7 +97,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
     reachability = probes.reachability(listen, config.network)
     yield checks.check_reachability(reachability)
     key = data_dir / "identity.key"
-    lost = not key.exists() or (probes.locked(key) and passphrase.given() is None)
+    lost = not key.exists() or (probes.locked(key) and passphrase.from_environment() is None)
     own = None if running or lost else key  # a key in use twice would be found out
     me = probes.own_peer(data_dir)
     others = [text for text in config.network.initial_peers if text.rpartition("/p2p/")[2] != me]

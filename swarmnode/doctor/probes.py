@@ -45,8 +45,8 @@ from swarmnode.doctor.checks import (
     ServerFacts,
 )
 from swarmnode.errors import SwarmNodeError, Unavailable
-from swarmnode.observe import ask, where
-from swarmnode.p2p.gateway import Gateway, kind_of
+from swarmnode.observe import address, client
+from swarmnode.p2p.gateway import Gateway, classify_address
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import server_of
 
@@ -126,10 +126,10 @@ def key(path: Path) -> KeyFacts:
     from swarmnode.p2p import passphrase
 
     try:
-        if locked(path) and passphrase.given() is None:
+        if locked(path) and passphrase.from_environment() is None:
             return KeyFacts(str(path), "good", mode)  # the node asks for it at its start
         loaded = serialization.load_pem_private_key(
-            data, password=passphrase.given() if locked(path) else None
+            data, password=passphrase.from_environment() if locked(path) else None
         )
     except (ValueError, TypeError, SwarmNodeError) as error:
         return KeyFacts(str(path), "damaged", mode, str(error).split("\n")[0][:120])
@@ -147,10 +147,10 @@ def own_peer(data_dir: Path) -> str:
 
     file = data_dir / "identity.key"
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError, SwarmNodeError):
-        given = passphrase.given() if locked(file) else None
+        given = passphrase.from_environment() if locked(file) else None
         key = load_pem_private_key(file.read_bytes()[:4097], password=given)
         return peer_id(key.public_key().public_bytes_raw())  # type: ignore[union-attr]
-    place = where.written(data_dir)
+    place = address.read_address(data_dir)
     return place.peer if place is not None else ""
 
 
@@ -247,7 +247,7 @@ def router(facts: ReachFacts, observed: str = "") -> RouterFacts:
         found = Gateway()
     if not found.outside and (carrier := next((ip for ip in carrier_addresses() if ip), "")):
         return RouterFacts(True, "carrier", carrier)
-    return RouterFacts(True, kind_of(found.outside, observed), found.outside)
+    return RouterFacts(True, classify_address(found.outside, observed), found.outside)
 
 
 def carrier_addresses() -> list[str]:
@@ -258,7 +258,7 @@ def carrier_addresses() -> list[str]:
         for interface in psutil.net_if_addrs().values()
         for address in interface
         if address.family == socket.AF_INET
-        and kind_of(address.address) == "carrier"
+        and classify_address(address.address) == "carrier"
         and address.netmask != "255.255.255.255"
     ]
 
@@ -544,10 +544,10 @@ class Status(msgspec.Struct, frozen=True):
 def status(data_dir: Path) -> RunningNode:
     """Return the status of the node that runs in this data directory; empty if none responds."""
     try:
-        place = where.written(data_dir)
+        place = address.read_address(data_dir)
         if place is None:
             return RunningNode()
-        body = ask.fetch_status(place, points=1, seconds=STATUS_SECONDS)
+        body = client.fetch_status(place, points=1, seconds=STATUS_SECONDS)
         return msgspec.json.decode(body, type=Status).snapshot
     except (Unavailable, msgspec.MsgspecError, RecursionError):
         return RunningNode()

@@ -1,9 +1,9 @@
 """The trainer's end of the link: a thread that owns the socket, so that a step never waits for the
 network.
 
-What goes out is queued, bounded, and dropped oldest first when the network process is away. Groups
-that come in wait here until the next step asks. The thread reconnects for ever; a trainer whose
-network process is gone trains alone.
+Outgoing messages are queued; the bounded queue drops the oldest when the network process is away.
+Incoming groups wait until the next step takes them. The thread reconnects without a limit; without
+a network process the trainer trains alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarmnode.weights import local
 
 log = logging.getLogger(__name__)
 
-QUEUED_FRAMES = 512
+MAX_QUEUED_FRAMES = 512
 RETRY_SECONDS = 0.2
 READ_BYTES = 256 * 1024
 
@@ -37,17 +37,18 @@ class LinkStatistics:
     connected: bool
     connections: int
     dropped_frames: int
-    """Frames that never left because the network process was away for too long."""
+    """Frames dropped because the network process was away for too long."""
 
 
 class Link:
-    """Use as a context manager. Every method returns at once, but for those that take seconds.
+    """The link to the network process, a context manager. Methods return at once, except those with
+    a timeout `seconds`.
 
     Args:
-        data_dir: of the node.
-        hello: called for every new connection, from the link's thread.
-        weights: called with what concerns averaging, from the link's thread; returns at once.
-        stages: the same with what concerns a crew.
+        data_dir: data directory of the node.
+        hello: returns the first message of every connection; called in the link's thread.
+        weights: handles messages about averaging; called in the link's thread, must not block.
+        stages: handles messages about a crew in the same way.
     """
 
     def __init__(
@@ -78,33 +79,32 @@ class Link:
         self._outbox.close()
 
     def welcome(self, seconds: float) -> Welcome | None:
-        """Who we are, as the network process says; None when it has not said so within
-        `seconds`."""
+        """Return the network process's welcome; None if it has not arrived within `seconds`."""
         return self._inbox.welcome(seconds)
 
     def send(self, message: ToNetwork) -> None:
-        """Queue a message; it is lost if the network process stays away while QUEUED_FRAMES others
-        follow."""
+        """Queue a message. It is dropped if MAX_QUEUED_FRAMES others follow while the network
+        process is away."""
         self._outbox.put(pack(message))
 
     def request_external(self, count: int, policy_version: int, per_peer: int) -> None:
-        """Ask for up to `count` external groups, `per_peer` of one author; `take_external` has
-        them, in this step or a later one."""
+        """Request up to `count` external groups, at most `per_peer` of one author. `take_external`
+        returns them in this step or a later one."""
         request = self._inbox.next_request()
         if request is not None:
             self.send(Draw(request, count, policy_version, per_peer))
 
     def take_external(self, seconds: float) -> list[ExternalGroup]:
-        """Groups that have arrived.
+        """Return the groups that have arrived, after waiting up to `seconds` for the answer to the
+        newest request.
 
-        Waits up to `seconds` for the answer to the newest request. The caller keeps what it has no
-        room for.
+        The caller stores groups that it cannot use yet.
         """
         return self._inbox.take(seconds)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything queued has been handed to the kernel; False when `seconds` were not
-        enough."""
+        """Wait until all queued messages have been written to the socket; returns False after
+        `seconds`."""
         return self._outbox.flush(seconds)
 
     def statistics(self) -> LinkStatistics:
@@ -113,7 +113,7 @@ class Link:
     # ---- the thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        said = ""
+        last_error = ""
         while not self._closing:
             try:
                 path, directory = socket_path(self._data_dir)
@@ -125,13 +125,15 @@ class Link:
                     if directory is not None:
                         os.close(directory)
             except OSError:
-                pass  # the network process is away or was replaced: connect again
+                pass  # the network process is away or was replaced: reconnect
             except FrameError as error:
-                if str(error) != said:  # once: it is tried again several times a second
+                if (
+                    str(error) != last_error
+                ):  # log once, because it is tried again several times a second
                     log.warning(
-                        "what the network process says is no message, as if it was of another"
-                        " version: %s",
-                        said := str(error),
+                        "invalid message from the network process, probably of another"
+                        " version of swarmnode: %s",
+                        last_error := str(error),
                     )
             self._inbox.disconnect()
             if not self._closing:
@@ -149,7 +151,7 @@ class Link:
             while not self._closing or unsent or self._outbox:
                 for key, events in selector.select(timeout=1.0):
                     if key.fileobj is self._outbox:
-                        self._outbox.woken()
+                        self._outbox.drain_wakeups()
                     elif events & selectors.EVENT_READ:
                         data = connection.recv(READ_BYTES)
                         if not data:
@@ -161,8 +163,7 @@ class Link:
                 selector.modify(connection, selectors.EVENT_READ | want_write)
 
     def _write(self, connection: socket.socket, unsent: memoryview) -> memoryview:
-        """Hand the kernel what it takes without waiting; what is left of the frame that it did not
-        take whole."""
+        """Write without blocking; returns the rest of a partially written frame."""
         while True:
             if not unsent:
                 frame = self._outbox.pop()
@@ -184,7 +185,7 @@ class Link:
 
 
 class Outbox:
-    """Frames that wait for the link's thread, which it wakes through a pipe. Any thread may put."""
+    """Frames for the link's thread, which a pipe wakes. `put` may be called in any thread."""
 
     def __init__(self) -> None:
         self.dropped = 0
@@ -198,20 +199,19 @@ class Outbox:
         return bool(self._frames)
 
     def fileno(self) -> int:
-        """What a selector watches: readable when there may be something to do."""
+        """Return the descriptor for a selector; readable when there may be work."""
         return self._wake_read
 
     def put(self, frame: bytes) -> None:
         with self._changed:
-            if len(self._frames) >= QUEUED_FRAMES:
+            if len(self._frames) >= MAX_QUEUED_FRAMES:
                 self._frames.popleft()
                 self.dropped += 1
             self._frames.append(frame)
         self.wake()
 
     def pop(self) -> bytes | None:
-        """The next frame; None when all have been taken, and sent, since the thread takes one after
-        the other."""
+        """Return the next frame; None if all frames have been sent."""
         with self._changed:
             if self._frames:
                 return self._frames.popleft()
@@ -226,7 +226,7 @@ class Outbox:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"x")
 
-    def woken(self) -> None:
+    def drain_wakeups(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
@@ -236,7 +236,7 @@ class Outbox:
 
 
 class Inbox:
-    """What the network process has said, for the trainer's thread to wait for and take."""
+    """Messages of the network process for the trainer's thread."""
 
     def __init__(self) -> None:
         self.connected = False
@@ -249,7 +249,7 @@ class Inbox:
     def connect(self) -> None:
         with self._changed:
             self.connected = True
-            # what was asked of an earlier network process is answered by nobody
+            # requests to an earlier network process are never answered
             self._answered = self._requests
 
     def disconnect(self) -> None:
@@ -272,7 +272,7 @@ class Inbox:
             return self._welcome
 
     def next_request(self) -> int | None:
-        """The number of a new request; None when there is nobody to ask."""
+        """Return the number of a new request; None while not connected."""
         with self._changed:
             if not self.connected:
                 return None

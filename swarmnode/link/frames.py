@@ -1,5 +1,4 @@
-"""The Unix socket between trainer and network process: where it is, and how a message becomes a
-frame.
+"""Location of the Unix socket between trainer and network process, and framing of its messages.
 
 frame = length (u32, big-endian) ‖ msgpack of one message
 """
@@ -17,7 +16,7 @@ from swarmnode.link.messages import FRAME_BYTES, ToNetwork, ToTrainer
 
 Message = TypeVar("Message")
 SOCKET = "run/link.sock"
-"""Below the data directory."""
+"""Path below the data directory."""
 
 _LENGTH = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder()
@@ -26,18 +25,17 @@ to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrain
 
 
 class FrameError(Exception):
-    """Raised for a frame that the other end of the link cannot have meant; the connection is closed
-    and made anew."""
+    """Raised for an invalid frame; the connection is closed and opened again."""
 
 
 def socket_path(data_dir: Path) -> tuple[str, int | None]:
-    """Address of the link's socket, and a descriptor to close when done with it. Raises
+    """Return the address of the link's socket, and a descriptor to close afterwards. Raises
     Unavailable; see `files.socket_address`."""
     return socket_address(data_dir / SOCKET)
 
 
 def pack(message: ToNetwork | ToTrainer) -> bytes:
-    """One message as one frame. Raises FrameError when it is longer than FRAME_BYTES."""
+    """Encode a message as a frame. Raises FrameError if it is longer than FRAME_BYTES."""
     body = _encoder.encode(message)
     if len(body) > FRAME_BYTES:
         raise FrameError(f"frame of {len(body)} bytes")
@@ -45,7 +43,7 @@ def pack(message: ToNetwork | ToTrainer) -> bytes:
 
 
 class Unpacker(Generic[Message]):
-    """Bytes in, messages out, for either direction.
+    """Decodes messages from received bytes, in either direction.
 
     Args:
         decoder: `to_network` or `to_trainer`.
@@ -56,7 +54,8 @@ class Unpacker(Generic[Message]):
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> list[Message]:
-        """Messages completed by `data`. Raises FrameError for an oversized or undecodable frame."""
+        """Return the messages completed by `data`. Raises FrameError for an oversized or
+        undecodable frame."""
         self._pending += data
         messages = []
         while len(self._pending) >= _LENGTH.size:

@@ -1,7 +1,7 @@
-"""The messages that the trainer and the network process send each other over their Unix socket.
+"""Messages between the trainer and the network process over their Unix socket.
 
-Both ends are ours and on one machine, but frames are still typed and capped. No torch here: the
-network process imports this.
+Both ends belong to the same node, but frames are still typed and bounded. No torch here, because
+the network process imports this module.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ FRAME_BYTES = 64 * 2**20
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Trainer → network, first frame of every connection."""
+    """Trainer → network, first message of every connection."""
 
     model: bytes
     """32 bytes: fingerprint of architecture and base weights."""
     tokenizer: bytes
-    """32 bytes."""
+    """32 bytes: hash of the tokenizer."""
     policy_version: int
     tokens_per_text_byte: float = 1.0
-    """About how many of our tokens a byte of another tokenizer's text becomes."""
+    """Estimated number of own tokens per byte of text from another tokenizer."""
     pid: int = 0
     replica: local.ReplicaFacts | None = None
-    """None where nothing is averaged."""
+    """None if nothing is averaged."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -57,29 +57,29 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class WeightsReport(msgspec.Struct, frozen=True):
-    """What the trainer's half of averaging has done. Totals are counted as in Report."""
+    """State of averaging in the trainer. Totals are counted as in Report."""
 
     rule: str = ""
     fragments: int = 1
     outer_step: int = 0
-    """Number of outer steps of the fragment that is furthest behind."""
+    """Number of outer steps of the fragment with the fewest."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
     reverts_total: int = 0
     """Since the process started, as are `outcomes` and `stall_seconds_total`."""
     distance: float | None = None
-    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: how far replicas are apart."""
+    """‖θ_j − θ_i‖ / ‖θ_i‖ at the last exchange: the distance between replicas."""
     clip_ratio: float | None = None
-    """Mean share of a partner's difference that was taken; 1 when nothing is clipped."""
+    """Mean share of a partner's difference that was applied; 1 without clipping."""
     lag: float | None = None
-    """Outer steps that the last partner was behind us; negative when ahead."""
+    """Number of outer steps by which the last partner was behind; negative if ahead."""
     momentum_norm: float = 0.0
     probation: bool = False
     outcomes: dict[str, int] = {}
     """Number of exchanges by the gate's verdict."""
     stall_seconds_total: float = 0.0
-    """Seconds for which training stood still, for the probe and commits, or may have, while a copy
-    kept the optimizer from the weights."""
+    """Seconds in which training stopped for the probe and commits, plus those in which a copy may
+    have blocked the optimizer."""
 
 
 class CardUse(msgspec.Struct, frozen=True):
@@ -90,18 +90,19 @@ class CardUse(msgspec.Struct, frozen=True):
     total_bytes: int
     free_bytes: int
     held_bytes: int
-    """By this node, as its allocator counts; what is neither free nor held is others'."""
+    """Bytes allocated by this node. Memory that is neither free nor held belongs to other
+    programs."""
 
 
 class Report(msgspec.Struct, frozen=True, tag="report"):
     """Trainer → network after every step, evaluation and change of phase. Counters are totals since
     the trainer's first start.
 
-    `None` means not measured (yet); the exporter leaves the series out.
+    `None` means not measured (yet); the exporter omits the series.
     """
 
     phase: str
-    """loading, generating, training, evaluating, paused, draining."""
+    """loading, generating, training, evaluating, paused or draining."""
     step: int = 0
     policy_version: int = 0
     step_seconds: float | None = None
@@ -127,43 +128,43 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     """Effective sample size ÷ sample size of the own tokens' weights, in (0, 1]; None in a crew."""
     effective_external: float | None = None
     own_gap: float | None = None
-    """Mean |Δ log-probability| of the own tokens between what sampled them and the policy that is
-    trained, nats; None in a crew."""
+    """Mean |Δ log-probability| of the own tokens between the sampling policy and the trained
+    policy, in nats; None in a crew."""
     generation_lag: float | None = None
-    """Updates between the first token of an own group and the step that learnt from it, mean over
-    the step's groups."""
+    """Number of updates between the first token of an own group and the step that trained on it,
+    averaged over the step's groups."""
     generation_rows: float | None = None
-    """Tokens sampled in a decoding step, mean over the last step."""
+    """Tokens sampled per decoding step, averaged over the last step."""
     episodes_total: int = 0
-    """Episodes that were played to their ends for training."""
+    """Number of completed training episodes."""
     episode_turns: float | None = None
     """Mean number of actions of the last step's episodes; None without episodes."""
     environment_share: float | None = None
-    """Share of the last step's sampling time in which environments were waited for."""
+    """Share of the last step's sampling time spent waiting for environments."""
     completion_tokens: float | None = None
     """Mean length of the completions sampled in the last step."""
     completion_tokens_p95: int | None = None
     completion_cut_share: float | None = None
-    """Share of them that ended at the length limit."""
+    """Share of these completions that ended at the length limit."""
     own_groups: int = 0
-    """I of the last step."""
+    """Own groups of the last step (I)."""
     external_groups: int = 0
-    """J of the last step."""
+    """External groups of the last step (J)."""
     replayed_groups: int = 0
-    """Groups of earlier steps, own and peers', that the last step has trained on once more."""
+    """Groups of earlier steps, own and external, on which the last step trained again."""
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0
-    """Sampled, in evaluations too."""
+    """Sampled tokens, including evaluations."""
     evaluation_tokens_total: int = 0
     tokens_per_second: float | None = None
     gradient_agreement: float | None = None
     """Cosine of own and external gradients."""
     drift: float | None = None
-    """Part of strangers' rewarded answers that have a token, less the part of own ones, of the
-    task and token where that is largest; None without evidence."""
+    """Largest excess, over tasks and tokens, of the share of external rewarded answers with a token
+    over the share of own ones; None without evidence."""
     external_scale: float = 1.0
-    """What the utility guard leaves of J, 0 to 1."""
+    """Factor of the utility guard on J, 0 to 1."""
     device: str = ""
     dtype: str = ""
     device_memory_bytes: int | None = None
@@ -171,35 +172,35 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     memory_bytes: int = 0
     oom_retries_total: int = 0
     engine_rebuilds: int = 0
-    """Times that the engine that samples was built anew, since the process started."""
+    """Number of times that the sampling engine was rebuilt since the process started."""
     engine: str = ""
-    """Which engine samples: lockstep, continuous or served; empty before anything was sampled."""
+    """The sampling engine: lockstep, continuous or served; empty before the first sample."""
     server: ServerStatistics | None = None
-    """None where no server is configured."""
+    """None without a configured server."""
     micro_batch_tokens: int = 0
     generation_tokens: int = 0
     scorer_restarts_total: int = 0
     reward_by_task: dict[str, float] = {}
-    """Mean reward of own completions by task, of the last step that asked it."""
+    """Mean reward of own completions by task, from the last step that used the task."""
     top_answer_share: float | None = None
-    """Share of the latest majorities that chose the most frequent answer; None without a verifier
+    """Share of the latest majorities for the most frequent answer; None without a verifier
     `majority`."""
     signals: dict[str, float] = {}
-    """The share of groups with a signal that is expected, by task and difficulty; empty where both
-    follow from a question's number."""
+    """Expected share of groups with a signal, by task and difficulty; empty if both follow from a
+    question's number."""
     evidence: dict[str, float] = {}
-    """Own groups that a curriculum's expectations rest on, by the names of `signals`."""
+    """Number of own groups behind a curriculum's expectations, with the keys of `signals`."""
     reward_errors: dict[str, int] = {}
-    """Completions whose reward failed, by task, since the process started."""
+    """Completions whose reward function failed, by task, since the process started."""
     last_reward_error: str = ""
-    """The last of these in one line, the task first."""
+    """The last of these errors in one line, starting with the task."""
     state_saved_step: int = 0
     drops: dict[str, DropCounts] = {}
     """Counts of dropped items, by the fields of `TrainerDrops`."""
     peers_used: dict[str, int] = {}
-    """External groups trained on in total, by peer id."""
+    """Total number of external groups trained on, by peer id."""
     weights: WeightsReport | None = None
-    """None where nothing is averaged."""
+    """None if nothing is averaged."""
 
 
 ToNetwork = Hello | OwnGroup | Draw | Judged | Report | local.FromTrainer | wire.FromTrainer

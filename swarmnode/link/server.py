@@ -1,4 +1,4 @@
-"""The network process's end of the link: answers the trainer, and outlives it."""
+"""The network process's end of the link: answers the trainer, and survives its restarts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from swarmnode.weights import local
 log = structlog.get_logger("swarmnode.link")
 
 WRITE_SECONDS = 10.0
-QUEUED = 256
-"""Messages of our own that wait for a trainer to read; more are not sent."""
+MAX_QUEUED_MESSAGES = 256
+"""Maximum number of unrequested messages that wait for the trainer; further ones are dropped."""
 
-Unasked = local.ToTrainer | wire.ToTrainer
+Unrequested = local.ToTrainer | wire.ToTrainer
 
 
 class TrainerHandler(Protocol):
-    """What the network process does with the trainer's messages."""
+    """Handles the trainer's messages in the network process."""
 
     def hello(self, hello: Hello) -> Welcome: ...
     def own_group(self, group: OwnGroup) -> Awaitable[None]: ...
@@ -45,17 +45,25 @@ class LinkServerStatistics:
 
 
 class LinkServer:
-    """Listens on the data directory's socket; a new trainer replaces an old one. `left`: called
-    when none is connected any more."""
+    """Listens on the data directory's socket; a new trainer replaces an old one.
+
+    Args:
+        data_dir: data directory of the node.
+        handler: handles the messages.
+        on_trainer_left: called when no trainer is connected any more.
+    """
 
     def __init__(
-        self, data_dir: Path, handler: TrainerHandler, left: Callable[[], None] = lambda: None
+        self,
+        data_dir: Path,
+        handler: TrainerHandler,
+        on_trainer_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._data_dir = data_dir
         self._handler = handler
-        self._left = left
+        self._on_trainer_left = on_trainer_left
         self._current: trio.CancelScope | None = None
-        self._outbox: trio.MemorySendChannel[Unasked] | None = None
+        self._outbox: trio.MemorySendChannel[Unrequested] | None = None
         self._connections = 0
         self._bad_frames = 0
 
@@ -63,7 +71,7 @@ class LinkServer:
         """Serve until cancelled.
 
         Raises:
-            Unavailable: the socket cannot be made.
+            Unavailable: the socket cannot be created.
         """
         with listening(self._data_dir / SOCKET, 4, f"link socket in {self._data_dir}") as made:
             listener = trio.socket.from_stdlib_socket(made)
@@ -75,9 +83,9 @@ class LinkServer:
                         self._current.cancel()
                     nursery.start_soon(self._serve, trio.SocketStream(connection))
 
-    def send_to_trainer(self, message: Unasked) -> bool:
-        """Queue what the trainer did not ask for; False when there is no trainer, or it does not
-        read."""
+    def send_to_trainer(self, message: Unrequested) -> bool:
+        """Queue an unrequested message; returns False if there is no trainer or its queue is
+        full."""
         if self._outbox is None:
             return False
         try:
@@ -88,17 +96,17 @@ class LinkServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         self._connections += 1
-        outbox, ours = trio.open_memory_channel[Unasked](QUEUED)
+        outbox, unrequested = trio.open_memory_channel[Unrequested](MAX_QUEUED_MESSAGES)
         turn = trio.Lock()
         with trio.CancelScope() as scope, outbox:
             self._current, self._outbox = scope, outbox
             async with stream, trio.open_nursery() as nursery:
-                nursery.start_soon(self._write, stream, turn, ours)
+                nursery.start_soon(self._write, stream, turn, unrequested)
                 await self._read(stream, turn)
                 nursery.cancel_scope.cancel()
         if self._current is scope:
             self._current = self._outbox = None
-            self._left()
+            self._on_trainer_left()
 
     async def _read(self, stream: trio.SocketStream, turn: trio.Lock) -> None:
         unpacker = Unpacker(to_network)
@@ -113,17 +121,20 @@ class LinkServer:
             log.info("trainer left", error=repr(error))
 
     async def _write(
-        self, stream: trio.SocketStream, turn: trio.Lock, ours: trio.MemoryReceiveChannel[Unasked]
+        self,
+        stream: trio.SocketStream,
+        turn: trio.Lock,
+        unrequested: trio.MemoryReceiveChannel[Unrequested],
     ) -> None:
-        """Send what nobody asked for, between answers."""
+        """Send unrequested messages, between answers."""
         try:
-            async for message in ours:
+            async for message in unrequested:
                 async with turn:
                     with trio.fail_after(WRITE_SECONDS):
                         await stream.send_all(pack(message))
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError) as error:
             log.info("trainer does not read", error=repr(error))
-            await stream.aclose()  # a frame may have been cut in two: the trainer connects again
+            await stream.aclose()  # a frame may have been cut: the trainer reconnects
 
     async def _handle(self, message: ToNetwork, stream: trio.SocketStream, turn: trio.Lock) -> None:
         answer: Welcome | Drawn | None = None

@@ -1,8 +1,8 @@
-"""The addresses this node dials: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`, and
-places at relays. Pure.
+"""Parse, compare and filter the addresses that this node dials. Pure.
 
-Strings from peers come here before anything else looks at them, so the parser is small, strict and
-bounded instead of general.
+Two forms exist: `/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>[/p2p/<peer id>]`, and circuit addresses
+at relays. Every address string from a peer passes through this parser first, so the parser is
+small, strict and bounded instead of general.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import base58
 
 from swarmnode.wire.envelope import is_small_order
 
-LONGEST_ADDRESS = 256
-"""Characters; a DNS name is at most 253."""
+MAX_ADDRESS_CHARACTERS = 256
+"""Limit for an address string. A DNS name alone has at most 253 characters."""
 
 ED25519_PEER_ID = bytes.fromhex("002408011220")
-"""Identity multihash of an Ed25519 public key in libp2p's protobuf: this prefix, then the 32 bytes
-of the key."""
+"""Prefix of an Ed25519 peer id in libp2p's protobuf encoding. The identity multihash is this prefix
+followed by the 32 bytes of the public key."""
 
 _NAME = re.compile(
     r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9])?)*\.?"
 )
 
 LOOPBACK, PRIVATE, PUBLIC = 0, 1, 2
-"""How far an address reaches. A peer is only told of addresses that reach at least as far as the
-one we see it at."""
+"""Scope of an address. A peer only receives addresses with at least the scope of the address at
+which this node sees that peer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Address:
-    """One place to dial. `str()` is the multiaddr without the peer id."""
+    """A TCP endpoint to dial. `str()` gives the multiaddr without the peer id."""
 
     kind: str
     host: str
@@ -45,7 +45,7 @@ class Address:
 
     @property
     def ip(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-        """The IP address, None for a name."""
+        """The IP address, or None for a DNS name."""
         return _ip(self.host) if self.kind in ("ip4", "ip6") else None
 
     @property
@@ -63,19 +63,19 @@ class Address:
 
 @functools.lru_cache(4096)
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Remembered, since each connection's is asked for again and again."""
+    """Parse `host`; cached because the statistics ask for every connection's address repeatedly."""
     return ipaddress.ip_address(host)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Circuit:
-    """A place at a relay where a peer that cannot be reached can be called:
+    """A relay address at which an unreachable peer can be dialled:
     `<address>/p2p/<relay>/p2p-circuit`."""
 
     address: Address
-    """The relay's."""
+    """Address of the relay."""
     relay: str
-    """Peer id."""
+    """Peer id of the relay."""
 
     def __str__(self) -> str:
         return f"{self.address}/p2p/{self.relay}/p2p-circuit"
@@ -86,57 +86,75 @@ class Circuit:
 
     @property
     def prefix(self) -> str:
-        """Peers behind one relay have nothing else in common: they count as the relay's, not as its
-        network's."""
+        """The group of peers behind this relay. They share nothing but the relay, so they do not
+        count towards the network prefix of the relay."""
         return f"relay {self.relay}"
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnAddresses:
-    """`listen`: what we listen on, ports chosen. `announce`: what a person says that others should
-    be told instead; may be empty."""
+    """Addresses of this node.
+
+    Attributes:
+        listen: listening addresses, with the port already chosen.
+        announce: addresses that the operator wants to advertise instead; may be empty.
+    """
 
     listen: list[Address]
     announce: list[Address]
 
-    def told(self) -> list[Address]:
+    def advertised(self) -> list[Address]:
+        """Return the addresses to advertise: `announce` if set, otherwise `listen`."""
         return self.announce or self.listen
 
-    def outside_ports(self) -> list[int]:
-        """Ports at which we can be dialled from another machine; empty if we listen on loopback
-        alone."""
+    def external_ports(self) -> list[int]:
+        """Return the ports that other machines can dial; empty if this node listens on loopback
+        only."""
         outside = [
             each.port
-            for each in self.told()
+            for each in self.advertised()
             if each.scope > LOOPBACK or (each.ip is not None and each.ip.is_unspecified)
         ]
         return list(dict.fromkeys(outside))
 
 
 def parse_any(text: str) -> tuple[Address | Circuit, str | None]:
-    """Like `parse`, and also for a place at a relay. Raises ValueError."""
-    if len(text) > LONGEST_ADDRESS:
+    """Parse a direct address or a circuit address.
+
+    Returns:
+        The address and the peer id at its end, or None without one.
+
+    Raises:
+        ValueError: the text is malformed.
+    """
+    if len(text) > MAX_ADDRESS_CHARACTERS:
         raise ValueError("too long")
     direct, circuit, rest = text.partition("/p2p-circuit")
     if not circuit:
         return parse(text)
     address, relay = parse(direct)
     if relay is None:
-        raise ValueError("a relay without its peer id")
+        raise ValueError("the relay's peer id is missing")
     if rest and not rest.startswith("/p2p/"):
         raise ValueError("not of the form <relay's address>/p2p/<relay>/p2p-circuit/p2p/<peer id>")
     return Circuit(address, relay), check_peer_id(rest.removeprefix("/p2p/")) if rest else None
 
 
 def is_circuit(text: str) -> bool:
-    """Whether an address, parsed before, is a place at a relay."""
+    """Return True if an already parsed address is a circuit address."""
     return "/p2p-circuit" in text
 
 
 def parse(text: str) -> tuple[Address, str | None]:
-    """The address and the peer id at its end, if there is one. Raises ValueError, whose text can be
-    shown to a person."""
-    if len(text) > LONGEST_ADDRESS:
+    """Parse a direct address.
+
+    Returns:
+        The address and the peer id at its end, or None without one.
+
+    Raises:
+        ValueError: the text is malformed; the message can be shown to the operator.
+    """
+    if len(text) > MAX_ADDRESS_CHARACTERS:
         raise ValueError("too long")
     parts = text.split("/")
     if (
@@ -162,7 +180,7 @@ def parse(text: str) -> tuple[Address, str | None]:
 
 
 def check_peer_id(text: str) -> str:
-    """`text` itself if it is the peer id of an Ed25519 key. Raises ValueError."""
+    """Return `text` if it is the peer id of an Ed25519 key, otherwise raise ValueError."""
     if len(text) > 64:
         raise ValueError("not a peer id")
     try:
@@ -176,12 +194,12 @@ def check_peer_id(text: str) -> str:
     ):
         raise ValueError("not the peer id of an Ed25519 key")
     if is_small_order(raw[len(ED25519_PEER_ID) :]):
-        raise ValueError("the peer id of a key of small order, for which anybody can sign")
+        raise ValueError("peer id of a key of small order, for which anyone can forge signatures")
     return text
 
 
 def from_socket(host: str, port: int) -> Address:
-    """The address of one end of a socket. Raises ValueError if `host` is not an IP address."""
+    """Return the address of a socket's end. Raises ValueError unless `host` is an IP address."""
     ip = ipaddress.ip_address(host.split("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped
@@ -189,6 +207,7 @@ def from_socket(host: str, port: int) -> Address:
 
 
 def scope_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
+    """Return LOOPBACK, PRIVATE or PUBLIC."""
     if ip.is_loopback:
         return LOOPBACK
     return PUBLIC if ip.is_global else PRIVATE
@@ -196,19 +215,28 @@ def scope_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> int:
 
 @functools.lru_cache(4096)
 def prefix_of(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | None:
-    """/24 or /48: what one operator can be expected to hold many addresses of. None for loopback,
-    which is this machine."""
+    """Return the /24 (IPv4) or /48 (IPv6) network of `ip`, or None for loopback.
+
+    One operator can be expected to hold many addresses of such a network.
+    """
     if ip.is_loopback:
         return None
     return str(ipaddress.ip_network((ip, 24 if ip.version == 4 else 48), strict=False))
 
 
-def dialable(address: Address | Circuit, teller: Address | None) -> bool:
-    """Whether an address heard from a peer at `teller` may be dialled: no names (a resolver is not
-    a peer's to steer), nothing unspecified or multicast, and nothing that reaches less far than the
-    teller does (a stranger shall not point us at our own loopback or LAN)."""
+def dialable(address: Address | Circuit, reporter: Address | None) -> bool:
+    """Return True if this node may dial an address that a peer reported.
+
+    Names are refused, because a peer must not control DNS queries of this node. Unspecified,
+    multicast and link-local addresses are refused. An address must have at least the scope of its
+    reporter, so that a stranger cannot make this node dial its own loopback or LAN.
+
+    Args:
+        address: the reported address.
+        reporter: address of the reporting peer; None for a report from the local network.
+    """
     address = address.address if isinstance(address, Circuit) else address
     ip = address.ip
     if ip is None or address.port == 0 or ip.is_unspecified or ip.is_multicast or ip.is_link_local:
         return False
-    return teller is None or scope_of(ip) >= min(teller.scope, PUBLIC)
+    return reporter is None or scope_of(ip) >= min(reporter.scope, PUBLIC)

@@ -1,4 +1,5 @@
-"""Who is let in at the end of a handshake."""
+"""Which peers may connect, and which peers' messages are accepted: reputation on trio's clock, and
+the admission of connections at the end of a handshake."""
 
 from __future__ import annotations
 
@@ -7,19 +8,56 @@ from collections.abc import Callable, Collection
 import trio
 
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.library.gater import Newcomer
-from swarmnode.p2p.scoring import PeerScores
+from swarmnode.p2p.library.gater import HandshakePeer
+from swarmnode.p2p.reputation import COST, Reputation, Standing
 
-LEAST_PER_PREFIX = 4
+MIN_PER_PREFIX = 4
 PREFIX_SHARE = 4
-"""One /24 or /48, and the peers behind one relay, get one connection in so many, but at least
-LEAST_PER_PREFIX."""
+"""One /24 or /48 network, or the peers behind one relay, may hold 1/PREFIX_SHARE of the
+connections, and never fewer than MIN_PER_PREFIX."""
+
+
+class PeerScores:
+    """`api.PeerScoring` on a `Reputation`. `disconnect(peer)` is called when a peer is banned."""
+
+    def __init__(self, reputation: Reputation) -> None:
+        self.reputation = reputation
+        self.disconnect: Callable[[str], None] = lambda peer: None
+
+    def is_allowed(self, peer: str) -> bool:
+        """See `api.PeerScoring.is_allowed`."""
+        return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
+
+    def may_connect(self, peer: str, now: float) -> bool:
+        """Return False if `peer` is banned, so that no connection with it is wanted."""
+        return self.reputation.standing(peer, now) is not Standing.BANNED
+
+    def score(self, peer: str) -> float:
+        """See `api.PeerScoring.score`."""
+        return self.reputation.score(peer, trio.current_time())
+
+    def accepted(self, peer: str) -> None:
+        """See `api.PeerScoring.accepted`."""
+        self.reputation.accepted(peer, trio.current_time())
+
+    def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
+        """See `api.PeerScoring.rejected`."""
+        if self.reputation.rejected(peer, reason, trio.current_time(), cost) is Standing.BANNED:
+            self.disconnect(peer)
 
 
 class Admission:
-    """`members`: the peer ids that may connect, None for everybody. `max_connections`: as
-    `network.max_connections`. `arrived(peer)`: is called when a peer has proved who it is over a
-    direct connection to our listener."""
+    """Admission rules of one node.
+
+    Args:
+        own: peer id of this node.
+        connections: the open connections.
+        scores: reputation of the peers.
+        max_connections: as `network.max_connections`.
+        members: peer ids that may connect; None for all.
+        arrived: called with the peer id when a peer has authenticated over a direct inbound
+            connection. The AutoNAT check relies on it.
+    """
 
     def __init__(
         self,
@@ -33,25 +71,30 @@ class Admission:
         self._own = own
         self._connections = connections
         self._scores = scores
-        self._most_alike = max(LEAST_PER_PREFIX, max_connections // PREFIX_SHARE)
+        self._max_per_group = max(MIN_PER_PREFIX, max_connections // PREFIX_SHARE)
         self._members = members
         self._arrived = arrived
 
-    def admits(self, newcomer: Newcomer) -> bool:
-        """A member if the swarm is private; neither ourselves, nor banned, nor one too many from
-        its prefix.
+    def admits(self, candidate: HandshakePeer) -> bool:
+        """Return True if the connection may stay.
 
-        Who comes through a relay has no prefix, so that it does not answer for the relay's
-        neighbours; it counts among those behind it. Whom we dial is our own choice."""
+        A connection is refused if the peer is this node itself, is banned, is not a member of a
+        private swarm, or exceeds the share of its network prefix. A peer behind a relay has no
+        prefix, because it must not be blamed for the relay's neighbours; it counts towards the
+        share of that relay. Outbound direct connections are exempt from the share.
+        """
         now = trio.current_time()
-        prefix = newcomer.remote.prefix if newcomer.remote is not None else None
-        self._scores.reputation.place(newcomer.peer, prefix, now)
-        if newcomer.peer == self._own or not self._scores.wanted(newcomer.peer, now):
+        prefix = candidate.remote.prefix if candidate.remote is not None else None
+        self._scores.reputation.set_prefix(candidate.peer, prefix, now)
+        if candidate.peer == self._own or not self._scores.may_connect(candidate.peer, now):
             return False
-        if self._members is not None and newcomer.peer not in self._members:
+        if self._members is not None and candidate.peer not in self._members:
             return False
-        if newcomer.inbound and newcomer.relay is None:
-            self._arrived(newcomer.peer)
-        if newcomer.inbound and prefix is not None:
-            return self._connections.of_prefix(prefix) < self._most_alike
-        return newcomer.relay is None or self._connections.behind(newcomer.relay) < self._most_alike
+        if candidate.inbound and candidate.relay is None:
+            self._arrived(candidate.peer)
+        if candidate.inbound and prefix is not None:
+            return self._connections.count_in_prefix(prefix) < self._max_per_group
+        return (
+            candidate.relay is None
+            or self._connections.count_behind(candidate.relay) < self._max_per_group
+        )

@@ -1,19 +1,20 @@
-"""What a network does for the rest of a node, as protocols: code above `p2p` depends on these, not
-on the classes behind them.
+"""The network interface for the rest of the node, as protocols.
 
-    Network ─ Connections   who is connected; dial, hold, disconnect
-            ─ PeerScoring   whom to listen to, and what its messages were worth
+Code above `p2p` depends on these protocols, not on their implementations.
+
+    Network ─ Connections   connected peers; dial, pin, disconnect
+            ─ PeerScoring   which peers are allowed, and how their messages are scored
             ─ .requests     Requests: one frame each way
             ─ .streams      Streams ▸ PeerStream: long-lived, both ways
-            ─ .bulk         Bulk: something large, in verified chunks
+            ─ .bulk         Bulk: large content in verified chunks
 
-Whoever only asks peers takes `Requests`; whoever needs a few of these composes them. `p2p.network`
-has the implementation on libp2p, `testing.network` one in memory, and tests/unit/p2p/test_api.py
-holds both to what is promised here.
+A caller that only sends requests depends on `Requests`; a caller that needs several parts composes
+them. `p2p.network` implements the protocols on libp2p, `testing.network` in memory.
+tests/unit/p2p/test_api.py runs the same contract against both.
 
-A method that reaches for a peer has a deadline in seconds and raises PeerError (or PeerTimeout,
-BadMessage, Incompatible, which are kinds of it) for whatever the peer or the way to it does, and
-nothing else. A peer is named by its peer id as text, base58.
+Every method that contacts a peer takes a deadline in seconds. It raises PeerError or a subclass
+(PeerTimeout, BadMessage, Incompatible) for every fault of the peer or of the connection, and
+nothing else. A peer is identified by its peer id as base58 text.
 """
 
 from __future__ import annotations
@@ -26,105 +27,119 @@ import trio
 from swarmnode.errors import PeerError
 from swarmnode.p2p.reputation import COST
 
-if TYPE_CHECKING:  # which load libp2p
+if TYPE_CHECKING:  # imported for types only: these modules load libp2p
     from swarmnode.p2p.addresses import Address
     from swarmnode.p2p.bulk.content import BulkSink, BulkSource
     from swarmnode.wire.messages import BulkManifest
 
 RequestHandler = Callable[[str, bytes], Awaitable[bytes]]
-"""(peer id, request) → response. Raises PeerError to refuse; anything else is counted as our own
-error, and the stream is reset too."""
+"""(peer id, request) → response. Raises PeerError to refuse. Any other exception counts as an
+internal error. The stream is reset in both cases."""
 
 StreamHandler = Callable[["PeerStream"], None]
-"""Takes a stream that a peer has opened, at once; whoever does not want it resets it."""
+"""Receives each stream that a peer opens. Must not block; resets a stream that it does not want."""
 
 
 class Declined(PeerError):
-    """Raised when a peer says that it will not send: `status` is `unknown` (not offered to us, or
-    with another root) or `busy`."""
+    """Raised when a peer refuses a bulk transfer.
+
+    Attributes:
+        status: `unknown` (not offered to this node, or offered with another root) or `busy`.
+    """
 
     def __init__(self, status: str) -> None:
         super().__init__(f"the peer answered {status}")
         self.status = status
 
 
-class AnotherPeer(PeerError):
-    """Raised when somebody else answers at the address of the peer that was dialled."""
+class WrongPeer(PeerError):
+    """Raised when a different peer answers at the dialled address."""
 
 
 class Connections(Protocol):
-    """Who is connected, and who should be."""
+    """The connected peers."""
 
     @property
     def peer_id(self) -> str:
-        """Ours."""
+        """Peer id of this node."""
         ...
 
     @property
     def listen_addrs(self) -> list[str]:
-        """Multiaddrs that others can dial, with our peer id."""
+        """Multiaddrs at which other nodes can dial this node, including its peer id."""
         ...
 
     def connected(self) -> list[str]:
-        """Peer ids."""
+        """Return the peer ids of the connected peers."""
         ...
 
     async def wait_connected(self, count: int = 1) -> None:
-        """Returns once `count` peers are connected."""
+        """Return once `count` peers are connected."""
         ...
 
     async def changed(self) -> None:
-        """Returns when a connection was opened or closed."""
+        """Return when a connection was opened or closed."""
         ...
 
     async def dial(self, peer: str, address: str) -> None:
-        """Connects now. Raises AnotherPeer, Incompatible (no security protocol in common), or
-        PeerError, which says why it failed."""
+        """Connect now.
+
+        Raises:
+            WrongPeer: a different peer answered.
+            Incompatible: no security protocol in common.
+            PeerError: any other failure, with its reason.
+        """
         ...
 
-    def hold(self, peers: Collection[str]) -> None:
-        """Somebody here depends on these peers, and no longer on those of the last call: they are
-        redialled first, and never pruned."""
+    def pin(self, peers: Collection[str]) -> None:
+        """Pin `peers`: redial them first and never prune them. Replaces the set of the previous
+        call."""
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Closes all connections with `peer`, soon."""
+        """Close all connections with `peer` in the background."""
         ...
 
     def observed(self, peer: str) -> Address | None:
-        """The address at which we see a connected peer; the port is ephemeral if it dialled us."""
+        """Return the address at which this node sees a connected peer. The port is ephemeral if the
+        peer dialled."""
         ...
 
-    def heard(self, peer: str) -> float | None:
-        """When a connected peer last said anything, whatever it was, by trio's clock; None where
-        that is not known."""
+    def last_received(self, peer: str) -> float | None:
+        """Return when a connected peer last sent bytes, on trio's clock; None if unknown."""
         ...
 
     def group(self, peer: str) -> str | None:
-        """What a connected peer has in common with others that may be the same operator's: its
-        relay, or its /24 or /48. None on this machine."""
+        """Return what a connected peer shares with other peers of possibly the same operator: its
+        relay, or its /24 or /48 network. None for a peer on this machine."""
         ...
 
 
 class PeerScoring(Protocol):
-    """What a peer's messages have earned it. See reputation.py for the rule."""
+    """Scores of peers by the messages that they sent. See reputation.py for the rule."""
 
-    def welcome(self, peer: str) -> bool:
-        """Whether anything of `peer` is to be looked at: it is neither greylisted nor banned."""
+    def is_allowed(self, peer: str) -> bool:
+        """Return True unless `peer` is greylisted or banned; its messages are ignored otherwise."""
         ...
 
     def score(self, peer: str) -> float:
-        """0 for a peer that we know nothing of, higher for a useful one, and below 0 for one that
-        sent what was wrong."""
+        """Return the score of `peer`: 0 if unknown, positive if useful, negative after invalid
+        messages."""
         ...
 
     def accepted(self, peer: str) -> None:
-        """Something that `peer` made passed every check."""
+        """Record that an item created by `peer` passed every check."""
         ...
 
     def rejected(self, peer: str, reason: str, cost: float = COST) -> None:
-        """Something that `peer` made was provably wrong; it may be banned and disconnected for it.
-        `reason`: of a closed set."""
+        """Record that an item created by `peer` was provably invalid. This may ban and disconnect
+        it.
+
+        Args:
+            peer: the creator of the item.
+            reason: one of a closed set.
+            cost: what the score loses.
+        """
         ...
 
 
@@ -141,13 +156,21 @@ class Requests(Protocol):
         max_response_bytes: int,
         urgent: bool = False,
     ) -> bytes:
-        """The response of a connected peer. `deadline` covers everything, waiting for a slot
-        included. `urgent` requests wait for no slot; whoever sends them sees to it that they are
-        few.
+        """Send a request to a connected peer and return the response.
 
-        Raises PeerTimeout after the deadline, BadMessage("oversize") if the response is longer than
-        `max_response_bytes`, Incompatible if the peer does not speak the protocol, PeerError if it
-        is not connected or refuses.
+        Args:
+            peer: the receiver.
+            protocol: the protocol id.
+            data: the request.
+            deadline: seconds for everything, including the wait for a free slot.
+            max_response_bytes: limit for the response.
+            urgent: do not wait for a slot. Callers keep the number of urgent requests small.
+
+        Raises:
+            PeerTimeout: the deadline passed.
+            BadMessage: `oversize`, the response is longer than `max_response_bytes`.
+            Incompatible: the peer does not support the protocol.
+            PeerError: the peer is not connected or refuses.
         """
         ...
 
@@ -162,29 +185,38 @@ class Requests(Protocol):
         per_peer: int | None = None,
         deadline: float = 30.0,
     ) -> None:
-        """Answers `protocol` with `handler`. `concurrent`, `per_peer` (default: a quarter of it):
-        requests served at a time, others are refused at once; one that is not there yet is none of
-        them. `deadline`: seconds for handling one, and for writing the response, at most."""
+        """Answer `protocol` with `handler`.
+
+        Args:
+            protocol: the protocol id.
+            handler: computes the response.
+            max_request_bytes: limit for a request.
+            max_response_bytes: limit for a response.
+            concurrent: requests served at the same time; further requests are refused at once. A
+                request counts from its first byte, not while the stream is idle.
+            per_peer: the same limit for one peer; a quarter of `concurrent` by default.
+            deadline: seconds for handling a request, and again for writing the response.
+        """
         ...
 
 
 class PeerStream(Protocol):
-    """One stream to a peer, both ways. One task sends, one receives; either may be cancelled, or
-    wait for as long as it likes."""
+    """A bidirectional stream to a peer. One task may send while another receives. Both may be
+    cancelled, and may block without a time limit."""
 
     @property
     def peer(self) -> str:
-        """The peer at the other end."""
+        """Peer id of the remote end."""
         ...
 
     @property
     def sent(self) -> int:
-        """Bytes."""
+        """Bytes sent."""
         ...
 
     @property
     def received(self) -> int:
-        """Bytes."""
+        """Bytes received."""
         ...
 
     @property
@@ -194,29 +226,30 @@ class PeerStream(Protocol):
 
     @property
     def closed(self) -> trio.Event:
-        """Set when nothing of the stream is left."""
+        """Set when the stream has ended in both directions."""
         ...
 
     async def receive(self) -> bytes:
-        """What has arrived, in order; b"" once the peer has finished. Raises PeerError when the
-        stream is broken."""
+        """Return the next bytes in order, or b"" once the peer has finished. Raises PeerError if
+        the stream is broken."""
         ...
 
     def unread(self, data: bytes) -> None:
-        """Gives back what was received and is for whoever receives next."""
+        """Put received bytes back, for the next call of `receive`."""
         ...
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when what was sent before is written. Raises PeerError when the stream is broken,
-        ValueError after `finish`."""
+        """Queue `data`; returns when the data sent before is written. Raises PeerError if the
+        stream is broken, ValueError after `finish`."""
         ...
 
     def finish(self) -> None:
-        """Tells the peer, after what was sent, that this was all. It may still send."""
+        """Signal the end of the sent data. The peer may still send."""
         ...
 
     def reset(self, why: str = ...) -> None:
-        """Ends both directions, soon; whoever sends or receives here is told `why`."""
+        """End both directions in the background. Pending calls of `send` and `receive` raise with
+        the text `why`."""
         ...
 
 
@@ -224,38 +257,60 @@ class Streams(Protocol):
     """Long-lived streams to peers."""
 
     async def open(self, peer: str, protocol: str, *, deadline: float) -> PeerStream:
-        """A new stream to a connected peer. Raises PeerTimeout, PeerError."""
+        """Open a stream to a connected peer. Raises PeerTimeout or PeerError."""
         ...
 
     def serve(
         self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
     ) -> None:
-        """Gives the streams that peers open to `accept`. `concurrent`, `per_peer`: at a time;
-        others are reset at once."""
+        """Pass the streams that peers open to `accept`.
+
+        Args:
+            protocol: the protocol id.
+            accept: takes a stream.
+            concurrent: streams open at the same time; further streams are reset at once.
+            per_peer: the same limit for one peer.
+        """
         ...
 
 
 class Bulk(Protocol):
-    """Bytes in verified chunks. Knows nothing of what they mean."""
+    """Transfer of bytes in verified chunks, independent of their meaning."""
 
     def offer(
         self, transfer: bytes, source: BulkSource, *, audience: Collection[str] | None = None
     ) -> None:
-        """Serves `source` under this id (32 bytes) until it is withdrawn, to the peer ids in
-        `audience`, or to whoever asks. Another source under the same id replaces the earlier one,
-        whose transfers end."""
+        """Serve `source` until it is withdrawn. A second source under the same id replaces the
+        first and ends its transfers.
+
+        Args:
+            transfer: id of the transfer, 32 bytes.
+            source: the content.
+            audience: peer ids that may fetch it; None for all.
+        """
         ...
 
     def withdraw(self, transfer: bytes) -> None:
-        """Nothing of it is sent any more, soon. No error if it was not offered."""
+        """Stop serving a transfer, and end its uploads soon. Does nothing if it is not offered."""
         ...
 
     async def manifest(
         self, peer: str, transfer: bytes, *, deadline: float = ..., root: bytes | None = None
     ) -> BulkManifest:
-        """What `peer` offers under this id; with `root`, nothing but what has this root.
+        """Return the manifest that `peer` offers under this id.
 
-        Raises Declined when it offers nothing to us, BadMessage, PeerTimeout, PeerError."""
+        Args:
+            peer: the holder.
+            transfer: id of the transfer, 32 bytes.
+            deadline: seconds.
+            root: accept only a manifest with this Merkle root.
+
+        Raises:
+            Declined: the peer does not offer it to this node.
+            BadMessage: the answer is invalid.
+            PeerTimeout: the deadline passed.
+            PeerError: any other failure.
+        """
         ...
 
     async def fetch(
@@ -267,21 +322,26 @@ class Bulk(Protocol):
         *,
         deadline: float,
     ) -> None:
-        """Pulls the chunks that `sink` is missing; returns when all of them are verified and
-        accepted.
+        """Pull the chunks that `sink` is missing; returns when all are verified and accepted.
 
-        Raises PeerTimeout, Declined, BadMessage ("hash": this also costs the peer its standing),
-        PeerError, and what the sink raises. Whatever was accepted before stays: call again for the
-        rest."""
+        Accepted chunks stay in the sink after an error; a second call fetches the rest. Exceptions
+        of the sink pass through.
+
+        Raises:
+            PeerTimeout: the deadline passed.
+            Declined: the peer refuses.
+            BadMessage: a chunk is invalid. The reason `hash` also lowers the peer's score.
+            PeerError: any other failure.
+        """
         ...
 
     def deadline(self, peer: str, count: int) -> float:
-        """Seconds that `count` bytes from `peer` may take, from what was measured."""
+        """Return a deadline in seconds for `count` bytes from `peer`, from the measured rate."""
         ...
 
 
 class Network(Connections, PeerScoring, Protocol):
-    """All of it."""
+    """The complete network interface."""
 
     @property
     def requests(self) -> Requests: ...

@@ -1,18 +1,18 @@
-"""Whether others can reach us: peers are asked to dial us back (AutoNAT v1,
-`/libp2p/autonat/1.0.0`, wire-compatible).
+"""Finds out whether other nodes can reach this node (AutoNAT v1, `/libp2p/autonat/1.0.0`,
+wire-compatible).
 
-    we ─ our ports ─▶ peer ─ TCP and Noise to the address it sees us at ─▶ our listener      we
-    count it only if we saw it arrive
-    we ◀─ ok, or no way ─ peer
+    this node ─ own ports ─▶ peer ─ TCP and Noise to the address it observes ─▶ own listener
+    this node ◀─ ok | dial error ─ peer          ok counts only if the connection arrived
 
-A peer that says ok without having come is not believed: that would keep us from looking for a
-relay. A peer that says no may lie. The majority of those asked counts, of those that see us from
-furthest away: a neighbour on the LAN says nothing about the world.
+A false "ok" would keep this node from looking for a relay, so "ok" counts only together with the
+arrival of the connection. A peer can still lie with "dial error". The majority decides, among the
+peers that see this node with the widest scope: a neighbour on the LAN cannot observe reachability
+from the internet.
 
-We dial back nothing but the address at which we see the asking peer, one TCP connection at a time,
-rarely: whoever asks must already hold a connection from there, so nobody can send us to anybody
-else. (The library's service does not dial at all: it asks for a connection with a peer that it is
-connected to, and so finds everybody reachable.)
+As a server, this node dials only the IP address at which it sees the asking peer, one TCP
+connection at a time and at a low rate. The asking peer already holds a connection from that
+address, so it cannot direct a dial at a third party. The library's own service does not dial; it
+requests a connection to a peer that is already connected, and so reports every peer as reachable.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from libp2p.host.autonat.pb import autonat_pb2 as pb
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, Address
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.library.identifiers import address_of_bytes, multiaddr_bytes, peer_id_bytes
+from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes, peer_id_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
@@ -45,34 +45,35 @@ PORTS = 2
 """Ports dialled for one request."""
 DIALS_AT_ONCE = 4
 PAUSE_SECONDS = 20.0
-"""Between two dial-backs to one IP address."""
-PAUSED = 4096
-VOTERS = 8
-"""The latest votes count; an older one of the same peer is replaced."""
+"""Minimum interval between dial-backs to one IP address."""
+MAX_PAUSES = 4096
+MAX_VOTES = 8
+"""Number of most recent votes that count. A peer has one vote; a new one replaces the old one."""
 VOTE_SECONDS = 3600.0
-CHECK_FIRST = 3
-"""Peers asked as they connect, before asking becomes rare."""
+FIRST_CHECKS = 3
+"""Peers asked right after they connect; later checks are rare."""
 CHECK_EVERY_SECONDS = 600.0
 CHECK_UNKNOWN_SECONDS = 40.0
-"""While nobody has told us: a peer may have refused because it had just dialled a neighbour of ours
-behind the same router."""
+"""Interval between checks without any vote. A peer may have refused because it had just dialled a
+neighbour behind the same router."""
 
 Reachability = Literal["unknown", "public", "private"]
 
 
 class ReachStatistics(msgspec.Struct, frozen=True):
     verdict: Reachability = "unknown"
-    """`private`: nobody can dial us; we only dial out, and are called through relays."""
+    """`private`: no node can dial this one. It only dials out, and is dialled through relays."""
     observed: str = ""
-    """The IP address that peers see us at, empty while unknown."""
+    """The IP address at which peers see this node; empty while unknown."""
     reachable_votes: int = 0
     unreachable_votes: int = 0
     dial_backs: dict[str, int] = {}
-    """Dials that we made because peers asked for them, by outcome."""
+    """Dial-backs made for peers, by outcome."""
 
 
 class Votes:
-    """What peers found. Pure: `now` in seconds, any monotonic clock."""
+    """Results of the dial-backs that peers made for this node. Pure: `now` is in seconds on any
+    monotonic clock."""
 
     def __init__(self) -> None:
         self._votes: collections.OrderedDict[str, tuple[bool, int, float]] = (
@@ -80,14 +81,14 @@ class Votes:
         )
 
     def vote(self, peer: str, reachable: bool, scope: int, now: float) -> None:
-        """`scope`: of the address at which the peer sees us, or we see it."""
+        """Record a vote. `scope` is the scope of the address at which this node sees the peer."""
         self._votes.pop(peer, None)
         self._votes[peer] = (reachable, scope, now)
-        while len(self._votes) > VOTERS:
+        while len(self._votes) > MAX_VOTES:
             self._votes.popitem(last=False)
 
     def counts(self, now: float) -> tuple[int, int]:
-        """(reachable, unreachable), of those that see us from furthest away."""
+        """Return (reachable, unreachable) votes among the peers with the widest scope."""
         recent = [
             (reachable, scope)
             for reachable, scope, at in self._votes.values()
@@ -98,35 +99,41 @@ class Votes:
         return sum(votes), len(votes) - sum(votes)
 
     def verdict(self, now: float, before: Reachability = "unknown") -> Reachability:
-        """A tie changes nothing: one peer that is too slow, or lies, does not end a relay."""
+        """Return the majority; a tie keeps `before`, so that one slow or lying peer does not end a
+        relay reservation."""
         yes, no = self.counts(now)
         if yes == no:
             return before
         return "public" if yes > no else "private"
 
 
-class Pauses:
-    """One dial-back per IP address and PAUSE_SECONDS. Pure."""
+class DialBackLimiter:
+    """Limits dial-backs to one per IP address and PAUSE_SECONDS. Pure."""
 
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, float] = collections.OrderedDict()
 
-    def take(self, host: str, now: float) -> bool:
+    def allow(self, host: str, now: float) -> bool:
+        """Return True and start a pause if `host` may be dialled now."""
         if self._until.get(host, now) > now:
             return False
         self._until.pop(host, None)
         self._until[host] = now + PAUSE_SECONDS
-        while len(self._until) > PAUSED:
+        while len(self._until) > MAX_PAUSES:
             self._until.popitem(last=False)
         return True
 
 
 class ReachabilityCheck:
-    """Asks peers to dial us back, and draws the conclusion.
+    """Asks peers to dial back and derives the reachability of this node.
 
-    `ports`: where we listen, other than on loopback alone; empty if nowhere.
-    `changed(reachability)` is called with each new one. Peers that see us from less far than
-    `least_scope` are not asked.
+    Args:
+        host: the libp2p host.
+        connections: the open connections.
+        ports: listening ports other than on loopback; empty if there is none.
+        changed: called with each new verdict.
+        rng: random source.
+        least_scope: peers that see this node with a narrower scope are not asked.
     """
 
     def __init__(
@@ -142,7 +149,7 @@ class ReachabilityCheck:
         self.least_scope = least_scope
         self.verdict: Reachability = "unknown"
         self.own_address: Address | None = None
-        """The address at which peers see us, with our own port, once known."""
+        """The address at which peers see this node, with its own port; None while unknown."""
         self._host = host
         self._connections = connections
         self._changed = changed
@@ -151,37 +158,37 @@ class ReachabilityCheck:
         self._asked: dict[str, trio.Event] = {}
 
     def arrived(self, peer: str) -> None:
-        """`peer` has connected to our listener, as its handshake proved."""
+        """Record that `peer` has authenticated over a direct inbound connection."""
         if peer in self._asked:
             self._asked[peer].set()
 
-    def alone(self) -> None:
-        """No peer is left: the next one may see us in another network. The verdict stays until it
-        has told."""
+    def reset_votes(self) -> None:
+        """Clear the votes, because no peer is connected and the next one may be in another network.
+        The verdict stays until that peer votes."""
         self._votes = Votes()
 
     def votes(self) -> tuple[int, int]:
-        """(reachable, unreachable)"""
+        """Return the counts (reachable, unreachable)."""
         return self._votes.counts(trio.current_time())
 
     async def run(self) -> None:
-        """Asks one connected peer now and then, until cancelled."""
+        """Ask one random connected peer at intervals, until cancelled."""
         while True:
             await trio.sleep(
                 (CHECK_EVERY_SECONDS if sum(self.votes()) else CHECK_UNKNOWN_SECONDS)
                 * self._rng.uniform(0.5, 1.0)
             )
-            candidates = [peer for peer in self._connections.peers() if self._askable(peer)]
+            candidates = [peer for peer in self._connections.peers() if self._can_ask(peer)]
             if candidates:
                 await self.check(self._rng.choice(candidates))
 
     async def greet(self, peer: str) -> None:
-        """A new peer: asked while too few have been."""
-        if self._askable(peer) and sum(self.votes()) < CHECK_FIRST:
+        """Ask a new peer while there are fewer than FIRST_CHECKS votes."""
+        if self._can_ask(peer) and sum(self.votes()) < FIRST_CHECKS:
             await self.check(peer)
 
     async def check(self, peer: str) -> None:
-        """Asks one connected peer. Never raises for anything the peer does."""
+        """Ask one connected peer. Never raises for a fault of the peer."""
         seen = self._connections.observed(peer)
         if seen is None or peer in self._asked:
             return
@@ -190,15 +197,15 @@ class ReachabilityCheck:
             return
         arrived = self._asked[peer] = trio.Event()
         try:
-            (reachable, address), _ = await converse(
+            (reachable, address), _ = await run_on_new_stream(
                 self._host, peer, AUTONAT, self._ask, deadline=CHECK_SECONDS
             )
         except PeerError as error:
-            log.debug("%s does not say whether we can be reached: %s", peer, error)
+            log.debug("reachability check with %s failed: %s", peer, error)
         else:
             if address is not None:
                 self.own_address = address
-            # its answer may overtake the end of its handshake
+            # the response may overtake the end of the dial-back's handshake
             with trio.move_on_after(ARRIVAL_SECONDS):
                 if reachable:
                     await arrived.wait()
@@ -206,9 +213,9 @@ class ReachabilityCheck:
         finally:
             del self._asked[peer]
 
-    def _askable(self, peer: str) -> bool:
-        """Not those for which we punched a hole: our router lets them in, whoever else it keeps
-        out."""
+    def _can_ask(self, peer: str) -> bool:
+        """Exclude peers with a hole-punched connection: the router admits them while it may block
+        every other peer."""
         seen = self._connections.observed(peer)
         return (
             seen is not None
@@ -217,9 +224,10 @@ class ReachabilityCheck:
         )
 
     async def _ask(self, stream: Stream) -> tuple[bool, Address | None]:
-        """(it says that it reached us, where it sees us). Raises PeerError when it did not try."""
-        told = [multiaddr_bytes(f"/ip4/0.0.0.0/tcp/{port}") for port in self.ports[:PORTS]]
-        info = pb.Message.PeerInfo(id=peer_id_bytes(self._host.peer_id), addrs=told)
+        """Return (the peer reports success, the address at which it sees this node). Raises
+        PeerError if the peer did not try."""
+        advertised = [multiaddr_bytes(f"/ip4/0.0.0.0/tcp/{port}") for port in self.ports[:PORTS]]
+        info = pb.Message.PeerInfo(id=peer_id_bytes(self._host.peer_id), addrs=advertised)
         await write_message(
             stream, pb.Message(type=pb.Message.DIAL, dial=pb.Message.Dial(peer=info))
         )
@@ -254,19 +262,26 @@ class ReachabilityCheck:
 
 
 class DialBack:
-    """Dials peers back that ask for it. `welcome(peer)`: False for who is not to be served.
-    `outcomes`: counts."""
+    """Dials peers back on request.
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool]) -> None:
+    Args:
+        host: the libp2p host.
+        is_allowed: returns False for peers that are not served.
+
+    Attributes:
+        outcomes: number of requests by outcome.
+    """
+
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool]) -> None:
         self.outcomes = collections.Counter[str]({"ok": 0, "unreachable": 0, "refused": 0})
         self._host = host
-        self._welcome = welcome
-        self._pauses = Pauses()
+        self._is_allowed = is_allowed
+        self._limiter = DialBackLimiter()
         self._dialling = 0
         host.set_handler(AUTONAT, self._on_stream)
 
     async def _on_stream(self, stream: Stream) -> None:
-        request = await answer(
+        request = await try_on_stream(
             stream, lambda stream: read_message(stream, pb.Message), deadline=CHECK_SECONDS
         )
         if request is None:
@@ -278,7 +293,7 @@ class DialBack:
             addr=b"" if address is None else multiaddr_bytes(str(address)),
         )
         response = pb.Message(type=pb.Message.DIAL_RESPONSE, dialResponse=reply)
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, response), deadline=CHECK_SECONDS
         ):
             await stream.close()
@@ -286,17 +301,17 @@ class DialBack:
     async def dial_back(
         self, stream: Stream, request: pb.Message
     ) -> tuple[pb.Message.ResponseStatus.ValueType, Address | None]:
-        """Dials the asking peer at the IP address we see it at. Returns the status and the address
-        that was tried last."""
-        told = [_address(raw) for raw in list(request.dial.peer.addrs)[:8]]
-        ports = list(dict.fromkeys(each.port for each in told if each is not None and each.port))[
-            :PORTS
-        ]
+        """Dial the asking peer at its observed IP address. Returns the status and the address tried
+        last."""
+        advertised = [_address(raw) for raw in list(request.dial.peer.addrs)[:8]]
+        ports = list(
+            dict.fromkeys(each.port for each in advertised if each is not None and each.port)
+        )[:PORTS]
         if request.type != pb.Message.DIAL or not ports:
             return pb.Message.E_BAD_REQUEST, None
         remote = stream.remote if stream.relay is None else None
-        busy = self._dialling >= DIALS_AT_ONCE or not self._welcome(stream.peer)
-        if remote is None or busy or not self._pauses.take(remote.host, trio.current_time()):
+        busy = self._dialling >= DIALS_AT_ONCE or not self._is_allowed(stream.peer)
+        if remote is None or busy or not self._limiter.allow(remote.host, trio.current_time()):
             self.outcomes["refused"] += 1
             return pb.Message.E_DIAL_REFUSED, None
         self._dialling += 1
@@ -312,7 +327,8 @@ class DialBack:
         return pb.Message.E_DIAL_ERROR, address
 
     async def reaches(self, peer: str, address: Address) -> bool:
-        """Whether this very peer answers there. The connection is closed after the handshake."""
+        """Return True if this peer answers at `address`. The connection is closed after the
+        handshake."""
         with trio.move_on_after(DIAL_BACK_SECONDS):
             try:
                 await self._host.probe(peer, address)
@@ -323,10 +339,10 @@ class DialBack:
 
 
 def _address(raw: bytes) -> Address | None:
-    """A binary multiaddr of the one kind that we use; None for any other, for one through a relay,
-    and for garbage."""
+    """Decode a binary multiaddr. Returns None for other address kinds, relayed addresses and
+    garbage."""
     try:
-        return address_of_bytes(raw)
+        return address_from_bytes(raw)
     except PeerError as error:
         log.debug("not an address: %s", error)
         return None

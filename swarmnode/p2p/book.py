@@ -1,8 +1,7 @@
-"""The peer book, `peers.json`: where peers were and what they had earned, so that a restart does
-not start among strangers.
+"""The peer book, `peers.json`: addresses and reputation of peers across restarts.
 
-Only ours is read, but a disk can lie: it is bounded, decoded by type, and whatever is wrong with it
-means an empty book and one warning.
+The file belongs to this node but may be damaged. It is therefore bounded and decoded by type. A
+damaged file yields an empty book and one warning.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class BookPeer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer: str
     addresses: list[str]
     age: float
-    """Seconds between seeing it last and saving."""
+    """Seconds between the last contact and the time of saving."""
 
 
 class Book(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     saved_at: float
-    """Unix time, seconds."""
+    """Unix time in seconds."""
     peers: list[BookPeer]
     reputation: list[SavedRecord]
 
@@ -45,10 +44,17 @@ class Book(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def load(
     path: Path, table: PeerTable, reputation: Reputation, now: float, *, clock: float | None = None
 ) -> int:
-    """Reads the book into `table` and `reputation`; returns the number of peers. Never raises for
-    what is in the file.
+    """Read the book into `table` and `reputation`. Never raises for the content of the file.
 
-    `now`: monotonic; `clock`: Unix time, now if None.
+    Args:
+        path: the file.
+        table: receives the peers.
+        reputation: receives the records.
+        now: monotonic time.
+        clock: Unix time; the current time if None.
+
+    Returns:
+        The number of loaded peers.
     """
     try:
         with path.open("rb") as file:
@@ -61,7 +67,7 @@ def load(
     except FileNotFoundError:
         return 0
     except (OSError, ValueError) as error:  # every msgspec error is a ValueError
-        log.warning("the peer book %s cannot be used and is begun anew: %s", path, error)
+        log.warning("cannot read the peer book %s, starting with an empty one: %s", path, error)
         return 0
     away = (time.time() if clock is None else clock) - book.saved_at
     away = max(0.0, away) if math.isfinite(away) else 0.0
@@ -82,16 +88,16 @@ def load(
 
 
 def save(path: Path, data: bytes) -> None:
-    """Writes what `render` returned; a full disk is a warning. Blocks on fsync, so not on the trio
-    thread while running."""
+    """Write the result of `render`. A failure is logged. Blocks on fsync, so it must not run on the
+    trio thread."""
     try:
         write_atomically(path, data)
     except OSError as error:
-        log.warning("the peer book %s could not be saved: %s", path, error)
+        log.warning("cannot save the peer book %s: %s", path, error)
 
 
 def render(table: PeerTable, reputation: Reputation, now: float) -> bytes:
-    """The book as JSON."""
+    """Return the book as JSON."""
     peers = [
         BookPeer(each.peer, list(each.addresses), max(0.0, now - each.seen_at(now)))
         for each in table.for_book(BOOK_PEERS, now)

@@ -1,7 +1,9 @@
-"""Gets connected with peers and stays so: dials, again and again, greets whoever is new, closes
-what is dead, and lets go of peers where newcomers need their places or others are to be met.
+"""Opens, maintains and closes connections.
 
-    peer table ─ whom to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶
+The manager runs the redial loop, greets new peers, closes dead connections, and drops peers to make
+room for new ones or to meet other peers.
+
+    peer table ─ peers to dial ─▶ Dialer ─▶ library ─▶ connections ─ opened, closed ─▶
     ConnectionManager ─▶ peer table, Dialer
 """
 
@@ -16,47 +18,53 @@ from typing import Protocol
 import trio
 
 from swarmnode.p2p import turnover
+from swarmnode.p2p.admission import PeerScores
 from swarmnode.p2p.connections import Connection, ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import is_peer_id
-from swarmnode.p2p.liveness import Liveness
-from swarmnode.p2p.peers import LetGo, PeerTable
-from swarmnode.p2p.scoring import PeerScores
-from swarmnode.p2p.turnover import Link
+from swarmnode.p2p.peers import DropReason, PeerTable
+from swarmnode.p2p.turnover import Liveness, PeerLink
 
 log = logging.getLogger(__name__)
 
-TEND_SECONDS = 10.0
+CHECK_INTERVAL_SECONDS = 10.0
 GREET_JITTER_SECONDS = 0.5
-"""A new peer is greeted within this time, because it may have connected to many at once."""
+"""Maximum random delay before a new peer is greeted, because that peer may have connected to many
+nodes at once."""
 
 
 class Greeter(Protocol):
-    """Says what there is to say to a new peer."""
+    """Runs the first exchange with a new peer."""
 
     async def greet(self, peer: str) -> None:
-        """Never raises for anything the peer does."""
+        """Greet a newly connected peer. Never raises for a fault of the peer."""
         ...
 
     def forget(self, peer: str) -> None:
-        """`peer` is gone."""
+        """Drop the state of a disconnected peer."""
         ...
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """How many peers are kept: `most` connections, `target` peers, and for any number those that
-    the node depends on."""
+class ConnectionLimits:
+    """Limits on the number of connections.
 
-    most: int
-    target: int
+    Attributes:
+        max_connections: maximum number of connections.
+        target_peers: desired number of connected peers.
+        depends_on: returns True for peers that must be kept.
+        rng: random source.
+    """
+
+    max_connections: int
+    target_peers: int
     depends_on: Callable[[str], bool]
     rng: random.Random
 
 
 class ConnectionManager:
-    """Listens to `connections`, and keeps `table` in step with them."""
+    """Listens to `connections` and keeps `table` consistent with them."""
 
     def __init__(
         self,
@@ -66,7 +74,7 @@ class ConnectionManager:
         scores: PeerScores,
         dialer: Dialer,
         greeter: Greeter,
-        keeping: Keeping,
+        limits: ConnectionLimits,
     ) -> None:
         self._host = host
         self._connections = connections
@@ -74,24 +82,24 @@ class ConnectionManager:
         self._scores = scores
         self._dialer = dialer
         self._greeter = greeter
-        self._keeping = keeping
+        self._limits = limits
 
     async def run(self) -> None:
-        """Dials and tends until cancelled."""
+        """Dial peers and maintain connections until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._dialer.run)
-            nursery.start_soon(self._tend)
-            nursery.start_soon(self._meet_others)
+            nursery.start_soon(self._close_dead_connections)
+            nursery.start_soon(self._rotate_peers)
 
     async def dial(self, peer: str, address: str) -> None:
         """See `api.Connections.dial`."""
         await self._dialer.dial_once(peer, address)
 
-    def hold(self, peers: Collection[str]) -> None:
-        """See `api.Connections.hold`."""
-        held = {peer for peer in peers if peer != self._host.peer_id and is_peer_id(peer)}
-        self._host.hold(held)
-        self._table.hold(held, trio.current_time())
+    def pin(self, peers: Collection[str]) -> None:
+        """See `api.Connections.pin`."""
+        pinned = {peer for peer in peers if peer != self._host.peer_id and is_peer_id(peer)}
+        self._host.pin(pinned)
+        self._table.pin(pinned, trio.current_time())
         self._dialer.wake()
 
     def disconnect(self, peer: str) -> None:
@@ -104,73 +112,82 @@ class ConnectionManager:
     def opened(self, connection: Connection, first: bool) -> None:
         """See `connections.Listener`."""
         now = trio.current_time()
-        self._table.connected_to(connection.peer, inbound=connection.inbound, now=now)
-        if not self._scores.wanted(connection.peer, now):  # banned since the handshake
+        self._table.record_connected(connection.peer, inbound=connection.inbound, now=now)
+        if not self._scores.may_connect(
+            connection.peer, now
+        ):  # the peer was banned after its handshake
             self.disconnect(connection.peer)
         elif first:
             self._host.nursery.start_soon(self._greet, connection.peer)
 
     def closed(self, connection: Connection, last: bool) -> None:
         """See `connections.Listener`."""
-        now, heard = trio.current_time(), connection.heard
-        when = "before any bytes" if heard is None else f"{now - heard:.1f} s after its last bytes"
-        log.debug("a connection with %s has ended, %s", connection.peer, when)
-        self._table.disconnected(connection.peer, now)
+        now, last_received = trio.current_time(), connection.last_received
+        when = (
+            "before any bytes"
+            if last_received is None
+            else f"{now - last_received:.1f} s after its last bytes"
+        )
+        log.debug("connection with %s closed, %s", connection.peer, when)
+        self._table.record_disconnected(connection.peer, now)
         if last:
             self._greeter.forget(connection.peer)
         self._dialer.wake()
 
     async def _greet(self, peer: str) -> None:
-        await trio.sleep(self._keeping.rng.uniform(0.0, GREET_JITTER_SECONDS))
+        await trio.sleep(self._limits.rng.uniform(0.0, GREET_JITTER_SECONDS))
         if peer in self._table.connected():
             await self._greeter.greet(peer)
             await trio.sleep(turnover.SETTLED_SECONDS)
             self._make_room()
 
-    async def _tend(self) -> None:
-        """Closes connections whose other end is gone without a word, and takes note of ends that
-        the library did not announce."""
+    async def _close_dead_connections(self) -> None:
+        """Close dead connections, and process closures that the library did not announce."""
         liveness = Liveness[Connection]()
         while True:
-            await trio.sleep(TEND_SECONDS)
+            await trio.sleep(CHECK_INTERVAL_SECONDS)
             for connection in self._connections:
                 if connection.is_closed:
                     connection.forget()
                     self._connections.closed(connection)
             pings = {each: each.ping for each in self._connections}
-            heard = {each: each.heard for each in self._connections}
-            for connection in liveness.dead(pings, trio.current_time(), heard):
+            last_received = {each: each.last_received for each in self._connections}
+            for connection in liveness.dead(pings, trio.current_time(), last_received):
                 log.debug(
-                    "%s neither answers nor says anything: its connection is closed",
+                    "closing the connection with %s: no ping response and no other bytes",
                     connection.peer,
                 )
                 self._host.nursery.start_soon(connection.close)
 
     def _make_room(self) -> None:
-        """So that a newcomer finds a place here, and is told of others, however many have found
-        theirs before."""
-        for peer in turnover.make_room(self._links(), self._keeping.most, trio.current_time()):
-            log.debug("making room: %s gives its place up", peer)
-            self._let_go(peer, "full")
+        """Close connections so that new peers always find a free place and receive addresses of
+        other peers."""
+        for peer in turnover.peers_to_drop(
+            self._links(), self._limits.max_connections, trio.current_time()
+        ):
+            log.debug("dropping %s to make room", peer)
+            self._drop(peer, "full")
 
-    async def _meet_others(self) -> None:
-        """Exchanges a peer for another, now and then."""
+    async def _rotate_peers(self) -> None:
+        """Replace a random peer by another at intervals."""
         while True:
-            await trio.sleep(turnover.TURNOVER_SECONDS * self._keeping.rng.uniform(0.75, 1.25))
+            await trio.sleep(turnover.TURNOVER_SECONDS * self._limits.rng.uniform(0.75, 1.25))
             now = trio.current_time()
-            peer = turnover.exchanged(self._links(), self._keeping.target, now, self._keeping.rng)
-            if peer is not None and self._table.has_others(now):
-                log.debug("meeting others: %s is exchanged", peer)
-                self._let_go(peer, "exchanged")
+            peer = turnover.peer_to_replace(
+                self._links(), self._limits.target_peers, now, self._limits.rng
+            )
+            if peer is not None and self._table.has_fresh_peers(now):
+                log.debug("dropping %s to meet another peer", peer)
+                self._drop(peer, "exchanged")
 
-    def _let_go(self, peer: str, why: LetGo) -> None:
-        self._table.rest(peer, trio.current_time(), why)
+    def _drop(self, peer: str, why: DropReason) -> None:
+        self._table.cool_down(peer, trio.current_time(), why)
         self.disconnect(peer)
 
-    def _links(self) -> list[Link]:
+    def _links(self) -> list[PeerLink]:
         bootstrap = {each.peer for each in self._table.bootstrap()}
         return self._connections.links(
             lambda peer: (
-                peer in self._host.held or peer in bootstrap or self._keeping.depends_on(peer)
+                peer in self._host.pinned or peer in bootstrap or self._limits.depends_on(peer)
             )
         )

@@ -1,7 +1,7 @@
-"""The connections there are now, and what follows from them: who is reached how, and from where.
+"""The open connections, and what follows from them: how each peer is reached and from which
+address.
 
-library ─ opened, closed ─▶ ConnectionTable ─ opened (the first of its peer?), closed (the last?) ─▶
-listeners, in their order
+    library ─ opened, closed ─▶ ConnectionTable ─▶ listeners, in order, with first or last
 """
 
 from __future__ import annotations
@@ -12,120 +12,123 @@ from typing import Protocol
 import trio
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.turnover import Link
+from swarmnode.p2p.turnover import PeerLink
 
 
 class Connection(Protocol):
-    """`library.hosts.Connection`."""
+    """An open connection; implemented by `library.hosts.Connection`."""
 
     @property
     def peer(self) -> str:
-        """The peer at its other end."""
+        """Peer id of the remote end."""
         ...
 
     @property
     def inbound(self) -> bool:
-        """The peer has dialled us."""
+        """True if the peer dialled this node."""
         ...
 
     @property
     def relay(self) -> str | None:
-        """The peer that it goes through, None if it is direct."""
+        """Peer id of the relay; None for a direct connection."""
         ...
 
     @property
     def remote(self) -> Address | None:
-        """Where it comes from or leads to; None for one through a relay."""
+        """Remote address; None for a relayed connection."""
         ...
 
     @property
     def is_closed(self) -> bool: ...
     @property
     def ping(self) -> tuple[int, bool]:
-        """The number of the latest ping on it, 0 before the first, and whether that was
-        answered."""
+        """(number of the latest ping, whether it was answered); the number is 0 before the first
+        ping."""
         ...
 
     @property
-    def heard(self) -> float | None:
-        """When the peer last said anything on it, by trio's clock; None before the first."""
+    def last_received(self) -> float | None:
+        """Time of the last received bytes on trio's clock; None before the first."""
         ...
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is going on over it that we asked for, or granted for as long as it
-        lasts."""
+        """True while a request of this node or a granted long-lived stream uses the connection."""
         ...
 
     async def close(self) -> None:
-        """Never raises."""
+        """Close the connection. Never raises."""
         ...
 
     def forget(self) -> None:
-        """It is closed, and the library has not noticed: has it do so."""
+        """Make the library process the closure of a connection that it has not noticed."""
         ...
 
 
 class Listener(Protocol):
-    """Is told of connections as they come and go, when the table has already changed."""
+    """Receives opened and closed connections, after the table has changed."""
 
     def opened(self, connection: Connection, first: bool) -> None:
-        """`first`: there was none with this peer before."""
+        """Handle a new connection. `first` is True if the peer had no other connection."""
         ...
 
     def closed(self, connection: Connection, last: bool) -> None:
-        """`last`: there is none with this peer any more."""
+        """Handle a closed connection. `last` is True if the peer has no other connection."""
         ...
 
 
 class ConnectionTable:
-    """`listeners`: see `Listener`."""
+    """The open connections of this node.
+
+    Attributes:
+        listeners: notified in this order; see `Listener`.
+    """
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
         self._live: dict[Connection, float] = {}
-        """Each, and when it was opened, by trio's clock."""
-        self._of: dict[str, list[Connection]] = {}
-        """The same by peer, none without a connection."""
+        """The open connections and the times at which they were opened, on trio's clock."""
+        self._by_peer: dict[str, list[Connection]] = {}
+        """The same connections by peer; a peer without a connection has no entry."""
         self._punched: set[Connection] = set()
         self._changed = trio.Event()
 
     def opened(self, connection: Connection) -> None:
-        """A connection was opened."""
+        """Add a connection and notify the listeners."""
         if connection.is_closed or connection in self._live:
             return
-        first = not self.of(connection.peer)
+        first = not self.with_peer(connection.peer)
         if connection.relay is None and self.circuits(connection.peer):
             self._punched.add(connection)
         self._live[connection] = trio.current_time()
-        self._of.setdefault(connection.peer, []).append(connection)
+        self._by_peer.setdefault(connection.peer, []).append(connection)
         for each in self.listeners:
             each.opened(connection, first)
         self._notify()
 
     def closed(self, connection: Connection) -> None:
-        """A connection was closed."""
+        """Remove a connection and notify the listeners."""
         if connection not in self._live:
             return
         del self._live[connection]
-        self._of[connection.peer].remove(connection)
-        if not self._of[connection.peer]:
-            del self._of[connection.peer]
+        self._by_peer[connection.peer].remove(connection)
+        if not self._by_peer[connection.peer]:
+            del self._by_peer[connection.peer]
         self._punched.discard(connection)
-        last = not self.of(connection.peer)
+        last = not self.with_peer(connection.peer)
         for each in self.listeners:
             each.closed(connection, last)
         self._notify()
 
     async def changed(self) -> None:
-        """Returns when a connection was opened or closed."""
+        """Return when a connection was opened or closed."""
         await self._changed.wait()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = trio.Event()
 
-    # -- what there is
+    # -- queries
 
     def __iter__(self) -> Iterator[Connection]:
         return iter(list(self._live))
@@ -134,82 +137,84 @@ class ConnectionTable:
         return len(self._live)
 
     def since(self, connection: Connection) -> float:
-        """When it was opened, by trio's clock."""
+        """Return the time at which a connection was opened, on trio's clock."""
         return self._live[connection]
 
     def peers(self) -> list[str]:
-        """Everybody at the other end of a connection."""
-        return list(self._of)
+        """Return the connected peers."""
+        return list(self._by_peer)
 
-    def of(self, peer: str) -> list[Connection]:
-        return list(self._of.get(peer, ()))
+    def with_peer(self, peer: str) -> list[Connection]:
+        return list(self._by_peer.get(peer, ()))
 
     def circuits(self, peer: str) -> list[Connection]:
-        """Its connections through relays."""
-        return [each for each in self.of(peer) if each.relay is not None]
+        """Return the relayed connections of a peer."""
+        return [each for each in self.with_peer(peer) if each.relay is not None]
 
     def direct(self, peer: str) -> list[Connection]:
-        return [each for each in self.of(peer) if each.relay is None]
+        return [each for each in self.with_peer(peer) if each.relay is None]
 
     def is_direct(self, peer: str) -> bool:
-        """Whether there is a direct connection with `peer`."""
+        """Return True if there is a direct connection with `peer`."""
         return bool(self.direct(peer))
 
     def is_punched(self, peer: str) -> bool:
-        """Whether the direct connection with `peer` came about while there was one through a
-        relay."""
-        return any(each in self._punched for each in self.of(peer))
+        """Return True if a direct connection with `peer` was opened while a relayed one existed."""
+        return any(each in self._punched for each in self.with_peer(peer))
 
-    def behind(self, relay: str) -> int:
-        """Connections that go through this relay."""
+    def count_behind(self, relay: str) -> int:
+        """Return the number of connections through this relay."""
         return sum(1 for each in self._live if each.relay == relay)
 
-    def of_prefix(self, prefix: str) -> int:
-        """Connections that come from or lead to this /24 or /48."""
+    def count_in_prefix(self, prefix: str) -> int:
+        """Return the number of connections with this /24 or /48 network."""
         return sum(
             1 for each in self._live if each.remote is not None and each.remote.prefix == prefix
         )
 
     def group(self, peer: str) -> str | None:
-        """The relay that `peer` is behind, or its /24 or /48; None on this machine."""
+        """Return the relay of `peer`, or its /24 or /48 network; None for this machine."""
         return next(
             (
                 f"relay {each.relay}" if each.relay else each.remote.prefix if each.remote else None
-                for each in self.of(peer)
+                for each in self.with_peer(peer)
             ),
             None,
         )
 
-    def links(self, depends_on: Callable[[str], bool]) -> list[Link]:
-        """Everybody at the other end of a connection, for `turnover`. depends_on(peer): whether
-        something here does."""
+    def links(self, depends_on: Callable[[str], bool]) -> list[PeerLink]:
+        """Return a `PeerLink` per connected peer, for `turnover`. depends_on(peer) is True for
+        peers to keep."""
         return [self._link(peer, depends_on(peer)) for peer in self.peers()]
 
-    def _link(self, peer: str, needed: bool) -> Link:
-        ours = self.of(peer)
-        spare = not needed and not any(each.is_busy for each in ours)
-        return Link(
+    def _link(self, peer: str, needed: bool) -> PeerLink:
+        open_connections = self.with_peer(peer)
+        spare = not needed and not any(each.is_busy for each in open_connections)
+        return PeerLink(
             peer,
-            all(each.inbound for each in ours),
-            min(map(self.since, ours)),
+            all(each.inbound for each in open_connections),
+            min(map(self.since, open_connections)),
             self.group(peer),
             spare,
         )
 
-    # -- where peers are
+    # -- addresses of peers
 
     def observed(self, peer: str) -> Address | None:
-        """The address at which we see a connected peer, None if it is relayed; the port is
-        ephemeral if it dialled us."""
+        """Return the address at which this node sees a peer; None if it is relayed. The port is
+        ephemeral if the peer dialled."""
         return next((each.remote for each in self.direct(peer) if each.remote is not None), None)
 
-    def heard(self, peer: str) -> float | None:
-        """When a connected peer last said anything, by trio's clock."""
-        return max((each.heard for each in self.of(peer) if each.heard is not None), default=None)
+    def last_received(self, peer: str) -> float | None:
+        """Return the time of the last bytes from a connected peer, on trio's clock."""
+        return max(
+            (each.last_received for each in self.with_peer(peer) if each.last_received is not None),
+            default=None,
+        )
 
-    def vantage(self, peer: str) -> Address | None:
-        """From where `peer` speaks: its own address, or that of the relay that it is connected
-        through."""
+    def vantage_address(self, peer: str) -> Address | None:
+        """Return the address from which `peer` observes the network: its own, or the address of its
+        relay."""
         if (seen := self.observed(peer)) is not None:
             return seen
         relays = (each.relay for each in self.circuits(peer) if each.relay is not None)
@@ -218,5 +223,5 @@ class ConnectionTable:
         )
 
     def dialled_at(self, peer: str) -> Address | None:
-        """Where we dialled a connected peer, None if it dialled us."""
+        """Return the address at which this node dialled a peer; None if the peer dialled."""
         return next((each.remote for each in self.direct(peer) if not each.inbound), None)

@@ -1,10 +1,10 @@
-"""The redial loop: carries the peer table's decisions out, for ever.
+"""The redial loop: executes the decisions of the peer table until cancelled.
 
-    table.to_dial ─▶ one task per peer: its addresses in turn, a deadline each ─▶ table.dialed_ok |
-    table.failed ─▶ sleep until next due
+    table.to_dial ─▶ one task per peer: its addresses in turn, each with a deadline
+      ─▶ table.record_dialled | record_failed ─▶ sleep until the next dial is due
 
-The library's own bootstrap and auto-connector are not used: measured, they do not heal a 20 s
-outage within 85 s.
+The library's bootstrap and auto-connector are not used: in measurements they did not recover from a
+20 s outage within 85 s.
 """
 
 from __future__ import annotations
@@ -22,24 +22,22 @@ from swarmnode.p2p.peers import Dial, PeerTable
 log = logging.getLogger(__name__)
 
 DIAL_SECONDS = 10.0
-"""One address: TCP connect, Noise, Yamux."""
+"""Timeout for one address: TCP connect, Noise and Yamux."""
 ADDRESSES_PER_DIAL = 4
 DIRECT_SECONDS = 4.0
-"""One direct address of a peer that can be called through a relay too: behind a router, SYNs are
-lost without a word."""
+"""Timeout for a direct address of a peer that also has a relay address. A router drops unwanted
+SYNs silently."""
 CONCURRENT = 8
 LONGEST_SLEEP = 5.0
-"""The loop looks at least this often, whatever the table says, so that a lost wake-up costs seconds
-at most."""
+"""Maximum sleep of the loop, so that a lost wake-up delays a dial by this much at most."""
 
 Connect = Callable[[str, str], Awaitable[bool]]
-"""(peer id, address) → True if it connected, False if the peer was connected already. Raises
+"""(peer id, address) → True if it connected, False if the peer was already connected. Raises
 PeerError."""
 
 
 class Dialer:
-    """`connect` does the dialling, the table decides. `table` is told the outcomes on
-    `trio.current_time()`."""
+    """Dials the peers that `table` selects, with `connect`, and reports the outcomes to it."""
 
     def __init__(self, table: PeerTable, connect: Connect) -> None:
         self._table = table
@@ -48,11 +46,11 @@ class Dialer:
         self._unreachable: set[tuple[str, str]] = set()
 
     def wake(self) -> None:
-        """Something changed in the table: look again now."""
+        """Check the table again now, because it has changed."""
         self._wake.set()
 
     async def dial_once(self, peer: str, address: str) -> None:
-        """Connects now, whatever the table says. Raises PeerError, which says why it failed."""
+        """Connect now, independent of the table. Raises PeerError with the reason."""
         with trio.move_on_after(DIAL_SECONDS):
             await self._connect(peer, address)
             return
@@ -83,7 +81,7 @@ class Dialer:
                     await self._wake.wait()
 
     async def _dial(self, order: Dial) -> None:
-        """One peer. Never raises: whatever happens on the way to a peer is an outcome."""
+        """Dial one peer. Never raises; every failure is recorded as an outcome."""
         relayed = any(map(is_circuit, order.addresses))
         for address in order.addresses[:ADDRESSES_PER_DIAL]:
             seconds = DIRECT_SECONDS if relayed and not is_circuit(address) else DIAL_SECONDS
@@ -91,23 +89,23 @@ class Dialer:
             with trio.move_on_after(seconds):
                 try:
                     if await self._connect(order.peer, address):
-                        self._table.dialed_ok(order.peer, address, trio.current_time())
+                        self._table.record_dialled(order.peer, address, trio.current_time())
                     else:
-                        self._table.undialled(order.peer)
-                    self._reached(order)
+                        self._table.cancel_dial(order.peer)
+                    self._log_reached(order)
                     return
                 except PeerError as error:
                     why = str(error)
-            self._failed(order, address, why)
-        self._table.failed(order.peer, trio.current_time())
+            self._log_failure(order, address, why)
+        self._table.record_failed(order.peer, trio.current_time())
 
-    def _failed(self, order: Dial, address: str, why: str) -> None:
-        """One warning per bootstrap address and outage; what strangers told us fails too often to
-        be news."""
+    def _log_failure(self, order: Dial, address: str, why: str) -> None:
+        """Log one warning per bootstrap address and outage. Other failures are frequent, because
+        strangers report many stale addresses, and are logged at debug level."""
         if order.source == "bootstrap" and (order.peer, address) not in self._unreachable:
             self._unreachable.add((order.peer, address))
             log.warning(
-                "bootstrap peer unreachable, trying on: %s/p2p/%s (%s)",
+                "bootstrap peer unreachable, will retry: %s/p2p/%s (%s)",
                 address,
                 order.peer,
                 why[:200],
@@ -115,7 +113,7 @@ class Dialer:
         else:
             log.debug("dial failed: %s/p2p/%s (%s)", address, order.peer, why[:200])
 
-    def _reached(self, order: Dial) -> None:
+    def _log_reached(self, order: Dial) -> None:
         lost = {each for each in self._unreachable if each[0] == order.peer}
         if lost:
             self._unreachable -= lost

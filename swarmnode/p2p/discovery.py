@@ -1,5 +1,4 @@
-"""Where peers are heard of: bootstrap addresses, the book of the last run, the local network, and
-other peers."""
+"""Combines the sources of peers: bootstrap addresses, the saved book, mDNS and peer exchange."""
 
 from __future__ import annotations
 
@@ -19,8 +18,17 @@ BOOK_SECONDS = 60.0
 
 
 class Discovery:
-    """`mdns`: None to leave the local network alone. `path`: of the book. `news()` is called when
-    there is somebody to dial."""
+    """Fills the peer table.
+
+    Args:
+        table: receives the peers.
+        reputation: saved in the book together with the peers.
+        exchange: peer exchange.
+        mdns: None to disable discovery on the local network.
+        path: path of the book.
+        bootstrap: bootstrap peers and their addresses.
+        on_change: called when there is a new peer to dial.
+    """
 
     def __init__(
         self,
@@ -30,7 +38,7 @@ class Discovery:
         mdns: MdnsDiscovery | None,
         path: Path,
         bootstrap: list[tuple[Address, str]],
-        news: Callable[[], None],
+        on_change: Callable[[], None],
     ) -> None:
         self._table = table
         self._reputation = reputation
@@ -38,40 +46,40 @@ class Discovery:
         self._mdns = mdns
         self._path = path
         self._bootstrap = bootstrap
-        self._news = news
+        self._on_change = on_change
 
     def load(self) -> int:
-        """Puts the bootstrap peers and those of the book into the table; returns the number of the
-        latter."""
+        """Add the bootstrap peers and the saved peers to the table. Returns the number of saved
+        peers."""
         now = trio.current_time()
         for address, peer in self._bootstrap:
             self._table.add(peer, str(address), "bootstrap", now)
         return book.load(self._path, self._table, self._reputation, now)
 
     def save(self) -> None:
-        """Saves the book. Blocks for an fsync."""
+        """Save the book. Blocks for an fsync."""
         book.save(self._path, book.render(self._table, self._reputation, trio.current_time()))
 
     async def run(self) -> None:
-        """Listens and asks until cancelled; saves the book now and then."""
+        """Run every source, and save the book at intervals, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.exchange.run)
             nursery.start_soon(self._keep_book)
             if self._mdns is not None:
-                nursery.start_soon(self._mdns.run, self.found_nearby)
+                nursery.start_soon(self._mdns.run, self.add_from_mdns)
 
     @property
     def mdns_running(self) -> bool:
         return self._mdns is not None and self._mdns.running
 
     def learned(self) -> dict[str, int]:
-        """Addresses heard of by peer exchange, by what became of them."""
+        """Return the number of addresses received by peer exchange, by outcome."""
         return dict(self.exchange.learned)
 
-    def found_nearby(self, peer: str, address: str) -> None:
-        """mDNS found a peer."""
+    def add_from_mdns(self, peer: str, address: str) -> None:
+        """Add a peer found by mDNS."""
         if self._table.add(peer, address, "mdns", trio.current_time()):
-            self._news()
+            self._on_change()
 
     async def _keep_book(self) -> None:
         while True:

@@ -1,14 +1,13 @@
-"""Peer exchange, `/swarmnode/peers/1`: nodes that share a bootstrap peer find each other through
+"""Peer exchange, `/swarmnode/peers/1`: nodes with a common bootstrap peer find each other through
 it.
 
-    we ─ our swarm, our listen addresses ─▶ peer      it believes the ports and puts the IP address
-    it sees before them
-    we ◀─ peers it is connected to now ──── peer      we believe nothing: only a dial that ends with
-    that very peer id proves an address
+    this node ─ swarm id, listen addresses ─▶ peer    keeps the ports, at the IP address it sees
+    this node ◀─ its connected peers ──────── peer    untrusted until a dial proves the peer id
 
-An address that a peer claims for itself is kept only at the IP address we see it at, and what is
-told on was seen like that or dialled. So nobody can point the swarm at a machine that is not its
-own; what is left to a liar is a few failed dials per peer (peers.py bounds them).
+An address that a peer reports for itself is stored only with the IP address at which this node sees
+that peer. Only addresses that were observed or dialled are passed on. A peer therefore cannot
+direct the swarm at a third party. The damage of a liar is a few failed dials per peer, which
+peers.py bounds.
 """
 
 from __future__ import annotations
@@ -34,30 +33,39 @@ from swarmnode.wire.messages import PeerAddresses, PeersRequest, PeersResponse
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
-ASK_SECONDS = 120.0
-"""Between two rounds of asking, with jitter."""
-ASK_AT_ONCE = 4
-"""Peers asked in one round; each is also asked right after it connected."""
+QUERY_INTERVAL_SECONDS = 120.0
+"""Interval between rounds of requests, before jitter."""
+PEERS_PER_ROUND = 4
+"""Peers asked in one round. Each peer is also asked right after it connects."""
 CHANGES_SECONDS = 0.5
-"""Changes of our addresses within this time are told together."""
+"""Changes of own addresses within this time are sent together."""
 REQUESTS_PER_PEER = 4
 REQUEST_SECONDS = 30.0
-"""A peer may ask REQUESTS_PER_PEER times at once and once more for each REQUEST_SECONDS."""
+"""A peer may send REQUESTS_PER_PEER requests in a burst and one more per REQUEST_SECONDS."""
 
 
 @dataclasses.dataclass
-class _Allowance:
+class _RequestBudget:
     left: float
     at: float
 
 
 LEARNED = ("learned", "malformed", "out_of_reach", "other_swarm", "failed")
-"""What becomes of an address, or of a whole answer."""
+"""Outcomes of a received address, or of a whole response."""
 
 
 class PeerExchange:
-    """`connections`: where peers are. `nat`: where we are. `news()`: is called when the table has
-    changed."""
+    """Sends and answers requests for peer addresses.
+
+    Args:
+        table: receives and provides the addresses.
+        requests: transport of the messages.
+        swarm: swarm id; responses of other swarms are ignored.
+        connections: the open connections.
+        nat: own addresses and relays.
+        on_change: called when the table has changed.
+        rng: random source.
+    """
 
     def __init__(
         self,
@@ -66,7 +74,7 @@ class PeerExchange:
         swarm: bytes,
         connections: ConnectionTable,
         nat: Nat,
-        news: Callable[[], None],
+        on_change: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._table = table
@@ -74,9 +82,9 @@ class PeerExchange:
         self._swarm = swarm
         self._connections = connections
         self._nat = nat
-        self._news = news
+        self._on_change = on_change
         self._rng = rng
-        self._allowances: dict[str, _Allowance] = {}
+        self._allowances: dict[str, _RequestBudget] = {}
         self.learned = collections.Counter[str](dict.fromkeys(LEARNED, 0))
         requests.serve(
             ids.PEERS_PROTOCOL,
@@ -89,35 +97,40 @@ class PeerExchange:
         )
 
     async def run(self) -> None:
-        """Asks a few connected peers every ASK_SECONDS, and when there is something to tell them,
-        until cancelled."""
+        """Ask a few connected peers every QUERY_INTERVAL_SECONDS, and after changes of own
+        addresses, until cancelled."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._tell_changes)
+            nursery.start_soon(self._send_address_changes)
             while True:
-                await trio.sleep(ASK_SECONDS * self._rng.uniform(0.75, 1.25))
-                await self.ask_some(heeded=True)
+                await trio.sleep(QUERY_INTERVAL_SECONDS * self._rng.uniform(0.75, 1.25))
+                await self.ask_some(trusted_only=True)
 
-    async def _tell_changes(self) -> None:
-        """Several changes within CHANGES_SECONDS are told together."""
+    async def _send_address_changes(self) -> None:
+        """Ask peers when own addresses change, because a request carries them."""
         async with trio.open_nursery() as nursery:
             while True:
                 await self._nat.addresses_changed()
                 await trio.sleep(CHANGES_SECONDS)
                 nursery.start_soon(self.ask_some)
 
-    async def ask_some(self, *, heeded: bool = False) -> None:
-        """Asks a few connected peers, and so tells them where we are now. heeded: of those alone
-        whose answers count."""
+    async def ask_some(self, *, trusted_only: bool = False) -> None:
+        """Ask a few connected peers, which also sends them the current own addresses.
+
+        Args:
+            trusted_only: ask only peers whose responses are accepted.
+        """
         connected = [
-            peer for peer in self._table.connected() if not heeded or self._table.heeds(peer)
+            peer
+            for peer in self._table.connected()
+            if not trusted_only or self._table.accepts_reports(peer)
         ]
         async with trio.open_nursery() as nursery:
-            for peer in self._rng.sample(connected, min(ASK_AT_ONCE, len(connected))):
+            for peer in self._rng.sample(connected, min(PEERS_PER_ROUND, len(connected))):
                 nursery.start_soon(self.ask, peer)
 
     async def ask(self, peer: str) -> None:
-        """Asks one connected peer and puts what it tells into the table. Never raises for anything
-        the peer does."""
+        """Ask one connected peer and add its response to the table. Never raises for a fault of the
+        peer."""
         try:
             request = codec.encode(
                 PeersRequest(self._swarm, self._nat.own_addresses(peer)[: limits.PEER_ADDRESSES])
@@ -137,25 +150,25 @@ class PeerExchange:
         if response.swarm != self._swarm:
             self.learned["other_swarm"] += 1
             return
-        teller = self._connections.vantage(peer)
-        if teller is not None and self._table.heeds(peer):
-            self._learn(response.peers, peer, teller)
+        reporter = self._connections.vantage_address(peer)
+        if reporter is not None and self._table.accepts_reports(peer):
+            self._store_response(response.peers, peer, reporter)
 
     async def greet(self, peer: str) -> None:
-        """Asks a new peer. Before it is told our addresses, we want to know whether they are any
-        good. Never raises for anything the peer does."""
+        """Ask a new peer, after its reachability check, because the request carries own addresses.
+        Never raises for a fault of the peer."""
         await self._nat.greet(peer)
         if peer in self._table.connected():
             await self.ask(peer)
 
     def forget(self, peer: str) -> None:
-        """`peer` is gone."""
+        """Drop the request budget of a disconnected peer."""
         self._allowances.pop(peer, None)
 
-    def _learn(self, told: list[PeerAddresses], peer: str, teller: Address) -> None:
-        """`peer`, who told, is at the address `teller`, or behind a relay there."""
+    def _store_response(self, reported: list[PeerAddresses], peer: str, reporter: Address) -> None:
+        """Add the addresses that `peer`, observed at `reporter`, reported."""
         now = trio.current_time()
-        for each in told:
+        for each in reported:
             for text in each.addresses:
                 try:
                     address, _ = addresses.parse_any(text)
@@ -164,24 +177,24 @@ class PeerExchange:
                     self.learned["malformed"] += 1
                     continue
                 if isinstance(address, Circuit):
-                    address = self._place(address, peer, teller)
-                if not addresses.dialable(address, teller):
+                    address = self._correct_relay_address(address, peer, reporter)
+                if not addresses.dialable(address, reporter):
                     self.learned["out_of_reach"] += 1
                 elif self._table.add(each.peer, str(address), "exchange", now):
                     self.learned["learned"] += 1
-        self._news()
+        self._on_change()
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their request. Raises BadMessage, or PeerError when they ask too often."""
-        if not self._may_ask(peer, trio.current_time()):
-            raise PeerError(f"{peer} asks too often")
+        """Handle a request. Raises BadMessage, or PeerError above the peer's request rate."""
+        if not self._take_request(peer, trio.current_time()):
+            raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, PeersRequest, limits.PEERS_REQUEST_BYTES)
-        seen = self._connections.vantage(peer)
+        seen = self._connections.vantage_address(peer)
         if request.swarm != self._swarm or seen is None:
             return codec.encode(PeersResponse(self._swarm, []))
-        self._believe(peer, request.addresses, self._connections.observed(peer))
-        good = self._table.good(
-            limits.PEERS, apart_from=peer, scope=seen.scope, also=self._nat.relayed_here
+        self._store_reported(peer, request.addresses, self._connections.observed(peer))
+        good = self._table.peers_to_share(
+            limits.PEERS, exclude=peer, scope=seen.scope, also=self._nat.relay_addresses
         )
         return codec.encode(
             PeersResponse(
@@ -190,9 +203,9 @@ class PeerExchange:
             )
         )
 
-    def _place(self, circuit: Circuit, peer: str, teller: Address) -> Circuit:
-        """Where the relay is, if we know better than who told; a relay that speaks of itself is
-        where we see it."""
+    def _correct_relay_address(self, circuit: Circuit, peer: str, reporter: Address) -> Circuit:
+        """Replace the relay's address by the one this node knows. A relay that reports itself is at
+        its observed address."""
         known = self._nat.address_of(circuit.relay)
         if (
             known is None
@@ -200,12 +213,15 @@ class PeerExchange:
             and circuit.address.ip is not None
             and circuit.address.ip.is_unspecified
         ):
-            known = Address(teller.kind, teller.host, circuit.address.port)
+            known = Address(reporter.kind, reporter.host, circuit.address.port)
         return circuit if known is None else Circuit(known, circuit.relay)
 
-    def _believe(self, peer: str, claimed: list[str], seen: Address | None) -> None:
-        """Keeps the requester's own ports, at the IP address it really has (`seen`; None if it is
-        relayed), and its relays, where we know the address of those ourselves."""
+    def _store_reported(self, peer: str, claimed: list[str], seen: Address | None) -> None:
+        """Store the requester's own ports and relays.
+
+        A port is stored with `seen`, the observed IP address of the requester; `seen` is None for a
+        relayed peer. A relay is stored only if this node knows its address itself.
+        """
         for text in claimed:
             try:
                 address, _ = addresses.parse_any(text)
@@ -214,19 +230,21 @@ class PeerExchange:
             if isinstance(address, Circuit):
                 where = self._nat.address_of(address.relay)
                 if where is not None and address.relay != peer:
-                    self._table.claim(peer, str(Circuit(where, address.relay)), trio.current_time())
+                    self._table.add_self_reported(
+                        peer, str(Circuit(where, address.relay)), trio.current_time()
+                    )
             elif (
                 seen is not None
                 and address.ip is not None
                 and address.port
                 and (address.ip.is_unspecified or address.ip == seen.ip)
             ):
-                self._table.claim(
+                self._table.add_self_reported(
                     peer, str(Address(seen.kind, seen.host, address.port)), trio.current_time()
                 )
 
-    def _may_ask(self, peer: str, now: float) -> bool:
-        allowance = self._allowances.setdefault(peer, _Allowance(REQUESTS_PER_PEER, now))
+    def _take_request(self, peer: str, now: float) -> bool:
+        allowance = self._allowances.setdefault(peer, _RequestBudget(REQUESTS_PER_PEER, now))
         allowance.left = (
             min(REQUESTS_PER_PEER, allowance.left + (now - allowance.at) / REQUEST_SECONDS) - 1.0
         )

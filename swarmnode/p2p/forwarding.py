@@ -1,13 +1,10 @@
-"""Having the router forward our port for as long as we run, where others cannot dial us without
-(UPnP; see `gateway.py`).
+"""UPnP port forwarding, renewed while this node runs (see `gateway.py` for the requests).
 
-    peers on the internet cannot dial us ─▶ ask the router ─┬─ it forwards ─▶ asked again before the
-    mapping ends
-                                                            └─ it does not ─▶ said once, asked again
-                                                            later
+    peers on the internet cannot dial ─▶ ask the router ─┬─ mapped ─▶ ask again before it expires
+                                                         └─ failed ─▶ log once, ask again later
 
-A router that starts again forgets its mappings: peers soon cannot dial us any more, and it is asked
-anew; at a new address at once.
+A router that restarts forgets its mappings. Peers then cannot dial this node, which leads to a new
+request. A new public address leads to a new request at once.
 """
 
 from __future__ import annotations
@@ -19,79 +16,95 @@ from dataclasses import dataclass
 
 import trio
 
-from swarmnode.p2p.gateway import LEASE_SECONDS, Gateway, Kind, asked, kind_of
+from swarmnode.p2p.gateway import (
+    LEASE_SECONDS,
+    Gateway,
+    RouterKind,
+    classify_address,
+    query_in_child,
+)
 
 log = logging.getLogger(__name__)
 
 RENEW_SECONDS = 1500.0
-"""Between two requests to forward our port while that works; a mapping lives for LEASE_SECONDS, so
-that one request may be lost."""
+"""Interval between requests while forwarding works. A mapping lives for LEASE_SECONDS, so one
+request may be lost."""
 RETRY_SECONDS = 300.0
-"""The same while others cannot dial us all the same."""
-LOOK_SECONDS = 15.0
-WORDS = {
+"""Interval between requests while peers cannot dial this node."""
+CHECK_SECONDS = 15.0
+EXPLANATIONS = {
     "carrier": (
-        "the provider shares one public address among its customers (carrier-grade NAT): no port"
-        " can be forwarded to this machine; relays carry calls to it, and a public address, or"
-        " IPv6, is the provider's to give"
+        "the provider shares one public address among its customers (carrier-grade NAT), so no port"
+        " can be forwarded to this machine; peers reach it through relays. Ask the provider for a"
+        " public IPv4 address or for IPv6"
     ),
     "private": (
-        "the router has another router behind it, whose port would have to be forwarded too; relays"
-        " carry calls to this machine"
+        "the router is behind another router, whose port must be forwarded too; peers reach this"
+        " machine through relays"
     ),
 }
 assert 2 * RENEW_SECONDS < LEASE_SECONDS
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How peers on the internet see us."""
+class ExternalView:
+    """How peers on the internet see this node."""
 
     outside: str = ""
-    """The IP address; empty where none of them does."""
+    """The public IP address; empty if no peer on the internet sees this node."""
     private: bool = False
-    """They cannot dial us there."""
+    """True if peers cannot dial this node there."""
 
 
 class Forwarding:
-    """seen(): how peers see us now. check(): have a peer try again to dial us. ask(port): see
-    `gateway.asked`."""
+    """Keeps one port forwarded.
+
+    Args:
+        port: the port.
+        external_view: returns how peers see this node now.
+        check: asks a peer to dial this node again.
+        ask: see `gateway.query_in_child`.
+    """
 
     def __init__(
         self,
         port: int,
-        seen: Callable[[], Seen],
+        external_view: Callable[[], ExternalView],
         check: Callable[[], Awaitable[None]],
-        ask: Callable[[int], Awaitable[Gateway]] = asked,
+        ask: Callable[[int], Awaitable[Gateway]] = query_in_child,
     ) -> None:
         self._port = port
-        self._seen = seen
+        self._external_view = external_view
         self._check = check
         self._ask = ask
-        self.kind: Kind = "none"
-        """What the router's outside address is, as far as it was asked."""
+        self.kind: RouterKind = "none"
+        """Kind of the router's external address in the last answer."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Request and renew the mapping until cancelled."""
         asked_at, outside, mapped = -math.inf, "", False
         while True:
-            await trio.sleep(LOOK_SECONDS)
-            seen, now = self._seen(), trio.current_time()
-            if not (seen.private or mapped):
+            await trio.sleep(CHECK_SECONDS)
+            external_view, now = self._external_view(), trio.current_time()
+            if not (external_view.private or mapped):
                 continue
-            moved = seen.outside not in ("", outside)
-            if not moved and now < asked_at + (RETRY_SECONDS if seen.private else RENEW_SECONDS):
+            moved = external_view.outside not in ("", outside)
+            if not moved and now < asked_at + (
+                RETRY_SECONDS if external_view.private else RENEW_SECONDS
+            ):
                 continue
-            asked_at, outside = now, seen.outside or outside
+            asked_at, outside = now, external_view.outside or outside
             found = await self._ask(self._port)
             mapped = found.mapped
-            self._note(found, kind_of(found.outside, outside))
-            if mapped and seen.private:
+            self._log_change(found, classify_address(found.outside, outside))
+            if mapped and external_view.private:
                 await self._check()
 
-    def _note(self, found: Gateway, kind: Kind) -> None:
-        if kind != self.kind and kind in WORDS:
-            log.warning("%s (the router's outside address is %s)", WORDS[kind], found.outside)
+    def _log_change(self, found: Gateway, kind: RouterKind) -> None:
+        if kind != self.kind and kind in EXPLANATIONS:
+            log.warning(
+                "%s (external address of the router: %s)", EXPLANATIONS[kind], found.outside
+            )
         elif kind != self.kind and found.mapped:
             log.info("the router forwards port %d to this machine (UPnP)", self._port)
         self.kind = kind

@@ -1,14 +1,14 @@
-"""`python -m swarmnode.p2p.gateway [--port PORT] [--url URL]`: what the router of this network says
-by UPnP, as JSON on stdout.
+"""`python -m swarmnode.p2p.gateway [--port PORT] [--url URL]`: query the router by UPnP, print JSON
+to stdout.
 
-    outside   the address that it has on its other side: public, private (another router behind it),
-    or of a provider's carrier-grade NAT
-    mapped    whether it forwards PORT to this machine now; for an hour, so that a node that is gone
-    leaves no open port behind
+    outside   external address of the router: public, private (behind another router), or of a
+              carrier-grade NAT
+    mapped    true if the router forwards PORT to this machine, for one hour, so that a stopped node
+              leaves no open port behind
 
-miniupnpc does both well, and comes with py-libp2p. It is C that parses what any device of the LAN
-sends, so it runs in a process of its own with a deadline, never in the one that holds the key.
-NAT-PMP and PCP are not asked for: routers for homes that speak them speak UPnP, too.
+The work is done by miniupnpc, a dependency of py-libp2p. It parses answers of any LAN device in C,
+so it runs in a process of its own with a deadline, never in the process that holds the key. NAT-PMP
+and PCP are not used, because home routers with these protocols also support UPnP.
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ log = logging.getLogger(__name__)
 
 DISCOVER_MILLISECONDS = 2000
 LEASE_SECONDS = 3600
-ASK_SECONDS = 15.0
+QUERY_TIMEOUT_SECONDS = 15.0
 CARRIER = ipaddress.ip_network("100.64.0.0/10")
-"""RFC 6598: between a provider's NAT and its customers, and nowhere else."""
-Kind = Literal["none", "public", "carrier", "private"]
+"""RFC 6598: addresses between a provider's NAT and its customers."""
+RouterKind = Literal["none", "public", "carrier", "private"]
 
 
 class Gateway(msgspec.Struct, frozen=True):
     outside: str = ""
-    """IP address of the router's other side; empty where none answers."""
+    """The router's external IP address; empty if no router answers."""
     mapped: bool = False
 
 
-def kind_of(outside: str, observed: str = "") -> Kind:
-    """What kind of address a router's outside address is. Pure.
+def classify_address(outside: str, observed: str = "") -> RouterKind:
+    """Classify the external address of a router. Pure.
 
-    observed: where peers see this node. A router whose outside address is another one is not the
-    last on the way.
+    Args:
+        outside: the external address.
+        observed: the address at which peers see this node. If it differs, another NAT follows the
+            router.
     """
     try:
         ip = ipaddress.ip_address(outside)
@@ -63,11 +65,15 @@ def kind_of(outside: str, observed: str = "") -> Kind:
     )
 
 
-def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
-    """What the router says; with a port, again once it has forwarded it. url: of its description,
-    found by multicast if None.
+def query(port: int | None, url: str | None = None) -> Iterator[Gateway]:
+    """Query the router; with a port, request a mapping and yield the result.
 
-    Raises the library's plain Exception where nobody answers or the router refuses.
+    Args:
+        port: the port to forward; None only queries.
+        url: URL of the router's description; None searches by multicast.
+
+    Raises:
+        Exception: the library's plain type, if no router answers or the router refuses.
     """
     import miniupnpc
 
@@ -80,22 +86,24 @@ def ask(port: int | None, url: str | None = None) -> Iterator[Gateway]:
         router.selectigd(url)
     outside = router.externalipaddress() or ""
     yield Gateway(outside)
-    if port is not None:  # some routers know permanent mappings only, and those we do not make
+    if port is not None:
+        # Routers that only support permanent mappings refuse; those would outlive the node.
         mapped = router.addportmapping(
             port, "TCP", router.lanaddr, port, "swarmnode", "", LEASE_SECONDS
         )
         yield Gateway(outside, bool(mapped))
 
 
-async def asked(port: int | None) -> Gateway:
-    """The last that it said, in a process of its own. Never raises for what a router does."""
+async def query_in_child(port: int | None) -> Gateway:
+    """Run `query` in a process of its own and return its last result. Never raises for a fault of
+    the router."""
     command = [
         sys.executable,
         "-m",
         "swarmnode.p2p.gateway",
         *(("--port", str(port)) if port is not None else ()),
     ]
-    with trio.move_on_after(ASK_SECONDS):
+    with trio.move_on_after(QUERY_TIMEOUT_SECONDS):
         try:
             done = await trio.run_process(
                 command,
@@ -106,7 +114,7 @@ async def asked(port: int | None) -> Gateway:
             )
             return msgspec.json.decode((done.stdout.splitlines() or [b"{}"])[-1], type=Gateway)
         except (OSError, msgspec.MsgspecError) as error:
-            log.debug("the router was not asked: %s", error)
+            log.debug("cannot query the router: %s", error)
     return Gateway()
 
 
@@ -115,8 +123,8 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int)
     parser.add_argument("--url")
-    told = parser.parse_args()
-    for found in ask(told.port, told.url):
+    arguments = parser.parse_args()
+    for found in query(arguments.port, arguments.url):
         print(msgspec.json.encode(found).decode(), flush=True)
     return 0
 

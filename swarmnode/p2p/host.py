@@ -1,9 +1,9 @@
 """Starts and stops the libp2p host and everything that runs on it.
 
-open_host ─▶ choose the port ─▶ guarded host: TCP, Noise, Yamux ─▶ Libp2pNetwork ─▶ its
-tasks: redial, mDNS, book, …
-leaving   ─▶ book saved ─▶ tasks end ─▶ connections and host closed, shielded and bounded (else
-py-libp2p leaks every socket)
+    open_host ─▶ choose the port ─▶ guarded host (TCP, Noise, Yamux) ─▶ Libp2pNetwork ─▶ its tasks
+    exit      ─▶ save the book ─▶ end the tasks ─▶ close connections and host
+
+Closing is shielded and bounded in time, because py-libp2p leaks every socket otherwise.
 """
 
 from __future__ import annotations
@@ -36,14 +36,23 @@ async def open_host(
     secret: bytes | None = None,
     members: Collection[str] | None = None,
 ) -> AsyncIterator[Libp2pNetwork]:
-    """A running host, listening and looking for peers; closed when the block is left.
+    """Run a host that listens and connects to peers until the block is left.
 
-    `swarm`: 32 bytes, keeps peers of other swarms out of the peer exchange and off mDNS. `secret`:
-    32 bytes that a peer must have, `members`: ids that it must be among, to get through the
-    handshake. Raises ConfigError for an address that cannot be, Unavailable if a port is taken or
-    an address is not this machine's, StateError if `data_dir/port` is not a port. If the library
-    fails later, its exception ends the block. A single exception comes out as itself, whatever
-    number of nurseries it went through.
+    A single exception is raised as itself, without the exception groups of the nurseries that it
+    passed. An exception of the library ends the block.
+
+    Args:
+        cfg: network settings.
+        identity: key of the node.
+        data_dir: holds the port and the peer book.
+        swarm: swarm id, 32 bytes. Peer exchange and mDNS ignore peers of other swarms.
+        secret: 32 bytes that a peer of a private swarm needs for the handshake.
+        members: peer ids that may connect; None for all.
+
+    Raises:
+        ConfigError: an address is invalid.
+        Unavailable: a port is in use, or an address does not belong to this machine.
+        StateError: `data_dir/port` does not hold a port.
     """
     try:
         own = listening.own_addresses(cfg, data_dir)
@@ -58,7 +67,7 @@ async def open_host(
             trio.open_nursery() as nursery,
         ):
             network = Libp2pNetwork(
-                Host(build.typed(library), nursery),
+                Host(build.as_library_host(library), nursery),
                 gater,
                 cfg,
                 own,
@@ -78,8 +87,8 @@ async def open_host(
 
 
 def _only(group: BaseExceptionGroup) -> Exception | None:
-    """The one exception in `group`, None if there are several or a cancellation is among them,
-    which must stay where it is."""
+    """Return the single exception in `group`; None if there are several, or if one is a
+    cancellation, which must stay in its group."""
     found: list[BaseException] = []
     nested: list[BaseException] = [group]
     while nested:

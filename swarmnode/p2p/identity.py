@@ -1,8 +1,8 @@
 """A node's identity: one Ed25519 key, from which its libp2p peer id follows.
 
-The file is PKCS#8 PEM, with a passphrase or without (`passphrase.py`), so that ordinary tools can
-back it up. Whoever can read it can be this node; it is therefore created 0600 and refused when
-others may read it. Nothing here logs, formats or returns the key's bytes.
+The file is PKCS#8 PEM, with or without a passphrase (`passphrase.py`), so that ordinary tools can
+back it up. Anyone who can read the file can impersonate the node. It is therefore created with mode
+0600 and refused if others can read it. Nothing here logs, formats or returns the bytes of the key.
 """
 
 from __future__ import annotations
@@ -24,22 +24,28 @@ from swarmnode.files import write_atomically
 from swarmnode.p2p import passphrase
 
 log = logging.getLogger("swarmnode.p2p.identity")
-"""Not structlog's, which says it on standard output to a command that has not configured it."""
+"""Not structlog's logger, which writes to standard output in a command that has not configured
+it."""
 
-FORMER_LIFE = ("peers.json", "trainer")
-"""Beside the key, in the data directory of a node that has run."""
-LOST = (
-    "%s was gone, though a node has run here: to its peers this is another one now, %s. "
-    "If there is a backup, stop the node and `swarmnode key import FILE --replace`"
+EARLIER_RUN_FILES = ("peers.json", "trainer")
+"""Files beside the key in the data directory of a node that has run before."""
+KEY_LOST_WARNING = (
+    "%s is missing although a node has run here; created a new key, peers see a new node %s. "
+    "To restore a backup, stop the node and run `swarmnode key import FILE --replace`"
 )
-LONGEST_FILE = 4096
-"""A PKCS#8 Ed25519 key is 119 bytes; anything much longer is not one."""
+MAX_FILE_BYTES = 4096
+"""Bytes. A PKCS#8 Ed25519 key has 119; a much longer file is not a key."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """`private_key` signs envelopes, `key_pair` is the same key for libp2p, `peer_id` is its base58
-    name ("12D3Koo…")."""
+    """Key and peer id of a node.
+
+    Attributes:
+        private_key: signs envelopes.
+        key_pair: the same key for libp2p.
+        peer_id: base58 peer id ("12D3Koo…").
+    """
 
     private_key: Ed25519PrivateKey = dataclasses.field(repr=False)
     key_pair: KeyPair = dataclasses.field(repr=False)
@@ -47,20 +53,23 @@ class Identity:
 
 
 def load_or_create(path: Path) -> Identity:
-    """The identity in `path`, made and saved first if there is no such file.
+    """Load the identity from `path`, or create and save a new one if the file does not exist.
 
-    A new one has the passphrase that is given, if one is. Raises Refused if others may read the
-    file or its passphrase is missing or wrong, StateError if it is not an Ed25519 key, Unavailable
-    if it cannot be read or written.
+    A new key is encrypted with the passphrase from the environment, if one is set.
+
+    Raises:
+        Refused: others can read the file, or its passphrase is missing or wrong.
+        StateError: it is not an Ed25519 key.
+        Unavailable: it cannot be read or written.
     """
     try:
         data = _read_private(path)
         if data is None:
             key = Ed25519PrivateKey.generate()
-            write_atomically(path, passphrase.pem(key, passphrase.given()), mode=0o600)
+            write_atomically(path, passphrase.pem(key, passphrase.from_environment()), mode=0o600)
             made = from_key(key)
-            if any((path.parent / name).exists() for name in FORMER_LIFE):
-                log.warning(LOST, path, made.peer_id)
+            if any((path.parent / name).exists() for name in EARLIER_RUN_FILES):
+                log.warning(KEY_LOST_WARNING, path, made.peer_id)
             return made
     except OSError as error:
         raise Unavailable(f"cannot use the identity file {path}: {error.strerror}") from error
@@ -68,7 +77,7 @@ def load_or_create(path: Path) -> Identity:
 
 
 def from_key(key: Ed25519PrivateKey) -> Identity:
-    """The identity of a key that is already in memory."""
+    """Return the identity of a key in memory."""
     seed = key.private_bytes(
         serialization.Encoding.Raw, serialization.PrivateFormat.Raw, serialization.NoEncryption()
     )
@@ -79,8 +88,8 @@ def from_key(key: Ed25519PrivateKey) -> Identity:
 
 
 def _read_private(path: Path) -> bytes | None:
-    """The file's bytes, None if there is none. Checks the descriptor that is read, not the name, so
-    that nothing can be swapped between."""
+    """Return the content of the file, or None if it does not exist. The mode is checked on the open
+    descriptor, so that the file cannot be swapped after the check."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -89,4 +98,4 @@ def _read_private(path: Path) -> bytes | None:
         mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
         if mode & 0o077:
             raise Refused(f"others can read the identity file (mode {mode:04o}): chmod 600 {path}")
-        return file.read(LONGEST_FILE)
+        return file.read(MAX_FILE_BYTES)

@@ -1,5 +1,4 @@
-"""What a node listens on and tells others to dial, from its configuration; the port that it has
-chosen for good."""
+"""Listening and announced addresses from the configuration, and the node's permanent port."""
 
 from __future__ import annotations
 
@@ -17,13 +16,16 @@ from swarmnode.files import write_atomically
 from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import Address, OwnAddresses
 
-OWN_PORTS = range(20_000, 32_000)
+PORT_RANGE = range(20_000, 32_000)
 FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
 def own_addresses(cfg: NetworkConfig, data_dir: Path) -> OwnAddresses:
-    """What to listen on, every port 0 replaced by this node's own and each checked to be free, and
-    what to announce. Raises as `host.open_host` does."""
+    """Return the addresses to listen on and to announce.
+
+    Port 0 is replaced by this node's own port; every listening address is checked to be free.
+    Raises as `host.open_host` does.
+    """
     return OwnAddresses(
         _listen_addresses(cfg, data_dir),
         [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs],
@@ -31,16 +33,16 @@ def own_addresses(cfg: NetworkConfig, data_dir: Path) -> OwnAddresses:
 
 
 def bootstrap_peers(cfg: NetworkConfig) -> list[tuple[Address, str]]:
-    """Where to join, and who is there. Raises ConfigError."""
+    """Return the addresses and peer ids to join through. Raises ConfigError."""
     return [_bootstrap(text) for text in cfg.initial_peers]
 
 
-def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
-    """Where others can dial this node, without starting it: what it announces, else what it listens
-    on, its port chosen if need be.
+def addresses_to_advertise(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
+    """Return the addresses at which other nodes can dial this node, without starting it.
 
-    An address that is every interface's is this machine's addresses, the widest-reaching first.
-    Raises as `open_host` does.
+    These are the announced addresses, or else the listening addresses with the chosen port. An
+    unspecified address is replaced by the addresses of this machine, widest scope first. Raises as
+    `open_host` does.
     """
     if cfg.announce_addrs:
         return [_parse("announce_addrs", text)[0] for text in cfg.announce_addrs]
@@ -67,10 +69,10 @@ def addresses_to_tell(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
 
 
 def _listen_addresses(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
-    """What to listen on, every port 0 replaced by this node's own port; each checked to be free.
+    """Return the addresses to listen on, with port 0 replaced, each checked to be free.
 
-    Here rather than when the library binds, because then there is still an error number that tells
-    taken from not ours.
+    The check is made here because the library does not keep the error number, which distinguishes a
+    port in use from a foreign address.
     """
     wanted = [_parse("listen_addrs", text)[0] for text in cfg.listen_addrs]
     if not wanted:
@@ -92,8 +94,8 @@ def _listen_addresses(cfg: NetworkConfig, data_dir: Path) -> list[Address]:
 
 
 def _own_port(data_dir: Path, address: Address) -> int:
-    """The port in `data_dir/port`; a free one, saved there, if there is none yet: peers remember
-    where to find us."""
+    """Return the port in `data_dir/port`, or choose a free one and save it. It stays the same
+    because peers remember the node's address."""
     path = data_dir / "port"
     try:
         if path.exists():
@@ -110,26 +112,28 @@ def _own_port(data_dir: Path, address: Address) -> int:
 
 
 def _free_port(address: Address) -> int:
-    """A free port below those the system gives to outgoing connections: at a restart one of them
-    could have taken it.
+    """Return a free port below the range of ephemeral ports, from which an outgoing connection
+    could take it during a restart.
 
-    Drawn by the system: two processes with the same seed would draw the same one at the same time.
+    The system's random source is used, because two processes with the same seed would choose the
+    same port.
     """
-    for port in random.SystemRandom().sample(OWN_PORTS, 64):
+    for port in random.SystemRandom().sample(PORT_RANGE, 64):
         with contextlib.suppress(Unavailable), _probe(Address(address.kind, address.host, port)):
             return port
     raise Unavailable(
-        f"none of 64 ports of {address.host} between {OWN_PORTS.start} and {OWN_PORTS.stop} is free"
+        f"none of 64 ports of {address.host} from {PORT_RANGE.start} to {PORT_RANGE.stop} is free"
     )
 
 
 def _probe(address: Address) -> socket.socket:
-    """A socket bound to `address`. Raises Unavailable if that is taken or not ours."""
+    """Return a socket bound to `address`. Raises Unavailable if it is in use or belongs to another
+    machine."""
     probe = socket.socket(
         socket.AF_INET if address.kind == "ip4" else socket.AF_INET6, socket.SOCK_STREAM
     )
     try:
-        # as a listener would: a port in TIME_WAIT is free
+        # as a listener does: a port in TIME_WAIT is free
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if address.kind == "ip6":
             probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -139,7 +143,7 @@ def _probe(address: Address) -> socket.socket:
         if error.errno == errno.EADDRINUSE:
             what_to_do = "set network.listen_addrs to a free one, or tcp/0"
             raise Unavailable(
-                f"port {address.port} of {address.host} is taken by another process; {what_to_do}"
+                f"port {address.port} of {address.host} is used by another process; {what_to_do}"
             ) from error
         if error.errno == errno.EADDRNOTAVAIL:
             every = Address(

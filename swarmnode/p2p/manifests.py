@@ -1,9 +1,10 @@
-"""The manifest protocol, `/swarmnode/manifest/1`: a manifest is asked for by its swarm id, so that
-no peer can pass off another.
+"""The manifest protocol, `/swarmnode/manifest/1`: fetch a manifest by its swarm id.
 
-we ─ swarm id ─▶ peer        before we belong to any swarm
-we ◀─ the signed manifest and a successor, if there is one ─ peer
-id equal? ─ signature valid? ─ successor: same founder, later, names it ─▶ Found
+    this node ─ swarm id ─▶ peer                     before it belongs to any swarm
+    this node ◀─ signed manifest, signed successor ─ peer
+    id equal? ─ signature valid? ─ successor: same founder, later, names the manifest ─▶ Found
+
+The swarm id is the hash of the manifest, so no peer can substitute another one.
 """
 
 from __future__ import annotations
@@ -14,24 +15,26 @@ from collections.abc import Callable
 from swarmnode.errors import BadMessage, Incompatible
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest
 from swarmnode.wire.messages import ManifestRequest, ManifestResponse
 
 DEADLINE = 10.0
 CONCURRENT = 8
 
 Lookup = Callable[[bytes], tuple[bytes, bytes]]
-"""Swarm id → (signed manifest, signed successor), each empty when there is none."""
+"""Swarm id → (signed manifest, signed successor); each is empty if there is none."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
-    manifest: Opened
-    successor: Opened | None
+class FetchedManifest:
+    """A verified manifest and its successor, if the peer knows one."""
+
+    manifest: VerifiedManifest
+    successor: VerifiedManifest | None
 
 
 def serve(requests: Requests, lookup: Lookup) -> None:
-    """Answers other nodes from `lookup`."""
+    """Answer other nodes from `lookup`."""
 
     async def answer(peer: str, data: bytes) -> bytes:
         request = codec.decode(data, ManifestRequest, limits.MANIFEST_REQUEST_BYTES)
@@ -48,12 +51,14 @@ def serve(requests: Requests, lookup: Lookup) -> None:
     )
 
 
-async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
-    """The manifest of `swarm` from a connected peer, verified, with its successor if the peer knows
-    one.
+async def fetch(requests: Requests, peer: str, swarm: bytes) -> FetchedManifest:
+    """Fetch and verify the manifest of `swarm` and its successor from a connected peer.
 
-    Raises Incompatible if the peer does not have it, BadMessage if it sent something else,
-    PeerTimeout or PeerError if nothing.
+    Raises:
+        Incompatible: the peer does not have it.
+        BadMessage: the peer sent something else.
+        PeerTimeout: the deadline passed.
+        PeerError: any other failure.
     """
     request = codec.encode(ManifestRequest(swarm))
     data = await requests.request(
@@ -72,8 +77,8 @@ async def fetch(requests: Requests, peer: str, swarm: bytes) -> Found:
             "mismatch", f"a manifest that hashes to {manifest.swarm.hex()}, not to {swarm.hex()}"
         )
     if not response.successor:
-        return Found(manifest, None)
+        return FetchedManifest(manifest, None)
     successor = open_manifest(response.successor)
     if not follows(successor, manifest):
         raise BadMessage("mismatch", "a successor that does not follow")
-    return Found(manifest, successor)
+    return FetchedManifest(manifest, successor)

@@ -1,11 +1,11 @@
-"""Finds peers on the local network by multicast DNS, off the trio thread.
+"""Discovers peers on the local network by multicast DNS, off the trio thread.
 
-    zeroconf's own threads ─ (peer id, address) ─▶ run_sync_soon ─▶ trio thread ─▶ peer table
+    zeroconf's threads ─ (peer id, address) ─▶ run_sync_soon ─▶ trio thread ─▶ peer table
 
-The library's mDNS blocks the loop for 1.65 s at each start and advertises 0.0.0.0. Here zeroconf
-starts and stops in a worker thread, what it finds crosses over one way, and only concrete addresses
-of this machine are told. A node that listens on loopback alone has nothing to tell a LAN, and does
-nothing. Anything that fails is a warning: a node without mDNS is a node.
+The library's mDNS blocks the event loop for 1.65 s at each start and advertises 0.0.0.0. Here
+zeroconf starts and stops in a worker thread, its results cross threads in one direction, and only
+concrete addresses of this machine are advertised. A node that listens on loopback only does not use
+mDNS. Every failure is a warning, because a node also works without mDNS.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ log = logging.getLogger(__name__)
 RESOLVE_MILLISECONDS = 3000
 FOUND_ADDRESSES = 4
 PENDING = 64
-"""Announcements that may wait for the trio thread; a LAN that shouts louder is not listened to."""
+"""Maximum number of announcements waiting for the trio thread; further ones are dropped."""
 
-Found = Callable[[str, str], None]
-"""(peer id, address without it), on the trio thread."""
+PeerFound = Callable[[str, str], None]
+"""Called with (peer id, address without peer id) on the trio thread."""
 
 
 def service_type(swarm: bytes) -> str:
-    """DNS-SD type of one swarm: nodes of another one do not even hear of us. 9 characters of name,
-    of which RFC 6763 allows 15."""
+    """Return the DNS-SD type of one swarm, so that nodes of other swarms are not discovered. The
+    name has 9 of the 15 characters that RFC 6763 allows."""
     return f"_sn-{hashlib.blake2b(swarm, digest_size=3).hexdigest()[:6]}._tcp.local."
 
 
 def advertised(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Address]:
-    """The addresses to tell the LAN: listen addresses as they are, 0.0.0.0 and :: as each address
-    of `interfaces`; no loopback."""
+    """Return the addresses to advertise on the LAN: listening addresses, with 0.0.0.0 and ::
+    replaced by each address of `interfaces`, without loopback."""
     own = [ipaddress.ip_address(text) for text in interfaces]
     found = []
     for address in listen:
@@ -63,7 +63,7 @@ def advertised(listen: Iterable[Address], interfaces: Iterable[str]) -> list[Add
 
 
 def interface_addresses() -> list[str]:
-    """Every IP address of this machine, IPv6 without its zone."""
+    """Return every IP address of this machine, IPv6 without its zone."""
     return [
         str(ip.ip if ip.is_IPv4 else ip.ip[0])
         for adapter in ifaddr.get_adapters()
@@ -74,8 +74,8 @@ def interface_addresses() -> list[str]:
 def parse_service(
     properties: dict[bytes, bytes | None], hosts: Iterable[str], port: int | None
 ) -> list[tuple[str, str]]:
-    """(peer id, address) of an announcement, a claim by anybody on the LAN. Raises ValueError if it
-    is not one of ours."""
+    """Return (peer id, address) pairs of an announcement, an unverified claim of any LAN device.
+    Raises ValueError if it is not of a swarmnode peer."""
     peer = addresses.check_peer_id((properties.get(b"id") or b"").decode())
     found = []
     for host in list(hosts)[:FOUND_ADDRESSES]:
@@ -86,40 +86,47 @@ def parse_service(
 
 
 class MdnsDiscovery:
-    """Announces us and listens for others while `run` runs. `interfaces`: IP addresses to send on,
-    None for all; loopback only in tests."""
+    """Announces this node and discovers peers while `run` runs.
+
+    Args:
+        own: peer id of this node.
+        swarm: swarm id.
+        listen: listening addresses.
+        interfaces: IP addresses to send on; None for all. Tests use loopback.
+    """
 
     def __init__(
         self, own: str, swarm: bytes, listen: list[Address], *, interfaces: list[str] | None = None
     ) -> None:
         self._own = own
         self._type = service_type(swarm)
-        self._found: Found = lambda peer, address: None
+        self._found: PeerFound = lambda peer, address: None
         self._interfaces = interfaces
         self._listen = listen
         self._pending = 0
         self._token: trio.lowlevel.TrioToken | None = None
         self.running = False
 
-    async def run(self, found: Found) -> None:
-        """Calls `found` with everybody who is announced, until cancelled. Never raises for anything
-        the network does."""
+    async def run(self, found: PeerFound) -> None:
+        """Call `found` for every announced peer until cancelled. Never raises for a fault of the
+        network."""
         self._found = found
         self._token = trio.lowlevel.current_trio_token()
-        told = (
+        own_addresses = (
             self._listen
             if self._interfaces
             else advertised(self._listen, await trio.to_thread.run_sync(interface_addresses))
         )
-        if not told:
+        if not own_addresses:
             log.info("mDNS: only loopback addresses, nothing to announce")
             return
         try:
-            zeroconf, browser = await trio.to_thread.run_sync(self._open, told)
+            zeroconf, browser = await trio.to_thread.run_sync(self._open, own_addresses)
         except Exception as error:  # noqa: BLE001
-            # no multicast, no interface, port 5353 taken, …: zeroconf and the OS raise many kinds
+            # zeroconf and the system raise many types: no multicast, no interface, port 5353 in
+            # use, …
             log.warning(
-                "mDNS is not available, peers on the local network are not found by themselves: %s",
+                "mDNS is not available, peers on the local network are not discovered: %s",
                 error,
             )
             return
@@ -133,21 +140,21 @@ class MdnsDiscovery:
                     self._close, zeroconf, browser, abandon_on_cancel=True
                 )
 
-    def _open(self, told: list[Address]) -> tuple[Zeroconf, ServiceBrowser]:
-        """In a worker thread."""
+    def _open(self, own_addresses: list[Address]) -> tuple[Zeroconf, ServiceBrowser]:
+        """Start zeroconf; runs in a worker thread."""
         zeroconf = (
             Zeroconf(interfaces=self._interfaces)
             if self._interfaces
             else Zeroconf(ip_version=IPVersion.V4Only)
         )
         try:
-            zeroconf.register_service(self._service(told))
+            zeroconf.register_service(self._service(own_addresses))
             return zeroconf, ServiceBrowser(zeroconf, self._type, handlers=[self._changed])
         except BaseException:
             zeroconf.close()
             raise
 
-    def _service(self, told: list[Address]) -> ServiceInfo:
+    def _service(self, own_addresses: list[Address]) -> ServiceInfo:
         name = self._own[-16:]
         return ServiceInfo(
             self._type,
@@ -156,9 +163,9 @@ class MdnsDiscovery:
                 socket.inet_pton(
                     socket.AF_INET if each.kind == "ip4" else socket.AF_INET6, each.host
                 )
-                for each in told
+                for each in own_addresses
             ],
-            port=told[0].port,
+            port=own_addresses[0].port,
             properties={"id": self._own},
             server=f"{name}.local.",
         )
@@ -171,7 +178,7 @@ class MdnsDiscovery:
     def _changed(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
-        """On zeroconf's browser thread."""
+        """Handle an announcement; runs on zeroconf's browser thread."""
         if state_change is ServiceStateChange.Removed or self._pending >= PENDING:
             return
         info = zeroconf.get_service_info(service_type, name, timeout=RESOLVE_MILLISECONDS)
@@ -183,15 +190,15 @@ class MdnsDiscovery:
             return
         for peer, address in found:
             if peer != self._own:
-                self._cross(peer, address)
+                self._send_to_trio(peer, address)
 
-    def _cross(self, peer: str, address: str) -> None:
+    def _send_to_trio(self, peer: str, address: str) -> None:
         self._pending += 1
         try:
-            self._token.run_sync_soon(self._arrive, peer, address)  # type: ignore[union-attr]
+            self._token.run_sync_soon(self._receive_on_trio, peer, address)  # type: ignore[union-attr]
         except trio.RunFinishedError:
-            log.debug("mDNS found %s after the end", peer)
+            log.debug("mDNS found %s after shutdown", peer)
 
-    def _arrive(self, peer: str, address: str) -> None:
+    def _receive_on_trio(self, peer: str, address: str) -> None:
         self._pending -= 1
         self._found(peer, address)

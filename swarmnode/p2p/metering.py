@@ -1,8 +1,8 @@
-"""The budget at work: reads the traffic meter and the clock, keeps the month's total on disk, and
-answers whoever asks.
+"""Applies the budget: reads the traffic meter and the clock, saves the monthly total, answers
+queries.
 
-A total is saved once a minute and at the end, so a crash forgets at most a minute of it. What is
-metered are bytes of streams, before Noise and Yamux; on the wire they are two to five percent more.
+The total is saved once a minute and at the end, so a crash loses at most a minute. Metered are
+bytes of streams, before Noise and Yamux, which add two to five percent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,22 @@ log = logging.getLogger(__name__)
 
 SAVE_SECONDS = 60.0
 READ_SECONDS = 0.2
-"""The meter is read this often at most: whoever asks does so for every message."""
+"""Minimum interval between reads of the meter, because it is queried for every message."""
 FILE = "budget.json"
 FILE_BYTES = 4096
 
 
 class Meter:
-    """`traffic()`: bytes by protocol since the process started. `clock`: Unix seconds. `resting`:
-    as of `Budget`."""
+    """Connects a `Budget` to the traffic of this node.
+
+    Args:
+        cfg: the caps.
+        quiet_hours: as `node.quiet_hours`.
+        data_dir: holds the monthly total.
+        traffic: returns the bytes by protocol since the process started.
+        clock: Unix time in seconds.
+        pause_reasons: as in `Budget`.
+    """
 
     def __init__(
         self,
@@ -40,12 +48,14 @@ class Meter:
         data_dir: Path,
         traffic: Callable[[], TrafficStatistics],
         clock: Callable[[], float] = time.time,
-        resting: Callable[[], Collection[str]] = tuple,
+        pause_reasons: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self._path = data_dir / FILE
         self._traffic = traffic
         self._clock = clock
-        self._budget = Budget(cfg, quiet_hours, clock(), month=load(self._path), resting=resting)
+        self._budget = Budget(
+            cfg, quiet_hours, clock(), month=load(self._path), pause_reasons=pause_reasons
+        )
         self._saved: Month | None = None
         self._read_at = float("-inf")
 
@@ -61,7 +71,7 @@ class Meter:
         return self._budget.statistics(self._observe())
 
     async def run(self) -> None:
-        """Save the month's total until cancelled, and once more then."""
+        """Save the monthly total at intervals until cancelled, and once at the end."""
         try:
             while True:
                 await trio.sleep(SAVE_SECONDS)
@@ -91,13 +101,13 @@ class Meter:
 
 
 def load(path: Path) -> Month | None:
-    """The saved total; None when there is none, or none that can be read: then the month starts
-    again, which is said in the log."""
+    """Return the saved total; None if there is none or it cannot be read, in which case the month
+    starts at 0 and a warning is logged."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(FILE_BYTES), type=Month)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
-        log.warning("%s cannot be read, the month's bytes are counted from 0: %s", path, error)
+        log.warning("cannot read %s, counting this month's bytes from 0: %s", path, error)
         return None

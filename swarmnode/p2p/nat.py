@@ -1,12 +1,9 @@
-"""Reaching and being reached across routers: what we know of our own reachability, relays, calls
-and hole punching, held together.
+"""NAT traversal: own reachability, relays, circuit dials and hole punching.
 
-a peer connects ─▶ can it dial us back (autonat.py)? ─┬─ yes ─▶ we relay for others (relay.py),
-unless we are not to
-                                                      └─ no ──▶ we reserve with relays
-                                                      (relay_client.py) and tell their addresses
-a call comes in through a relay ─▶ try to connect directly (punch.py) ─▶ direct: the circuit is
-closed, else it stays
+peer connects ─▶ can it dial back (autonat.py)? ─┬─ yes ─▶ relay for other peers (relay.py)
+                                                 └─ no ──▶ reserve at relays (relay_client.py)
+                                                           and advertise their addresses
+inbound circuit ─▶ punch.py ─▶ direct: close the circuit, else keep it
 """
 
 from __future__ import annotations
@@ -24,8 +21,8 @@ from swarmnode.p2p import addresses
 from swarmnode.p2p.addresses import PUBLIC, Address, Circuit, OwnAddresses, parse_any
 from swarmnode.p2p.autonat import DialBack, Reachability, ReachabilityCheck, ReachStatistics
 from swarmnode.p2p.connections import Connection, ConnectionTable
-from swarmnode.p2p.forwarding import Forwarding, Seen
-from swarmnode.p2p.gateway import Kind
+from swarmnode.p2p.forwarding import ExternalView, Forwarding
+from swarmnode.p2p.gateway import RouterKind
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.punch import Puncher, PunchStatistics
@@ -35,13 +32,13 @@ from swarmnode.p2p.relay_client import RelayClient, RelayClientStatistics
 log = logging.getLogger(__name__)
 
 RELAY_LIMITS = RelayLimits()
-SIDELINE_BYTES_PER_SECOND = 2 * 2**20
-"""All relayed connections together, where relaying was not asked for; a `server` is bounded by
-`network.upload_bytes_per_second` alone."""
+AUTO_RELAY_BYTES_PER_SECOND = 2 * 2**20
+"""Limit for all circuits together on a node with `network.relay = "auto"`. A `server` is bounded by
+`network.upload_bytes_per_second` only."""
 PUNCH_DELAY_SECONDS = 0.5
-"""After a call: the caller's own tasks come first."""
+"""Delay of hole punching after an inbound circuit, so that the caller's own tasks come first."""
 GRACE_SECONDS = 2.0
-"""A circuit is closed this long after a direct connection has replaced it."""
+"""Delay until a circuit is closed after a direct connection has replaced it."""
 
 
 class NatStatistics(msgspec.Struct, frozen=True):
@@ -49,17 +46,26 @@ class NatStatistics(msgspec.Struct, frozen=True):
     relay: RelayStatistics = RelayStatistics()
     client: RelayClientStatistics = RelayClientStatistics()
     punch: PunchStatistics = PunchStatistics()
-    router: Kind = "none"
-    """What the router's outside address is, where it tells by UPnP; it is asked while others cannot
-    dial us."""
+    router: RouterKind = "none"
+    """Kind of the router's external address by UPnP, queried while peers cannot dial this node."""
     direct: int = 0
-    """Connected peers."""
+    """Number of connected peers with a direct connection."""
     relayed: int = 0
-    """Peers that are connected through a relay only."""
+    """Number of peers that are connected through a relay only."""
 
 
 class Nat:
-    """Listens to `connections`. `welcome(peer)`: False for who is not to be served."""
+    """NAT traversal of one node; listens to `connections`.
+
+    Args:
+        host: the libp2p host.
+        connections: the open connections.
+        table: the known peers.
+        cfg: network settings.
+        own: addresses of this node.
+        is_allowed: returns False for peers that are not served.
+        rng: random source.
+    """
 
     def __init__(
         self,
@@ -68,7 +74,7 @@ class Nat:
         table: PeerTable,
         cfg: NetworkConfig,
         own: OwnAddresses,
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
         rng: random.Random,
     ) -> None:
         self._host = host
@@ -77,37 +83,38 @@ class Nat:
         self._role = cfg.relay
         self._punching = cfg.hole_punching and cfg.relay != "off"
         self._own = own
-        self._news = trio.Event()
+        self._addresses_event = trio.Event()
         self._rng = rng
         self._forwarding = Forwarding(
-            next(iter(own.outside_ports()), 0), self._seen, self._check_again
+            next(iter(own.external_ports()), 0), self._external_view, self._check_again
         )
         self.reach = ReachabilityCheck(
-            host, connections, own.outside_ports(), self._reachability_changed, rng
+            host, connections, own.external_ports(), self._reachability_changed, rng
         )
-        self.dial_back = DialBack(host, welcome)
+        self.dial_back = DialBack(host, is_allowed)
         limits = dataclasses.replace(
-            RELAY_LIMITS, bytes_per_second=0 if cfg.relay == "server" else SIDELINE_BYTES_PER_SECOND
+            RELAY_LIMITS,
+            bytes_per_second=0 if cfg.relay == "server" else AUTO_RELAY_BYTES_PER_SECOND,
         )
-        self.relay = Relay(host, limits, lambda: [str(self._own_place())], welcome)
+        self.relay = Relay(host, limits, lambda: [str(self._best_own_address())], is_allowed)
         self.client = RelayClient(
             host,
             candidates=self._candidates,
-            wanted=self._wants_relays,
+            needed=self._needs_relays,
             address_of=self.address_of,
-            news=self._addresses_changed,
+            on_change=self._addresses_changed,
             rng=rng,
         )
-        self.puncher = Puncher(host, connections, own.listen, self._outside, welcome)
+        self.puncher = Puncher(host, connections, own.listen, self._outside, is_allowed)
 
     def start(self) -> None:
-        """Starts what runs for as long as the host does; the host listens."""
+        """Start the background tasks. The host must already listen."""
         if self._punching:
             self.puncher.start()
         self.relay.serve(self._role == "server")
         self._host.nursery.start_soon(self.reach.run)
         self._host.nursery.start_soon(self.client.run)
-        if self._role == "auto" and self._own.outside_ports() and not self._own.announce:
+        if self._role == "auto" and self._own.external_ports() and not self._own.announce:
             self._host.nursery.start_soon(self._forwarding.run)
 
     # -- connections
@@ -124,19 +131,18 @@ class Nat:
     def closed(self, connection: Connection, last: bool) -> None:
         """See `connections.Listener`."""
         if connection.relay is None and not self._connections.is_direct(connection.peer):
-            self.relay.gone(connection.peer)
-            self.client.gone(connection.peer)
+            self.relay.forget_peer(connection.peer)
+            self.client.forget_peer(connection.peer)
         if not len(self._connections):
-            self.reach.alone()
+            self.reach.reset_votes()
 
     async def greet(self, peer: str) -> None:
-        """A new peer: before it is told our addresses, we want to know whether they are any
-        good."""
+        """Check reachability through a new peer, before own addresses are sent to it."""
         if self._role != "off":
             await self.reach.greet(peer)
 
     async def connect(self, peer: str, address: str) -> bool:
-        """See `dialer.Connect`: directly, or through the relay that the address names."""
+        """Connect directly, or through the relay in the address. See `dialer.Connect`."""
         if self._host.is_connected(peer):
             return False
         where, _ = parse_any(address)
@@ -147,14 +153,14 @@ class Nat:
         return True
 
     async def addresses_changed(self) -> None:
-        """Returns when our own addresses have changed."""
-        await self._news.wait()
+        """Return when own addresses have changed."""
+        await self._addresses_event.wait()
 
-    # -- who is where
+    # -- addresses of peers
 
     def address_of(self, peer: str) -> Address | None:
-        """Where `peer` can be dialled, as far as we know it ourselves: we dialled it there, or it
-        listens at the IP address we see."""
+        """Return an address of `peer` that this node verified: it dialled the peer there, or the
+        peer listens at its observed IP address."""
         if (dialled := self._connections.dialled_at(peer)) is not None:
             return dialled
         known = self._table.get(peer)
@@ -166,28 +172,28 @@ class Nat:
         direct = [addresses.parse(each)[0] for each in sure if not addresses.is_circuit(each)]
         return next((each for each in direct if each.ip is not None), None)
 
-    # -- what we tell
+    # -- own addresses
 
     def own_addresses(self, peer: str) -> list[str]:
-        """What `peer` is told of where we can be reached. It puts the IP address that it sees
-        before the ports of the direct ones."""
+        """Return the addresses to send to `peer`. The peer combines the ports of direct addresses
+        with the IP address that it sees."""
         seen = self._connections.observed(peer)
         useless = (
             self.reach.verdict == "private"
             and not self._own.announce
             and (seen is None or seen.scope == PUBLIC)
         )
-        direct = [] if useless else [str(each) for each in self._own.told()]
+        direct = [] if useless else [str(each) for each in self._own.advertised()]
         return direct + [str(each) for each in self.client.addresses()]
 
     def depends_on(self, peer: str) -> bool:
-        """Whether `peer` can be called through us, or we through it."""
+        """Return True if `peer` is dialled through this node, or is a relay of this node."""
         return self.relay.reserved(peer) or peer in self.client.statistics().relays
 
-    def relayed_here(self, peer: str) -> list[str]:
-        """Where others can call a peer that has reserved with us."""
+    def relay_addresses(self, peer: str) -> list[str]:
+        """Return the address at this relay of a peer with a reservation."""
         return (
-            [str(Circuit(self._own_place(), self._host.peer_id))]
+            [str(Circuit(self._best_own_address(), self._host.peer_id))]
             if self.relay.reserved(peer)
             else []
         )
@@ -211,12 +217,12 @@ class Nat:
 
     # -- rules
 
-    def _wants_relays(self) -> bool:
+    def _needs_relays(self) -> bool:
         return self._role == "client" or (self._role == "auto" and self.reach.verdict == "private")
 
     def _candidates(self) -> list[str]:
-        """Directly connected peers whose address we know; bootstrap peers first: they are meant to
-        be found by all."""
+        """Return directly connected peers with a verified address, bootstrap peers first, because
+        every node knows them."""
         direct = [
             peer
             for peer in self._table.connected()
@@ -225,9 +231,9 @@ class Nat:
         bootstrap = {each.peer for each in self._table.bootstrap()}
         return sorted(direct, key=lambda peer: peer not in bootstrap)
 
-    def _own_place(self) -> Address:
-        """Best guess of where we can be dialled; may be unspecified, others then see the IP address
-        for themselves."""
+    def _best_own_address(self) -> Address:
+        """Return the best known own address. It may be unspecified; other peers then use the IP
+        address that they see."""
         return (
             self._own.announce[0]
             if self._own.announce
@@ -235,7 +241,7 @@ class Nat:
         )
 
     def _outside(self) -> list[Address]:
-        """Where others see us, for hole punching."""
+        """Return the addresses at which peers see this node, for hole punching."""
         own = self.reach.own_address
         return list(dict.fromkeys([*self._own.announce, *([own] if own is not None else [])]))
 
@@ -246,14 +252,14 @@ class Nat:
         self._addresses_changed()
 
     def _addresses_changed(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        self._addresses_event.set()
+        self._addresses_event = trio.Event()
 
-    def _seen(self) -> Seen:
+    def _external_view(self) -> ExternalView:
         outside = self.reach.own_address
         if outside is None or outside.scope != PUBLIC:
-            return Seen()
-        return Seen(outside.host, self.reach.verdict == "private")
+            return ExternalView()
+        return ExternalView(outside.host, self.reach.verdict == "private")
 
     async def _check_again(self) -> None:
         if peers := self._connections.peers():
@@ -265,8 +271,8 @@ class Nat:
             await self.puncher.upgrade(peer)
 
     async def _replace_circuits(self, peer: str) -> None:
-        """Close the circuits with `peer` once there is a direct connection; requests under way on
-        them fail, and are asked again on the direct one."""
+        """Close the circuits with `peer` once there is a direct connection. Pending requests on
+        them fail and are sent again on the direct connection."""
         await trio.sleep(GRACE_SECONDS)
         if self._connections.is_direct(peer):
             for connection in self._connections.circuits(peer):

@@ -1,15 +1,12 @@
-"""The network on libp2p, as the rest of a node sees it: an `api.Network`, and one snapshot of all
-that goes on in it.
+"""The network on libp2p: implements `api.Network` and provides one snapshot of its statistics.
 
-Made by `host.open_host`. Everything runs on the one trio thread. The parts, each in a file of its
-own:
+Created by `host.open_host`. Everything runs on one trio thread. The parts, one file each:
 
-    library ─▶ admission (who may connect) ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶
-    library
-                                                           └▶ nat (relays, hole punching)
-    peers, reputation                        pure tables, fed from here
-    requests, streams, bulk                  protocols on connections
-    discovery                                where peers are heard of
+    library ─▶ admission ─▶ connections ─┬▶ connection_manager ─▶ dialer ─▶ library
+                                         └▶ nat (relays, hole punching)
+    peers, reputation                     pure tables, updated from here
+    requests, streams, bulk               protocols on connections
+    discovery                             sources of peer addresses
 """
 
 from __future__ import annotations
@@ -26,10 +23,10 @@ import trio
 from swarmnode.config import NetworkConfig
 from swarmnode.p2p import guards, turnover
 from swarmnode.p2p.addresses import Address, OwnAddresses
-from swarmnode.p2p.admission import Admission
+from swarmnode.p2p.admission import Admission, PeerScores
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.bulk import BulkStatistics, Libp2pBulk
-from swarmnode.p2p.connection_manager import ConnectionManager, Keeping
+from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
@@ -41,20 +38,19 @@ from swarmnode.p2p.nat import Nat, NatStatistics
 from swarmnode.p2p.peers import PeerStatistics, PeerTable
 from swarmnode.p2p.reputation import COST, Reputation, ReputationStatistics
 from swarmnode.p2p.requests import Libp2pRequests, RequestStatistics
-from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.streams import Libp2pStreams, StreamStatistics
 from swarmnode.p2p.traffic import Traffic, TrafficStatistics
 
 log = logging.getLogger(__name__)
 
 TARGET_PEERS = 16
-"""Known peers are dialled until this many are connected, at least half of them by us
-(`peers.OUTBOUND_SHARE`): twice the 8 peers whose listings a node polls, so that half of them may
-leave."""
+"""Known peers are dialled until this many are connected, at least half of them by this node
+(`peers.OUTBOUND_SHARE`). This is twice the 8 peers whose listings a node polls, so that half of
+them may leave."""
 
 
 class NetworkStatistics(msgspec.Struct, frozen=True):
-    """Counters since the host was opened, gauges of now."""
+    """Counters since the host was opened, and current gauges."""
 
     peers: PeerStatistics = PeerStatistics()
     requests: RequestStatistics = RequestStatistics()
@@ -63,23 +59,28 @@ class NetworkStatistics(msgspec.Struct, frozen=True):
     traffic: TrafficStatistics = TrafficStatistics()
     reputation: ReputationStatistics = ReputationStatistics()
     guards: dict[str, int] = {}
-    """Times each guard fired, in this process."""
+    """Number of times each guard fired in this process."""
     refused_connections: int = 0
-    """After the handshake: banned, from a crowded prefix, or ourselves."""
+    """Refused after the handshake: banned, from a crowded prefix, or this node itself."""
     failed_handshakes: int = 0
-    """Inbound connections that ended before it: garbage, port scans, silence."""
+    """Inbound connections that failed before the end of the handshake: garbage, port scans,
+    timeouts."""
     exchange: dict[str, int] = {}
-    """Addresses heard of by peer exchange, by what became of them."""
+    """Addresses received by peer exchange, by outcome."""
     mdns_running: bool = False
     nat: NatStatistics = NatStatistics()
-    """Whether we can be reached, relays, hole punching."""
+    """Reachability, relays and hole punching."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SwarmSettings:
-    """What a host belongs to, beside its own configuration. `swarm`: 32 bytes. `members`: the peer
-    ids that may connect, None for everybody. `bootstrap`: peers to join through, and where they
-    are."""
+    """The swarm of a host.
+
+    Attributes:
+        swarm: swarm id, 32 bytes.
+        members: peer ids that may connect; None for all.
+        bootstrap: addresses and peer ids to join through.
+    """
 
     swarm: bytes
     members: Collection[str] | None
@@ -87,7 +88,8 @@ class SwarmSettings:
 
 
 class Libp2pNetwork:
-    """`requests`, `streams`, `bulk`: see `api.Network`. `peers`: who is known."""
+    """`api.Network` on libp2p. See there for `requests`, `streams` and `bulk`; `peers` is the table
+    of known peers."""
 
     def __init__(
         self,
@@ -100,16 +102,16 @@ class Libp2pNetwork:
     ) -> None:
         rng = random.Random()
         self.host = host
-        self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.told()]
+        self.listen_addrs = [f"{address}/p2p/{host.peer_id}" for address in own.advertised()]
         self.scores = scores = PeerScores(Reputation())
-        target = max(1, min(TARGET_PEERS, int(turnover.FULL * cfg.max_connections)))
-        self.peers = PeerTable(host.peer_id, target, rng, wanted=scores.wanted)
+        target = max(1, min(TARGET_PEERS, int(turnover.FULL_SHARE * cfg.max_connections)))
+        self.peers = PeerTable(host.peer_id, target, rng, may_connect=scores.may_connect)
         self.connections = ConnectionTable()
         self.traffic = Traffic()
-        self.requests = Libp2pRequests(host, scores.welcome)
-        self.streams = Libp2pStreams(host, scores.welcome)
+        self.requests = Libp2pRequests(host, scores.is_allowed)
+        self.streams = Libp2pStreams(host, scores.is_allowed)
         self.bulk = Libp2pBulk(host, self.requests, scores)
-        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.welcome, rng)
+        self.nat = Nat(host, self.connections, self.peers, cfg, own, scores.is_allowed, rng)
         dialer = Dialer(self.peers, self.nat.connect)
         exchange = PeerExchange(
             self.peers, self.requests, swarm.swarm, self.connections, self.nat, dialer.wake, rng
@@ -124,9 +126,9 @@ class Libp2pNetwork:
             swarm.bootstrap,
             dialer.wake,
         )
-        keeping = Keeping(cfg.max_connections, target, self.nat.depends_on, rng)
+        limits = ConnectionLimits(cfg.max_connections, target, self.nat.depends_on, rng)
         self.manager = ConnectionManager(
-            host, self.connections, self.peers, scores, dialer, exchange, keeping
+            host, self.connections, self.peers, scores, dialer, exchange, limits
         )
         self._gater = gater
         admission = Admission(
@@ -141,16 +143,15 @@ class Libp2pNetwork:
         scores.disconnect = self.disconnect
         self.connections.listeners += [self.nat, self.manager]
 
-    def keep_to(self, allows: Callable[[str], bool]) -> None:
-        """Ask `allows(choice)`, see `Meter.allows`, before bytes are spent on others: what is
-        served to them, what is relayed."""
-        self.bulk.keep_to(lambda: allows("serve"))
+    def set_budget(self, allows: Callable[[str], bool]) -> None:
+        """Serve and relay only while `allows(choice)` returns True; see `Meter.allows`."""
+        self.bulk.set_budget(lambda: allows("serve"))
         self.nat.relay.allows = lambda: allows("relay")
 
     # -- for `open_host`
 
     async def start(self) -> None:
-        """Reads the book and starts what runs for as long as the host does."""
+        """Load the book and start the background tasks."""
         loaded = self.discovery.load()
         self.host.watch(self.connections, self.traffic.meter)
         self.bulk.start()
@@ -160,7 +161,7 @@ class Libp2pNetwork:
         log.info("listening on %s, %d peers in the book", ", ".join(self.listen_addrs), loaded)
 
     def stop(self) -> None:
-        """Saves the book one last time. Blocks for an fsync."""
+        """Save the book a last time. Blocks for an fsync."""
         self.discovery.save()
 
     # -- connections
@@ -182,8 +183,8 @@ class Libp2pNetwork:
     async def dial(self, peer: str, address: str) -> None:
         await self.manager.dial(peer, address)
 
-    def hold(self, peers: Collection[str]) -> None:
-        self.manager.hold(peers)
+    def pin(self, peers: Collection[str]) -> None:
+        self.manager.pin(peers)
 
     def disconnect(self, peer: str) -> None:
         self.manager.disconnect(peer)
@@ -191,20 +192,20 @@ class Libp2pNetwork:
     def observed(self, peer: str) -> Address | None:
         return self.connections.observed(peer)
 
-    def heard(self, peer: str) -> float | None:
-        return self.connections.heard(peer)
+    def last_received(self, peer: str) -> float | None:
+        return self.connections.last_received(peer)
 
     def group(self, peer: str) -> str | None:
         return self.connections.group(peer)
 
-    # -- standing
+    # -- reputation
 
     @property
     def reputation(self) -> Reputation:
         return self.scores.reputation
 
-    def welcome(self, peer: str) -> bool:
-        return self.scores.welcome(peer)
+    def is_allowed(self, peer: str) -> bool:
+        return self.scores.is_allowed(peer)
 
     def score(self, peer: str) -> float:
         return self.scores.score(peer)
@@ -232,6 +233,6 @@ class Libp2pNetwork:
         )
 
 
-def as_network(network: Libp2pNetwork) -> Network:
-    """The same; type-checked, so that this stays an `api.Network`."""
+def check_is_network(network: Libp2pNetwork) -> Network:
+    """Return `network`; lets mypy check that it implements `api.Network`."""
     return network

@@ -1,13 +1,13 @@
-"""Which peers there are, and when to dial which. Pure: no sockets, no clock; `now` is any monotonic
-time in seconds.
+"""The known peers, and when to dial which. Pure: no sockets and no clock; `now` is monotonic time
+in seconds.
 
-    heard of ──▶ due ──▶ dialling ──▶ connected ──▶ due (at once, with jitter)
-                  ▲          │ failed
-                  └ back-off ┘  … until hopeless: forgotten (never a bootstrap peer)
+    learned ──▶ due ──▶ dialling ──▶ connected ──▶ due (after a random delay)
+                 ▲          │ failed
+                 └ back-off ┘  … until hopeless: forgotten (never a bootstrap peer)
 
-Bootstrap peers are dialled for ever. While no peer at all is connected every back-off is capped
-like theirs and nobody is forgotten: then it is more likely our network that is down than everybody
-else's. What strangers tell us is bounded in number, per peer and per prefix.
+Bootstrap peers are dialled without a limit on attempts. While no peer is connected, every back-off
+is capped like theirs and no peer is forgotten, because the own network has probably failed.
+Addresses reported by strangers are bounded in number, per peer and per network prefix.
 """
 
 from __future__ import annotations
@@ -25,58 +25,57 @@ import msgspec
 from swarmnode.p2p.addresses import is_circuit, parse_any
 
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
-"""Where we heard of a peer, best first. A peer keeps the best source it was heard from."""
-LetGo = Literal["exchanged", "full"]
-"""Why a connected peer is let go: for another that is to be met, or so that newcomers find a
-place."""
-LET_GO: tuple[str, ...] = get_args(LetGo)
+"""Sources of peers, best first. A peer keeps its best source."""
+DropReason = Literal["exchanged", "full"]
+"""Why a connected peer is dropped: to meet another peer, or to make room for new peers."""
+DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 MAX_PEERS = 1024
 ADDRESSES_PER_PEER = 8
 PEERS_PER_PREFIX = 8
-"""Peers of one /24 or /48 that are remembered from other peers' word alone. mDNS and bootstrap are
-exempt: a LAN is one prefix."""
+"""Limit for peers of one /24 or /48 network that are known from the book or from other peers only.
+mDNS and bootstrap are exempt, because a LAN is one prefix."""
 PEERS_PER_RELAY = 64
-"""The same for peers that are known behind one relay only."""
+"""The same limit for peers behind one relay."""
 DIRECT_FIRST = 2
-"""Direct addresses to try before one at a relay."""
+"""Direct addresses to try before the first relay address."""
 OUTBOUND_SHARE = 2
-"""One in so many of the peers to keep connected is of our own choosing, however many have dialled
-us: else whoever dials us often enough decides whom we know."""
+"""1/OUTBOUND_SHARE of the connected peers must have been dialled by this node. Otherwise peers that
+dial often enough would choose the node's neighbourhood."""
 GUEST_SHARE = 4
-"""One peer that dialled us is told of for so many that we dialled."""
+"""In peer exchange, one inbound peer is sent per GUEST_SHARE outbound peers."""
 FIRST_BACKOFF = 0.5
 BOOTSTRAP_BACKOFF = 15.0
 OTHER_BACKOFF = 300.0
-HELD_BACKOFF = 4.0
-"""Peers that somebody here depends on are retried this often."""
+PINNED_BACKOFF = 4.0
+"""Maximum back-off of pinned peers."""
 IDLE_BOOTSTRAP_BACKOFF = 1200.0
-"""Bootstrap peers are retried this seldom when enough peers are connected without them: a swarm has
-few of them and many members."""
+"""Maximum back-off of bootstrap peers while enough other peers are connected. A swarm has few
+bootstrap peers and many members."""
 TRIES_TO_GET_IN = 40
-"""A bootstrap peer that never let us in is dialled so often, for some eight minutes, before others
-are asked instead: a full one has places again within one."""
-REST_SECONDS = 1800.0
-"""A peer that was let go is not dialled for so long, unless nobody else is left."""
+"""Number of failed dials to a bootstrap peer before other peers' addresses are accepted instead,
+about eight minutes. A full bootstrap peer has free places again within one minute."""
+COOL_DOWN_SECONDS = 1800.0
+"""A dropped peer is not dialled again for this time, unless no other peer is left."""
 ANCHOR_SHARE = 4
-"""One in so many of the peers to keep connected is one that was seen last; the others are drawn."""
+"""1/ANCHOR_SHARE of the outbound peers are the most recently seen ones; the others are random."""
 ALIKE_SHARE = 8
-"""One in so many of them, at most, is dialled in one /24 or /48 or behind one relay, while there
-are others to dial."""
+"""At most 1/ALIKE_SHARE of the target is dialled in one /24 or /48 network or behind one relay,
+while there are other peers to dial."""
 STABLE_SECONDS = 30.0
-"""A connection shorter than this counts as a failure: the peer is full, has banned us, or does not
+"""A shorter connection counts as a failure: the peer is full, has banned this node, or does not
 work."""
 HOPELESS_NEVER_CONNECTED = 5
-"""Failed dials after which a peer we never reached is forgotten."""
+"""Number of failed dials after which a peer without any earlier connection is forgotten."""
 HOPELESS_SECONDS = 7 * 86400.0
-"""A peer we did reach is forgotten when we have not for this long."""
+"""A peer with an earlier connection is forgotten after this time without another one."""
 HINT_SECONDS = 60.0
-"""Hearing of a failing peer again shortens its back-off at most this often."""
+"""Minimum interval between reports that shorten the back-off of a failing peer."""
 
 
 @dataclasses.dataclass(slots=True)
 class Peer:
-    """What we know of one peer. `addresses`: where to dial it, those that worked first."""
+    """State of one known peer. `addresses` are in dialling order, working ones first."""
 
     peer: str
     source: str
@@ -90,20 +89,21 @@ class Peer:
     connected_at: float = -math.inf
     last_seen: float = -math.inf
     hinted: float = -math.inf
-    rests_until: float = -math.inf
+    cooling_until: float = -math.inf
     worked: set[str] = dataclasses.field(default_factory=set)
-    """Addresses at which we reached it."""
+    """Addresses at which this node reached the peer."""
     claimed: set[str] = dataclasses.field(default_factory=set)
-    """Addresses that it told of itself, at the IP address we see it at."""
+    """Addresses that the peer reported for itself, with its observed IP address."""
 
     def seen_at(self, now: float) -> float:
-        """`now` while it is connected, else when it last was; −∞ if never."""
+        """Return `now` while the peer is connected, else the time of its last connection; −∞ if
+        never."""
         return now if self.connections else self.last_seen
 
 
 @dataclasses.dataclass(frozen=True)
 class Dial:
-    """One peer to dial now, at these addresses in this order."""
+    """An order to dial one peer now, at these addresses in this order."""
 
     peer: str
     addresses: tuple[str, ...]
@@ -121,15 +121,20 @@ class PeerStatistics(msgspec.Struct, frozen=True):
     dial_failures: int = 0
     forgotten: int = 0
     refused: int = 0
-    """Addresses not remembered because a bound was reached."""
-    let_go: dict[str, int] = {}
-    """Peers disconnected for others, by why, of LET_GO."""
+    """Number of addresses dropped because a bound was reached."""
+    dropped: dict[str, int] = {}
+    """Number of peers dropped for other peers, by entry of DROP_REASONS."""
 
 
 class PeerTable:
-    """`own`: our peer id, never dialled. `target`: peers to keep connected, as far as there are
-    that many, half of them dialled by us. `wanted(peer, now)`: False for one we want nothing to do
-    with, for now; it is neither remembered nor dialled."""
+    """The known peers of one node.
+
+    Args:
+        own: peer id of this node, which is never dialled.
+        target: number of peers to keep connected, half of them dialled by this node.
+        rng: random source.
+        may_connect: (peer, now) → False for a banned peer, which is neither stored nor dialled.
+    """
 
     def __init__(
         self,
@@ -137,33 +142,33 @@ class PeerTable:
         target: int,
         rng: random.Random,
         *,
-        wanted: Callable[[str, float], bool] = lambda peer, now: True,
+        may_connect: Callable[[str, float], bool] = lambda peer, now: True,
     ) -> None:
         self._own = own
         self._target = target
         self._rng = rng
-        self._wanted = wanted
+        self._may_connect = may_connect
         self._peers: dict[str, Peer] = {}
         self._key = rng.randbytes(16)
-        self._held: frozenset[str] = frozenset()
+        self._pinned: frozenset[str] = frozenset()
         self._dials = self._failures = self._forgotten = self._refused = 0
-        self._let_go = dict.fromkeys(LET_GO, 0)
+        self._dropped = dict.fromkeys(DROP_REASONS, 0)
 
-    # -- hearing of peers
+    # -- learning of peers
 
     def add(self, peer: str, address: str, source: str, now: float) -> bool:
-        """Remembers where `peer` can be dialled. False if it is us, not wanted, already known
-        there, or a bound is reached."""
-        if peer == self._own or (source != "bootstrap" and not self._wanted(peer, now)):
+        """Store an address of `peer`. Returns False if the peer is this node or unwanted, the
+        address is known, or a bound is reached."""
+        if peer == self._own or (source != "bootstrap" and not self._may_connect(peer, now)):
             return False
         known = self._peers.get(peer)
         if known is None:
             prefix = parse_any(address)[0].prefix
-            if not self._room(peer, prefix, source):
+            if not self._make_room(peer, prefix, source):
                 self._refused += 1
                 return False
             self._peers[peer] = Peer(
-                peer, source, [address], due=now + self._jitter_start(source), prefix=prefix
+                peer, source, [address], due=now + self._initial_delay(source), prefix=prefix
             )
             return True
         known.source = min(known.source, source, key=SOURCES.index)
@@ -187,24 +192,25 @@ class PeerTable:
         known.addresses.append(address)
         return True
 
-    def claim(self, peer: str, address: str, now: float) -> None:
-        """A connected peer says that it listens there, at the IP address we see it at."""
+    def add_self_reported(self, peer: str, address: str, now: float) -> None:
+        """Store an address that a connected peer reported for itself, with its observed IP
+        address."""
         self.add(peer, address, "exchange", now)
         if (known := self._peers.get(peer)) is not None and address in known.addresses:
             known.claimed.add(address)
 
     def restore(self, peer: str, addresses: list[str], last_seen: float, now: float) -> None:
-        """A peer from the book. `last_seen` is in the past of `now`."""
+        """Add a peer from the book. `last_seen` is before `now`."""
         for address in addresses:
             self.add(peer, address, "book", now)
         if (known := self._peers.get(peer)) is not None:
             known.last_seen = max(known.last_seen, last_seen)
 
-    def hold(self, peers: Iterable[str], now: float) -> None:
-        """Somebody here depends on these, and no longer on those of the last call: dial them at
-        once and for ever, whatever the target."""
-        before, self._held = self._held, frozenset(peers)
-        for peer in self._held - before:
+    def pin(self, peers: Iterable[str], now: float) -> None:
+        """Pin `peers`, in place of the peers of the last call: dial them at once and keep dialling,
+        whatever the target."""
+        before, self._pinned = self._pinned, frozenset(peers)
+        for peer in self._pinned - before:
             if (
                 (known := self._peers.get(peer)) is not None
                 and known.addresses
@@ -212,16 +218,19 @@ class PeerTable:
             ):
                 known.due = min(known.due, now)
 
-    def rest(self, peer: str, now: float, why: LetGo) -> None:
-        """`peer` is let go for others."""
-        self._let_go[why] += 1
+    def cool_down(self, peer: str, now: float, why: DropReason) -> None:
+        """Drop `peer` in favour of others: do not dial it for COOL_DOWN_SECONDS."""
+        self._dropped[why] += 1
         if (known := self._peers.get(peer)) is not None:
-            known.rests_until = now + REST_SECONDS
+            known.cooling_until = now + COOL_DOWN_SECONDS
 
-    def heeds(self, peer: str) -> bool:
-        """Whether what `peer` tells of others is taken: it is of our own choosing, or those are too
-        few, and not for want of a place at our bootstrap peers, who are tried again first. Whoever
-        dials us shall not decide whom we know."""
+    def accepts_reports(self, peer: str) -> bool:
+        """Return True if addresses that `peer` reports are accepted.
+
+        They are accepted from outbound peers. They are accepted from inbound peers only while there
+        are too few outbound peers, and only after TRIES_TO_GET_IN failed dials to the bootstrap
+        peers. Otherwise peers that dial this node would choose its neighbourhood.
+        """
         known = self._peers.get(peer)
         if known is None or not known.inbound:
             return known is not None
@@ -233,19 +242,19 @@ class PeerTable:
 
     # -- dialling
 
-    def has_others(self, now: float) -> bool:
-        """Whether there is anybody to dial instead of a peer that is connected."""
+    def has_fresh_peers(self, now: float) -> bool:
+        """Return True if there is another peer to dial in place of a connected one."""
         fresh = lambda each: (
             each.addresses
             and not each.connections
             and not each.failures
-            and each.rests_until <= now
+            and each.cooling_until <= now
         )
         return any(fresh(each) for each in self._peers.values())
 
     def to_dial(self, now: float, limit: int = 8) -> list[Dial]:
-        """At most `limit` peers whose time has come, bootstrap first, then those seen last; each is
-        dialling until told otherwise."""
+        """Return at most `limit` peers to dial now, and mark them as dialling. Order: pinned,
+        bootstrap, then as `_dial_order`."""
         dialling = sum(1 for each in self._peers.values() if each.dialling)
         missing = self._missing() - dialling
         due = [
@@ -253,18 +262,18 @@ class PeerTable:
             for each in self._peers.values()
             if each.due <= now and not each.dialling and not each.connections and each.addresses
         ]
-        due.sort(key=self._by_merit())
+        due.sort(key=self._dial_order())
         dials: list[Dial] = []
         for each in due:
-            held = each.peer in self._held
-            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap" and not held):
+            pinned = each.peer in self._pinned
+            if len(dials) >= limit or (missing <= 0 and each.source != "bootstrap" and not pinned):
                 break
-            if not self._wanted(each.peer, now):
+            if not self._may_connect(each.peer, now):
                 each.due = now + OTHER_BACKOFF
                 continue
             if (
                 missing <= 0
-                and not held
+                and not pinned
                 and (self._bootstrap_connected() or now - each.last_seen < IDLE_BOOTSTRAP_BACKOFF)
             ):
                 each.due = now + IDLE_BOOTSTRAP_BACKOFF * self._rng.uniform(0.5, 1.0)
@@ -272,21 +281,21 @@ class PeerTable:
             each.dialling = True
             missing -= 1
             self._dials += 1
-            dials.append(Dial(each.peer, _in_order(each.addresses), each.source))
+            dials.append(Dial(each.peer, _sort_addresses(each.addresses), each.source))
         return dials
 
     def next_due(self, now: float) -> float:
-        """Seconds until `to_dial` may return something new; infinite if only an event can change
-        that."""
+        """Return the seconds until `to_dial` may return something new; infinite if only an event
+        can change that."""
         enough = self._missing() <= 0
-        always = lambda each: each.source == "bootstrap" or each.peer in self._held
+        always = lambda each: each.source == "bootstrap" or each.peer in self._pinned
         candidates = [each for each in self._peers.values() if always(each) or not enough]
         waiting = [each.due for each in candidates if not each.dialling and not each.connections]
         return max(0.0, min(waiting) - now) if waiting else math.inf
 
-    def dialed_ok(self, peer: str, address: str, now: float) -> None:
-        """A dial to `address` ended in a connection with this very peer. (`connected` tells of the
-        connection itself.)"""
+    def record_dialled(self, peer: str, address: str, now: float) -> None:
+        """Record that a dial to `address` reached this peer. `record_connected` records the
+        connection itself."""
         if (known := self._peers.get(peer)) is None:
             return
         known.dialling = False
@@ -299,32 +308,31 @@ class PeerTable:
         known.worked &= set(known.addresses)
         known.claimed &= set(known.addresses)
 
-    def undialled(self, peer: str) -> None:
-        """A dial was not needed after all: the peer had connected to us meanwhile."""
+    def cancel_dial(self, peer: str) -> None:
+        """Record that a dial was not needed, because the peer had connected meanwhile."""
         if (known := self._peers.get(peer)) is not None:
             known.dialling = False
 
-    def failed(self, peer: str, now: float) -> None:
-        """A dial to all of its addresses failed."""
+    def record_failed(self, peer: str, now: float) -> None:
+        """Record that the dials to all addresses failed."""
         self._failures += 1
         if (known := self._peers.get(peer)) is None:
             return
         known.dialling = False
         known.failures += 1
         known.worked.clear()
-        if self._hopeless(known, now):
+        if self._is_hopeless(known, now):
             self._forget(known)
         else:
             known.due = now + self._backoff(known)
 
     # -- connections
 
-    def connected_to(self, peer: str, *, inbound: bool, now: float) -> None:
-        """A connection with `peer` was opened. An inbound peer is known without an address until it
-        tells one."""
+    def record_connected(self, peer: str, *, inbound: bool, now: float) -> None:
+        """Record a new connection. An inbound peer has no address until it reports one."""
         known = self._peers.get(peer)
         if known is None:
-            if not self._room(None, None, "exchange"):
+            if not self._make_room(None, None, "exchange"):
                 self._refused += 1
                 return
             known = self._peers[peer] = Peer(peer, "exchange", [], due=math.inf, prefix=None)
@@ -334,8 +342,8 @@ class PeerTable:
         known.connections += 1
         known.last_seen = now
 
-    def disconnected(self, peer: str, now: float) -> None:
-        """A connection with `peer` was closed."""
+    def record_disconnected(self, peer: str, now: float) -> None:
+        """Record a closed connection."""
         if (known := self._peers.get(peer)) is None or known.connections == 0:
             return
         known.connections -= 1
@@ -343,15 +351,15 @@ class PeerTable:
             return
         known.last_seen = now
         known.failures = 0 if now - known.connected_at >= STABLE_SECONDS else known.failures + 1
-        if known.addresses and (known.source == "bootstrap" or self._wanted(peer, now)):
+        if known.addresses and (known.source == "bootstrap" or self._may_connect(peer, now)):
             known.due = max(
                 now + self._backoff(known),
-                known.rests_until if known.source != "bootstrap" else now,
+                known.cooling_until if known.source != "bootstrap" else now,
             )
         else:
             self._forget(known)
 
-    # -- asking
+    # -- queries
 
     def connected(self) -> list[str]:
         return [each.peer for each in self._peers.values() if each.connections]
@@ -359,44 +367,51 @@ class PeerTable:
     def get(self, peer: str) -> Peer | None:
         return self._peers.get(peer)
 
-    def good(
+    def peers_to_share(
         self,
         limit: int,
         *,
-        apart_from: str,
+        exclude: str,
         scope: int,
         also: Callable[[str], list[str]] = lambda peer: [],
     ) -> list[tuple[str, list[str]]]:
-        """Peers to tell another of: connected now, a random `limit` of them, with addresses that
-        reach at least as far as `scope`; where we dialled enough of them, few that dialled us: else
-        whoever dials everybody is told of by all. Whoever has no bootstrap peer is one: everybody
-        dials it, so that its guests are the swarm.
+        """Return (peer, addresses) of a random `limit` of the connected peers, to send to another
+        peer.
 
-        Only what we dialled or saw ourselves is told: hearsay passed on would let one liar send the
-        whole swarm to dial its victim. That a call through a relay came about does not prove the
-        relay's address: we may have been connected to it. `also(peer)`: more to tell.
+        Only addresses with at least `scope` are sent, and only those that this node dialled or
+        observed: passing on reports would let one liar direct the whole swarm at a victim. A
+        working relay address proves nothing about the relay, which may already have been connected.
+        Once enough outbound peers are connected, few inbound peers are sent; otherwise a peer that
+        dials every node would be advertised by every node. A node without bootstrap peers is a
+        bootstrap peer itself and sends all its inbound peers, which are the swarm.
+
+        Args:
+            limit: maximum number of peers.
+            exclude: the receiver, which is excluded.
+            scope: LOOPBACK, PRIVATE or PUBLIC.
+            also: returns further addresses of a peer.
         """
         found: list[tuple[str, list[str]]] = []
-        guests: list[tuple[str, list[str]]] = []
+        inbound: list[tuple[str, list[str]]] = []
         for each in self._peers.values():
-            if each.connections and each.peer != apart_from:
+            if each.connections and each.peer != exclude:
                 sure = each.claimed | {
                     address for address in each.worked if not is_circuit(address)
                 }
-                told = [
+                shared = [
                     address
                     for address in each.addresses
                     if address in sure and _scope(address) >= scope
                 ] + also(each.peer)
-                if told:
-                    (guests if each.inbound else found).append((each.peer, told))
+                if shared:
+                    (inbound if each.inbound else found).append((each.peer, shared))
         if self.bootstrap() and len(found) >= self._target // OUTBOUND_SHARE:
-            guests = self._rng.sample(guests, min(len(found) // GUEST_SHARE, len(guests)))
-        found += guests
+            inbound = self._rng.sample(inbound, min(len(found) // GUEST_SHARE, len(inbound)))
+        found += inbound
         return self._rng.sample(found, min(limit, len(found)))
 
     def for_book(self, limit: int, now: float) -> list[Peer]:
-        """Peers worth remembering over a restart, those seen last first."""
+        """Return the peers to save, most recently seen first."""
         kept = [
             each for each in self._peers.values() if each.addresses and each.last_seen > -math.inf
         ]
@@ -420,35 +435,36 @@ class PeerTable:
             dial_failures=self._failures,
             forgotten=self._forgotten,
             refused=self._refused,
-            let_go=dict(self._let_go),
+            dropped=dict(self._dropped),
         )
 
     # -- rules
 
     def _missing(self) -> int:
-        """Peers to dial until there are enough: in all, and of those that we dialled."""
+        """Return the number of peers to dial until the target is met, in all and for outbound
+        connections."""
         connected = [each for each in self._peers.values() if each.connections]
         return max(self._target - len(connected), self._target // OUTBOUND_SHARE - self._outbound())
 
     def _outbound(self) -> int:
         return sum(1 for each in self._peers.values() if each.connections and not each.inbound)
 
-    def _by_merit(self) -> Callable[[Peer], tuple[bool, bool, bool, float, float]]:
-        """Whom to dial first: those that are depended on, bootstrap peers, those of prefixes and
-        relays that we have not enough of; and of these the ones that were seen last, as long as
-        there are few anchors, and any afterwards."""
-        ours = [
+    def _dial_order(self) -> Callable[[Peer], tuple[bool, bool, bool, float, float]]:
+        """Return the sort key for dialling: pinned peers first, then bootstrap peers, then prefixes
+        and relays below their limit. Within these, the most recently seen peers come first until
+        there are enough anchors, then any."""
+        outbound = [
             each
             for each in self._peers.values()
             if each.dialling or (each.connections and not each.inbound)
         ]
         alike: Counter[str | None] = Counter(
-            each.prefix for each in ours if each.prefix is not None
+            each.prefix for each in outbound if each.prefix is not None
         )
         most = max(1, self._target // ALIKE_SHARE)
-        anchored = len(ours) >= self._target // ANCHOR_SHARE
+        anchored = len(outbound) >= self._target // ANCHOR_SHARE
         return lambda each: (
-            each.peer not in self._held,
+            each.peer not in self._pinned,
             each.source != "bootstrap",
             alike[each.prefix] >= most,
             self._rng.random() if anchored else -each.last_seen,
@@ -456,11 +472,11 @@ class PeerTable:
         )
 
     def _backoff(self, known: Peer) -> float:
-        """Seconds: exponential in the failures, capped, half of it jitter so that a swarm does not
-        dial its lost bootstrap in step."""
-        if known.peer in self._held:
+        """Return the back-off in seconds: exponential in the failures and capped. Half of it is
+        random, so that the members of a swarm do not dial a lost bootstrap peer in step."""
+        if known.peer in self._pinned:
             return min(
-                HELD_BACKOFF, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)
+                PINNED_BACKOFF, FIRST_BACKOFF * 2.0 ** min(known.failures, 20)
             ) * self._rng.uniform(0.5, 1.0)
         patient = known.source != "bootstrap" and self.connected()
         longest = OTHER_BACKOFF if patient else BOOTSTRAP_BACKOFF
@@ -468,8 +484,8 @@ class PeerTable:
             0.5, 1.0
         )
 
-    def _hopeless(self, known: Peer, now: float) -> bool:
-        if known.source == "bootstrap" or known.peer in self._held or not self.connected():
+    def _is_hopeless(self, known: Peer, now: float) -> bool:
+        if known.source == "bootstrap" or known.peer in self._pinned or not self.connected():
             return False
         if known.last_seen == -math.inf:
             return known.failures >= HOPELESS_NEVER_CONNECTED
@@ -477,11 +493,18 @@ class PeerTable:
             now - known.last_seen > HOPELESS_SECONDS and known.failures >= HOPELESS_NEVER_CONNECTED
         )
 
-    def _room(self, peer: str | None, prefix: str | None, source: str) -> bool:
-        """Whether one more peer may be remembered, after making room by forgetting the least
-        useful. Of those that we never reached, `peer` among them, those stay whose hash under our
-        own key is least: a sample of all that were ever told of, however often anybody was. `peer`
-        None: it is connected."""
+    def _make_room(self, peer: str | None, prefix: str | None, source: str) -> bool:
+        """Return True if one more peer may be stored, after forgetting the least useful one if the
+        table is full.
+
+        Among the never reached peers, those with the lowest hash under a random key are kept. This
+        is a uniform sample of all reported peers, however often each was reported.
+
+        Args:
+            peer: the new peer; None if it is connected already.
+            prefix: its network prefix.
+            source: one of SOURCES.
+        """
         hearsay = ("book", "exchange")
         if source in hearsay and prefix is not None:
             neighbours = sum(
@@ -493,7 +516,7 @@ class PeerTable:
                 return False
         if len(self._peers) < MAX_PEERS:
             return True
-        spare = [each for each in self._peers.values() if self._may_go(each)]
+        spare = [each for each in self._peers.values() if self._is_evictable(each)]
         if not spare:
             return False
         last = min(spare, key=lambda each: (each.last_seen, -self._rank(each.peer)))
@@ -512,10 +535,10 @@ class PeerTable:
             hashlib.blake2b(peer.encode(), key=self._key, digest_size=8).digest(), "big"
         )
 
-    def _may_go(self, each: Peer) -> bool:
+    def _is_evictable(self, each: Peer) -> bool:
         return (
             each.source != "bootstrap"
-            and each.peer not in self._held
+            and each.peer not in self._pinned
             and not each.connections
             and not each.dialling
         )
@@ -524,7 +547,7 @@ class PeerTable:
         del self._peers[known.peer]
         self._forgotten += 1
 
-    def _jitter_start(self, source: str) -> float:
+    def _initial_delay(self, source: str) -> float:
         return 0.0 if source == "bootstrap" else self._rng.uniform(0.0, 0.25)
 
     def bootstrap(self) -> list[Peer]:
@@ -538,8 +561,9 @@ def _scope(address: str) -> int:
     return parse_any(address)[0].scope
 
 
-def _in_order(known: list[str]) -> tuple[str, ...]:
-    """Direct ones first, but no long row of dead ones before the first relay."""
+def _sort_addresses(known: list[str]) -> tuple[str, ...]:
+    """Return direct addresses first, but at most DIRECT_FIRST of them before the relay
+    addresses."""
     direct = [each for each in known if not is_circuit(each)]
     return (
         *direct[:DIRECT_FIRST],

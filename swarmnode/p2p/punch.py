@@ -1,16 +1,16 @@
-"""Hole punching (DCUtR, `/libp2p/dcutr`, wire-compatible): two peers that met through a relay try
+"""Hole punching (DCUtR, `/libp2p/dcutr`, wire-compatible): two peers connected through a relay try
 to connect directly.
 
-    called peer ─ CONNECT, its addresses ─▶ caller         both now know where the other's router
-    shows it, if that router keeps ports
-    called peer ◀─ CONNECT, its addresses ─ caller called peer ─ SYNC ─▶ caller, which dials at
-    once; the called peer dials half a round trip later: the two SYNs cross, each opens its own
-    router for the other's, and TCP's simultaneous open makes one connection of the two. On it the
-    caller is Noise's initiator.
+    called peer ─ CONNECT, its addresses ─▶ caller
+    called peer ◀─ CONNECT, its addresses ─ caller
+    called peer ─ SYNC ─▶ caller, which dials at once; the called peer dials half a round trip later
 
-Both dial from the port that they listen on, so that the address that others see is the one that is
-dialled. Routers that choose another outside port for each destination (symmetric NAT) cannot be
-predicted: then the connection through the relay stays (docs/networking.md).
+The two SYNs cross, each opens its own router for the other, and TCP's simultaneous open merges both
+dials into one connection. The caller is Noise's initiator on it.
+
+Both sides dial from their listening port, so that the address that other peers see is the one to
+dial. A router that chooses another external port per destination (symmetric NAT) cannot be
+predicted; the connection through the relay stays in that case (docs/networking.md).
 """
 
 from __future__ import annotations
@@ -26,58 +26,66 @@ from libp2p.relay.circuit_v2.pb import dcutr_pb2 as pb
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address, dialable
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
-from swarmnode.p2p.library.identifiers import address_of_bytes, multiaddr_bytes
+from swarmnode.p2p.library.identifiers import address_from_bytes, multiaddr_bytes
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
 DCUTR = "/libp2p/dcutr"
 ROUNDS = 3
 ROUND_PAUSE_SECONDS = 1.0
-TALK_SECONDS = 10.0
-LATER_SECONDS = 0.01
-"""The caller, who is the initiator, goes first: where one side has no router, its SYN meets a
-listener, which takes the other role."""
+EXCHANGE_TIMEOUT_SECONDS = 10.0
+CALLED_DELAY_SECONDS = 0.01
+"""Extra delay of the called peer. The caller, as the initiator, goes first: where one side has no
+router, its SYN reaches a listener, which takes the responder's role."""
 DIAL_SECONDS = 4.0
 REFUSED_SECONDS = 0.03
 HANDSHAKE_SECONDS = 10.0
 ADDRESSES = 2
-"""Addresses of the other side that are dialled. It tells them, so that more would be a way to have
-us dial around."""
-AT_ONCE = 8
+"""Number of the other side's addresses that are dialled. The peer chooses them, so a larger number
+would let it direct dials at third parties."""
+MAX_CONCURRENT = 8
 SESSIONS = 6
 SESSION_SECONDS = 600.0
-"""With one peer, at most SESSIONS in this time, whoever begins them."""
+"""At most SESSIONS sessions with one peer in this time, whichever side starts them."""
 PEERS = 1024
 
 
 class PunchStatistics(msgspec.Struct, frozen=True):
     succeeded: int = 0
     failed: int = 0
-    """Peers that stayed on the relay, after all rounds."""
+    """Peers that stayed on the relay after all rounds."""
     refused: int = 0
 
 
-class Allowance:
-    """Sessions per peer and time. Pure."""
+class SessionLimiter:
+    """Limits the sessions per peer and time. Pure."""
 
     def __init__(self) -> None:
-        self._begun: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
+        self._started: collections.OrderedDict[str, list[float]] = collections.OrderedDict()
 
-    def take(self, peer: str, now: float) -> bool:
-        begun = [at for at in self._begun.pop(peer, []) if now - at < SESSION_SECONDS]
-        allowed = len(begun) < SESSIONS
-        self._begun[peer] = [*begun, now] if allowed else begun
-        while len(self._begun) > PEERS:
-            self._begun.popitem(last=False)
+    def allow(self, peer: str, now: float) -> bool:
+        """Return True and count a session if `peer` may start one now."""
+        recent = [at for at in self._started.pop(peer, []) if now - at < SESSION_SECONDS]
+        allowed = len(recent) < SESSIONS
+        self._started[peer] = [*recent, now] if allowed else recent
+        while len(self._started) > PEERS:
+            self._started.popitem(last=False)
         return allowed
 
 
 class Puncher:
-    """`own()`: addresses at which others see us. `listen`: what we listen on, to dial from.
-    `welcome(peer)`: False for who is not to be served."""
+    """Upgrades relayed connections to direct ones.
+
+    Args:
+        host: the libp2p host.
+        connections: the open connections.
+        listen: listening addresses, used as source of the dials.
+        own: returns the addresses at which peers see this node.
+        is_allowed: returns False for peers that are not served.
+    """
 
     def __init__(
         self,
@@ -85,19 +93,20 @@ class Puncher:
         connections: ConnectionTable,
         listen: list[Address],
         own: Callable[[], list[Address]],
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
     ) -> None:
         self.own = own
         self._host = host
         self._connections = connections
         self._listen = listen
-        self._welcome = welcome
-        self._allowance = Allowance()
+        self._is_allowed = is_allowed
+        self._limiter = SessionLimiter()
         self._active: set[str] = set()
         self._succeeded = self._failed = self._refused = 0
 
     def start(self) -> None:
-        """The host listens: from now on its ports can be dialled from, and others may ask us to."""
+        """Start to serve hole punching. The host must already listen, because dials share its
+        ports."""
         self._host.share_ports()
         self._host.set_handler(DCUTR, self._on_stream)
 
@@ -105,9 +114,9 @@ class Puncher:
         return PunchStatistics(self._succeeded, self._failed, self._refused)
 
     async def upgrade(self, peer: str) -> None:
-        """We were called by `peer` through a relay: try to connect directly. Never raises for
-        anything the peer does."""
-        if peer in self._active or len(self._active) >= AT_ONCE or not self.own():
+        """Try to connect directly to `peer`, which connected through a relay. Never raises for a
+        fault of the peer."""
+        if peer in self._active or len(self._active) >= MAX_CONCURRENT or not self.own():
             return
         self._active.add(peer)
         try:
@@ -116,36 +125,36 @@ class Puncher:
                     await trio.sleep(ROUND_PAUSE_SECONDS * attempt)
                 if (
                     self._connections.is_direct(peer)
-                    or not self._allowance.take(peer, trio.current_time())
-                    or not await self._round(peer)
+                    or not self._limiter.allow(peer, trio.current_time())
+                    or not await self._attempt(peer)
                 ):
                     break
             if self._connections.is_direct(peer):
                 self._succeeded += 1
-                log.info("direct connection with %s, the relay is not needed", peer)
+                log.info("direct connection with %s, no longer using the relay", peer)
             else:
                 self._failed += 1
-                log.debug("no direct way to %s, staying on the relay", peer)
+                log.debug("no direct connection with %s, staying on the relay", peer)
         finally:
             self._active.discard(peer)
 
-    async def _round(self, peer: str) -> bool:
-        """One attempt. False if another makes no sense."""
+    async def _attempt(self, peer: str) -> bool:
+        """Make one attempt. Returns False if another attempt is pointless."""
         try:
-            (addresses, seconds), _ = await converse(
-                self._host, peer, DCUTR, self._agree, deadline=TALK_SECONDS
+            (addresses, seconds), _ = await run_on_new_stream(
+                self._host, peer, DCUTR, self._exchange_addresses, deadline=EXCHANGE_TIMEOUT_SECONDS
             )
         except PeerError as error:
-            log.debug("%s does not punch: %s", peer, error)
+            log.debug("hole punching with %s failed: %s", peer, error)
             return False
-        if not (targets := targets_of(addresses, self._connections.vantage(peer))):
+        if not (targets := dialable_targets(addresses, self._connections.vantage_address(peer))):
             return False
-        await trio.sleep(min(seconds / 2, 1.0) + LATER_SECONDS)
+        await trio.sleep(min(seconds / 2, 1.0) + CALLED_DELAY_SECONDS)
         await self._dial_all(peer, targets, initiator=False)
         return True
 
-    async def _agree(self, stream: Stream) -> tuple[list[bytes], float]:
-        """(their addresses, round trip in seconds); SYNC is on its way to them when this
+    async def _exchange_addresses(self, stream: Stream) -> tuple[list[bytes], float]:
+        """Return (addresses of the peer, round trip in seconds). SYNC has been sent when this
         returns."""
         await write_message(stream, self._connect_message())
         at = trio.current_time()
@@ -157,22 +166,24 @@ class Puncher:
         return list(reply.ObsAddrs), seconds
 
     async def _on_stream(self, stream: Stream) -> None:
-        """We called, and the called peer wants a direct connection."""
+        """Handle a hole punching request of a peer that this node called."""
         peer = stream.peer
-        # both began: the session of the lesser id goes on
+        # if both sides started a session, the one of the lower peer id continues
         rival = peer in self._active and self._host.peer_id < peer
         pointless = stream.relay is None or self._connections.is_direct(peer) or not self.own()
-        busy = len(self._active) >= AT_ONCE or not self._welcome(peer)
-        if rival or pointless or busy or not self._allowance.take(peer, trio.current_time()):
+        busy = len(self._active) >= MAX_CONCURRENT or not self._is_allowed(peer)
+        if rival or pointless or busy or not self._limiter.allow(peer, trio.current_time()):
             self._refused += 1
             await stream.reset()
             return
         self._active.add(peer)
         try:
-            addresses = await answer(stream, self._answer, deadline=TALK_SECONDS)
+            addresses = await try_on_stream(stream, self._answer, deadline=EXCHANGE_TIMEOUT_SECONDS)
             if addresses:
                 await self._dial_all(
-                    peer, targets_of(addresses, self._connections.vantage(peer)), initiator=True
+                    peer,
+                    dialable_targets(addresses, self._connections.vantage_address(peer)),
+                    initiator=True,
                 )
                 await stream.close()
         finally:
@@ -199,7 +210,7 @@ class Puncher:
                 nursery.start_soon(self._dial, peer, address, initiator)
 
     async def _dial(self, peer: str, target: Address, initiator: bool) -> None:
-        """One simultaneous open and the handshake on it. Never raises."""
+        """Make one simultaneous open and its handshake. Never raises."""
         source = next((each for each in self._listen if each.kind == target.kind), None)
         if source is None:
             return
@@ -208,19 +219,23 @@ class Puncher:
                 connected = await connect_until_open(source, target)
             with trio.fail_after(HANDSHAKE_SECONDS):
                 await self._host.punch(peer, connected, target, initiator=initiator)
-        except (OSError, PeerError, trio.TooSlowError) as error:  # this attempt is over
-            log.debug("no way to %s at %s: %r", peer, target, error)
+        except (OSError, PeerError, trio.TooSlowError) as error:  # this attempt failed
+            log.debug("hole punch to %s at %s failed: %r", peer, target, error)
 
 
-def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
-    """Those of a peer's addresses that we dial. `vantage`: from where it speaks; nothing that
-    reaches less far is dialled for it."""
+def dialable_targets(raw_addresses: list[bytes], vantage: Address | None) -> list[Address]:
+    """Return the addresses of a peer that may be dialled.
+
+    Args:
+        raw_addresses: binary multiaddrs from the peer.
+        vantage: the address from which the peer observes the network; narrower scopes are refused.
+    """
     targets = []
-    for each in told[: 2 * ADDRESSES]:
+    for each in raw_addresses[: 2 * ADDRESSES]:
         try:
-            address = address_of_bytes(each)
+            address = address_from_bytes(each)
         except PeerError as error:
-            log.debug("a peer told something that is not an address: %s", error)
+            log.debug("not an address: %s", error)
             continue
         if vantage is not None and dialable(address, vantage):
             targets.append(address)
@@ -228,8 +243,8 @@ def targets_of(told: list[bytes], vantage: Address | None) -> list[Address]:
 
 
 async def connect_until_open(source: Address, target: Address) -> trio.SocketStream:
-    """Like `connect_from`, again and again while the other router refuses: it may not have seen its
-    own side's SYN yet."""
+    """Repeat `connect_from` while the other router refuses, because it may not have seen its own
+    side's SYN yet."""
     while True:
         try:
             return await connect_from(source, target)
@@ -238,10 +253,10 @@ async def connect_until_open(source: Address, target: Address) -> trio.SocketStr
 
 
 async def connect_from(source: Address, target: Address) -> trio.SocketStream:
-    """A TCP connection to `target` from the very port that we listen on. Raises OSError.
+    """Open a TCP connection to `target` from the listening port. Raises OSError.
 
-    The port stays ours alone: a listener binds it without SO_REUSEPORT (guards/swarm.py) and is
-    given that option only once it listens.
+    No other process can listen on the port: the listener binds it without SO_REUSEPORT
+    (guards/swarm.py) and gets that option only once it listens.
     """
     family = trio.socket.AF_INET if target.kind == "ip4" else trio.socket.AF_INET6
     sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)

@@ -1,9 +1,10 @@
-"""`python -m swarmnode.p2p.reach`, request as JSON on stdin: which bootstrap addresses answer as
-the peer they name, and whether those peers can dial us back, as JSON on stdout.
+"""`python -m swarmnode.p2p.reach`: check bootstrap addresses and dial-back, with JSON on stdin and
+stdout.
 
-Two steps for each address, because they fail for different reasons: a TCP connection, then Noise
-and Yamux with the peer id checked. The host is of this process alone, without our peer book; at the
-node's own ports, which are then dialled back, while no node listens there.
+For each bootstrap address it reports whether the named peer answers; it also reports whether those
+peers can dial this node back. Each address is checked in two steps that fail for different reasons:
+a TCP connection, then Noise and Yamux with the peer id. The host belongs to this process and has no
+peer book. It listens on the node's own ports, so the node must not run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from swarmnode.config import NetworkConfig
 from swarmnode.errors import PeerError
 from swarmnode.p2p import addresses
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import from_key, load_or_create
 from swarmnode.p2p.network import Libp2pNetwork
@@ -32,16 +33,16 @@ class Request(msgspec.Struct, frozen=True):
     addresses: list[str]
     """Multiaddrs with peer ids."""
     swarm: str
-    """Id, hex."""
+    """Swarm id in hex."""
     secret: str = ""
-    """A private swarm's, hex."""
+    """Secret of a private swarm in hex."""
     identity: str = ""
-    """Path of this node's key, for swarms that only let members in; empty uses a fresh one, which a
-    running node's key needs."""
+    """Path of this node's key, for swarms with a member list. Empty uses a fresh key, which is
+    required while the node runs."""
     seconds: float = 8.0
-    """For each address, all at the same time."""
+    """Timeout per address; all addresses are checked concurrently."""
     listen: list[str] = []
-    """Multiaddrs that peers are asked to dial back; empty does not ask."""
+    """Multiaddrs to be dialled back; empty skips that check."""
     relay: Literal["off", "client", "server", "auto"] = "off"
     dial_back_seconds: float = 16.0
 
@@ -54,15 +55,16 @@ class DialBack(TypedDict, total=False):
     relays: int
 
 
-class Reached(TypedDict):
-    """`peers`: fields of `doctor.checks.PeerFacts`, in the order of the request."""
+class ReachReport(TypedDict):
+    """Results of all checks; `peers` has the fields of `doctor.checks.PeerFacts` in the order of
+    the request."""
 
     peers: list[dict[str, str]]
     dial_back: DialBack
 
 
-async def reach(request: Request) -> Reached:
-    """Everything that was asked, with a host that is closed afterwards."""
+async def reach(request: Request) -> ReachReport:
+    """Run all checks with a temporary host."""
     identity = (
         load_or_create(Path(request.identity))
         if request.identity
@@ -80,20 +82,22 @@ async def reach(request: Request) -> Reached:
             cfg, identity, Path(directory), swarm=bytes.fromhex(request.swarm), secret=secret
         ) as network:
 
-            async def look(text: str) -> None:
+            async def check_address(text: str) -> None:
                 found[text] = {"address": text, **await probe(network, text, request.seconds)}
 
             async with trio.open_nursery() as nursery:
                 for text in request.addresses:
-                    nursery.start_soon(look, text)
+                    nursery.start_soon(check_address, text)
             asked = request.listen and any(row["outcome"] == "ok" for row in found.values())
-            told = await dial_back(network, request.dial_back_seconds) if asked else DialBack()
-    return {"peers": [found[text] for text in request.addresses], "dial_back": told}
+            dial_back_result = (
+                await dial_back(network, request.dial_back_seconds) if asked else DialBack()
+            )
+    return {"peers": [found[text] for text in request.addresses], "dial_back": dial_back_result}
 
 
 async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
-    """What connected peers say of dialling us, as soon as it is known; when they cannot, also
-    whether one of them relays for us."""
+    """Wait for the reachability verdict of the connected peers; if it is "private", also for a
+    relay reservation."""
     until = trio.current_time() + seconds
     while True:
         nat = network.statistics().nat
@@ -110,7 +114,7 @@ async def dial_back(network: Libp2pNetwork, seconds: float) -> DialBack:
 
 
 async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, str]:
-    """outcome and detail of one address."""
+    """Return outcome and detail for one address."""
     try:
         where, peer = addresses.parse(text)
     except ValueError as error:
@@ -134,7 +138,7 @@ async def probe(network: Libp2pNetwork, text: str, seconds: float) -> dict[str, 
             await network.dial(peer, str(where))
     except trio.TooSlowError:
         return {"outcome": "no_handshake", "detail": f"no handshake within {seconds:g} s"}
-    except AnotherPeer:
+    except WrongPeer:
         return {"outcome": "wrong_peer", "detail": ""}
     except PeerError as error:
         return {"outcome": "no_handshake", "detail": str(error)[:200]}

@@ -1,14 +1,14 @@
-"""Circuit relay v2, the relay's side: carries bytes between two peers that cannot reach each other.
-Wire-compatible with other libp2ps.
+"""Circuit relay v2, server side: carries bytes between two peers that cannot reach each other.
+Wire-compatible with other libp2p implementations.
 
-    peer B ─ RESERVE ─▶ relay: B may be called through us for RESERVATION_SECONDS, while it stays
-    connected peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A, then bytes
-    both ways until a limit or either end
+    peer B ─ RESERVE ─▶ relay: B can be dialled through it for reservation_seconds while connected
+    peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A
+    then bytes flow both ways until a limit or until either side ends
 
-Ours instead of the library's, which keeps a place for whatever peer id a message names (so that one
-peer can take them all), keeps one circuit per peer and closes another's streams when one ends, and
-writes its error messages into the middle of a circuit's data. Here a reservation belongs to the
-peer that the handshake proved, ends with its connection, and everything is bounded.
+This replaces the library's relay, which grants reservations to any peer id in a message (so one
+peer can take them all), keeps one circuit per peer, closes streams of other circuits, and writes
+error messages into the data of a circuit. Here a reservation belongs to the authenticated peer and
+ends with its connection, and everything is bounded.
 """
 
 from __future__ import annotations
@@ -24,47 +24,48 @@ import trio
 from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.identifiers import multiaddr_bytes, peer_id_bytes, peer_id_text
 from swarmnode.p2p.library.streams import Stream
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
 HOP = "/libp2p/circuit/relay/0.2.0/hop"
 STOP = "/libp2p/circuit/relay/0.2.0/stop"
 HOP_SECONDS = 10.0
-"""A request must have come by then."""
+"""Timeout for a request."""
 STOP_SECONDS = 8.0
-"""The peer that is called must have answered by then."""
+"""Timeout for the answer of the called peer."""
 BUDGET_SECONDS = 3.0
-"""A circuit that may carry nothing for so long is ended."""
+"""A circuit ends when the budget allows no bytes for this long."""
 PIECE_BYTES = 65536
 CALLS_PER_PEER = 8
 CALL_SECONDS = 4.0
-"""A peer may call, or reserve, CALLS_PER_PEER times at once and once more for each CALL_SECONDS."""
+"""A peer may send CALLS_PER_PEER requests (CONNECT or RESERVE) in a burst and one more per
+CALL_SECONDS."""
 CALLERS = 4096
-"""Peers whose calls are counted, the latest."""
+"""Number of peers with a request budget; the least recently active is dropped."""
 OUTCOMES = ("ok", "refused", "no_reservation", "full", "failed", "malformed")
 
 
 @dataclasses.dataclass(frozen=True)
 class RelayLimits:
-    """What a relay gives away, so that being one never keeps a node from its own work."""
+    """Limits of a relay, so that relaying never displaces the node's own work."""
 
     reservations: int = 64
-    """Peers that can be called through this node."""
+    """Peers that can be dialled through this node."""
     circuits: int = 128
-    """Relayed connections at a time: two of everybody that has reserved."""
+    """Concurrent circuits: two per reservation."""
     circuits_per_peer: int = 16
-    """Circuits that one peer may have, counted at both ends."""
+    """Circuits of one peer, as caller or called."""
     reservation_seconds: int = 1800
     circuit_seconds: int = 3600
     circuit_bytes: int = 1 << 30
-    """Both ways together. The end of a circuit is the end of a connection; its ends may call
-    again."""
+    """Bytes per circuit in both directions together. The peers may open another circuit
+    afterwards."""
     bytes_per_second: int = 0
-    """All circuits together; 0 is no limit."""
+    """Rate of all circuits together; 0 is unlimited."""
 
 
 class RelayStatistics(msgspec.Struct, frozen=True):
@@ -72,16 +73,16 @@ class RelayStatistics(msgspec.Struct, frozen=True):
     reservations: int = 0
     circuits: int = 0
     reserved: dict[str, int] = {}
-    """Requests for a reservation, by outcome, since the start."""
+    """Reservation requests by outcome since the start."""
     called: dict[str, int] = {}
-    """Requests for a circuit."""
+    """Circuit requests by outcome since the start."""
     bytes: int = 0
-    """Relayed, since the start."""
+    """Relayed bytes since the start."""
 
 
-class Book:
-    """Who has a reservation and who has how many circuits. Pure: `now` in seconds, any monotonic
-    clock."""
+class RelayState:
+    """Reservations, circuits and request budgets by peer. Pure: `now` is monotonic time in
+    seconds."""
 
     def __init__(self, limits: RelayLimits) -> None:
         self._limits = limits
@@ -91,7 +92,7 @@ class Book:
         self._callers: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
     def reserve(self, peer: str, now: float) -> bool:
-        """Grants or renews; False when all are taken."""
+        """Grant or renew a reservation; returns False if all are taken."""
         self._expire(now)
         if peer not in self._until and len(self._until) >= self._limits.reservations:
             return False
@@ -101,12 +102,12 @@ class Book:
     def reserved(self, peer: str, now: float) -> bool:
         return self._until.get(peer, 0.0) > now
 
-    def gone(self, peer: str) -> None:
-        """`peer` has disconnected, or is not to be served any more."""
+    def forget_peer(self, peer: str) -> None:
+        """Drop the reservation of a disconnected or unwelcome peer."""
         self._until.pop(peer, None)
 
     def open(self, caller: str, called: str) -> bool:
-        """Counts a circuit; False when that would be one too many."""
+        """Count a new circuit; returns False if a limit is reached."""
         most = self._limits.circuits_per_peer
         if (
             self._open >= self._limits.circuits
@@ -126,8 +127,8 @@ class Book:
             if not self._circuits[peer]:
                 del self._circuits[peer]
 
-    def may_ask(self, peer: str, now: float) -> bool:
-        """A token bucket for each peer."""
+    def take_request(self, peer: str, now: float) -> bool:
+        """Take one request from the token bucket of `peer`; returns False if it is empty."""
         left, at = self._callers.pop(peer, (float(CALLS_PER_PEER), now))
         left = min(float(CALLS_PER_PEER), left + (now - at) / CALL_SECONDS)
         self._callers[peer] = (left - 1.0 if left >= 1.0 else left, now)
@@ -136,7 +137,7 @@ class Book:
         return left >= 1.0
 
     def counts(self, now: float) -> tuple[int, int]:
-        """(reservations, circuits) now."""
+        """Return the numbers of (reservations, circuits)."""
         self._expire(now)
         return len(self._until), self._open
 
@@ -146,23 +147,29 @@ class Book:
 
 
 class Relay:
-    """`addresses()`: multiaddrs at which we are dialled, without our peer id. `welcome(peer)`:
-    False for who is not to be served."""
+    """Relay for other peers.
+
+    Args:
+        host: the libp2p host.
+        limits: bounds of everything.
+        addresses: returns the multiaddrs of this node without its peer id.
+        is_allowed: returns False for peers that are not served.
+    """
 
     def __init__(
         self,
         host: Host,
         limits: RelayLimits,
         addresses: Callable[[], list[str]],
-        welcome: Callable[[str], bool],
+        is_allowed: Callable[[str], bool],
     ) -> None:
         self._host = host
         self._limits = limits
         self._addresses = addresses
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self.allows: Callable[[], bool] = lambda: True
-        """Whether there is budget for others' bytes."""
-        self._book = Book(limits)
+        """Returns True while the budget allows relaying."""
+        self._state = RelayState(limits)
         self._serving = False
         self._bytes = 0
         self._throttle = _Throttle(limits.bytes_per_second)
@@ -174,27 +181,27 @@ class Relay:
         return self._serving
 
     def serve(self, serving: bool) -> None:
-        """Begins or stops to be a relay. Circuits that are open stay so."""
+        """Start or stop accepting requests. Open circuits continue."""
         if serving and not self._serving:
             self._host.set_handler(HOP, self._on_hop)
             log.info(
-                "relaying for peers that cannot be reached: up to %d of them",
+                "relaying for unreachable peers, up to %d reservations",
                 self._limits.reservations,
             )
         elif self._serving and not serving:
             self._host.remove_handler(HOP)
         self._serving = serving
 
-    def gone(self, peer: str) -> None:
-        """`peer` has disconnected."""
-        self._book.gone(peer)
+    def forget_peer(self, peer: str) -> None:
+        """Handle the disconnection of `peer`."""
+        self._state.forget_peer(peer)
 
     def reserved(self, peer: str) -> bool:
-        """Whether `peer` can be called through us."""
-        return self._serving and self._book.reserved(peer, trio.current_time())
+        """Return True if `peer` can be dialled through this node."""
+        return self._serving and self._state.reserved(peer, trio.current_time())
 
     def statistics(self) -> RelayStatistics:
-        reservations, circuits = self._book.counts(trio.current_time())
+        reservations, circuits = self._state.counts(trio.current_time())
         return RelayStatistics(
             self._serving,
             reservations,
@@ -207,17 +214,17 @@ class Relay:
     # -- requests
 
     async def _on_hop(self, stream: Stream) -> None:
-        """One request of a peer; a circuit lives in here until it ends."""
+        """Handle one request of a peer. A circuit runs in this task until it ends."""
         peer = stream.peer
-        request = await answer(
+        request = await try_on_stream(
             stream, lambda stream: read_message(stream, pb.HopMessage), deadline=HOP_SECONDS
         )
         if request is None:
             self._called["malformed"] += 1
-        elif not self._serving or not self._welcome(peer) or stream.relay is not None:
+        elif not self._serving or not self._is_allowed(peer) or stream.relay is not None:
             self._called["refused"] += 1
             await self._refuse(stream, pb.PERMISSION_DENIED)
-        elif not self._book.may_ask(peer, trio.current_time()):
+        elif not self._state.take_request(peer, trio.current_time()):
             self._called["refused"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         elif request.type == pb.HopMessage.RESERVE:
@@ -229,8 +236,8 @@ class Relay:
             await self._refuse(stream, pb.MALFORMED_MESSAGE)
 
     async def _reserve(self, peer: str, stream: Stream) -> None:
-        """For whoever is at the other end of this connection, whatever the message says."""
-        if not self._book.reserve(peer, trio.current_time()):
+        """Reserve for the authenticated peer, whatever peer id the message contains."""
+        if not self._state.reserve(peer, trio.current_time()):
             self._reserved["full"] += 1
             await self._refuse(stream, pb.RESERVATION_REFUSED)
             return
@@ -247,7 +254,7 @@ class Relay:
             limit=self._limit(),
         )
         self._reserved["ok"] += 1
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, granted), deadline=HOP_SECONDS
         ):
             await stream.close()
@@ -259,36 +266,40 @@ class Relay:
         except BadMessage:
             self._called["malformed"] += 1
             return await self._refuse(stream, pb.MALFORMED_MESSAGE)
-        if not self._book.reserved(called, now) or not self._welcome(called) or called == caller:
+        if (
+            not self._state.reserved(called, now)
+            or not self._is_allowed(called)
+            or called == caller
+        ):
             self._called["no_reservation"] += 1
             await self._refuse(stream, pb.NO_RESERVATION)
-        elif not self.allows() or not self._book.open(caller, called):
+        elif not self.allows() or not self._state.open(caller, called):
             self._called["full"] += 1
             await self._refuse(stream, pb.RESOURCE_LIMIT_EXCEEDED)
         else:
             try:
-                await self._circuit(caller, called, stream)
+                await self._run_circuit(caller, called, stream)
             finally:
-                self._book.close(caller, called)
+                self._state.close(caller, called)
         return None
 
-    async def _circuit(self, caller: str, called: str, stream: Stream) -> None:
-        """Calls `called`, then carries bytes until either end, or a limit, ends it."""
+    async def _run_circuit(self, caller: str, called: str, stream: Stream) -> None:
+        """Call `called`, then carry bytes until either side or a limit ends the circuit."""
         call = pb.StopMessage(
             type=pb.StopMessage.CONNECT,
             peer=pb.PeerId(id=peer_id_bytes(caller)),
             limit=self._limit(),
         )
 
-        async def ring(other: Stream) -> None:
+        async def call_peer(other: Stream) -> None:
             await write_message(other, call)
             reply = await read_message(other, pb.StopMessage)
             if reply.type != pb.StopMessage.STATUS or reply.status != pb.OK:
-                raise PeerError(f"{called} does not take the call")
+                raise PeerError(f"{called} refused the circuit")
 
         try:
-            _, other = await converse(
-                self._host, called, STOP, ring, deadline=STOP_SECONDS, keep=True
+            _, other = await run_on_new_stream(
+                self._host, called, STOP, call_peer, deadline=STOP_SECONDS, keep=True
             )
         except PeerError as error:
             log.debug("no circuit from %s to %s: %s", caller, called, error)
@@ -296,7 +307,7 @@ class Relay:
             await self._refuse(stream, pb.CONNECTION_FAILED)
             return
         established = pb.HopMessage(type=pb.HopMessage.STATUS, status=pb.OK, limit=self._limit())
-        if not await answer(
+        if not await try_on_stream(
             stream, lambda stream: write_message(stream, established), deadline=HOP_SECONDS
         ):
             self._called["failed"] += 1
@@ -304,11 +315,11 @@ class Relay:
             return
         self._called["ok"] += 1
         stream.keep_connection()
-        await self._carry(stream, other)
+        await self._relay_bytes(stream, other)
 
-    async def _carry(self, one: Stream, other: Stream) -> None:
-        """Bytes both ways. Returns when both streams are reset; the peers' own handshake tells them
-        what an end means."""
+    async def _relay_bytes(self, one: Stream, other: Stream) -> None:
+        """Carry bytes both ways; returns when both streams are reset. The peers' inner handshake
+        detects a truncated circuit."""
         ended = trio.Event()
         left = self._limits.circuit_bytes
 
@@ -319,11 +330,11 @@ class Relay:
                     left -= len(data)
                     self._bytes += len(data)
                     await self._throttle.wait(len(data))
-                    if not await self._in_budget():
+                    if not await self._wait_for_budget():
                         break
                     await sink.write(data)
-            except PeerError as error:  # closed, reset, stalled, connection lost: an end
-                log.debug("a circuit ended: %r", error)
+            except PeerError as error:  # closed, reset, stalled or lost: the circuit ends
+                log.debug("circuit ended: %r", error)
             finally:
                 ended.set()
 
@@ -337,18 +348,18 @@ class Relay:
                 await one.reset()
                 await other.reset()
 
-    async def _in_budget(self) -> bool:
-        """Waits a little for the budget to allow more. Not for long: whoever is not read from ends
-        the connection, and circuits are begun again sooner than that."""
+    async def _wait_for_budget(self) -> bool:
+        """Wait up to BUDGET_SECONDS for budget. A longer wait would make the sender drop the
+        connection, and a new circuit is opened sooner."""
         with trio.move_on_after(BUDGET_SECONDS):
-            while not self.allows():  # noqa: ASYNC110 - the budget is read, it tells nobody
+            while not self.allows():  # noqa: ASYNC110 - the budget has no event
                 await trio.sleep(0.2)
             return True
         return False
 
     async def _refuse(self, stream: Stream, status: pb.Status.ValueType) -> None:
         refusal = pb.HopMessage(type=pb.HopMessage.STATUS, status=status)
-        if await answer(
+        if await try_on_stream(
             stream, lambda stream: write_message(stream, refusal), deadline=HOP_SECONDS
         ):
             await stream.close()
@@ -358,14 +369,14 @@ class Relay:
 
 
 class _Throttle:
-    """`rate`: bytes per second of all circuits together, 0 for no limit."""
+    """Limits the rate of all circuits together; `rate` in bytes per second, 0 for no limit."""
 
     def __init__(self, rate: int) -> None:
         self._rate = rate
         self._free_at = 0.0
 
     async def wait(self, count: int) -> None:
-        """Waits as long as `count` bytes take."""
+        """Wait until `count` more bytes fit the rate."""
         if self._rate:
             now = trio.current_time()
             self._free_at = max(self._free_at, now - 1.0) + count / self._rate

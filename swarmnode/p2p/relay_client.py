@@ -1,14 +1,12 @@
-"""Circuit relay v2, the side of a node that cannot be reached: keeps reservations with relays,
-takes calls, and calls others.
+"""Circuit relay v2, client side: reserves at relays, accepts circuits, and dials peers through
+relays.
 
-planned by `Reservations` (pure): which connected peer to ask now ─▶ RESERVE ─▶ granted: we can be
-called at its address ─▶ renewed
-                                                                           └▶ refused: asked again
-                                                                           after a back-off, others
-                                                                           meanwhile
-a call  ─▶ taken only from a relay that we reserved with ─▶ handshake as inbound     (the relay's
-word for who calls counts for nothing)
-to call ─▶ stream to the relay (dialled if need be) ─▶ CONNECT ─▶ handshake as outbound
+    `Reservations` (pure) chooses a connected peer ─▶ RESERVE ─┬─ granted: dialable there ─▶ renew
+                                                               └─ refused: back-off, try others
+    inbound circuit  ─▶ accepted only from a relay with a reservation ─▶ handshake as responder
+    outbound circuit ─▶ stream to the relay ─▶ CONNECT ─▶ handshake as initiator
+
+The caller's peer id in the relay's message is not trusted; the inner handshake proves it.
 """
 
 from __future__ import annotations
@@ -25,65 +23,65 @@ from libp2p.relay.circuit_v2.pb import circuit_pb2 as pb
 
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.addresses import Address, Circuit
-from swarmnode.p2p.conversations import answer, converse, read_message, write_message
 from swarmnode.p2p.library.hosts import Host, UpgradedConnection
 from swarmnode.p2p.library.identifiers import peer_id_bytes, peer_id_text
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.relay import HOP, STOP
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, try_on_stream, write_message
 
 log = logging.getLogger(__name__)
 
 RELAYS = 2
-"""Reservations to keep: when one relay goes, the other still works."""
+"""Number of reservations, so that one relay may fail."""
 RESERVE_SECONDS = 10.0
 CONNECT_SECONDS = 9.0
-"""Less than a dial may take (dialer.py), so that the reason comes out."""
+"""Shorter than the timeout of a dial (dialer.py), so that the reason of a failure is reported."""
 SHORTEST_SECONDS = 60.0
 LONGEST_SECONDS = 6 * 3600.0
-"""A grant is taken to be no shorter and no longer than this, whatever the relay's clock says."""
+"""Bounds of a grant's duration, because the relay's clock may be wrong."""
 FIRST_BACKOFF = 5.0
 LONGEST_BACKOFF = 600.0
 POLL_INTERVAL = 30.0
 POLL_INTERVAL_WITHOUT_RELAY = 5.0
-"""The loop looks at least this often, and this often while there is no relay: we may learn where a
-peer listens without being told."""
+"""Maximum sleep of the loop, with and without a reservation. This node may learn an address of a
+peer without an event."""
 CALLS = 16
-"""Incoming calls whose handshake is under way."""
+"""Maximum number of inbound circuits in their handshake."""
 HANDSHAKE_SECONDS = 15.0
 
 
 class RelayClientStatistics(msgspec.Struct, frozen=True):
     relays: list[str] = []
-    """Peer ids of relays through which we can be called now."""
+    """Peer ids of the relays with a valid reservation."""
     reserved: int = 0
-    """Grants, renewals included."""
+    """Number of grants, including renewals."""
     refused: int = 0
     calls: dict[str, int] = {}
-    """Incoming, by outcome."""
+    """Inbound circuits by outcome."""
     dials: dict[str, int] = {}
-    """Outgoing, by outcome."""
+    """Outbound circuits by outcome."""
 
 
 class Reservations:
-    """Whom to ask for a reservation, and when to renew. Pure: `now` in seconds, any monotonic
-    clock."""
+    """Chooses the relays to ask and the times of renewal. Pure: `now` is monotonic time in
+    seconds."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._granted: dict[str, tuple[float, float]] = {}
         self._waiting: dict[str, tuple[int, float]] = {}
 
-    def held(self, now: float) -> list[str]:
-        """Relays whose reservation is valid."""
+    def valid(self, now: float) -> list[str]:
+        """Return the relays with a valid reservation."""
         return [relay for relay, (_, until) in self._granted.items() if until > now]
 
     def due(self, candidates: list[str], now: float) -> str | None:
-        """The next one to ask: a renewal first, then, while there are too few, a candidate (best
-        first) whose back-off is over."""
+        """Return the next relay to ask, or None: a renewal first, then, while there are too few,
+        the first candidate without a back-off."""
         for relay, (renew, _) in self._granted.items():
             if renew <= now and self._ready(relay, now):
                 return relay
-        if len(self.held(now)) < RELAYS:
+        if len(self.valid(now)) < RELAYS:
             return next(
                 (
                     each
@@ -95,11 +93,13 @@ class Reservations:
         return None
 
     def granted(self, relay: str, seconds: float, now: float) -> None:
+        """Record a grant for `seconds`."""
         seconds = min(max(seconds, SHORTEST_SECONDS), LONGEST_SECONDS)
         self._granted[relay] = (now + seconds * self._rng.uniform(0.5, 0.75), now + seconds)
         self._waiting.pop(relay, None)
 
     def refused(self, relay: str, now: float) -> None:
+        """Record a refusal and extend the relay's back-off."""
         failures = self._waiting.get(relay, (0, 0.0))[0] + 1
         pause = min(
             LONGEST_BACKOFF, FIRST_BACKOFF * 2.0 ** min(failures - 1, 10)
@@ -108,17 +108,17 @@ class Reservations:
         if relay in self._granted and self._granted[relay][1] <= now:
             del self._granted[relay]
 
-    def gone(self, relay: str) -> bool:
-        """The relay has disconnected, and our reservation with it. True if there was one."""
+    def forget_peer(self, relay: str) -> bool:
+        """Drop the reservation of a disconnected relay. Returns True if there was one."""
         self._waiting.pop(relay, None)
         return self._granted.pop(relay, None) is not None
 
     def drop_all(self) -> None:
-        """We can be reached without."""
+        """Drop all reservations, because this node can be reached directly."""
         self._granted.clear()
 
     def next_due(self, now: float) -> float:
-        """Seconds until `due` may change its mind by itself."""
+        """Return the seconds until `due` may return something else."""
         times = [renew for renew, _ in self._granted.values()] + [
             ready for _, ready in self._waiting.values()
         ]
@@ -131,28 +131,35 @@ class Reservations:
 
 
 class RelayClient:
-    """`candidates()`: peers that we are directly connected to, best first. `wanted()`: whether we
-    need relays at all. `address_of(relay)`: where others can dial it. `news()`: our addresses have
-    changed."""
+    """Relay client of one node.
+
+    Args:
+        host: the libp2p host.
+        candidates: returns directly connected peers, best first.
+        needed: returns True while this node needs relays.
+        address_of: returns the address at which other nodes can dial a relay.
+        on_change: called when own addresses have changed.
+        rng: random source.
+    """
 
     def __init__(
         self,
         host: Host,
         *,
         candidates: Callable[[], list[str]],
-        wanted: Callable[[], bool],
+        needed: Callable[[], bool],
         address_of: Callable[[str], Address | None],
-        news: Callable[[], None],
+        on_change: Callable[[], None],
         rng: random.Random,
     ) -> None:
         self._host = host
         self._candidates = candidates
-        self._wanted = wanted
+        self._needed = needed
         self._address_of = address_of
-        self._news = news
-        self._plan = Reservations(rng)
+        self._on_change = on_change
+        self._reservations = Reservations(rng)
         self._wake = trio.Event()
-        self._ringing = 0
+        self._handshakes = 0
         self._asked = collections.Counter[str]({"ok": 0, "refused": 0})
         self._calls = collections.Counter[str]({"ok": 0, "refused": 0, "failed": 0})
         self._dials = collections.Counter[str]({"ok": 0, "failed": 0})
@@ -161,79 +168,86 @@ class RelayClient:
     # -- being reachable
 
     async def run(self) -> None:
-        """Keeps reservations until cancelled."""
+        """Keep reservations until cancelled."""
         while True:
             self._wake = trio.Event()
-            if self._wanted():
+            if self._needed():
                 await self._reserve_due()
-            elif self._plan.held(trio.current_time()):
-                self._plan.drop_all()
-                self._news()
+            elif self._reservations.valid(trio.current_time()):
+                self._reservations.drop_all()
+                self._on_change()
             now = trio.current_time()
-            content = not self._wanted() or self._plan.held(now)
+            content = not self._needed() or self._reservations.valid(now)
             with trio.move_on_after(
                 max(
                     0.1,
                     min(
                         POLL_INTERVAL if content else POLL_INTERVAL_WITHOUT_RELAY,
-                        self._plan.next_due(now),
+                        self._reservations.next_due(now),
                     ),
                 )
             ):
                 await self._wake.wait()
 
     def wake(self) -> None:
-        """Somebody connected, or our need has changed."""
+        """Check again now, because a peer connected or the need for relays changed."""
         self._wake.set()
 
-    def gone(self, peer: str) -> None:
-        """`peer` has disconnected."""
-        if self._plan.gone(peer):
-            self._news()
+    def forget_peer(self, peer: str) -> None:
+        """Handle the disconnection of `peer`."""
+        if self._reservations.forget_peer(peer):
+            self._on_change()
         self.wake()
 
     def addresses(self) -> list[Circuit]:
-        """Where we can be called now."""
-        found = [(relay, self._address_of(relay)) for relay in self._plan.held(trio.current_time())]
+        """Return the current relay addresses of this node."""
+        found = [
+            (relay, self._address_of(relay))
+            for relay in self._reservations.valid(trio.current_time())
+        ]
         return [Circuit(address, relay) for relay, address in found if address is not None]
 
     def statistics(self) -> RelayClientStatistics:
-        held = self._plan.held(trio.current_time())
+        valid = self._reservations.valid(trio.current_time())
         return RelayClientStatistics(
-            held, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
+            valid, self._asked["ok"], self._asked["refused"], dict(self._calls), dict(self._dials)
         )
 
     async def _reserve_due(self) -> None:
-        while (relay := self._plan.due(self._candidates(), trio.current_time())) is not None:
-            before = relay in self._plan.held(trio.current_time())
+        while (
+            relay := self._reservations.due(self._candidates(), trio.current_time())
+        ) is not None:
+            before = relay in self._reservations.valid(trio.current_time())
             try:
-                seconds, _ = await converse(self._host, relay, HOP, _ask, deadline=RESERVE_SECONDS)
+                seconds, _ = await run_on_new_stream(
+                    self._host, relay, HOP, _request_reservation, deadline=RESERVE_SECONDS
+                )
             except PeerError as error:
                 log.debug("no reservation with %s: %s", relay, error)
                 self._asked["refused"] += 1
-                self._plan.refused(relay, trio.current_time())
+                self._reservations.refused(relay, trio.current_time())
                 continue
-            if relay not in self._candidates():  # it left while it answered
+            if relay not in self._candidates():  # it disconnected meanwhile
                 continue
             self._asked["ok"] += 1
-            self._plan.granted(relay, seconds, trio.current_time())
+            self._reservations.granted(relay, seconds, trio.current_time())
             if not before:
                 log.info("reachable through the relay %s", relay)
-                self._news()
+                self._on_change()
 
     async def _on_stop(self, stream: Stream) -> None:
-        """Somebody calls us through a relay; lives as long as the connection does."""
+        """Handle an inbound circuit; runs as long as its connection."""
         relay = stream.peer
-        expected = relay in self._plan.held(trio.current_time()) and stream.relay is None
-        if not expected or self._ringing >= CALLS:
+        expected = relay in self._reservations.valid(trio.current_time()) and stream.relay is None
+        if not expected or self._handshakes >= CALLS:
             self._calls["refused"] += 1
             await stream.reset()
             return
-        self._ringing += 1
+        self._handshakes += 1
         try:
-            connection = await self._take(relay, stream)
+            connection = await self._accept_circuit(relay, stream)
         finally:
-            self._ringing -= 1
+            self._handshakes -= 1
         self._calls["failed" if connection is None else "ok"] += 1
         if connection is None:
             await stream.reset()
@@ -241,22 +255,22 @@ class RelayClient:
             stream.keep_connection()
             await connection.wait_closed()
 
-    async def _take(self, relay: str, stream: Stream) -> UpgradedConnection | None:
-        """The connection; None if it did not come about."""
-        caller = await answer(stream, _accept, deadline=HANDSHAKE_SECONDS)
+    async def _accept_circuit(self, relay: str, stream: Stream) -> UpgradedConnection | None:
+        """Accept a circuit. Returns its connection, or None on failure."""
+        caller = await try_on_stream(stream, _accept_call, deadline=HANDSHAKE_SECONDS)
         if caller is None:
             return None
         with trio.move_on_after(HANDSHAKE_SECONDS):
             try:
-                return await self._host.take_call(stream, relay, caller)
+                return await self._host.accept_circuit(stream, relay, caller)
             except PeerError as error:
-                log.debug("a call through %s failed: %s", relay, error)
+                log.debug("inbound circuit through %s failed: %s", relay, error)
         return None
 
     # -- calling
 
     async def call(self, peer: str, circuit: Circuit) -> None:
-        """Connects to `peer` through a relay. Raises PeerError."""
+        """Connect to `peer` through a relay. Raises PeerError."""
         try:
             await self._call(peer, circuit)
         except BaseException:
@@ -275,22 +289,22 @@ class RelayClient:
             )
             _check(await read_message(stream, pb.HopMessage))
 
-        _, stream = await converse(
+        _, stream = await run_on_new_stream(
             self._host, circuit.relay, HOP, connect, deadline=CONNECT_SECONDS, keep=True
         )
-        await self._host.call_through(stream, circuit.relay, peer)
+        await self._host.connect_through(stream, circuit.relay, peer)
 
 
-async def _ask(stream: Stream) -> float:
-    """Asks for a reservation; returns the seconds it is for."""
+async def _request_reservation(stream: Stream) -> float:
+    """Request a reservation; returns its duration in seconds."""
     await write_message(stream, pb.HopMessage(type=pb.HopMessage.RESERVE))
     reply = await read_message(stream, pb.HopMessage)
     _check(reply)
     return float(reply.reservation.expire) - time.time()
 
 
-async def _accept(stream: Stream) -> str:
-    """Takes a call; returns who calls, as the relay says."""
+async def _accept_call(stream: Stream) -> str:
+    """Accept a circuit; returns the caller's peer id as reported by the relay."""
     call = await read_message(stream, pb.StopMessage)
     if call.type != pb.StopMessage.CONNECT:
         raise BadMessage("bounds", "not a call")
@@ -301,4 +315,4 @@ async def _accept(stream: Stream) -> str:
 
 def _check(reply: pb.HopMessage) -> None:
     if reply.type != pb.HopMessage.STATUS or reply.status != pb.OK:
-        raise PeerError(f"the relay said no (status {reply.status})")
+        raise PeerError(f"the relay refused (status {reply.status})")

@@ -1,15 +1,15 @@
-"""What a peer has earned, and when to stop listening to it. Pure; `now` is any monotonic time in
-seconds.
+"""Reputation of peers, and the thresholds for ignoring and banning them. Pure; `now` is monotonic
+time in seconds.
 
-    score: 0 for a stranger, up to BEST for a useful peer, halving every HALF_LIFE seconds, down by
-    a cost per rejection GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶
-    GREYLISTED again
-      ◀──score > FORGIVEN──┘    nothing of it is looked at      connections closed and refused
+    score: 0 for a stranger, up to BEST for a useful peer; decays with HALF_LIFE; minus a cost per
+    rejection
+    GOOD ──score ≤ GREYLIST──▶ GREYLISTED ──score ≤ BAN──▶ BANNED ──24 h──▶ GREYLISTED
+      ◀──score > FORGIVEN────┘ (messages ignored)          (connections closed and refused)
 
-Trust is earned slowly and lost fast, as in GossipSub v1.1's peer score (Vyzovitis et al. 2020,
-section 3.2), but by what its messages were worth after full checks, not by timing. Identities are
-free, addresses less so: all peers of one /24 or /48 together can earn no more than PREFIX_BEST, and
-each ban makes the prefix's newcomers start lower.
+As in GossipSub v1.1's peer score (Vyzovitis et al. 2020, section 3.2), trust grows slowly and falls
+fast. Here it depends on the full validation of messages, not on timing. Peer ids are free and
+addresses less so: all peers of one /24 or /48 network together earn at most PREFIX_BEST, and each
+ban lowers the initial score of new peers of that prefix.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ BEST = 20.0
 PREFIX_BEST = 40.0
 EARNED = 0.1
 COST = 10.0
-"""What one rejection costs. One every three minutes, for ever, is what an otherwise silent peer can
-afford."""
+"""Cost of one rejection. A peer without accepted messages can afford one every three minutes."""
 GREYLIST = -50.0
 FORGIVEN = -25.0
 BAN = -100.0
@@ -34,8 +33,8 @@ BAN_SECONDS = 86400.0
 HALF_LIFE = 600.0
 NEWCOMER_COST = 10.0
 NEWCOMER_LOWEST = -40.0
-"""A newcomer of a prefix with bans starts this much lower for each, but never greylisted: its
-neighbours' sins are not its own."""
+"""A new peer starts NEWCOMER_COST lower per ban in its prefix, but never greylisted, because it is
+not responsible for its neighbours."""
 MAX_PEERS = 4096
 
 
@@ -57,8 +56,8 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class SavedRecord:
-    """One peer in a snapshot. Times are seconds from the moment of the snapshot, because monotonic
-    clocks do not survive a restart."""
+    """One peer in a snapshot. Times are relative to the snapshot, because monotonic clocks do not
+    survive a restart."""
 
     peer: str
     score: float
@@ -72,12 +71,12 @@ class ReputationStatistics(msgspec.Struct, frozen=True):
     banned: int = 0
     accepted: int = 0
     rejected: dict[str, int] = {}
-    """By reason."""
+    """Rejections by reason."""
     bans: int = 0
 
 
 class Reputation:
-    """Scores of at most MAX_PEERS peers; those that matter least are forgotten first."""
+    """Scores of at most MAX_PEERS peers; the least significant ones are dropped first."""
 
     def __init__(self) -> None:
         self._records: dict[str, Record] = {}
@@ -86,14 +85,23 @@ class Reputation:
         self._rejected = collections.Counter[str]()
 
     def accepted(self, peer: str, now: float) -> None:
-        """Something of `peer` was useful."""
+        """Record a useful item of `peer`."""
         record = self._record(peer, now)
         record.score = min(BEST, record.score + EARNED)
         self._accepted += 1
 
     def rejected(self, peer: str, reason: str, now: float, cost: float = COST) -> Standing:
-        """Something of `peer` was wrong in a way it must have known. `reason`: of a closed set, it
-        becomes a metric label."""
+        """Record an item of `peer` that was provably invalid.
+
+        Args:
+            peer: its creator.
+            reason: one of a closed set; it becomes a metric label.
+            now: time.
+            cost: what the score loses.
+
+        Returns:
+            The new standing.
+        """
         record = self._record(peer, now)
         record.score -= cost
         record.rejections += 1
@@ -103,8 +111,8 @@ class Reputation:
             self._bans += 1
         return self.standing(peer, now)
 
-    def place(self, peer: str, prefix: str | None, now: float) -> None:
-        """`peer` connects from the network `prefix` (None: this machine, or unknown)."""
+    def set_prefix(self, peer: str, prefix: str | None, now: float) -> None:
+        """Record the network prefix of a connecting peer; None for this machine or unknown."""
         if prefix is None:
             return
         known = peer in self._records
@@ -119,11 +127,12 @@ class Reputation:
         self._by_prefix[prefix].add(peer)
 
     def standing(self, peer: str, now: float) -> Standing:
+        """Return the standing of `peer`."""
         if (record := self._records.get(peer)) is None:
             return Standing.GOOD
         if record.banned_until > now:
             return Standing.BANNED
-        # the ban is over: heard again once it has decayed to FORGIVEN
+        # After a ban the peer is greylisted until its score has decayed to FORGIVEN.
         if record.banned_until > -math.inf:
             record.banned_until = -math.inf
             record.score, record.at, record.greylisted = GREYLIST, now, True
@@ -132,13 +141,13 @@ class Reputation:
         return Standing.GREYLISTED if record.greylisted else Standing.GOOD
 
     def rejections(self, peer: str) -> int:
-        """How often something of `peer` was wrong since this process started; for people."""
+        """Return the number of rejections of `peer` since the process started, for display."""
         record = self._records.get(peer)
         return 0 if record is None else record.rejections
 
     def score(self, peer: str, now: float) -> float:
-        """−∞ … BEST; a prefix's peers share PREFIX_BEST between them in proportion to what each has
-        earned."""
+        """Return the score, at most BEST. The peers of one prefix share PREFIX_BEST in proportion
+        to their scores."""
         if (record := self._records.get(peer)) is None:
             return 0.0
         self._decay(record, now)
@@ -151,11 +160,11 @@ class Reputation:
         return record.score * min(1.0, PREFIX_BEST / earned)
 
     def ban(self, peer: str, now: float) -> None:
-        """Bans `peer` whatever it has earned."""
+        """Ban `peer` independent of its score."""
         self.rejected(peer, "banned", now, cost=BEST - BAN)
 
     def snapshot(self, now: float) -> list[SavedRecord]:
-        """Everything worth keeping over a restart."""
+        """Return the records to save."""
         saved = []
         for peer, record in self._records.items():
             self._decay(record, now)
@@ -168,7 +177,7 @@ class Reputation:
         return saved
 
     def restore(self, saved: list[SavedRecord], away: float, now: float) -> None:
-        """`away`: seconds since the snapshot was made."""
+        """Restore a snapshot that is `away` seconds old."""
         for each in saved[:MAX_PEERS]:
             if not (math.isfinite(each.score) and math.isfinite(each.banned_for)):
                 continue
@@ -204,8 +213,8 @@ class Reputation:
         return record
 
     def _evict(self, now: float) -> None:
-        """Forgets an eighth of the peers, those with the least to remember: a flood of new names
-        pays for one pass in many."""
+        """Drop the eighth of the records with the lowest significance, so that a flood of new peer
+        ids costs one pass per many of them."""
         worth = {
             peer: (record.banned_until > now, abs(record.score))
             for peer, record in self._records.items()

@@ -1,13 +1,14 @@
-"""Requests and responses: one stream each, one frame each way.
+"""Requests and responses: one stream per request, one frame each way.
 
-    requester ─ u32 length, request ─▶ responder        lengths are big-endian and checked against
-    the cap before anything is read
-    requester ◀─ u32 length, response ─ responder       whoever does not want to go on resets the
-    stream
+    requester ─ u32 length, request ──▶ responder
+    requester ◀─ u32 length, response ─ responder
 
-A place at a service is taken when the request is there, so that who opens a stream and says nothing
-costs nobody else anything. Who then does not read what it asked for in time is answered last: all
-that did so share a few of the places, for longer each time.
+Lengths are big-endian and checked against the limit before the body is read. Either side resets the
+stream to abort.
+
+A service slot is taken only once the request has arrived, so an open but silent stream costs other
+peers nothing. A peer that does not read its response in time is moved to a small share of the
+slots, longer after each repetition.
 """
 
 from __future__ import annotations
@@ -23,75 +24,79 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import RequestHandler
-from swarmnode.p2p.conversations import converse, frame, read_frame, within
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap, PeerSlots, SlowPeers
+from swarmnode.p2p.stream_calls import frame, read_frame, run_on_new_stream, run_on_stream
 
 log = logging.getLogger(__name__)
 
 OUTBOUND_PER_PEER = 8
 OUTBOUND = 64
-"""Requests of one protocol under way, to one peer and to all; more wait their turn within their own
-deadline. Not of all protocols at once: newcomers that do not answer a greeting would hold up what
-others are asked for, who would be blamed for it."""
+"""Concurrent requests of one protocol, to one peer and to all; more requests wait within their own
+deadline. The limit is per protocol: otherwise new peers that do not answer a greeting would delay
+other requests, whose receivers would be blamed."""
 READ_SECONDS = 10.0
-"""A request is there after this time, also where the line is full both ways."""
+"""Timeout for the arrival of a request, also on a line that is full in both directions."""
 READING_PER_PEER = 16
-"""Requests of one peer that may be on their way here: of at most 64 KiB each, so 1 MiB, of the 32
-that a peer may leave unread."""
+"""Requests of one peer that may be arriving: at most 64 KiB each, so 1 MiB of the 32 MiB that a
+peer may leave unread."""
 WRITE_SECONDS = 10.0
 WRITE_BYTES_PER_SECOND = 35_000.0
-"""A response is read in WRITE_SECONDS and what it takes at this speed, a third of a line of 0.8
-Mbit/s."""
+"""Timeout for writing a response: WRITE_SECONDS plus its size at this rate, a third of a line of
+0.8 Mbit/s."""
 SLOW_SHARE = 4
-"""Peers that are answered last have, all together, one in so many of a service's places."""
+"""All slow peers together may use 1/SLOW_SHARE of the slots of a service."""
 OUTCOMES = ("ok", "timeout", "failed", "malformed")
-"""How our requests end."""
+"""Outcomes of outbound requests."""
 SERVED = ("ok", "timeout", "failed", "malformed", "busy", "unwelcome", "error")
-"""How theirs end; `error` is a handler of ours that raised something unforeseen."""
+"""Outcomes of inbound requests; `error` is an unexpected exception of a handler of this node."""
 
 
 class RequestStatistics(msgspec.Struct, frozen=True):
     requests: dict[str, dict[str, int]] = {}
-    """Our requests: protocol → outcome → count."""
+    """Outbound requests: protocol → outcome → count."""
     served: dict[str, dict[str, int]] = {}
-    """Their requests: protocol → outcome → count."""
+    """Inbound requests: protocol → outcome → count."""
     in_flight: int = 0
     serving: int = 0
 
 
 @dataclasses.dataclass
 class _Service:
+    """A served protocol and its slots."""
+
     handler: RequestHandler
     max_request_bytes: int
     max_response_bytes: int
     cap: PeerCap
     slow: PeerCap
-    """For those of `cap` that are answered last."""
+    """Slots of `cap` that slow peers may use."""
     deadline: float
 
     def write_seconds(self, size: int) -> float:
-        """How long a response of `size` bytes may take to be read."""
+        """Return the time that a response of `size` bytes may take."""
         return min(self.deadline, WRITE_SECONDS + size / WRITE_BYTES_PER_SECOND)
 
     @contextlib.contextmanager
-    def place(self, peer: str, *, last: bool) -> Iterator[bool]:
-        """Whether there was one; if so, it is taken for as long as the block lasts. last: `peer` is
-        answered last."""
+    def slot(self, peer: str, *, last: bool) -> Iterator[bool]:
+        """Take a slot for the duration of the block; yields False if none is free.
+
+        `last` selects the slots of slow peers.
+        """
         with contextlib.ExitStack() as places:
             yield all(
-                places.enter_context(cap.entered(peer))
+                places.enter_context(cap.slot(peer))
                 for cap in ((self.slow, self.cap) if last else (self.cap,))
             )
 
 
 class Libp2pRequests:
-    """See `api.Requests`. `welcome(peer)`: False if nothing of this peer is to be served."""
+    """`api.Requests` on libp2p. `is_allowed(peer)` returns False for peers that are not served."""
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._slots: dict[str, PeerSlots] = collections.defaultdict(
             lambda: PeerSlots(OUTBOUND_PER_PEER, OUTBOUND)
         )
@@ -106,7 +111,7 @@ class Libp2pRequests:
         )
         self._in_flight = 0
 
-    # -- ours
+    # -- outbound
 
     async def request(
         self,
@@ -129,9 +134,9 @@ class Libp2pRequests:
             with trio.move_on_at(late):
                 async with contextlib.AsyncExitStack() as slots:
                     if not urgent:
-                        await slots.enter_async_context(self._slots[protocol].turn(peer))
-                    slots.enter_context(self._counted())
-                    response, _ = await converse(
+                        await slots.enter_async_context(self._slots[protocol].slot(peer))
+                    slots.enter_context(self._count_in_flight())
+                    response, _ = await run_on_new_stream(
                         self._host,
                         peer,
                         protocol,
@@ -146,14 +151,14 @@ class Libp2pRequests:
             raise
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _count_in_flight(self) -> Iterator[None]:
         self._in_flight += 1
         try:
             yield
         finally:
             self._in_flight -= 1
 
-    # -- theirs
+    # -- inbound
 
     def serve(
         self,
@@ -181,21 +186,23 @@ class Libp2pRequests:
         self._host.set_handler(protocol, on_stream)
 
     async def _serve(self, protocol: str, service: _Service, stream: Stream) -> None:
-        """One stream from a peer. Never raises; always closes or resets."""
-        outcome = await self._answer(service, stream) if self._welcome(stream.peer) else "unwelcome"
+        """Handle one stream. Never raises; always closes or resets it."""
+        outcome = (
+            await self._answer(service, stream) if self._is_allowed(stream.peer) else "unwelcome"
+        )
         self._served[protocol][outcome] += 1
         await (stream.close() if outcome == "ok" else stream.reset())
 
     async def _answer(self, service: _Service, stream: Stream) -> str:
-        """Reads, and then has a place in which to handle and write; returns the outcome, of
+        """Read the request, then take a slot to handle and answer it. Returns an outcome of
         SERVED."""
         try:
-            with self._reading.entered(stream.peer) as room:
+            with self._reading.slot(stream.peer) as room:
                 if not room:
                     return "busy"
                 read = lambda stream: read_frame(stream, service.max_request_bytes)
-                request = await within(min(READ_SECONDS, service.deadline), stream, read)
-            with service.place(
+                request = await run_on_stream(min(READ_SECONDS, service.deadline), stream, read)
+            with service.slot(
                 stream.peer, last=self._slow.has(stream.peer, trio.current_time())
             ) as room:
                 return await self._respond(service, stream, request) if room else "busy"
@@ -204,15 +211,15 @@ class Libp2pRequests:
         except PeerTimeout:
             return "timeout"
         except PeerError as error:
-            log.debug("a stream of %s ended: %s", stream.peer, error)
+            log.debug("stream of %s failed: %s", stream.peer, error)
             return "failed"
-        except _OurError:
+        except _HandlerError:
             return "error"
 
     async def _respond(self, service: _Service, stream: Stream, request: bytes) -> str:
-        """Raises PeerError, _OurError."""
+        """Handle a request and write the response. Raises PeerError or _HandlerError."""
         response: bytes | None = None
-        # around our own handler only, never around the stream
+        # the cancel scope encloses only the handler, never stream I/O
         with trio.move_on_after(service.deadline):
             response = await _handle(service, stream.peer, request)
         if response is None:
@@ -220,11 +227,11 @@ class Libp2pRequests:
         answer, began = frame(response), trio.current_time()
         seconds = service.write_seconds(len(response))
         try:
-            await within(seconds, stream, lambda stream: stream.write(answer))
+            await run_on_stream(seconds, stream, lambda stream: stream.write(answer))
         except PeerError:
-            # its connection may have been dropped for it before
+            # the connection may have been dropped early for another reason
             if trio.current_time() >= began + min(seconds, WRITE_SECONDS):
-                self._slow.found(stream.peer, trio.current_time())
+                self._slow.add(stream.peer, trio.current_time())
             raise
         return "ok"
 
@@ -237,12 +244,12 @@ class Libp2pRequests:
         )
 
 
-class _OurError(Exception):
-    """Raised when a handler failed in a way that is not the peer's fault; it has been logged."""
+class _HandlerError(Exception):
+    """Raised when a handler failed without a fault of the peer; the error has been logged."""
 
 
 async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
-    """Raises PeerError when the handler refuses, _OurError when it fails."""
+    """Run the handler. Raises PeerError if it refuses, _HandlerError if it fails."""
     try:
         response = await service.handler(peer, request)
         if len(response) > service.max_response_bytes:
@@ -252,13 +259,13 @@ async def _handle(service: _Service, peer: str, request: bytes) -> bytes:
         return response
     except PeerError:
         raise
-    except Exception as error:  # whatever a peer made our own code do ends here, and is counted
+    except Exception as error:  # an exception that a peer provoked must end here
         log.exception("serving %s failed", peer)
-        raise _OurError from error
+        raise _HandlerError from error
 
 
 def _outcome(error: PeerError) -> str:
-    """The one of OUTCOMES that an error means."""
+    """Return the entry of OUTCOMES for an error."""
     if isinstance(error, PeerTimeout):
         return "timeout"
     return "malformed" if isinstance(error, BadMessage) else "failed"

@@ -1,12 +1,13 @@
-"""The session protocol, `/swarmnode/session/1`: finds out that our key is in use by another
-process.
+"""The session protocol, `/swarmnode/session/1`: detects another process with this node's key.
 
-Such a twin cannot be seen directly: nobody tells a peer its own address. But whoever is connected
-to both hears both. Each node therefore signs a session, tells it to its peers, and is answered with
-other sessions under its own key. They prove themselves: signed by that key, drawn by another
-process, issued after this one started, and then issued again. So a witness can neither make one up
-nor serve one of an earlier run. `Stamps` keeps that true when the clock was ahead in an earlier run
-and has been corrected since.
+A node cannot observe such a duplicate directly, because no peer reports a node's own address to it.
+A peer that is connected to both receives messages of both. Each node therefore signs a session and
+sends it to its peers. They answer with other sessions under the same key.
+
+Such an answer proves itself: the session is signed by the key, was created by another process, was
+issued after this process started, and is issued again later. A witness can neither forge one nor
+replay one of an earlier run. `Stamps` preserves this when the clock was ahead in an earlier run and
+has been corrected.
 """
 
 from __future__ import annotations
@@ -28,51 +29,49 @@ from swarmnode.files import write_atomically
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Session, SessionResponse
-from swarmnode.wire.session import open_session, seal_session
+from swarmnode.wire.signed import open_session, seal_session
 
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
 POLL_INTERVAL = 1.0
-"""How often we look for peers that are to be told."""
+"""Interval of checks for peers that are due."""
 NOTIFY_INTERVAL = 30.0
-"""Between two tellings of one peer, with jitter."""
+"""Interval between messages to one peer, before jitter."""
 EARLY_SECONDS = 60.0
-"""A peer that connected less than this ago is told every RETRY_SECONDS: the copy of a directory is
-often started beside its original."""
+"""A peer that connected less than this ago is notified every RETRY_SECONDS, because a copied data
+directory is often started together with the original."""
 RETRY_SECONDS = 5.0
-"""Also after a peer did not answer, which may have only just started, and after a first
-suspicion."""
-AT_ONCE = 4
-"""Peers told in one round."""
+"""Interval after a failed message (the peer may have just started) and after a first suspicion."""
+PEERS_PER_ROUND = 4
+"""Peers notified in one round."""
 REMEMBER_SECONDS = 300.0
 RESERVED_SECONDS = 30.0
-LONGEST_STAMP = 15
-"""Decimal digits: until the year 33658."""
-SUSPECTS = 16
+MAX_STAMP_DIGITS = 15
+"""Maximum number of decimal digits, enough until the year 33658."""
+MAX_SUSPECTS = 16
 PEERS = 4096
-"""Peers whose sessions are remembered, the latest."""
+"""Number of peers whose sessions are stored; the least recently active is dropped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SessionStatistics:
-    told: int
+    answers: int
     """Answers received."""
-    witnessed: int
-    """Peers whose sessions we remember."""
-    twins: int
-    """Proofs that our key is in use elsewhere."""
+    duplicates: int
+    """Proofs that the key is used by another process."""
 
 
 class Stamps:
-    """Time stamps that rise over all runs with one data directory, whatever its clock does.
+    """Timestamps that increase across all runs with one data directory, even if the clock is set
+    back.
 
-    The file holds a stamp that no session has yet reached. It is moved RESERVED_SECONDS ahead at a
-    time, so that it is written rarely. A copy of the directory therefore starts up to that much
-    ahead of its original, and is noticed that much later.
+    The file holds a stamp that no session has reached. It is moved RESERVED_SECONDS ahead at a
+    time, so that it is written rarely. A copy of the directory starts up to RESERVED_SECONDS ahead
+    of the original, and its detection is delayed by that much.
 
     Attributes:
-        first: the stamp of this run's start, milliseconds; above all that earlier runs issued.
+        first: stamp of this run's start in milliseconds, above all stamps of earlier runs.
     """
 
     def __init__(self, clock: Callable[[], float], path: Path | None = None) -> None:
@@ -84,7 +83,7 @@ class Stamps:
         self._ahead = self.first - now
 
     async def next(self) -> int:
-        """Return the stamp of now, above every earlier one."""
+        """Return the current stamp, above every earlier one."""
         self._last = max(self._last + 1, int(self._clock() * 1000) + self._ahead)
         if self._path is not None and self._last > self._reserved:
             self._reserved = self._last + int(RESERVED_SECONDS * 1000)
@@ -96,16 +95,16 @@ class Stamps:
         return self._last
 
     def _read(self) -> int:
-        """0 where nothing usable is stored."""
+        """Return the stored stamp; 0 if none is usable."""
         try:
             text = self._path.read_text(encoding="ascii").strip() if self._path is not None else ""
         except (OSError, ValueError):
             return 0
-        return int(text) if text.isdigit() and len(text) <= LONGEST_STAMP else 0
+        return int(text) if text.isdigit() and len(text) <= MAX_STAMP_DIGITS else 0
 
 
 class Witness:
-    """What we heard of others' sessions. Pure: `now` in seconds, any clock."""
+    """Sessions of other nodes. Pure: `now` is in seconds on any clock."""
 
     def __init__(self) -> None:
         self._sessions: collections.OrderedDict[str, dict[bytes, tuple[float, bytes]]] = (
@@ -113,8 +112,8 @@ class Witness:
         )
 
     def received(self, peer: str, session: Session, frame: bytes, now: float) -> list[bytes]:
-        """Remembers the session of `peer`; returns the frames of its other sessions that are still
-        fresh, latest first."""
+        """Store the session of `peer`; returns the frames of its other recent sessions, latest
+        first."""
         known = {
             name: (at, other)
             for name, (at, other) in self._sessions.pop(peer, {}).items()
@@ -133,10 +132,18 @@ class Witness:
 
 
 class Sessions:
-    """This process's session. `run` tells it to every peer and raises when it has a twin that was
-    here first.
+    """The session of this process. `run` announces it to every peer and raises if a duplicate
+    started earlier.
 
-    connected: peer ids; clock: Unix seconds; stamp_file: see `Stamps`.
+    Args:
+        requests: transport of the messages.
+        own: peer id of this node.
+        key: signs the session.
+        swarm: swarm id, part of the signature.
+        connected: returns the connected peers.
+        clock: Unix time in seconds.
+        rng: random source.
+        stamp_file: see `Stamps`.
     """
 
     def __init__(
@@ -161,9 +168,9 @@ class Sessions:
         self._session = os.urandom(limits.SESSION_BYTES)
         self._started_at = self._stamps.first
         self._witness = Witness()
-        self._suspected: dict[bytes, int] = {}  # session → when it was first issued, as told
+        self._suspects: dict[bytes, int] = {}  # session → time of its first observed issue
         self._answered = 0
-        self._twins = 0
+        self._duplicates = 0
         requests.serve(
             ids.SESSION_PROTOCOL,
             self._answer,
@@ -175,24 +182,26 @@ class Sessions:
         )
 
     async def run(self) -> None:
-        """Raises Refused when another process that started earlier uses our key."""
-        since: dict[str, float] = {}  # connected peers, and when we first saw them
-        due: dict[str, float] = {}  # when to tell them next
+        """Announce the session until cancelled. Raises Refused when another process with this key
+        started earlier."""
+        since: dict[str, float] = {}  # connected peer → time it was first seen
+        due: dict[str, float] = {}  # connected peer → time of the next message
         while True:
             now = trio.current_time()
             since = {peer: since.get(peer, now) for peer in self._connected()}
             due = {peer: due.get(peer, now) for peer in since}
-            for peer in [peer for peer, at in due.items() if at <= now][:AT_ONCE]:
-                suspected = len(self._suspected)
+            for peer in [peer for peer, at in due.items() if at <= now][:PEERS_PER_ROUND]:
+                suspected = len(self._suspects)
                 early = now - since[peer] < EARLY_SECONDS
-                steady = await self.notify(peer) and len(self._suspected) == suspected and not early
+                steady = await self.notify(peer) and len(self._suspects) == suspected and not early
                 due[peer] = trio.current_time() + (
                     self._rng.uniform(0.5, 1.5) * NOTIFY_INTERVAL if steady else RETRY_SECONDS
                 )
             await trio.sleep(POLL_INTERVAL)
 
     async def notify(self, peer: str) -> bool:
-        """Tells one peer; whether it answered. Raises Refused; never for anything the peer does."""
+        """Send the session to one peer; returns True if it answered. Raises Refused, but never for
+        a fault of the peer."""
         session = Session(self._session, self._started_at, await self._stamps.next())
         try:
             data = await self._requests.request(
@@ -205,49 +214,49 @@ class Sessions:
             response = codec.decode(data, SessionResponse, limits.SESSION_RESPONSE_BYTES)
             found = [open_session(frame, self._swarm) for frame in response.sessions]
         except PeerError as error:
-            log.debug("no word from %s of other sessions: %s", peer, error)
+            log.debug("session exchange with %s failed: %s", peer, error)
             return False
         self._answered += 1
         for signer, other in found:
-            if self.is_twin(signer, other):
-                self._twins += 1
-                self._judge(other)
+            if self.is_duplicate(signer, other):
+                self._duplicates += 1
+                self._report_duplicate(other)
         return True
 
-    def is_twin(self, signer: str, other: Session) -> bool:
-        """Whether `other`, signed by `signer`, proves with what was told before that another
-        process has our key now."""
+    def is_duplicate(self, signer: str, other: Session) -> bool:
+        """Return True if `other` proves, with an earlier observation, that another process uses
+        this node's key now."""
         if (
             signer != self._own
             or other.session == self._session
             or other.issued_at <= self._started_at
         ):
             return False
-        first = self._suspected.setdefault(other.session, other.issued_at)
-        if len(self._suspected) > SUSPECTS:
-            del self._suspected[next(iter(self._suspected))]
+        first = self._suspects.setdefault(other.session, other.issued_at)
+        if len(self._suspects) > MAX_SUSPECTS:
+            del self._suspects[next(iter(self._suspects))]
         return other.issued_at > first
 
-    def _judge(self, other: Session) -> None:
+    def _report_duplicate(self, other: Session) -> None:
         if (other.started_at, other.session) < (self._started_at, self._session):
             raise Refused(
                 f"another running node uses this node's key ({self._own}) and started before it:"
                 " stop one of the two, or give this one a key of its own (`swarmnode key rotate`)"
             )
         log.error(
-            "another running node uses this node's key (%s); it started later and should end by"
+            "another running node uses this node's key (%s); it started later and should stop by"
             " itself",
             self._own,
         )
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their session. Raises BadMessage, also when it is not theirs."""
+        """Handle a peer's session. Raises BadMessage, also if another key signed it."""
         signer, session = open_session(data, self._swarm)
         if signer != peer:
-            raise BadMessage("bounds", "a session of somebody else")
+            raise BadMessage("bounds", "the session is signed by another peer")
         return codec.encode(
             SessionResponse(self._witness.received(peer, session, data, trio.current_time()))
         )
 
     def statistics(self) -> SessionStatistics:
-        return SessionStatistics(self._answered, len(self._witness), self._twins)
+        return SessionStatistics(self._answered, self._duplicates)

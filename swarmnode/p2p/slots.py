@@ -1,4 +1,4 @@
-"""How many of something may go on at a time, with one peer and with all."""
+"""Limits on concurrent operations, per peer and in total."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ MOST_SLOW = 1024
 
 
 class PeerSlots:
-    """For what we do: more than `per_peer` with one peer, or `total` with all, wait their turn."""
+    """Slots for outbound operations: more than `per_peer` with one peer, or `total` with all,
+    wait."""
 
     def __init__(self, per_peer: int, total: int) -> None:
         self._per_peer = per_peer
@@ -24,8 +25,8 @@ class PeerSlots:
         self._present: collections.Counter[str] = collections.Counter()
 
     @contextlib.asynccontextmanager
-    async def turn(self, peer: str) -> AsyncIterator[None]:
-        """Waits for a slot, and has it for as long as the block lasts."""
+    async def slot(self, peer: str) -> AsyncIterator[None]:
+        """Wait for a slot and hold it for the duration of the block."""
         self._present[peer] += 1
         try:
             async with self._peers.setdefault(peer, trio.Semaphore(self._per_peer)), self._all:
@@ -36,13 +37,13 @@ class PeerSlots:
                 del self._present[peer], self._peers[peer]
 
     def __len__(self) -> int:
-        """Those that have a slot or wait for one."""
+        """Return the number of operations that hold a slot or wait for one."""
         return self._present.total()
 
 
 class PeerCap:
-    """For what peers ask of us: more than `per_peer` of one peer, or `total` of all, are turned
-    away."""
+    """Slots for inbound operations: more than `per_peer` of one peer, or `total` of all, are
+    refused."""
 
     def __init__(self, per_peer: int, total: float = math.inf) -> None:
         self._per_peer = per_peer
@@ -50,8 +51,8 @@ class PeerCap:
         self._present: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
-    def entered(self, peer: str) -> Iterator[bool]:
-        """Whether there was room; if so, it is taken for as long as the block lasts."""
+    def slot(self, peer: str) -> Iterator[bool]:
+        """Take a slot for the duration of the block; yields False if none is free."""
         if len(self) >= self._total or self._present[peer] >= self._per_peer:
             yield False
             return
@@ -68,14 +69,14 @@ class PeerCap:
 
 
 class SlowPeers:
-    """Peers that kept a place by reading too slowly: for FIRST_SECONDS, and if that was not long
-    ago, for twice as long each time. Pure, bounded."""
+    """Peers that blocked a slot by reading too slowly. An entry lasts FIRST_SECONDS, and twice as
+    long after each repetition, up to LONGEST_SECONDS. Pure and bounded."""
 
     def __init__(self) -> None:
         self._until: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
-    def found(self, peer: str, now: float) -> None:
-        """`peer` was slow."""
+    def add(self, peer: str, now: float) -> None:
+        """Record that `peer` was slow."""
         until, seconds = self._until.pop(peer, (-math.inf, 0.0))
         seconds = min(2 * seconds, LONGEST_SECONDS) if now < until + seconds else FIRST_SECONDS
         self._until[peer] = (now + seconds, seconds)
@@ -83,5 +84,6 @@ class SlowPeers:
             self._until.popitem(last=False)
 
     def has(self, peer: str, now: float) -> bool:
+        """Return True while `peer` counts as slow."""
         until, _ = self._until.get(peer, (-math.inf, 0.0))
         return now < until

@@ -1,12 +1,11 @@
-"""Long-lived streams to peers, both ways, that whoever uses them may cancel, let wait, or drop.
+"""Long-lived bidirectional streams whose users may be cancelled, wait or leave at any time.
 
-    send ─▶ a chunk ─▶ task: stream.write        task: stream.read ─▶ a chunk ─▶ receive
+    send ─▶ chunk ─▶ task: stream.write        task: stream.read ─▶ chunk ─▶ receive
 
-No cancel scope is put around libp2p I/O (library/streams.py says why): two tasks of the network's
-own do it, and hand over one chunk at a time. So a user that does not receive holds up the peer by
-Yamux's window, 8 MiB at most, and nobody else on the connection. There is no timeout for such a
-pause; a peer that takes nothing while we write, and sends nothing either, for STALL_SECONDS is
-given up.
+A cancel scope must not enclose libp2p I/O (see library/streams.py), so two tasks of the network do
+it and hand over one chunk at a time. A user that does not receive blocks only its peer, by Yamux's
+window of at most 8 MiB, and no other stream of the connection. Such a pause has no timeout. The
+stream is reset when a peer neither reads nor sends for STALL_SECONDS while this node writes.
 """
 
 from __future__ import annotations
@@ -20,38 +19,37 @@ import trio
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.api import StreamHandler
-from swarmnode.p2p.conversations import converse
 from swarmnode.p2p.library.errors import StreamEnd
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap
+from swarmnode.p2p.stream_calls import run_on_new_stream
 
 log = logging.getLogger(__name__)
 
 READ_BYTES = 256 * 1024
-"""Read at a time, at most."""
+"""Maximum size of one read."""
 STALL_SECONDS = 300.0
-"""Nothing moved either way for so long while we were writing: the stream is reset. That a peer is
-gone, heartbeats tell long before."""
+"""The stream is reset after this time without progress in either direction while this node writes.
+Heartbeats detect a vanished peer much earlier."""
 WATCH_SECONDS = 1.0
 REFUSED = ("unwelcome", "busy")
-"""Why an incoming stream was reset at once."""
+"""Reasons for resetting an inbound stream at once."""
 
 
 class StreamStatistics(msgspec.Struct, frozen=True):
     open: int = 0
     opened: dict[str, int] = {}
-    """Streams that we opened, by protocol."""
+    """Streams opened by this node, by protocol."""
     accepted: dict[str, int] = {}
-    """Streams that peers opened, by protocol."""
+    """Accepted streams of peers, by protocol."""
     refused: dict[str, int] = {}
-    """Streams that peers opened and we reset at once, by REFUSED."""
+    """Refused streams of peers, by entry of REFUSED."""
     stalled: int = 0
 
 
 class Libp2pStream:
-    """One stream. `peer`: at its other end. `sent`, `received`: bytes. `broken`: it did not end in
-    order. `closed`: nothing of it is left. One task sends, one receives."""
+    """`api.PeerStream` on a libp2p stream. One task sends, one receives."""
 
     def __init__(self, stream: Stream, nursery: trio.Nursery) -> None:
         self.peer = stream.peer
@@ -68,14 +66,14 @@ class Libp2pStream:
         self._writing = False
         arrive, self._in = trio.open_memory_channel[bytes](0)
         self._out, leave = trio.open_memory_channel[bytes | memoryview](0)
-        stream.wait_for_credit_for_ever()  # we watch it ourselves
+        stream.wait_for_credit_unlimited()  # `_watch` detects stalls instead
         nursery.start_soon(self._read, arrive)
         nursery.start_soon(self._write, leave)
         nursery.start_soon(self._watch)
 
     async def receive(self) -> bytes:
-        """Up to READ_BYTES, in order; b"" once the peer has said its last. Raises PeerError when
-        the stream is broken."""
+        """Return up to READ_BYTES in order; b"" once the peer has finished. Raises PeerError if the
+        stream is broken."""
         if self._unread:
             data, self._unread = self._unread, b""
             return data
@@ -87,12 +85,12 @@ class Libp2pStream:
             return b""
 
     def unread(self, data: bytes) -> None:
-        """Give back what was received and is for whoever receives next."""
+        """Put received bytes back, for the next call of `receive`."""
         self._unread = data + self._unread
 
     async def send(self, data: bytes | memoryview) -> None:
-        """Returns when the one before it was written. Raises PeerError when the stream is broken,
-        ValueError after `finish`."""
+        """Queue `data`; returns when the data before it is written. Raises PeerError if the stream
+        is broken, ValueError after `finish`."""
         try:
             await self._out.send(data)
         except trio.BrokenResourceError:
@@ -103,11 +101,12 @@ class Libp2pStream:
             ) from None
 
     def finish(self) -> None:
-        """What was sent is written, then the peer is told that this was all. It may still send."""
+        """Write the queued data, then signal its end to the peer. The peer may still send."""
         self._out.close()
 
     def reset(self, why: str = "reset here") -> None:
-        """Ends both directions, soon; whoever sends or receives is told `why`."""
+        """End both directions in the background; pending calls of `send` and `receive` raise with
+        the text `why`."""
         if self.closed.is_set() or self._why:
             return
         self._why = why
@@ -122,14 +121,14 @@ class Libp2pStream:
                 self.received += len(data)
                 await arrive.send(data)
         except StreamEnd as error:
-            if self._stream.is_gone:  # which the library calls an end, too
-                self._broken(error)
+            if self._stream.is_gone:  # the library reports a lost connection as an end, too
+                self._fail(error)
         except PeerError as error:
-            self._broken(error)
+            self._fail(error)
         except trio.BrokenResourceError:
-            pass  # nobody receives any more
+            pass  # the receiver has left
         arrive.close()
-        await self._done()
+        await self._task_done()
 
     async def _write(self, leave: trio.MemoryReceiveChannel[bytes | memoryview]) -> None:
         try:
@@ -142,17 +141,17 @@ class Libp2pStream:
                 self._writing = True
                 await self._stream.finish()
         except PeerError as error:
-            self._broken(error)
+            self._fail(error)
         self._writing = False
         leave.close()
-        await self._done()
+        await self._task_done()
 
-    def _broken(self, error: PeerError) -> None:
-        log.debug("a stream of %s ended: %r", self.peer, error)
+    def _fail(self, error: PeerError) -> None:
+        log.debug("stream of %s failed: %r", self.peer, error)
         self.reset(f"broken: {error}"[:200])
 
-    async def _done(self) -> None:
-        """The last of the two ends the stream."""
+    async def _task_done(self) -> None:
+        """End the stream when the second of the two tasks finishes."""
         self._running -= 1
         if not self._running:
             await (self._stream.reset() if self._why else self._stream.close())
@@ -162,7 +161,7 @@ class Libp2pStream:
         moved, since = -1, trio.current_time()
         while self._running:
             now, current = trio.current_time(), self.sent + self.received
-            if self._stream.is_gone:  # nobody reads, who would have been told
+            if self._stream.is_gone:  # without a reader no other task notices
                 self.reset("broken")
             if current != moved or not self._writing:
                 moved, since = current, now
@@ -175,11 +174,12 @@ class Libp2pStream:
 
 
 class Libp2pStreams:
-    """See `api.Streams`. `welcome(peer)`: False if nothing of this peer is to be taken."""
+    """`api.Streams` on libp2p. `is_allowed(peer)` returns False for peers whose streams are
+    refused."""
 
-    def __init__(self, host: Host, welcome: Callable[[str], bool] = lambda peer: True) -> None:
+    def __init__(self, host: Host, is_allowed: Callable[[str], bool] = lambda peer: True) -> None:
         self._host = host
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._open: set[Libp2pStream] = set()
         self._opened: collections.Counter[str] = collections.Counter()
         self._accepted: collections.Counter[str] = collections.Counter()
@@ -188,11 +188,11 @@ class Libp2pStreams:
 
     async def open(self, peer: str, protocol: str, *, deadline: float) -> Libp2pStream:
         """See `api.Streams.open`."""
-        _, stream = await converse(
-            self._host, peer, protocol, _nothing, deadline=deadline, keep=True
+        _, stream = await run_on_new_stream(
+            self._host, peer, protocol, _do_nothing, deadline=deadline, keep=True
         )
         self._opened[protocol] += 1
-        return self._made(stream)
+        return self._track(stream)
 
     def serve(
         self, protocol: str, accept: StreamHandler, *, concurrent: int, per_peer: int
@@ -200,14 +200,14 @@ class Libp2pStreams:
         """See `api.Streams.serve`."""
         cap = PeerCap(per_peer, concurrent)
 
-        async def on_stream(stream: Stream) -> None:  # the stream lives as long as this does
-            with cap.entered(stream.peer) as room:
-                if not room or not self._welcome(stream.peer):
+        async def on_stream(stream: Stream) -> None:  # the stream lives as long as this task
+            with cap.slot(stream.peer) as room:
+                if not room or not self._is_allowed(stream.peer):
                     self._refused["unwelcome" if room else "busy"] += 1
                     await stream.reset()
                     return
                 self._accepted[protocol] += 1
-                made = self._made(stream)
+                made = self._track(stream)
                 accept(made)
                 await made.closed.wait()
 
@@ -222,17 +222,17 @@ class Libp2pStreams:
             self._stalled,
         )
 
-    def _made(self, stream: Stream) -> Libp2pStream:
+    def _track(self, stream: Stream) -> Libp2pStream:
         made = Libp2pStream(stream, self._host.nursery)
         self._open.add(made)
-        self._host.nursery.start_soon(self._forget, made)
+        self._host.nursery.start_soon(self._untrack, made)
         return made
 
-    async def _forget(self, made: Libp2pStream) -> None:
+    async def _untrack(self, made: Libp2pStream) -> None:
         await made.closed.wait()
         self._open.discard(made)
         self._stalled += made.stalled
 
 
-async def _nothing(stream: Stream) -> None:
-    """Is said when a stream is opened."""
+async def _do_nothing(stream: Stream) -> None:
+    """Do nothing; opening the stream is all."""

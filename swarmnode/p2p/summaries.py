@@ -1,14 +1,13 @@
-"""The summary protocol, `/swarmnode/summary/1`: what nodes say of themselves, for whoever looks at
-the swarm from one of them.
+"""The summary protocol, `/swarmnode/summary/1`: nodes describe themselves, for the status page of
+any member.
 
-    we ─ our summary, signed just now, or nothing ─▶ peer      twice a minute at most, a few peers a
-    round
-    we ◀─ summaries of others that it knows ─ peer             each signed by whom it is about
-    signature ─ age ─ not too soon after the last ─ room? ─▶ Claims ─▶ status page, aggregates
+    this node ─ own signed summary, or nothing ─▶ peer    every 30 s at most, a few peers a round
+    this node ◀─ summaries that the peer knows ── peer    each signed by its subject
+    signature ─ age ─ interval ─ room? ─▶ Claims ─▶ status page, aggregates
 
-A display and nothing else: whoever lies here lies to people. What is bounded is the memory, how
-much of it one peer can fill, and the work. A summary that comes from its signer also tells the time
-there, and many peers' time tells whether our own clock is off.
+The content is for display only; a lie misleads the reader of the page and nothing else. Memory, the
+share of it that one peer can fill, and work are bounded. A summary that comes directly from its
+signer also carries that peer's time. The times of many peers show whether the own clock is wrong.
 """
 
 from __future__ import annotations
@@ -29,46 +28,48 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.p2p.api import Requests
 from swarmnode.wire import codec, ids, limits
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.summary import open_summary, seal_summary
+from swarmnode.wire.signed import open_summary, seal_summary
 
 log = logging.getLogger(__name__)
 
 DEADLINE = 10.0
 POLL_INTERVAL = 1.0
 ROUND_SECONDS = limits.SUMMARY_SECONDS
-"""Between two rounds of asking, at least; with jitter up to half as long again."""
-AT_ONCE = 4
-"""Peers asked in one round, those first that were not asked for longest."""
-ANSWERS = 4
-"""A peer is answered this often at once, and then once per half a round."""
-CLAIMS = 1024
-"""Summaries kept. From its signer one always finds room, if need be in place of the oldest passed
-on, or of the oldest."""
-PASSED_ON = 256
-"""Summaries kept that one peer has passed on."""
-CLOCKS = 256
+"""Minimum interval between rounds; jitter adds up to half of it."""
+PEERS_PER_ROUND = 4
+"""Peers asked in one round, least recently asked first."""
+REQUEST_BURST = 4
+"""A peer may send REQUEST_BURST requests in a burst and one more per half round."""
+MAX_CLAIMS = 1024
+"""Maximum number of stored summaries. A summary that comes directly from its signer replaces the
+oldest forwarded one, or else the oldest."""
+MAX_FORWARDED = 256
+"""Maximum number of stored summaries that one peer forwarded."""
+MAX_CLOCKS = 256
 CLOCK_SECONDS = 600.0
-ROWS = 128
-"""Peers whose summaries are shown."""
+MAX_ROWS = 128
+"""Maximum number of summaries on the page."""
 NAME_CHARACTERS = 32
-"""Characters of a node's name, as told and as shown."""
-LEAST_CLOCKS = 2
-"""A single peer does not tell the time."""
+"""Maximum length of a displayed name."""
+MIN_CLOCKS = 2
+"""Minimum number of peers for an estimate of the clock offset."""
 OUTCOMES = ("taken", "known", "own", "future", "old", "full", "unwelcome", "malformed", "failed")
-"""What becomes of a summary; `failed` is an answer that did not come."""
+"""Outcomes of a received summary; `failed` is a failed request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
+    """A stored summary."""
+
     peer: str
-    """Who signed it: the one thing here that is proved."""
+    """The signer, the only verified part."""
     summary: Summary
     direct: bool
-    """Whether the peer itself told us."""
+    """True if the signer sent it itself."""
 
 
 class ClaimStatistics(msgspec.Struct, frozen=True):
-    """What another node says of itself, as it is shown. Only `peer` is proved: it signed this."""
+    """The summary of another node for display. Only `peer` is verified, as its signer."""
 
     peer: str
     name: str = ""
@@ -76,44 +77,44 @@ class ClaimStatistics(msgspec.Struct, frozen=True):
     step: int = 0
     policy_version: int = 0
     reward: float | None = None
-    """Its held-out reward; None while it has none."""
+    """Held-out reward of that node; None if it has none."""
     published: int = 0
     peers: int = 0
     uptime_seconds: int = 0
     age_seconds: float = 0.0
-    """Since it was signed, by our clock."""
+    """Time since it was signed, by the own clock."""
     direct: bool = False
-    """Whether it told us itself, rather than another peer."""
+    """True if its signer sent it itself."""
 
 
 class SummaryStatistics(msgspec.Struct, frozen=True):
-    """The swarm as its nodes describe themselves: claimed, not verified."""
+    """The swarm as its nodes describe themselves; unverified."""
 
     reporting: int = 0
-    """Peers with a summary that is not too old; `rows` may be fewer."""
+    """Number of peers with a recent summary; `rows` may be fewer."""
     reward_median: float | None = None
-    """Median of the held-out rewards that they claim."""
+    """Median of the reported held-out rewards."""
     policy_version_median: float | None = None
     rows: list[ClaimStatistics] = []
-    """The latest of each peer, those first that told us themselves, then by age; at most ROWS."""
+    """The latest summary of each peer: direct ones first, then by age; at most MAX_ROWS."""
     heard: dict[str, int] = {}
-    """Summaries by outcome of OUTCOMES."""
+    """Received summaries by outcome of OUTCOMES."""
     clock_offset_seconds: float | None = None
-    """Seconds by which our peers' clocks are ahead of ours, their median; None while fewer than
-    LEAST_CLOCKS have told."""
+    """Median in seconds by which the peers' clocks are ahead of the own clock; None with fewer than
+    MIN_CLOCKS peers."""
 
 
 @dataclasses.dataclass
 class _Entry:
     frame: bytes
     summary: Summary
-    by: str
-    """Who told us."""
+    sender: str
+    """Peer that sent it."""
 
 
 class Claims:
-    """The latest summary of each peer, bounded. Pure: `now` is Unix seconds, by which a summary is
-    young or not."""
+    """The latest summary of each peer, bounded. Pure: `now` is Unix time in seconds, which decides
+    about ages."""
 
     def __init__(self, own: str) -> None:
         self._own = own
@@ -125,9 +126,9 @@ class Claims:
     def __contains__(self, frame: bytes) -> bool:
         return any(entry.frame == frame for entry in self._entries.values())
 
-    def take(self, frame: bytes, signer: str, summary: Summary, by: str, now: float) -> str:
-        """Keeps what `by` told of `signer`, unless there is a reason not to: an outcome of
-        OUTCOMES."""
+    def take(self, frame: bytes, signer: str, summary: Summary, sender: str, now: float) -> str:
+        """Store the summary of `signer` that `sender` sent, unless a rule forbids it. Returns an
+        outcome of OUTCOMES."""
         age = now - summary.created_at / 1000
         if signer == self._own:
             return "own"
@@ -139,20 +140,23 @@ class Claims:
         if known is not None:
             if summary.created_at < known.summary.created_at + 1000 * limits.SUMMARY_SECONDS:
                 return "known"
-            self._entries[signer] = _Entry(frame, summary, signer if by == signer else known.by)
+            self._entries[signer] = _Entry(
+                frame, summary, signer if sender == signer else known.sender
+            )
             return "taken"
         self.expire(now)
-        if by != signer and (
-            len(self) >= CLAIMS
-            or sum(1 for entry in self._entries.values() if entry.by == by) >= PASSED_ON
+        if sender != signer and (
+            len(self) >= MAX_CLAIMS
+            or sum(1 for entry in self._entries.values() if entry.sender == sender) >= MAX_FORWARDED
         ):
             return "full"
-        if len(self) >= CLAIMS:
-            del self._entries[min(self._entries, key=self._worth)]
-        self._entries[signer] = _Entry(frame, summary, by)
+        if len(self) >= MAX_CLAIMS:
+            del self._entries[min(self._entries, key=self._rank)]
+        self._entries[signer] = _Entry(frame, summary, sender)
         return "taken"
 
     def expire(self, now: float) -> None:
+        """Drop summaries that are too old or from the future."""
         oldest, newest = (
             1000 * (now - limits.SUMMARY_AGE_SECONDS),
             1000 * (now + limits.CLOCK_SKEW_SECONDS),
@@ -163,66 +167,68 @@ class Claims:
             if oldest <= entry.summary.created_at <= newest
         }
 
-    def frames(self, count: int, apart_from: str, rng: random.Random) -> list[bytes]:
-        """At most `count` of them, chosen at random, as they came."""
-        others = [entry.frame for peer, entry in self._entries.items() if peer != apart_from]
+    def frames(self, count: int, exclude: str, rng: random.Random) -> list[bytes]:
+        """Return at most `count` random frames, except the one of `exclude`."""
+        others = [entry.frame for peer, entry in self._entries.items() if peer != exclude]
         return rng.sample(others, min(count, len(others)))
 
     def all(self) -> list[Claim]:
-        ranked = sorted(self._entries, key=self._worth, reverse=True)
+        """Return all summaries, direct ones first, then by age."""
+        ranked = sorted(self._entries, key=self._rank, reverse=True)
         return [
-            Claim(peer, self._entries[peer].summary, self._entries[peer].by == peer)
+            Claim(peer, self._entries[peer].summary, self._entries[peer].sender == peer)
             for peer in ranked
         ]
 
-    def _worth(self, peer: str) -> tuple[bool, int]:
+    def _rank(self, peer: str) -> tuple[bool, int]:
         entry = self._entries[peer]
-        return entry.by == peer, entry.summary.created_at
+        return entry.sender == peer, entry.summary.created_at
 
 
 class Clocks:
-    """What time peers have, each by its last summary. Pure: `now` in seconds, any clock."""
+    """Clock offsets of peers, from the last summary of each. Pure: `now` is in seconds on any
+    clock."""
 
     def __init__(self) -> None:
         self._told: collections.OrderedDict[str, tuple[float, float]] = collections.OrderedDict()
 
-    def note(self, peer: str, offset: float, now: float) -> None:
-        """`offset`: seconds by which its clock is ahead of ours."""
+    def record(self, peer: str, offset: float, now: float) -> None:
+        """Record an offset: seconds by which the clock of `peer` is ahead."""
         self._told.pop(peer, None)
         self._told[peer] = (offset, now)
-        if len(self._told) > CLOCKS:
+        if len(self._told) > MAX_CLOCKS:
             self._told.popitem(last=False)
 
     def offset(self, now: float) -> float | None:
-        """The median; of two in the middle, the one nearer to zero, so that it takes a majority to
-        make a clock look wrong."""
+        """Return the median; of two middle values the one nearer to zero, so that a majority is
+        needed to make a clock look wrong."""
         offsets = sorted(offset for offset, at in self._told.values() if now - at <= CLOCK_SECONDS)
-        if len(offsets) < LEAST_CLOCKS:
+        if len(offsets) < MIN_CLOCKS:
             return None
         return min(offsets[(len(offsets) - 1) // 2], offsets[len(offsets) // 2], key=abs)
 
 
-class Allowance:
-    """How often each connected peer may still ask: ANSWERS times at once, and then once per half a
-    round. Pure: `now` in seconds."""
+class RequestLimiter:
+    """Request budgets of the connected peers: REQUEST_BURST in a burst, then one per half round.
+    Pure: `now` is in seconds."""
 
     def __init__(self) -> None:
-        self._left: dict[str, tuple[float, float]] = {}  # peer → what it had left, and when
+        self._left: dict[str, tuple[float, float]] = {}  # peer → (remaining requests, time)
 
-    def keep(self, peers: list[str]) -> None:
-        """Forget all others."""
+    def retain(self, peers: list[str]) -> None:
+        """Drop the budgets of all other peers."""
         self._left = {peer: self._left[peer] for peer in peers if peer in self._left}
 
     def take(self, peer: str, now: float) -> bool:
-        """Whether `peer` may ask now, which is then counted."""
-        left, at = self._left.get(peer, (float(ANSWERS), now))
-        left = min(float(ANSWERS), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
+        """Count a request; returns False if `peer` has none left."""
+        left, at = self._left.get(peer, (float(REQUEST_BURST), now))
+        left = min(float(REQUEST_BURST), left + (now - at) * 2 / ROUND_SECONDS) - 1.0
         self._left[peer] = (max(0.0, left), now)
         return left >= 0
 
 
-class Signed:
-    """This node's own summary as it was signed in the latest round."""
+class OwnSummary:
+    """This node's own summary, as signed in the latest round."""
 
     def __init__(self, key: Ed25519PrivateKey, swarm: bytes) -> None:
         self._key = key
@@ -230,22 +236,32 @@ class Signed:
         self._frame, self._at = b"", -float("inf")
 
     def sign(self, summary: Summary | None, now: float) -> bytes:
-        """The frame that says it; empty for None, which shares nothing. `now`: seconds, any
-        clock."""
+        """Sign a summary and return its frame; empty for None, which shares nothing. `now` is in
+        seconds on any clock."""
         self._frame = b"" if summary is None else seal_summary(summary, self._key, self._swarm)
         self._at = now
         return self._frame
 
     def fresh(self, now: float) -> list[bytes]:
-        """The frame, unless it is too old for anybody, or there is none."""
+        """Return the frame, or nothing if there is none or it is too old."""
         return [self._frame] if self._frame and now - self._at <= limits.SUMMARY_AGE_SECONDS else []
 
 
 class Summaries:
-    """`run` tells a few peers of this node, and hears from them of others.
+    """Exchanges summaries with a few peers per round.
 
-    `own_summary`: this node's summary, `created_at` left to us; None shares nothing. connected:
-    peer ids; clock: Unix seconds.
+    Args:
+        requests: transport of the messages.
+        own: peer id of this node.
+        key: signs the own summary.
+        swarm: swarm id, part of the signature.
+        connected: returns the connected peers.
+        is_allowed: returns False for peers whose summaries are dropped.
+        clock: Unix time in seconds.
+        rng: random source.
+
+    Attributes:
+        own_summary: (creation time in ms) → own summary; None shares nothing.
     """
 
     def __init__(
@@ -256,7 +272,7 @@ class Summaries:
         swarm: bytes,
         connected: Callable[[], list[str]],
         *,
-        welcome: Callable[[str], bool] = lambda peer: True,
+        is_allowed: Callable[[str], bool] = lambda peer: True,
         clock: Callable[[], float] = time.time,
         rng: random.Random | None = None,
     ) -> None:
@@ -264,15 +280,17 @@ class Summaries:
         self._requests = requests
         self._swarm = swarm
         self._connected = connected
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._clock = clock
         self._rng = rng or random.Random()
         self._claims = Claims(own)
         self._clocks = Clocks()
         self._outcomes = collections.Counter[str](dict.fromkeys(OUTCOMES, 0))
-        self._asked: dict[str, float] = {}  # connected peer → when, by trio's clock
-        self._allowance = Allowance()
-        self._signed = Signed(key, swarm)
+        self._asked: dict[
+            str, float
+        ] = {}  # connected peer → time of the last request, on trio's clock
+        self._limiter = RequestLimiter()
+        self._own = OwnSummary(key, swarm)
         requests.serve(
             ids.SUMMARY_PROTOCOL,
             self._answer,
@@ -284,7 +302,7 @@ class Summaries:
         )
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run rounds until cancelled."""
         while True:
             connected = self._connected()
             self._claims.expire(self._clock())
@@ -295,21 +313,21 @@ class Summaries:
                 await trio.sleep(POLL_INTERVAL)
 
     async def round(self, connected: list[str]) -> None:
-        """Signs a summary and asks some peers."""
+        """Sign the own summary and ask a few peers."""
         self._asked = {peer: self._asked.get(peer, -float("inf")) for peer in connected}
-        self._allowance.keep(connected)
+        self._limiter.retain(connected)
         now = trio.current_time()
-        frame = self._signed.sign(self.own_summary(int(self._clock() * 1000)), now)
+        frame = self._own.sign(self.own_summary(int(self._clock() * 1000)), now)
         async with trio.open_nursery() as nursery:
             for peer in sorted(connected, key=lambda peer: (self._asked[peer], self._rng.random()))[
-                :AT_ONCE
+                :PEERS_PER_ROUND
             ]:
                 self._asked[peer] = now
                 nursery.start_soon(self.ask, peer, frame)
 
     async def ask(self, peer: str, frame: bytes) -> None:
-        """Tells one peer of this node and takes over what it knows of others. Never raises for
-        anything the peer does."""
+        """Send the own summary to one peer and store the ones that it returns. Never raises for a
+        fault of the peer."""
         try:
             data = await self._requests.request(
                 peer,
@@ -323,62 +341,63 @@ class Summaries:
             self._outcomes["malformed" if isinstance(error, BadMessage) else "failed"] += 1
             log.debug("no summaries from %s: %s", peer, error)
             return
-        for told in response.summaries:
-            if told in self._claims:
+        for received in response.summaries:
+            if received in self._claims:
                 self._outcomes["known"] += 1
                 continue
-            # a signature takes a fraction of a millisecond, and there may be many
+            # verifying many signatures takes time, so other tasks may run in between
             await trio.lowlevel.checkpoint()
             try:
-                signer, summary = open_summary(told, self._swarm)
+                signer, summary = open_summary(received, self._swarm)
             except BadMessage:
                 self._outcomes["malformed"] += 1
                 continue
-            self._take(told, signer, summary, peer)
+            self._take(received, signer, summary, peer)
 
-    def _take(self, frame: bytes, signer: str, summary: Summary, by: str) -> None:
+    def _take(self, frame: bytes, signer: str, summary: Summary, sender: str) -> None:
         outcome = (
-            self._claims.take(frame, signer, summary, by, self._clock())
-            if self._welcome(signer)
+            self._claims.take(frame, signer, summary, sender, self._clock())
+            if self._is_allowed(signer)
             else "unwelcome"
         )
         self._outcomes[outcome] += 1
 
     async def _answer(self, peer: str, data: bytes) -> bytes:
-        """Their summary. Raises BadMessage, also when it is not theirs, and PeerError when they ask
-        too often."""
-        if not self._allowance.take(peer, trio.current_time()):
-            raise PeerError(f"{peer} asks too often")
+        """Handle a request. Raises BadMessage, also if another peer signed the summary, and
+        PeerError above the request rate."""
+        if not self._limiter.take(peer, trio.current_time()):
+            raise PeerError(f"{peer} sends too many requests")
         request = codec.decode(data, SummaryRequest, limits.SUMMARY_REQUEST_BYTES)
         if request.summary:
             signer, summary = open_summary(request.summary, self._swarm)
             if signer != peer:
-                raise BadMessage("bounds", "a summary of somebody else")
-            self._clocks.note(peer, summary.created_at / 1000 - self._clock(), trio.current_time())
+                raise BadMessage("bounds", "the summary is signed by another peer")
+            self._clocks.record(
+                peer, summary.created_at / 1000 - self._clock(), trio.current_time()
+            )
             self._take(request.summary, signer, summary, peer)
         self._claims.expire(self._clock())
-        own = self._signed.fresh(trio.current_time())
+        own = self._own.fresh(trio.current_time())
         return codec.encode(
             SummaryResponse(own + self._claims.frames(limits.SUMMARIES - len(own), peer, self._rng))
         )
 
     def version_of(self, peer: str) -> str:
-        """Return the version of swarmnode in the latest summary of `peer`; empty if there is
-        none."""
+        """Return the swarmnode version in the latest summary of `peer`; empty if there is none."""
         return next((c.summary.version for c in self._claims.all() if c.peer == peer), "")
 
     def statistics(self) -> SummaryStatistics:
         now = self._clock()
         self._claims.expire(now)
-        return summed_up(
+        return aggregate(
             self._claims.all(), dict(self._outcomes), self._clocks.offset(trio.current_time()), now
         )
 
 
-def summed_up(
+def aggregate(
     claims: list[Claim], heard: dict[str, int], clock_offset: float | None, now: float
 ) -> SummaryStatistics:
-    """`claims`: in the order in which they are shown; `now`: Unix seconds."""
+    """Aggregate `claims`, which are in display order. `now` is Unix time in seconds."""
     rewards = [claim.summary.reward for claim in claims if claim.summary.reward >= 0]
     return SummaryStatistics(
         reporting=len(claims),
@@ -386,31 +405,31 @@ def summed_up(
         policy_version_median=statistics.median(claim.summary.policy_version for claim in claims)
         if claims
         else None,
-        rows=[_row(claim, now) for claim in claims[:ROWS]],
+        rows=[_row(claim, now) for claim in claims[:MAX_ROWS]],
         heard=heard,
         clock_offset_seconds=clock_offset,
     )
 
 
 def _row(claim: Claim, now: float) -> ClaimStatistics:
-    """A claim as it is shown. `now`: Unix seconds."""
-    told = claim.summary
+    """Return a claim for display. `now` is Unix time in seconds."""
+    summary = claim.summary
     return ClaimStatistics(
         peer=claim.peer,
-        name=plain_name(told.name),
-        version=told.version,
-        step=told.step,
-        policy_version=told.policy_version,
-        reward=told.reward if told.reward >= 0 else None,
-        published=told.published,
-        peers=told.peers,
-        uptime_seconds=told.uptime,
-        age_seconds=max(0.0, now - told.created_at / 1000),
+        name=plain_name(summary.name),
+        version=summary.version,
+        step=summary.step,
+        policy_version=summary.policy_version,
+        reward=summary.reward if summary.reward >= 0 else None,
+        published=summary.published,
+        peers=summary.peers,
+        uptime_seconds=summary.uptime,
+        age_seconds=max(0.0, now - summary.created_at / 1000),
         direct=claim.direct,
     )
 
 
 def plain_name(name: str) -> str:
-    """At most NAME_CHARACTERS of a name, without what turns the text around it or cannot be seen:
-    it may be a stranger's."""
+    """Return at most NAME_CHARACTERS of a name with unprintable characters replaced: a stranger's
+    name must not change the direction of the surrounding text."""
     return "".join(c if c.isprintable() else "\ufffd" for c in name[:NAME_CHARACTERS])

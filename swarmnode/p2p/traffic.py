@@ -1,5 +1,5 @@
-"""Bytes by protocol and direction, counted where a stream is read and written: what applications
-see, without Noise and Yamux overhead. When a peer was last heard is noted there, too."""
+"""Bytes by protocol and direction, counted at stream reads and writes, without the overhead of
+Noise and Yamux. Reads also record when a peer was last heard."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import trio
 from swarmnode.p2p.library.objects import NetStream
 
 NEGOTIATION = "negotiation"
-"""Label of bytes that went by before a protocol was agreed on. After that the label is one of our
-protocols: peers cannot invent any."""
+"""Label of the bytes before a protocol is negotiated. Later labels are protocols of this node, so
+peers cannot create labels."""
 
 
 class TrafficStatistics(msgspec.Struct, frozen=True):
@@ -22,22 +22,21 @@ class TrafficStatistics(msgspec.Struct, frozen=True):
 
 
 class Traffic:
-    """Counts what goes by on every stream."""
+    """Counts the bytes of every stream."""
 
     def __init__(self) -> None:
         self._received = collections.Counter[str]()
         self._sent = collections.Counter[str]()
 
     def meter(self, stream: NetStream) -> None:
-        """A new stream, from which nothing has been read yet: replaces its read and write by
-        counting ones."""
+        """Replace read and write of a new, unread stream by counting versions."""
         read, write, received, sent = stream.read, stream.write, self._received, self._sent
 
         async def counting_read(n: int | None = None) -> bytes:
             data = await read(n)
             received[stream.protocol_id or NEGOTIATION] += len(data)
             if data:
-                stream.muxed_conn.heard_at = trio.current_time()
+                stream.muxed_conn.last_received_at = trio.current_time()
             return data
 
         async def counting_write(data: bytes) -> None:

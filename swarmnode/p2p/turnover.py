@@ -1,35 +1,53 @@
-"""Which connections a node gives up: so that newcomers find a place, and so that it meets others
-than those it met first. Pure.
+"""Selects connections to close: dead ones, to make room for new peers, and to meet other peers.
 
-    above FULL of network.max_connections ─▶ make_room: inbound, settled, nothing depends on it; of
-    whoever has most, the oldest
-    now and then                          ─▶ exchanged: outbound, none of the oldest half (anchors),
-    drawn; another is dialled for it
+Pure: `now` is monotonic time in seconds.
 
-Turnover alone would hand a node to whoever has most identities: each exchange is a draw, and who is
-lost is replaced from what others tell. The anchors, the bounds by prefix and relay, and a table
-that keeps peers by a key of its own (`peers.py`) are what stands against that.
+    above FULL_SHARE of max_connections ─▶ peers_to_drop: inbound, settled, unneeded; the oldest of
+                                           the largest network group
+    every TURNOVER_SECONDS              ─▶ peer_to_replace: a random outbound peer, except the
+                                           oldest half (anchors)
+
+Turnover alone would hand a node to the operator with the most peer ids: each exchange is a random
+draw, and the lost peer is replaced from reports of other peers. The anchors, the limits by prefix
+and relay, and the keyed sampling of the peer table (`peers.py`) counteract this.
+
+Dead connections are those whose remote end vanished silently: power loss, pulled cable, stopped
+process. Yamux pings every connection every 30 s but ignores missing answers, and TCP needs about 15
+minutes to notice.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Generic, NamedTuple, TypeVar
 
-FULL = 0.75
-"""Share of the connections above which places are given up: the rest is for whoever comes, who is
-told of others by whom it is let in."""
+C = TypeVar("C")
+
+SILENT_SECONDS = 30.0
+"""A connection is dead after a ping was unanswered for this long. Yamux sends the next ping 40 s
+after an unanswered one."""
+FULL_SHARE = 0.75
+"""Share of `network.max_connections` above which connections are closed. The rest stays free for
+new peers, which need a connection to receive addresses of other peers."""
 SETTLED_SECONDS = 20.0
-"""After so long a newcomer has asked for peers."""
+"""By this time a new peer has completed its peer exchange."""
 TURNOVER_SECONDS = 600.0
-"""Between two exchanges, with jitter."""
+"""Interval between exchanges, before jitter."""
 
 
-class Link(NamedTuple):
-    """A connected peer. `group`: the /24, the /48 or the relay that it is seen at. `spare`: nothing
-    here depends on it."""
+class PeerLink(NamedTuple):
+    """A connected peer.
+
+    Attributes:
+        peer: its peer id.
+        inbound: it dialled this node.
+        since: time of the connection.
+        group: its /24 or /48 network, or its relay.
+        spare: no part of this node needs it.
+    """
 
     peer: str
     inbound: bool
@@ -38,9 +56,9 @@ class Link(NamedTuple):
     spare: bool
 
 
-def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
-    """Peers to disconnect. most: as `network.max_connections`."""
-    excess = len(links) - int(FULL * most)
+def peers_to_drop(links: Collection[PeerLink], max_connections: int, now: float) -> list[str]:
+    """Return the peers to disconnect. `max_connections` is `network.max_connections`."""
+    excess = len(links) - int(FULL_SHARE * max_connections)
     settled = sorted(
         (
             each
@@ -52,7 +70,7 @@ def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
     alike: Counter[str | None] = Counter(each.group for each in links if each.group is not None)
     chosen: list[str] = []
     while settled and len(chosen) < excess:
-        # the oldest of those with most: `settled` is in order
+        # `settled` is sorted by age, so this is the oldest peer of the largest group
         gone = max(settled, key=lambda each: alike[each.group])
         settled.remove(gone)
         alike[gone.group] -= 1
@@ -60,19 +78,56 @@ def make_room(links: Collection[Link], most: int, now: float) -> list[str]:
     return chosen
 
 
-def exchanged(links: Collection[Link], target: int, now: float, rng: random.Random) -> str | None:
-    """The peer to exchange for another, if there are `target`: half of those that we dialled are
-    kept for good."""
-    ours = sorted((each for each in links if not each.inbound), key=_age)
-    if len(links) < target or len(ours) < target // 2:
+def peer_to_replace(
+    links: Collection[PeerLink], target: int, now: float, rng: random.Random
+) -> str | None:
+    """Return a random peer to replace, or None below `target` connections. The oldest half of the
+    outbound peers is never replaced."""
+    outbound = sorted((each for each in links if not each.inbound), key=_age)
+    if len(links) < target or len(outbound) < target // 2:
         return None
     young = [
         each.peer
-        for each in ours[target // 4 :]
+        for each in outbound[target // 4 :]
         if each.spare and now - each.since >= SETTLED_SECONDS
     ]
     return rng.choice(young) if young else None
 
 
-def _age(link: Link) -> float:
+def _age(link: PeerLink) -> float:
     return link.since
+
+
+class Liveness(Generic[C]):
+    """Tracks the pings of all connections."""
+
+    def __init__(self) -> None:
+        self._unanswered: dict[C, tuple[int, float]] = {}
+
+    def dead(
+        self,
+        pings: Mapping[C, tuple[int, bool]],
+        now: float,
+        last_received: Mapping[C, float | None] = MappingProxyType({}),
+    ) -> list[C]:
+        """Return the connections to close.
+
+        Args:
+            pings: for each connection, the number of its latest ping and whether it was answered.
+            now: monotonic time in seconds.
+            last_received: time of the last received bytes. They count as a sign of life, because
+                the answer to a ping can be half a minute late on a line that is busy with weights.
+        """
+        unanswered = {
+            each: number for each, (number, answered) in pings.items() if number and not answered
+        }
+        since = {}
+        for each, number in unanswered.items():
+            before = self._unanswered.get(each)
+            since[each] = before if before is not None and before[0] == number else (number, now)
+        self._unanswered = since
+        return [
+            each
+            for each, (_, at) in since.items()
+            if now - max(at, last_received.get(each) or at) >= SILENT_SECONDS
+        ]

@@ -5,12 +5,17 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_parsing import parse_response
+from transformers.utils.chat_parsing.response_templates import load_response_template
 
+from swarmnode import tool_prompt
 from swarmnode.errors import Incompatible, Unavailable
 
 UNUSED_LOGIT = -1e4
@@ -114,7 +119,7 @@ class PolicyText:
         """
         return self.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
 
-    def observation_ids(self, observation: str, last_id: int) -> list[int]:
+    def observation_ids(self, observation: str, last_id: int, tools: bool = False) -> list[int]:
         """Return the ids between two actions of an episode.
 
         They are the observation and the text of the chat template around it, including the start of
@@ -124,6 +129,7 @@ class PolicyText:
             observation: Text from the environment. Names of special tokens in it are encoded as
                 text.
             last_id: Last token of the previous action.
+            tools: True if the episode's prompt has tools (`has_tools`).
 
         Raises:
             Unavailable: The chat template cannot be used for episodes.
@@ -131,11 +137,17 @@ class PolicyText:
         encode = lambda text, **how: list(
             self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
         )
-        before, after = around_observations(self.tokenizer, self.chat)
+        before, after = around_observations(self.tokenizer, self.chat, tools)
         head = encode(before)
         if head[:1] == [last_id]:  # the policy already sampled the end of its turn
             head = head[1:]
         return [*head, *encode(observation, split_special_tokens=True), *encode(after)]
+
+    def has_tools(self, prompt: str) -> bool:
+        """Return True if the chat template shows the tools of a first text: observations are then
+        the results of tools."""
+        first = tool_prompt.split(prompt)
+        return bool(first.tools) and shows_tools(self.tokenizer, self.chat, first.form)
 
     def room(self, prompt_ids: Sequence[int], wanted: int) -> int:
         """Return how many of `wanted` answer tokens fit behind a prompt. Raises PromptTooLong if
@@ -205,17 +217,41 @@ class PolicyText:
 
 
 EPISODE = (
-    ("<think>\nThe goal is to the right.\n</think>\n\nright", "You see ice."),
-    ("<think>\nNow down.\n</think>\n\ndown", "You fell."),
+    ("<think>\nThe goal is to the right.\n</think>\n\n", "right", "You see ice."),
+    ("<think>\nNow down.\n</think>\n\n", "down", "You fell."),
 )
-"""Actions and observations with which a chat template is tested."""
+"""Thoughts, actions and observations with which a chat template is tested."""
+OPENS_THOUGHT, ENDS_THOUGHT = "<think>\n", "</think>\n\n"
+"""What a template may end with: the policy then writes the rest."""
+TOOL_CALL: dict[str, Any] = {"name": "look_at", "arguments": {"place": "left", "distance": 7}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_at",
+        "description": "Look at a place.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"type": "string", "description": "Where."},
+                "distance": {"type": "integer", "description": "How far."},
+            },
+            "required": ["place", "distance"],
+        },
+    },
+}
+"""A call and its tool with which a chat template is tested."""
 
 
 @functools.lru_cache(maxsize=8)
-def around_observations(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat()) -> tuple[str, str]:
+def around_observations(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat(), tools: bool = False
+) -> tuple[str, str]:
     """Return the texts that the chat template puts before and after an observation.
 
     Without a template, they are line breaks.
+
+    Args:
+        tools: Observations are the results of tools (`shows_tools`), else turns of the user.
 
     Raises:
         Unavailable: The template changes earlier turns once a later turn exists. The policy would
@@ -223,25 +259,84 @@ def around_observations(tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat())
     """
     if not tokenizer.chat_template:
         return "\n", "\n"
-    turns = [{"role": "user", "content": "Where is the goal?"}]
-    shown = [_render(tokenizer, turns, chat)]
-    for action, observation in EPISODE:
-        turns += [
-            {"role": "assistant", "content": action},
-            {"role": "user", "content": observation},
-        ]
-        shown.append(_render(tokenizer, turns, chat))
-    (first, observation), (second, _) = EPISODE
-    before, found, after = shown[1].removeprefix(shown[0] + first).partition(observation)
-    appended = shown[1] + second + before + EPISODE[1][1] + after
-    if not shown[1].startswith(shown[0] + first) or not found or shown[2] != appended:
+    found = _around(tokenizer, chat, [TOOL] if tools else [])
+    if found is None:
         raise Unavailable(
             "the chat template of policy.model changes earlier turns of a conversation (it strips"
             " thinking, or starts an answer otherwise), so that episodes cannot be trained on: set"
             " the template's argument that keeps them in policy.chat, such as preserve_thinking ="
             " true or clear_thinking = false, or take an instruct model that does not think"
         )
-    return before, after
+    return found
+
+
+def _around(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, tools: list[dict[str, Any]]
+) -> tuple[str, str] | None:
+    """Return the texts before and after an observation, None if a later turn changes earlier
+    ones."""
+    turns = [{"role": "user", "content": "Where is the goal?"}]
+    shown = [_render(tokenizer, turns, chat, tools)]
+    episode = list[tuple[str, str]]()
+    for thought, answer, observation in EPISODE:
+        opened = OPENS_THOUGHT if shown[0].endswith(OPENS_THOUGHT) else ""
+        thinks = not shown[0].endswith(ENDS_THOUGHT)
+        episode.append((thought.removeprefix(opened) + answer if thinks else answer, observation))
+    for action, observation in episode:
+        turns += [
+            {"role": "assistant", "content": action},
+            {"role": "tool" if tools else "user", "content": observation},
+        ]
+        shown.append(_render(tokenizer, turns, chat, tools))
+    (first, observation), (second, last) = episode
+    before, found, after = shown[1].removeprefix(shown[0] + first).partition(observation)
+    appended = shown[1] + second + before + last + after
+    appends = shown[1].startswith(shown[0] + first) and bool(found) and shown[2] == appended
+    return (before, after) if appends else None
+
+
+@functools.lru_cache(maxsize=8)
+def shows_tools(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat = Chat(), form: str = tool_prompt.FORM
+) -> bool:
+    """Return True if the chat template can show the tools of an episode and their results.
+
+    Otherwise the model reads them as the text that `tool_prompt.describe` wrote. The template has
+    to
+
+    * show tools, and add results to a conversation without changing earlier turns;
+    * write a call in the form that the environments of all members read. A receiver replays the
+      text of a call, and its model may be of another family, so the form is part of the task and
+      not of a model.
+
+    Args:
+        form: Response template of the task, as JSON. Another than the usual one is not compiled
+            here unless it is the tokenizer's own: its patterns may be anybody's.
+    """
+    trusted = form == tool_prompt.FORM or form == json.dumps(tokenizer.response_template)
+    if not tokenizer.chat_template or not trusted:
+        return False
+    question = [{"role": "user", "content": "Where is the goal?"}]
+    call = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": TOOL_CALL}],
+    }
+    try:
+        asked = _render(tokenizer, question, chat, [TOOL])
+        if TOOL_CALL["name"] not in asked or _around(tokenizer, chat, [TOOL]) is None:
+            return False
+        written = _render(tokenizer, [*question, call], chat, [TOOL], answer=False)
+    except Exception:  # a template is a program, and may raise what it likes  # noqa: BLE001
+        return False
+    if not written.startswith(asked):
+        return False
+    try:
+        template = load_response_template(json.loads(form))
+        said = parse_response(written.removeprefix(asked), template, prefix="", tools=[TOOL])
+    except (ValueError, TypeError):
+        return False
+    return [each["function"] for each in said.get("tool_calls") or []] == [TOOL_CALL]
 
 
 @functools.lru_cache(maxsize=8192)  # evaluation asks the same questions again and again
@@ -250,20 +345,31 @@ def encode_prompt(
 ) -> tuple[int, ...]:
     if not tokenizer.chat_template:
         return tuple(tokenizer(prompt)["input_ids"])
-    text = _render(tokenizer, [{"role": "user", "content": prompt}], chat)
+    first = tool_prompt.split(prompt)
+    if first.tools and not shows_tools(tokenizer, chat, first.form):
+        first = tool_prompt.FirstText(prompt)
+    text = _render(tokenizer, [{"role": "user", "content": first.question}], chat, first.tools)
     return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, turns: Sequence[dict[str, str]], chat: Chat) -> str:
+def _render(
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, Any]],
+    chat: Chat,
+    tools: Sequence[dict[str, Any]] = (),
+    answer: bool = True,
+) -> str:
     """Render the conversation with the model's chat template, up to the start of an answer."""
     system = [{"role": "system", "content": chat.system}] if chat.system else []
-    arguments = dict(chat.arguments)  # none of the method's own: `Chat.of`
+    arguments = dict[str, Any](chat.arguments)  # none of the method's own: `Chat.of`
+    if tools:
+        arguments["tools"] = list(tools)
     return str(
         tokenizer.apply_chat_template(
             [*system, *turns],
-            add_generation_prompt=True,
+            add_generation_prompt=answer,
             tokenize=False,
-            **arguments,  # type: ignore[arg-type]
+            **arguments,
         )
     )
 

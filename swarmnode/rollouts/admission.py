@@ -102,7 +102,7 @@ class Admission:
         cfg: The settings `sharing.*`.
         max_completion_length: This node's own limit, tokens.
         is_greylisted: Peer id → True if the peer's groups are ignored.
-        is_allowed: Returns True if the swarm's manifest allows a group.
+        meets_rules: Returns True if the swarm's manifest allows a group.
         chooses: True if members choose the difficulty of their questions.
         version_of: Peer id → version of swarmnode that the peer says it runs; empty if unknown.
     """
@@ -116,7 +116,7 @@ class Admission:
         *,
         max_completion_length: int = limits.TOKENS,
         is_greylisted: Callable[[str], bool] = lambda peer: False,
-        is_allowed: Callable[[RolloutGroup], bool] = lambda group: True,
+        meets_rules: Callable[[RolloutGroup], bool] = lambda group: True,
         chooses: bool = False,
         version_of: Callable[[str], str] = lambda peer: "",
     ) -> None:
@@ -125,7 +125,7 @@ class Admission:
         self.cfg = cfg
         self.max_completion_length = max_completion_length
         self.is_greylisted = is_greylisted
-        self.is_allowed = is_allowed
+        self.meets_rules = meets_rules
         self.chooses = chooses
         self.version_of = version_of
         self.policy = (b"", b"")
@@ -236,7 +236,7 @@ class Admission:
     def statistics(self) -> AdmissionStatistics:
         """Return the counts of groups."""
         by_verdict = lambda verdict: {
-            reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict
+            reason: self._outcomes[reason] for reason, each in REASONS.items() if each is verdict
         }
         return AdmissionStatistics(
             candidates=self._outcomes["candidate"],
@@ -312,7 +312,7 @@ class Admission:
         most_turns = TASKS[task.id].turns
         if not all(has_turns(completion, most_turns) for completion in group.completions):
             return "turns"
-        if not self.is_allowed(group):
+        if not self.meets_rules(group):
             return "agreement"
         if not all(_adds_up(c) for c in group.completions):
             return "tokens"

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from swarmnode.rollouts import sampling
-from swarmnode.wire.listings import Listed
+from swarmnode.wire.listings import ListedGroup
 from swarmnode.wire.messages import RolloutGroup
 
 Lie = Literal[
@@ -66,7 +66,7 @@ MOST_HOLDERS = 1024
 """Holders that are remembered; the one observed least recently is forgotten."""
 
 
-def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int) -> Lie | None:
+def contradiction(listed: ListedGroup, author: bytes, group: RolloutGroup, size: int) -> Lie | None:
     """Return the first field of a listing that contradicts the signed group, or None.
 
     Args:
@@ -84,7 +84,7 @@ def contradiction(listed: Listed, author: bytes, group: RolloutGroup, size: int)
     return "age" if group.created_at != listed.created_at else None
 
 
-def has_spread(listed: Listed, rewards: list[float]) -> bool:
+def has_spread(listed: ListedGroup, rewards: list[float]) -> bool:
     """Return True if the rewards (G,), as computed by this node, have the listed spread."""
     return math.isclose(sampling.spread(rewards), listed.spread, abs_tol=SPREAD_SLACK)
 

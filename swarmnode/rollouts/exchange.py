@@ -123,9 +123,9 @@ class RolloutExchange:
             rules.tasks,
             cfg,
             max_completion_length=rules.max_completion_length,
-            is_greylisted=lambda peer: not network.welcome(peer),
-            is_allowed=rules.is_allowed,
-            chooses=rules.members_choose,
+            is_greylisted=lambda peer: not network.is_allowed(peer),
+            meets_rules=rules.meets_rules,
+            chooses=rules.members_choose_difficulty,
             version_of=version_of,
         )
         self.pool = Pool()

@@ -114,9 +114,9 @@ class GroupRules:
     """Names of the tasks that this node trains on."""
     max_completion_length: int = limits.TOKENS
     """This node's limit, tokens."""
-    is_allowed: Callable[[RolloutGroup], bool] = lambda group: True
+    meets_rules: Callable[[RolloutGroup], bool] = lambda group: True
     """Returns True if the swarm's manifest allows a group."""
-    members_choose: bool = False
+    members_choose_difficulty: bool = False
     """True if the swarm's members choose the difficulty of their questions."""
 
 

@@ -24,7 +24,7 @@ import msgspec
 
 from swarmnode.rollouts import sampling
 from swarmnode.wire import limits
-from swarmnode.wire.listings import Listed, ListingResponse
+from swarmnode.wire.listings import ListedGroup, ListingResponse
 
 MOST_HOLDERS = 64
 """Holders whose offers are stored; the one polled least recently is dropped."""
@@ -48,7 +48,7 @@ lowers the weight of its next one."""
 _Claim = tuple[bytes, bytes, int]
 """(content id, author, creation time). Contradicting listings of one group are separate claims, so
 that a false listing never replaces a true one."""
-_Held = dict[_Claim, list[tuple[str, Listed]]]
+_Held = dict[_Claim, list[tuple[str, ListedGroup]]]
 """Claim → (holder, its listing)."""
 
 
@@ -56,7 +56,7 @@ class Pull(msgspec.Struct, frozen=True):
     """One fetch request: a holder and the groups to ask it for, the most wanted first."""
 
     holder: str
-    groups: tuple[Listed, ...]
+    groups: tuple[ListedGroup, ...]
 
 
 class _Holder(msgspec.Struct):
@@ -64,7 +64,7 @@ class _Holder(msgspec.Struct):
 
     life: bytes
     position: int
-    groups: OrderedDict[bytes, Listed]
+    groups: OrderedDict[bytes, ListedGroup]
 
 
 class Offers:
@@ -123,7 +123,7 @@ class Offers:
             known.groups.popitem(last=False)
         return True
 
-    def restore(self, holder: str, listed: Listed) -> None:
+    def restore(self, holder: str, listed: ListedGroup) -> None:
         """Offer a group again after a failed fetch from `holder`."""
         if (known := self._holders.get(holder)) is not None:
             known.groups.setdefault(listed.content, listed)
@@ -241,18 +241,18 @@ class Offers:
         return held
 
 
-def is_timely(listed: Listed, now: float) -> bool:
+def is_timely(listed: ListedGroup, now: float) -> bool:
     """Return True if admission would accept a group of this age."""
     return -limits.CLOCK_SKEW_SECONDS <= now - listed.created_at / 1000 <= limits.GROUP_AGE_SECONDS
 
 
-def freshness(listed: Listed, now: float) -> float:
+def freshness(listed: ListedGroup, now: float) -> float:
     """Return `0.5 ** (age / HALF_LIFE_SECONDS)`."""
     return float(0.5 ** (max(0.0, now - listed.created_at / 1000) / HALF_LIFE_SECONDS))
 
 
 def _name(
-    author: str, known: Collection[str], holders: list[tuple[str, Listed]], rng: random.Random
+    author: str, known: Collection[str], holders: list[tuple[str, ListedGroup]], rng: random.Random
 ) -> str:
     """Return the name that a group is counted under in a choice.
 
@@ -298,7 +298,7 @@ def _of_few(
 
 def _pack(
     count: int,
-    ordered: Sequence[tuple[_Claim, str, str, list[tuple[str, Listed]]]],
+    ordered: Sequence[tuple[_Claim, str, str, list[tuple[str, ListedGroup]]]],
     belief: Callable[[str], float],
     rng: random.Random,
 ) -> list[Pull]:
@@ -322,7 +322,7 @@ def _pack(
     turns = [(0, places.popleft()) for places in waiting.values()]
     asked: set[bytes] = set()
     taken: Counter[str] = Counter()
-    requests: dict[str, list[Listed]] = {}
+    requests: dict[str, list[ListedGroup]] = {}
     room: dict[str, int] = {}
     while turns and len(asked) < count:
         turn, place = heapq.heappop(turns)
@@ -349,7 +349,7 @@ def _pack(
     return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
 
 
-def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -> float:
+def _spread(holders: list[tuple[str, ListedGroup]], belief: Callable[[str], float]) -> float:
     """Return the mean of the listed spreads of one group, weighted by belief in the holders."""
     total = sum(belief(holder) for holder, _ in holders)
     return max(
@@ -359,11 +359,11 @@ def _spread(holders: list[tuple[str, Listed]], belief: Callable[[str], float]) -
 
 
 def _draw(
-    holders: list[tuple[str, Listed]],
+    holders: list[tuple[str, ListedGroup]],
     author: str,
     belief: Callable[[str], float],
     rng: random.Random,
-) -> tuple[str, Listed]:
+) -> tuple[str, ListedGroup]:
     """Draw one holder, weighted by belief, and by SECOND_HAND if it is not the author."""
     return rng.choices(
         holders,

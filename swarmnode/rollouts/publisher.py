@@ -24,6 +24,8 @@ from swarmnode.wire.messages import RolloutGroup
 
 PUBLISHED = "published"
 """Outcome of `Publisher.publish` for a group that was put on the shelf."""
+REASONS = ("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy")
+"""Outcomes of `Publisher.publish` for a group that was not put on the shelf."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
 """Outcomes of normal operation, logged at level info."""
 
@@ -53,13 +55,13 @@ class Publisher:
     ) -> None:
         self._own_peer = own_peer
         self._credentials = credentials
-        self._keeps_rules = rules.is_allowed
+        self._meets_rules = rules.meets_rules
         self._rate = rate
         self._pace = Signer(own_peer, rate, clock())
         self._allows = allows
         self._gossip = gossip
         self._clock = clock
-        self._tally = DropTally("own group not published", quiet=EXPECTED)
+        self._tally = DropTally("own group not published", quiet=EXPECTED, reasons=REASONS)
 
     def statistics(self) -> DropCounts:
         """Return the number of published groups, and of unpublished ones by outcome."""
@@ -112,7 +114,7 @@ class Publisher:
         spec = TASKS.get(own.task.id)
         if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
             return "invalid"
-        if not self._keeps_rules(group):  # sampled before the manifest changed
+        if not self._meets_rules(group):  # sampled before the manifest changed
             return "invalid"
         if len(codec.encode(group)) > limits.GROUP_BYTES:
             group = without_token_ids(group)

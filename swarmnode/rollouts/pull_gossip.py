@@ -38,7 +38,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -97,8 +97,6 @@ class ServingStatistics(msgspec.Struct, frozen=True):
     waiting: int = 0
     """Polls held open now."""
     shelf: ShelfStatistics = ShelfStatistics()
-    askers: int = 0
-    """Peers whose allowance is remembered."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +186,7 @@ class PullGossip:
         key = envelope.peer_key(author)
         if key is None:
             return
-        listed = Listed(
+        listed = ListedGroup(
             envelope.content_id(frame),
             key,
             group.task.id,
@@ -251,7 +249,7 @@ class PullGossip:
     def _start_due(self, puller: Puller, nursery: trio.Nursery) -> None:
         """Start the polls and fetches that are due."""
         now, seen = trio.current_time(), self._admission.has_seen
-        connected = [peer for peer in self._network.connected() if self._network.welcome(peer)]
+        connected = [peer for peer in self._network.connected() if self._network.is_allowed(peer)]
         for peer in puller.polls_due(connected, now, seen):
             nursery.start_soon(self._poll, puller, peer)
         for pull in puller.fetches_due(now, self._clock(), self._hooks.trust, seen):
@@ -327,7 +325,7 @@ class PullGossip:
                 puller.claims.lie(pull.holder, "slow")
         self._changed.set()
 
-    def _take(self, puller: Puller, holder: str, listed: Listed, body: bytes) -> str:
+    def _take(self, puller: Puller, holder: str, listed: ListedGroup, body: bytes) -> str:
         """Check one fetched group against its listing and by admission.
 
         Returns:
@@ -432,9 +430,7 @@ class Server:
 
     def statistics(self) -> ServingStatistics:
         """Return the counts of answers."""
-        return ServingStatistics(
-            dict(self._served), self._waiting, self._shelf.statistics(), len(self._allowances)
-        )
+        return ServingStatistics(dict(self._served), self._waiting, self._shelf.statistics())
 
     async def _list(self, peer: str, data: bytes) -> bytes:
         """Answer a poll.

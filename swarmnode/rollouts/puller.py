@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from swarmnode.rollouts.claims import Claims, has_spread
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.rollouts.offers import Offers, Pull
-from swarmnode.wire.listings import Listed, ListingResponse
+from swarmnode.wire.listings import ListedGroup, ListingResponse
 
 STEPS_AHEAD = 2
 """Steps of groups that a node keeps in its pool. More than 1, because the trainer refuses some."""
@@ -147,7 +147,7 @@ class Puller:
         request."""
         self._fetches: dict[str, int] = {}
         """Peer → number of groups in the fetch under way."""
-        self._asked: OrderedDict[bytes, tuple[str, Listed]] = OrderedDict()
+        self._asked: OrderedDict[bytes, tuple[str, ListedGroup]] = OrderedDict()
         """Content id → (holder, its listing) of groups that are being fetched or scored."""
 
     # -- demand

@@ -3,7 +3,8 @@ whose groups repeatedly fail the scorer.
 
     put ─ author excluded? room? ─▶ queue ─▶ scorer ─▶ on_scored
                                               └ failed ─▶ on_failed, and a strike for the author
-                                                where others in the batch did not fail
+                                                where the scorer works for others, or for a question
+                                                of this node
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import trio
 
 from swarmnode.rollouts.groups import Candidate, answers, memory_bytes
 from swarmnode.tasks.frames import CompletionText, Scored, ScoreError, ScorerFailed, TaskUnknown
+from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskRef
 
 SCORER_GROUPS = 32
@@ -97,7 +99,8 @@ class ScoringQueue:
 
     async def _work(self) -> None:
         """Score batches until cancelled. An author gets a strike only if the scorer succeeded for
-        another group of the batch; otherwise the scorer itself may be broken."""
+        another group of the batch, or succeeds for a question of this node; otherwise the scorer
+        itself may be broken."""
         while True:
             while not (batch := self._queue.take(SCORER_GROUPS)):
                 self._news = trio.Event() if self._news.is_set() else self._news
@@ -108,15 +111,32 @@ class ScoringQueue:
             except ScorerFailed as failed:  # the scorer process cannot be started
                 results = [failed] * len(batch)
             works = any(isinstance(scored, Scored) for scored in results)
+            lost = [c for c, scored in zip(batch, results, strict=True) if _failed(scored)]
+            if lost and not works:
+                works = await self._works(lost[0].group.task)
             for candidate, scored in zip(batch, results, strict=True):
                 if isinstance(scored, Scored):
                     self._on_scored(candidate, scored)
                     continue
-                if isinstance(scored, ScorerFailed) and works:
+                if works and _failed(scored):
                     self._strikes.add(candidate.peer, self._clock())
                 self._on_failed(
                     "unregenerable" if isinstance(scored, TaskUnknown) else "scorer", candidate.peer
                 )
+
+    async def _works(self, task: TaskRef) -> bool:
+        """Return True if the scorer makes a question of a task at an address of this node's
+        choice. All groups of a batch may be of one author."""
+        own = TaskRef(task.id, task.version, evaluation_seed(task.id), 0)
+        try:
+            (scored,) = await self._scorer.score_many([(own, [])])
+        except ScorerFailed:
+            return False
+        return isinstance(scored, Scored)
+
+
+def _failed(scored: Scored | ScoreError) -> bool:
+    return isinstance(scored, ScorerFailed)
 
 
 class CandidateQueue:

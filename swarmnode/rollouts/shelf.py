@@ -22,7 +22,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -56,7 +56,7 @@ class ShelfStatistics(msgspec.Struct, frozen=True):
 
 class _Entry(msgspec.Struct, frozen=True):
     position: int
-    listed: Listed
+    listed: ListedGroup
     envelope: bytes
     source: bytes
     """Raw key of the holder it was fetched from; the author's for an own group."""
@@ -90,7 +90,7 @@ class Shelf:
         self._bytes = 0
         self._position = 0
 
-    def put(self, envelope: bytes, listed: Listed, source: bytes = b"") -> None:
+    def put(self, envelope: bytes, listed: ListedGroup, source: bytes = b"") -> None:
         """Store a group. If the shelf is full, drop the oldest groups of the author with most.
 
         Args:

@@ -9,6 +9,7 @@ author can recover if this node's own policy was the one that differed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from typing import get_args
 
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.reputation import GREYLIST
@@ -33,7 +34,7 @@ class Authors:
         self._network = network
         self._trust = PeerTrust()
         self._admitted: OrderedDict[str, int] = OrderedDict()
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
 
     @property
     def outcomes(self) -> dict[str, int]:
@@ -70,7 +71,7 @@ class Authors:
 
     def trust(self, peer: str) -> float:
         """Return the weight of the groups of `peer` in a draw, 0 to 1; 0 for a greylisted peer."""
-        if not self._network.welcome(peer):
+        if not self._network.is_allowed(peer):
             return 0.0
         score = self._network.score(peer)
         return self._trust.of(peer, 1.0 + min(0.0, score) / -GREYLIST)

@@ -42,8 +42,8 @@ from swarmnode.policy.quantised import MOST, Int8Matrix, build_quantised, quanti
 from swarmnode.policy.text import PolicyText
 from swarmnode.stages.model import add_adapter, tensor_reader
 from swarmnode.stages.wire import StageSpec, is_device_error, stage_specs
-from swarmnode.swarm.manifest import members_choose
-from swarmnode.swarm.manifest_store import stored
+from swarmnode.swarm.manifest import members_choose_difficulty
+from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer import state
 from swarmnode.trainer.loop import HEAD, Identity, skip_used_numbers
@@ -245,7 +245,9 @@ class MemberSampler:
         self._counters = engine.restore(self._directory, self._rng)
         skip_used_numbers(self._counters, trainer)
         self._identity = Identity(link, self._counters, config.swarm.id)
-        choose = members_choose(stored(config.node.data_dir), names, training.options)
+        choose = members_choose_difficulty(
+            load_current(config.node.data_dir), names, training.options
+        )
         questions = Questions(names, self._counters, choose, "curriculum" in training.options)
         self._sampler = Sampler(training, questions, engine, scorer, self._rng, self._counters)
         self._link = link

@@ -161,7 +161,7 @@ from swarmnode.stages.wire import (
     stage_specs,
 )
 from swarmnode.swarm.manifest import check_model
-from swarmnode.swarm.manifest_store import stored
+from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer import state
@@ -2008,7 +2008,7 @@ def open_model(
             chat=Chat.of(cfg.chat, tokenizer),
             context=context_of(hf),
         )
-        opened = stored(config.node.data_dir)
+        opened = load_current(config.node.data_dir)
         if opened is not None:
             check_model(opened.manifest, text.fingerprint, text.tokenizer_hash)
         cost = estimate_cost(config, hf, placement)

@@ -1,5 +1,4 @@
-"""A swarm as such: the manifest that its members agree on, the invite to it, founding, joining and
-following one, and a member's key.
+"""A swarm: its manifest, invite, founding, joining and successors, and the key of a member.
 
-What a member does on the network is in `daemon/member.py`; how it is connected, in `p2p/`.
+`daemon/member.py` runs a member on the network; `p2p/` connects it.
 """

@@ -1,5 +1,4 @@
-"""The model card of an export: what was trained, on what, with whom, and how well it does; and the
-export's way to the Hub."""
+"""The model card of an export, and the upload of an export to the Hub."""
 
 from __future__ import annotations
 
@@ -18,27 +17,31 @@ FILE = "README.md"
 
 
 @dataclass(frozen=True)
-class TrainedOn:
-    """One task."""
+class CardTask:
+    """A task on which the policy was trained."""
 
     id: str
     version: str
     settings: str
-    """JSON, as a manifest has it; of a dataset with the hash of its rows and where they are
-    from."""
+    """JSON as in a manifest; for a dataset with the hash and the origin of its rows."""
     hub: str = ""
-    """Name of the dataset on the Hub, if it is from there."""
+    """Name of the dataset on the Hub; empty if it is not from there."""
 
 
 def card(
-    told: Mapping[str, object], tasks: Sequence[TrainedOn], terms: Mapping[str, object]
+    export_info: Mapping[str, object], tasks: Sequence[CardTask], terms: Mapping[str, object]
 ) -> str:
-    """README.md of an export. told: what its swarmnode.json says; terms: settings that decided how
-    it was trained, by their keys."""
-    base = str(told["base"])
-    kind = "an adapter (LoRA)" if told["kind"] == "adapter" else "all weights"
+    """Return the README.md of an export.
+
+    Args:
+        export_info: content of the export's swarmnode.json.
+        tasks: the tasks trained on.
+        terms: settings that decided the training, by key.
+    """
+    base = str(export_info["base"])
+    kind = "an adapter (LoRA)" if export_info["kind"] == "adapter" else "all weights"
     head: dict[str, object] = {
-        "library_name": "peft" if told["kind"] == "adapter" else "transformers",
+        "library_name": "peft" if export_info["kind"] == "adapter" else "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["swarmnode", "reinforcement-learning", "grpo"],
     }
@@ -47,19 +50,26 @@ def card(
     datasets = sorted({task.hub for task in tasks if task.hub})
     if datasets:
         head |= {"datasets": datasets}
-    reward = told["reward_held_out"]
+    reward = export_info["reward_held_out"]
     measured = (
         f"{reward:.4f}, mean over the tasks below, at the training temperature"
         if isinstance(reward, float)
         else "not measured"
     )
-    groups = f"{told['own_groups']} groups of its own and {told['external_groups']} of peers'"
+    own, external = export_info["own_groups"], export_info["external_groups"]
+    groups = f"{own} groups of its own and {external} of peers'"
     rows = [
-        ("base model", f"{base}, fingerprint {str(told['base_fingerprint'])[:16]}…"),
-        ("trained", f"{kind}, {told['step']} steps, policy version {told['policy_version']}"),
-        ("experience", groups if told["own_groups"] or told["external_groups"] else "not counted"),
+        ("base model", f"{base}, fingerprint {str(export_info['base_fingerprint'])[:16]}…"),
+        (
+            "trained",
+            f"{kind}, {export_info['step']} steps, policy version {export_info['policy_version']}",
+        ),
+        (
+            "experience",
+            groups if own or external else "not counted",
+        ),
         ("held-out reward", measured),
-        ("swarm", str(told["swarm"]) or "a crew's, or none"),
+        ("swarm", str(export_info["swarm"]) or "a crew's, or none"),
         *((key, str(value)) for key, value in sorted(terms.items())),
     ]
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in head.items()), "---", ""]
@@ -96,7 +106,7 @@ def card(
 
 
 def _cell(text: str) -> str:
-    """Text as it is, in a line of Markdown: no markup, link or cell of its own."""
+    """Escape text for a table cell, so that it contains no markup, link or cell separator."""
     plain = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return re.sub(
         r"([\\`*_{}\[\]()#+!|~$@:-])", lambda match: f"&#{ord(match[0])};", html.escape(plain)
@@ -104,26 +114,32 @@ def _cell(text: str) -> str:
 
 
 def check_target(repo: str) -> None:
-    """Raises ConfigError for a name that is none of the Hub's, Unavailable without its package,
-    Refused without a token."""
+    """Check that an upload to `repo` is possible.
+
+    Raises:
+        ConfigError: the name is not valid on the Hub.
+        Unavailable: huggingface_hub is missing.
+        Refused: there is no token.
+    """
     if not HUB_NAME.fullmatch(repo):
-        raise ConfigError(f"--push {repo[:100]!r} is not <user or organisation>/<name> on the Hub")
+        raise ConfigError(f"--push {repo[:100]!r} is not <user or organisation>/<name>")
     try:
         from huggingface_hub import get_token
     except ImportError:
         raise Unavailable("--push needs huggingface_hub: pip install huggingface_hub") from None
     if get_token() is None:
         raise Refused(
-            "--push needs a token of the Hub that may write: `hf auth login`, or set HF_TOKEN;"
+            "--push needs a Hub token with write permission: `hf auth login`, or set HF_TOKEN;"
             " nothing was written or sent"
         )
 
 
 def push(directory: Path, repo: str, *, public: bool, message: str) -> str:
-    """Upload an export as one commit; its URL. A repository that is not there is made, private
+    """Upload an export as one commit and return its URL. A missing repository is created, private
     unless `public`.
 
-    Raises Unavailable, with what the Hub said, or that it cannot be reached.
+    Raises:
+        Unavailable: with the Hub's reason, or because the Hub cannot be reached.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
@@ -138,12 +154,13 @@ def push(directory: Path, repo: str, *, public: bool, message: str) -> str:
         )
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
-        why = {401: "the token is not valid", 403: "the token may not write there"}.get(
+        why = {401: "the token is not valid", 403: "the token has no write permission there"}.get(
             status or 0, str(error).split("\n")[0][:300]
         )
-    except Exception as error:  # of whichever HTTP library this release of huggingface_hub uses  # noqa: BLE001
+    except Exception as error:  # noqa: BLE001
+        # the type depends on the HTTP library of this release of huggingface_hub
         why = (str(error).strip().split("\n") or [""])[0][:300] or type(error).__name__
     raise Unavailable(
-        f"{directory} is written, and could not be pushed to {repo}: {why}; try again with `hf"
+        f"cannot push {directory} to {repo}: {why}; the export is complete, try again with `hf"
         f" upload {repo} {directory}`"
     )

@@ -1,5 +1,5 @@
-"""`swarmnode export`: what the trainer last saved, as a directory that transformers loads. A child
-does the work: no torch here."""
+"""`swarmnode export`: write the trainer's last saved policy as a directory that transformers loads.
+A child process does the work; torch is not loaded here."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from swarmnode import settings
 from swarmnode.config import Config, TaskConfig
 from swarmnode.errors import ConfigError, DeviceError, Refused, StateError, Unavailable
 from swarmnode.files import PUBLIC_FILE, write_atomically
-from swarmnode.swarm.card import FILE, TrainedOn, card
+from swarmnode.swarm.card import FILE, CardTask, card
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks.registry import task_version
 
 CHILD = "swarmnode.trainer.export"
-TERMS = (
+CARD_SETTINGS = (
     "policy.lora.r",
     "training.advantage",
     "training.beta",
@@ -30,20 +30,26 @@ TERMS = (
     "training.temperature",
     "training.top_p",
 )
-"""Settings that a model card has."""
-ERRORS = {
+"""Settings that a model card lists."""
+CHILD_ERRORS = {
     kind.exit_code: kind for kind in (StateError, ConfigError, Refused, DeviceError, Unavailable)
 }
 
 
 def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
-    """Write the saved policy to `directory`, whole or not at all, while the node may go on running.
-    Returns what swarmnode.json there says.
+    """Write the saved policy to `directory`, completely or not at all. The node may keep running.
 
-    merge: with LoRA, weights of their own instead of an adapter.
+    Args:
+        config: configuration of the node.
+        directory: a missing or empty directory.
+        merge: with LoRA, write full weights instead of an adapter.
 
-    Raises Unavailable when there is no state or the directory is not empty or cannot be written,
-    StateError when the state is another model's.
+    Returns:
+        The content of swarmnode.json in the export.
+
+    Raises:
+        Unavailable: there is no state, or the directory is not empty or cannot be written.
+        StateError: the state belongs to another model.
     """
     target = directory.absolute()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -51,33 +57,33 @@ def export(config: Config, directory: Path, merge: bool) -> dict[str, object]:
     done = subprocess.run(
         [sys.executable, "-m", CHILD, str(target), *(["--merge"] if merge else [])],
         input=config.model_dump_json().encode(),
-        stdout=subprocess.PIPE,  # what it does goes to our stderr
+        stdout=subprocess.PIPE,  # its log goes to stderr
         env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         check=False,
     )
     said = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode != 0 or not said:
-        raise ERRORS.get(done.returncode, Unavailable)(
+        raise CHILD_ERRORS.get(done.returncode, Unavailable)(
             said[-1] if said else f"export ended with {done.returncode}"
         )
-    told: dict[str, object] = json.loads(said[-1])
-    terms = {key: settings.value(config, key) for key in TERMS}
+    export_info: dict[str, object] = json.loads(said[-1])
+    terms = {key: settings.value(config, key) for key in CARD_SETTINGS}
     try:
-        text = card(told, trained_on(config.task), terms)
+        text = card(export_info, card_tasks(config.task), terms)
         write_atomically(target / FILE, text.encode(), PUBLIC_FILE)
     except OSError as error:
         raise Unavailable(f"cannot write {target / FILE}: {error.strerror}") from None
-    return told
+    return export_info
 
 
-def trained_on(tasks: TaskConfig) -> list[TrainedOn]:
-    """The tasks of a configuration, for a model card."""
+def card_tasks(tasks: TaskConfig) -> list[CardTask]:
+    """Return the tasks of a configuration for a model card."""
     hub = {
         name: dataset.source
         for name, dataset in tasks.datasets.items()
         if dataset.revision is not None
     }
     return [
-        TrainedOn(name, task_version(name), settings_text(name), hub.get(name, ""))
+        CardTask(name, task_version(name), settings_text(name), hub.get(name, ""))
         for name in tasks.names
     ]

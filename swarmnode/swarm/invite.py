@@ -1,10 +1,10 @@
-"""The invite: where peers are that have a swarm's manifest, and which swarm. What a person pastes.
+"""The invite: addresses of peers that serve a swarm's manifest, and the swarm id.
 
     /ip4/192.0.2.7/tcp/9512/p2p/12D3Koo…,/dns4/example.org/tcp/9512/p2p/12D3Koo…/swarm/<swarm id, 64
     hex digits>
 
-Nothing in it has to be believed: a handshake proves the peer id, the swarm id proves the manifest.
-So it is not signed, and it does not expire: a founder who moves on signs a successor.
+An invite needs no trust: a handshake proves the peer id, and the swarm id proves the manifest. It
+is therefore not signed and does not expire; a founder at a new address signs a successor.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from swarmnode.errors import ConfigError
 from swarmnode.p2p import addresses
 from swarmnode.wire import limits
 
-LONGEST = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
-"""Characters."""
+MAX_INVITE_CHARACTERS = (limits.BOOTSTRAP_ADDRESSES + 1) * (limits.ADDRESS_BYTES + 80)
+"""Maximum length in characters."""
 _ID = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Invite:
+    """Addresses and swarm id of an invite."""
+
     addresses: tuple[str, ...]
-    """Multiaddrs, each ending in /p2p/<peer id>."""
+    """Multiaddrs that end in /p2p/<peer id>."""
     swarm: bytes
-    """32 bytes."""
+    """Swarm id, 32 bytes."""
 
     def __str__(self) -> str:
         return f"{','.join(self.addresses)}/swarm/{self.swarm.hex()}"
 
 
 def parse(text: str) -> Invite:
-    """Raises ConfigError, which says what is wrong with which part."""
+    """Parse an invite. Raises ConfigError that names the invalid part."""
     text = text.strip()
-    if len(text) > LONGEST:
-        raise ConfigError(f"invite: longer than {LONGEST} characters; was something else pasted?")
+    if len(text) > MAX_INVITE_CHARACTERS:
+        raise ConfigError(
+            f"invite: longer than {MAX_INVITE_CHARACTERS} characters; was something else pasted?"
+        )
     where, mark, swarm = text.rpartition("/swarm/")
     if not mark:
         raise ConfigError(
@@ -53,7 +57,8 @@ def parse(text: str) -> Invite:
 
 
 def check_addresses(texts: Sequence[str], where: str) -> tuple[str, ...]:
-    """The same multiaddrs, each with a peer id. `where`: named in errors. Raises ConfigError."""
+    """Return the multiaddrs without duplicates. `where` is named in errors. Raises ConfigError
+    unless each has a peer id and can be dialled."""
     if len(texts) > limits.BOOTSTRAP_ADDRESSES:
         raise ConfigError(f"{where}: {len(texts)} addresses, at most {limits.BOOTSTRAP_ADDRESSES}")
     found = []
@@ -65,6 +70,6 @@ def check_addresses(texts: Sequence[str], where: str) -> tuple[str, ...]:
         if peer is None:
             raise ConfigError(f"{where}: {text[:120]!r} does not end in /p2p/<peer id>")
         if address.port == 0 or (address.ip is not None and address.ip.is_unspecified):
-            raise ConfigError(f"{where}: {text[:120]!r} is not an address that anybody could dial")
+            raise ConfigError(f"{where}: {text[:120]!r} cannot be dialled")
         found.append(f"{address}/p2p/{peer}")
     return tuple(dict.fromkeys(found))

@@ -1,12 +1,12 @@
-"""`python -m swarmnode.swarm.join --config FILE INVITE`: fetches one manifest from the peers in an
-invite, and ends.
+"""`python -m swarmnode.swarm.join --config FILE INVITE`: fetch a manifest from the peers of an
+invite.
 
-A process of its own, so that `swarmnode join` and the supervisor that it becomes never load libp2p.
-It speaks to strangers that it picked from a text somebody pasted; what it brings back is verified
-here and again by whoever started it.
+This is a process of its own, so that `swarmnode join`, and the supervisor that it becomes, never
+load libp2p. It contacts strangers from pasted text; the result is verified here and again in the
+parent.
 
-    stdout   {"peer": our peer id, "manifest": hex, "successor": hex}
-    exit     0, 69 nobody reached, 77 reached and wrong
+    stdout   {"peer": own peer id, "manifest": hex, "successor": hex}
+    exit     0, 69 no peer reached, 77 peers reached without the manifest
 """
 
 from __future__ import annotations
@@ -21,34 +21,42 @@ import trio
 from swarmnode.config import Config, NetworkConfig
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout, Refused, Unavailable
 from swarmnode.p2p import addresses, manifests
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.identity import Identity, load_or_create
-from swarmnode.p2p.manifests import Found
+from swarmnode.p2p.manifests import FetchedManifest
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.swarm import invite as invites
 from swarmnode.swarm import manifest
 from swarmnode.swarm.invite import Invite
 
 TRY_SECONDS = 30.0
-"""Peers that cannot be reached are tried again until then."""
+"""Unreachable peers are tried again for this long."""
 PAUSE_SECONDS = 2.0
 CLOSED = ("reset by peer", "Connection closed")
-"""What the operating system or the library say when a peer hangs up on us during the handshake."""
+"""Texts of the operating system and the library for a connection that the peer closed during the
+handshake."""
 
 
 async def fetch(
     identity: Identity, invite: Invite, secret: bytes | None, *, seconds: float = TRY_SECONDS
-) -> Found:
-    """The manifest of the invite from whichever peer in it answers first.
+) -> FetchedManifest:
+    """Fetch the manifest of an invite from the first peer that answers.
 
-    Raises Refused when peers were reached and none had the right one, Unavailable when none was
-    reached within `seconds`.
+    Args:
+        identity: key of this node.
+        invite: the peers and the swarm id.
+        secret: secret of a private swarm.
+        seconds: total timeout.
+
+    Raises:
+        Refused: peers were reached, but none had the manifest.
+        Unavailable: no peer was reached in time.
     """
     wrong: dict[str, str] = {}
     missed: dict[str, str] = {}
-    found: list[Found] = []
-    # A host for this alone: not at our own port, which peers remember, and without our peer book.
+    found: list[FetchedManifest] = []
+    # a temporary host, without the node's own port (which peers remember) and peer book
     cfg = NetworkConfig(listen_addrs=["/ip4/127.0.0.1/tcp/0"], mdns=False)
     with tempfile.TemporaryDirectory(prefix="swarmnode-join-") as directory:
         async with open_host(
@@ -61,8 +69,8 @@ async def fetch(
                 try:
                     await network.dial(peer, str(where))
                 except PeerError as error:
-                    # trying again cannot help
-                    final = isinstance(error, (AnotherPeer, Incompatible))
+                    # another attempt cannot help
+                    final = isinstance(error, (WrongPeer, Incompatible))
                     (wrong if final else missed)[text] = explain(error, secret)
                     return
                 try:
@@ -72,7 +80,9 @@ async def fetch(
                     wrong[text] = str(error)
                 except PeerError as error:
                     missed[text] = (
-                        str(error) if isinstance(error, PeerTimeout) else hung_up(error, secret)
+                        str(error)
+                        if isinstance(error, PeerTimeout)
+                        else explain_closed(error, secret)
                     )
 
             with trio.move_on_after(seconds):
@@ -85,30 +95,34 @@ async def fetch(
                         await trio.sleep(PAUSE_SECONDS)
     if found:
         return found[0]
-    said = "; ".join(f"{text}: {why}" for text, why in {**missed, **wrong}.items())
+    reasons = "; ".join(f"{text}: {why}" for text, why in {**missed, **wrong}.items())
     if wrong:
-        raise Refused(f"no peer in the invite has the manifest of its swarm: {said}")
-    raise Unavailable(f"no peer in the invite answered: {said or f'nothing within {seconds:g} s'}")
+        raise Refused(f"no peer in the invite has the manifest of its swarm: {reasons}")
+    raise Unavailable(
+        f"no peer in the invite answered: {reasons or f'nothing within {seconds:g} s'}"
+    )
 
 
 def explain(error: PeerError, secret: bytes | None) -> str:
-    """Why a peer could not be dialled, in words that say what to do."""
-    if isinstance(error, AnotherPeer):
+    """Return why a peer could not be dialled, with the remedy."""
+    if isinstance(error, WrongPeer):
         return (
-            "the peer there is not the one that the invite names: the invite is forged, or that"
+            "a different peer answers there than the invite names: the invite is forged, or the"
             " node has a new key"
         )
     if isinstance(error, Incompatible):
         return (
-            "its swarm has no secret, this node has one"
+            "its swarm has no secret, but this node has one"
             if secret
-            else "its swarm is private: --secret-file names its secret"
+            else "its swarm is private: name its secret with --secret-file"
         )
-    return hung_up(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
+    return (
+        explain_closed(error, secret) if any(text in str(error) for text in CLOSED) else str(error)
+    )
 
 
-def hung_up(error: PeerError, secret: bytes | None) -> str:
-    """A peer ended the connection, during the handshake or after it."""
+def explain_closed(error: PeerError, secret: bytes | None) -> str:
+    """Return the message for a connection that the peer closed."""
     reason = "has another secret" if secret else "is not on the list of a private swarm"
     return (
         f"it closed the connection; this node {reason}, or that peer has refused it for a while"

@@ -1,9 +1,9 @@
-"""`swarmnode key …`: backing a node's identity up, bringing one in, and replacing it. Files 0600,
-old keys kept, no key ever printed.
+"""`swarmnode key …`: back up, import, replace and lock a node's identity. Files have mode 0600, old
+keys are kept, and no key is ever printed.
 
-Whoever has the file is the node: its standing with peers, its place on a private swarm's list, and,
-for a founder, the swarm's successors. None of this works under a running node: the data directory's
-lock is taken first.
+The key file is the node: its reputation with peers, its membership in a private swarm and, for a
+founder, the right to sign successors. No command changes the key of a running node, because each
+takes the lock of the data directory first.
 """
 
 from __future__ import annotations
@@ -21,109 +21,123 @@ from swarmnode.p2p import passphrase as passphrases
 from swarmnode.wire.envelope import peer_id
 
 IDENTITY = "identity.key"
-LONGEST_FILE = 4096
+MAX_FILE_BYTES = 4096
 
 
 def backup(data_dir: Path, file: Path) -> str:
-    """Copy the key to a new file. Returns its peer id.
+    """Copy the key to a new file and return its peer id.
 
-    Raises Unavailable when there is no key or the file cannot be written, Refused when it exists:
-    an older backup may be the only one.
+    Raises:
+        Unavailable: there is no key, or the file cannot be written.
+        Refused: the file exists; it may be the only backup of another key.
     """
-    data = _existing(data_dir)
+    data = _read_existing(data_dir)
     _write_new(file, data)
-    return peer_of(data, data_dir / IDENTITY)
+    return peer_id_of(data, data_dir / IDENTITY)
 
 
-def bring(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path | None]:
-    """Make the key in `file` this node's. Returns its peer id and where the former key went, None
-    if there was none.
+def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, Path | None]:
+    """Make the key in `file` this node's key.
 
-    Raises Refused when others can read the file, or when there is another key here and `replace` is
-    not set; StateError if it is no key.
+    Returns:
+        The peer id, and the path of the previous key, None if there was none.
+
+    Raises:
+        Refused: others can read the file, or the node has another key and `replace` is not set.
+        StateError: the file is not a key.
     """
-    data = read_private(file, "key file", LONGEST_FILE)
+    data = read_private(file, "key file", MAX_FILE_BYTES)
     if data is None:
         raise ConfigError(f"{file}: no such file")
-    peer = peer_of(data, file)
+    peer = peer_id_of(data, file)
     with held_data_dir(data_dir):
-        former = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+        former = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
         if former is None:
             _write(data_dir / IDENTITY, data)
             return peer, None
-        before = peer_of(former, data_dir / IDENTITY)
+        before = peer_id_of(former, data_dir / IDENTITY)
         if before == peer:
             return peer, None
         if not replace:
             raise Refused(
-                f"this node has a key already ({before}): --replace puts the new one in its place"
-                " and keeps the old one"
+                f"this node already has a key ({before}): use --replace to install the new one"
+                " and keep a copy of the old one"
             )
-        kept = _keep(data_dir, former)
+        stored_path = _store_former(data_dir, former)
         _write(data_dir / IDENTITY, data)
-        return peer, kept
+        return peer, stored_path
 
 
 def rotate(data_dir: Path) -> tuple[str, str, Path]:
-    """A new key, with the passphrase of the former one. Returns the former peer id, the new one,
-    and where the former key is kept.
+    """Create a new key with the passphrase of the previous one. Raises as `backup` does.
 
-    Raises as `backup` does.
+    Returns:
+        The previous peer id, the new peer id, and the path of the previous key.
     """
     with held_data_dir(data_dir):
-        former = _existing(data_dir)
-        before = peer_of(former, data_dir / IDENTITY)
-        kept = _keep(data_dir, former)
+        former = _read_existing(data_dir)
+        before = peer_id_of(former, data_dir / IDENTITY)
+        stored_path = _store_former(data_dir, former)
         key = Ed25519PrivateKey.generate()
-        data = passphrases.pem(key, passphrases.given() if passphrases.is_locked(former) else None)
+        data = passphrases.pem(
+            key, passphrases.from_environment() if passphrases.is_locked(former) else None
+        )
         _write(data_dir / IDENTITY, data)
-        return before, peer_id(key.public_key().public_bytes_raw()), kept
+        return before, peer_id(key.public_key().public_bytes_raw()), stored_path
 
 
-def peer_of(data: bytes, path: Path) -> str:
-    """The peer id of a PEM key. Raises StateError when it is not an Ed25519 key, Refused when its
-    passphrase is missing or wrong."""
+def peer_id_of(data: bytes, path: Path) -> str:
+    """Return the peer id of a PEM key.
+
+    Raises:
+        StateError: it is not an Ed25519 key.
+        Refused: its passphrase is missing or wrong.
+    """
     return peer_id(passphrases.open_key(data, path).public_key().public_bytes_raw())
 
 
 def unlock(data_dir: Path) -> None:
-    """Before anything starts: find out whether this node's key is one, and ask for its passphrase
-    if it has one.
+    """Check this node's key before anything starts, and ask for its passphrase if it has one.
 
-    Raises as `peer_of` does; does nothing where there is no key yet.
+    Does nothing if there is no key. Raises as `peer_id_of` does.
     """
     if not data_dir.is_dir():
-        return  # what comes next says so
-    data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+        return  # the caller reports the missing directory
+    data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is not None:
         passphrases.open_key(data, data_dir / IDENTITY)
 
 
 def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
-    """Give this node's key the passphrase that `new` returns, once the present one is known, or
-    none. Returns the peer id.
+    """Set or remove the passphrase of this node's key and return the peer id.
 
-    Raises Unavailable when there is no key, or a node runs with it; Refused and ConfigError for
-    passphrases.
+    Args:
+        data_dir: data directory of the node.
+        new: returns the new passphrase, or None to remove it; called once the key is open.
+
+    Raises:
+        Unavailable: there is no key, or a node is running with it.
+        Refused: the present passphrase is missing or wrong.
+        ConfigError: the new passphrase is not acceptable.
     """
     with held_data_dir(data_dir):
         path = data_dir / IDENTITY
-        key = passphrases.open_key(_existing(data_dir), path)
+        key = passphrases.open_key(_read_existing(data_dir), path)
         _write(path, passphrases.pem(key, new()))
         return peer_id(key.public_key().public_bytes_raw())
 
 
-def _existing(data_dir: Path) -> bytes:
-    data = read_private(data_dir / IDENTITY, "identity file", LONGEST_FILE)
+def _read_existing(data_dir: Path) -> bytes:
+    data = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
     if data is None:
-        raise Unavailable(f"there is no key in {data_dir} yet; `swarmnode key show` makes one")
+        raise Unavailable(f"there is no key in {data_dir}; `swarmnode key show` creates one")
     return data
 
 
-def _keep(data_dir: Path, former: bytes) -> Path:
-    """The former key beside the new one, under a name of its own."""
+def _store_former(data_dir: Path, former: bytes) -> Path:
+    """Write the previous key to a new file beside the identity and return its path."""
     when = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
-    path = data_dir / f"identity-{when}-{peer_of(former, data_dir / IDENTITY)[-8:]}.key"
+    path = data_dir / f"identity-{when}-{peer_id_of(former, data_dir / IDENTITY)[-8:]}.key"
     _write_new(path, former)
     return path
 

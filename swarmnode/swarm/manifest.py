@@ -1,11 +1,11 @@
-"""What a swarm agrees on, and what that means for one node. Neither libp2p nor torch: the bytes are
-in `wire.manifest`, and what stands against taking part in `requirements`.
+"""The manifest of a swarm and its effect on a node's configuration. Loads neither libp2p nor torch.
+`wire.manifest` handles the bytes, `requirements` checks whether a node can take part.
 
-    draft    a founder's configuration ─▶ manifest                       `swarmnode init`
-    agreed   manifest, configuration ─▶ the configuration to run with, and what was changed
+    draft    a founder's configuration ─▶ manifest                              `swarmnode init`
+    agreed   manifest, configuration ─▶ effective configuration and its changes
 
-A manifest comes from a stranger. Nothing in it is looked up as a path, run, or shown without having
-been bounded by `wire.bounds`.
+A manifest comes from a stranger. Its values are bounded by `wire.bounds` before they are displayed,
+and never used as a path or executed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from swarmnode.p2p import addresses
 from swarmnode.tasks.registry import ENVIRONMENT_NAME, TASKS, task_version
 from swarmnode.wire import ids, limits
 from swarmnode.wire.envelope import peer_id
-from swarmnode.wire.manifest import Opened, is_allowed
+from swarmnode.wire.manifest import VerifiedManifest, meets_rules
 from swarmnode.wire.messages import (
     Access,
     ModelRef,
@@ -38,7 +38,7 @@ from swarmnode.wire.messages import (
     TaskEntry,
 )
 
-AGREED = (
+AGREED_KEYS = (
     "policy.chat",
     "stages.codec",
     "stages.recovery",
@@ -49,8 +49,8 @@ AGREED = (
     "weights.rule",
     "weights.sync_every",
 )
-"""Configuration keys that travel under `settings`. A key that is not here makes a manifest one that
-this version cannot honour."""
+"""Configuration keys in the manifest's `settings`. A node cannot honour a manifest with an unknown
+key."""
 SECRET_FILE = "swarm.secret"
 
 
@@ -62,7 +62,7 @@ class Change:
     was: object
     now: object
     was_set: bool
-    """Somebody had said otherwise, not only the default."""
+    """True if the operator had set the value, False if it was the default."""
 
     @property
     def reorders(self) -> bool:
@@ -75,7 +75,8 @@ class Change:
 
     @property
     def overrules(self) -> bool:
-        """Return True if it takes away a value that somebody has set. Peers are added to."""
+        """Return True if it replaces a value that the operator has set. Bootstrap peers are only
+        added."""
         return self.was_set and self.key != "network.initial_peers" and not self.reorders
 
 
@@ -84,37 +85,50 @@ class Change:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a founder decides beside the configuration."""
+    """The founder's terms beside the configuration."""
 
     created_at: int
-    """Unix milliseconds."""
+    """Unix time in milliseconds."""
     completions: tuple[int, int] | None = None
     """Bounds of the group size; by default half and twice `training.num_generations`."""
     bootstrap: Sequence[str] = ()
     members: Sequence[str] = ()
     secret: bytes | None = None
-    """The pre-shared one, of which only the commitment is told."""
+    """The pre-shared secret; the manifest contains only its commitment."""
     predecessor: bytes = b""
 
 
-def protocols_of(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
+def required_protocols(tasks: Collection[str], options: Collection[str]) -> tuple[str, ...]:
     """Return the protocols and rules of a swarm with these tasks and training options."""
     levels = max((TASKS[name].levels for name in tasks if name in TASKS), default=1)
     return ids.CHOICE_PROTOCOLS if levels > 1 or "curriculum" in options else ids.PROTOCOLS
 
 
-def members_choose(opened: Opened | None, tasks: Collection[str], options: Collection[str]) -> bool:
+def members_choose_difficulty(
+    opened: VerifiedManifest | None, tasks: Collection[str], options: Collection[str]
+) -> bool:
     """Return whether members choose the difficulty of their questions: as the manifest says, or
     without one as a swarm with these tasks and training options does."""
-    protocols = opened.manifest.protocols if opened is not None else protocols_of(tasks, options)
+    protocols = (
+        opened.manifest.protocols if opened is not None else required_protocols(tasks, options)
+    )
     return ids.CHOICE_RULE in protocols
 
 
 def draft(
     config: Config, founder: bytes, models: Sequence[ModelRef], terms: Terms
 ) -> SwarmManifest:
-    """The manifest of a swarm that does what `config` does. founder: 32-byte public key; models:
-    none means any."""
+    """Return the manifest of a swarm with this configuration.
+
+    Args:
+        config: the founder's configuration.
+        founder: public key of the founder, 32 bytes.
+        models: allowed models; empty allows any.
+        terms: the other terms.
+
+    Raises:
+        ConfigError: a setting does not fit into a manifest.
+    """
     training = config.training
     size = training.num_generations
     low, high = terms.completions or (
@@ -127,14 +141,14 @@ def draft(
             " samples one more)"
         )
     if not terms.members and terms.secret is None:
-        refuse_environments(config.task.names, "it is founded with --private or --member")
+        refuse_environments(config.task.names, "the swarm is founded with --private or --member")
     return SwarmManifest(
         name=config.swarm.name,
         founder=founder,
         created_at=terms.created_at,
         predecessor=terms.predecessor,
         minimum_version=__version__,
-        protocols=sorted(protocols_of(config.task.names, training.options)),
+        protocols=sorted(required_protocols(config.task.names, training.options)),
         models=list(models),
         tasks=[
             TaskEntry(name, task_version(name), settings_text(name))
@@ -148,7 +162,9 @@ def draft(
             top_p=training.top_p,
             groups_per_second=config.sharing.groups_per_second,
         ),
-        settings=[Setting(key, _told(settings.value(config, key), key)) for key in AGREED],
+        settings=[
+            Setting(key, _setting_json(settings.value(config, key), key)) for key in AGREED_KEYS
+        ],
         bootstrap=list(terms.bootstrap),
         access=Access(
             sorted(set(terms.members)),
@@ -157,8 +173,8 @@ def draft(
     )
 
 
-def _told(value: object, key: str) -> str:
-    """JSON of a setting. Raises ConfigError for one that a manifest has no room for."""
+def _setting_json(value: object, key: str) -> str:
+    """Return a setting as JSON. Raises ConfigError if it is too long for a manifest."""
     text = json.dumps(value, sort_keys=True)
     if len(text.encode()) > limits.SETTING_VALUE_BYTES:
         raise ConfigError(
@@ -169,8 +185,8 @@ def _told(value: object, key: str) -> str:
 
 
 def refuse_environments(tasks: Collection[str], unless: str) -> None:
-    """Raises ConfigError for the first task that asks a server by URL: strangers' groups would have
-    it asked, and no two need agree."""
+    """Raise ConfigError for the first task that is an environment by URL, because groups of
+    strangers would cause requests to that URL."""
     for task in tasks:
         if ENVIRONMENT_NAME.fullmatch(task):
             raise ConfigError(
@@ -180,13 +196,14 @@ def refuse_environments(tasks: Collection[str], unless: str) -> None:
 
 
 def commitment(secret: bytes) -> bytes:
-    """What a manifest tells of a swarm's 32-byte secret: enough to know it again. It must be
-    random, since guesses can be tried."""
+    """Return the commitment to a swarm's 32-byte secret, which allows verifying it. The secret must
+    be random, because the commitment allows testing guesses."""
     return hashlib.blake2b(ids.DOMAIN_SECRET + secret, digest_size=limits.SECRET_BYTES).digest()
 
 
 def settings_text(task: str) -> str:
-    """For people, in a manifest: a task's settings, and where the rows of a dataset are from."""
+    """Return the settings of a task for display in a manifest, with the origin of a dataset's
+    rows."""
     spec = TASKS[task]
     settings = dict(spec.settings)
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
@@ -207,13 +224,15 @@ def settings_text(task: str) -> str:
 # ---- joining -------------------------------------------------------------------------------------
 
 
-def agreed(config: Config, opened: Opened, *, trains: bool = True) -> tuple[Config, list[Change]]:
-    """`config` with everything that the swarm agrees on in place of what was set. Call
+def apply_terms(
+    config: Config, opened: VerifiedManifest, *, trains: bool = True
+) -> tuple[Config, list[Change]]:
+    """Return `config` with the swarm's terms in place of its own, and the changes. Call
     `requirements.can_honour` first.
 
-    A node's own limits stay where the manifest leaves room: group size and length of completions
-    within the swarm's bounds. A node that does not train takes only what says which swarm this is.
-    Raises ConfigError when a setting of the manifest does not fit.
+    Own values stay where the manifest leaves room: group size and completion length within the
+    swarm's bounds. A node that does not train adopts only the identity of the swarm. Raises
+    ConfigError if a setting of the manifest is invalid.
     """
     manifest = opened.manifest
     known = dict.fromkeys([*config.network.initial_peers, *bootstrap(manifest)])
@@ -241,9 +260,9 @@ def _training_terms(manifest: SwarmManifest, config: Config) -> dict[str, object
         else rules.max_tokens
     )
     # a key that the manifest lacks has its default (protocol/01-identity-and-join.md, section 6)
-    defaults = {key: settings.value(Config(), key) for key in AGREED}
+    defaults = {key: settings.value(Config(), key) for key in AGREED_KEYS}
     agreed = defaults | {setting.key: json.loads(setting.value) for setting in manifest.settings}
-    # one completion more than is trained on
+    # one completion more than trained on
     pivot = agreed.get("training.advantage", training.advantage) == "mc_grpo"
     most = max(limits.MIN_COMPLETIONS, rules.max_completions - pivot)
     return {
@@ -265,15 +284,15 @@ def _model_terms(manifest: SwarmManifest, policy: PolicyConfig) -> dict[str, obj
 
 
 def chosen_model(manifest: SwarmManifest, own: str) -> ModelRef | None:
-    """The model to start from; None when this node's `own` stands: any is allowed, or it is a
-    directory, whose content decides."""
+    """Return the model to start from; None if `own` is kept, because any model is allowed or `own`
+    is a directory, whose content is checked after loading."""
     if not manifest.models or _is_directory(own):
         return None
     return next((model for model in manifest.models if model.name == own), manifest.models[0])
 
 
 def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -> None:
-    """Raises Refused when a loaded policy (32-byte hashes) is none of the manifest's."""
+    """Raise Refused unless the manifest allows a loaded policy with these 32-byte hashes."""
     if not manifest.models or any(
         (model.fingerprint, model.tokenizer) == (fingerprint, tokenizer)
         for model in manifest.models
@@ -294,8 +313,8 @@ def check_model(manifest: SwarmManifest, fingerprint: bytes, tokenizer: bytes) -
     )
 
 
-def shown(manifest: SwarmManifest) -> dict[str, object]:
-    """As JSON has it, for people: bytes in hex."""
+def displayable(manifest: SwarmManifest) -> dict[str, object]:
+    """Return the manifest as JSON values for display, with bytes in hex."""
 
     def plain(value: object) -> object:
         if isinstance(value, dict):
@@ -308,14 +327,14 @@ def shown(manifest: SwarmManifest) -> dict[str, object]:
     return {name: plain(item) for name, item in fields.items()}
 
 
-def rules_of(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
-    """The check that every member makes of every group."""
+def group_check(manifest: SwarmManifest) -> Callable[[RolloutGroup], bool]:
+    """Return the check that every member applies to every group."""
     models = frozenset((model.fingerprint, model.tokenizer) for model in manifest.models)
-    return lambda group: is_allowed(group, manifest.rollouts, models)
+    return lambda group: meets_rules(group, manifest.rollouts, models)
 
 
 def members(manifest: SwarmManifest) -> frozenset[str] | None:
-    """Peer ids that may connect; None when everybody may."""
+    """Return the peer ids that may connect; None for all."""
     if not manifest.access.members:
         return None
     bootstraps = {peer for text in bootstrap(manifest) if (peer := addresses.parse(text)[1])}
@@ -323,7 +342,7 @@ def members(manifest: SwarmManifest) -> frozenset[str] | None:
 
 
 def bootstrap(manifest: SwarmManifest) -> list[str]:
-    """Its bootstrap addresses, those that this version can dial."""
+    """Return the bootstrap addresses that this version can dial."""
     found = []
     for text in manifest.bootstrap:
         try:
@@ -336,9 +355,11 @@ def bootstrap(manifest: SwarmManifest) -> list[str]:
 
 
 def swarm_secret(data_dir: Path) -> bytes | None:
-    """The pre-shared secret, 32 bytes, in the data directory; None without one.
+    """Return the pre-shared secret (32 bytes) in the data directory; None without one.
 
-    Raises Refused if others can read the file, ConfigError if it is not one.
+    Raises:
+        Refused: others can read the file.
+        ConfigError: the file does not hold a secret.
     """
     path = data_dir / SECRET_FILE
     data = read_private(path, "swarm secret", 4096)
@@ -346,7 +367,7 @@ def swarm_secret(data_dir: Path) -> bytes | None:
 
 
 def parse_secret(data: bytes, path: Path) -> bytes:
-    """The secret in a file of 64 hex digits. Raises ConfigError."""
+    """Return the secret in a file of 64 hex digits. Raises ConfigError."""
     text = data.strip().lower()
     if not re.fullmatch(rb"[0-9a-f]{64}", text):
         raise ConfigError(f"{path}: a swarm's secret is 64 hex digits")

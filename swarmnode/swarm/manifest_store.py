@@ -1,12 +1,11 @@
-"""The manifests that a node holds, in `<data_dir>/manifest`: its swarm's, the way there, and a
-successor if one is known.
+"""The manifests in `<data_dir>/manifest`: the current one, its predecessors, and a known successor.
 
-    <swarm id in hex>.manifest   the envelope, as received
-    current                      the swarm id of the one that the node runs by
-    peers                        multiaddrs of the last invite, a line each: the manifest's own may
-    be gone
+    <swarm id in hex>.manifest   the signed envelope, as received
+    current                      swarm id of the manifest in use
+    peers                        multiaddrs of the last invite, one per line, because the manifest's
+                                 own addresses may be outdated
 
-Everything read here is verified again, so that a damaged or altered file is an error and not
+Everything is verified again when it is read, so that a damaged or altered file is an error, not
 another swarm.
 """
 
@@ -24,24 +23,24 @@ from swarmnode.swarm.invite import check_addresses
 from swarmnode.swarm.manifest import Change
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest
 
 CURRENT = "current"
 PEERS = "peers"
-MOST = 256
-"""Manifests read from a directory at most; a node adds one per successor that it moves to, and one
-that waits."""
+MAX_MANIFESTS = 256
+"""Maximum number of manifests read from a directory. A node adds one per adopted successor and one
+for a pending successor."""
 
 
 class ManifestStore:
-    """Raises Unavailable from everything that writes, StateError from everything that reads a
-    damaged file."""
+    """Manifests on disk. Every write may raise Unavailable; every read of a damaged file raises
+    StateError."""
 
     def __init__(self, data_dir: Path) -> None:
         self._directory = data_dir / "manifest"
 
     def current(self) -> bytes | None:
-        """The swarm id that was chosen, None if none was."""
+        """Return the swarm id in use, None if none was chosen."""
         try:
             return bytes.fromhex((self._directory / CURRENT).read_text().strip())
         except FileNotFoundError:
@@ -57,8 +56,8 @@ class ManifestStore:
                 f"{self._directory / CURRENT} does not hold a swarm id; join again"
             ) from None
 
-    def get(self, swarm: bytes) -> Opened | None:
-        """The manifest of `swarm`, None if it is not here."""
+    def get(self, swarm: bytes) -> VerifiedManifest | None:
+        """Return the manifest of `swarm`, None if it is not stored."""
         path = self.path(swarm)
         try:
             data = path.read_bytes()[: limits.MANIFEST_BYTES + 1]
@@ -77,34 +76,34 @@ class ManifestStore:
     def path(self, swarm: bytes) -> Path:
         return self._directory / f"{swarm.hex()}.manifest"
 
-    def add(self, opened: Opened) -> None:
-        """Keep a manifest."""
+    def add(self, opened: VerifiedManifest) -> None:
+        """Store a manifest."""
         self._write(f"{opened.swarm.hex()}.manifest", opened.signed)
 
     def choose(self, swarm: bytes) -> None:
-        """Run by this one from now on. A running node moves there by itself within seconds."""
+        """Use this manifest from now on. A running node restarts with it within seconds."""
         self._write(CURRENT, f"{swarm.hex()}\n".encode())
 
     def keep_peers(self, addresses: Sequence[str]) -> None:
-        """Remember where an invite led, for the next start."""
+        """Store the addresses of an invite for the next start."""
         self._write(PEERS, "".join(f"{address}\n" for address in addresses).encode())
 
     def peers(self) -> list[str]:
-        """Multiaddrs of the last invite; none when there was none or they cannot be read, which is
-        no reason not to run."""
+        """Return the addresses of the last invite; empty if there are none or they cannot be read,
+        which does not prevent a start."""
         try:
             return list(check_addresses((self._directory / PEERS).read_text().split(), PEERS))
         except (OSError, ValueError, ConfigError):
             return []
 
-    def successor(self, opened: Opened) -> Opened | None:
-        """The best successor that is here: the youngest, then the one with the greater id."""
+    def successor(self, opened: VerifiedManifest) -> VerifiedManifest | None:
+        """Return the best stored successor: the newest, then the one with the greater id."""
         found = [other for other in self._all() if follows(other, opened)]
         return max(found, key=_rank, default=None)
 
-    def add_successor(self, opened: Opened, successor: Opened) -> bool:
-        """Keep a successor of `opened` in place of an older one that nobody chose. True if it was
-        news."""
+    def add_successor(self, opened: VerifiedManifest, successor: VerifiedManifest) -> bool:
+        """Store a successor of `opened` in place of an older unused one. Returns True if it was
+        new."""
         before = self.successor(opened)
         if before is not None and _rank(before) >= _rank(successor):
             return False
@@ -113,16 +112,17 @@ class ManifestStore:
             self.path(before.swarm).unlink(missing_ok=True)
         return True
 
-    def latest(self, swarm: bytes) -> Opened | None:
-        """The end of the chain of successors that begins at `swarm`."""
+    def latest(self, swarm: bytes) -> VerifiedManifest | None:
+        """Return the last manifest of the chain of successors that starts at `swarm`."""
         opened = self.get(swarm)
         while opened is not None and (following := self.successor(opened)) is not None:
-            opened = following  # ends: each is younger than the one before
+            opened = following  # terminates, because each successor is newer
         return opened
 
     def descends(self, swarm: bytes, ancestor: bytes) -> bool:
-        """Whether `swarm` is `ancestor` or came of it, as far as the manifests here tell."""
-        for _ in range(MOST):
+        """Return True if `swarm` is `ancestor` or descends from it, according to the stored
+        manifests."""
+        for _ in range(MAX_MANIFESTS):
             if swarm == ancestor:
                 return True
             opened = self.get(swarm)
@@ -132,8 +132,8 @@ class ManifestStore:
         return False
 
     def lookup(self, swarm: bytes) -> tuple[bytes, bytes]:
-        """For the manifest protocol: (signed manifest, signed successor), each empty when it is not
-        here. Never raises."""
+        """Return (signed manifest, signed successor) for the manifest protocol, each empty if not
+        stored. Never raises."""
         try:
             opened = self.get(swarm)
             successor = self.successor(opened) if opened is not None else None
@@ -141,8 +141,8 @@ class ManifestStore:
             return b"", b""
         return opened.signed if opened else b"", successor.signed if successor else b""
 
-    def _all(self) -> list[Opened]:
-        names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MOST]
+    def _all(self) -> list[VerifiedManifest]:
+        names = sorted(path.stem for path in self._directory.glob("*.manifest"))[:MAX_MANIFESTS]
         return [
             opened
             for name in names
@@ -157,13 +157,13 @@ class ManifestStore:
             raise Unavailable(f"cannot write {self._directory / name}: {error.strerror}") from None
 
 
-def _rank(opened: Opened) -> tuple[int, bytes]:
+def _rank(opened: VerifiedManifest) -> tuple[int, bytes]:
     return opened.manifest.created_at, opened.swarm
 
 
-def stored(data_dir: Path) -> Opened | None:
-    """The manifest that was chosen in this data directory; None for a swarm without one. Raises
-    StateError when it is not there."""
+def load_current(data_dir: Path) -> VerifiedManifest | None:
+    """Return the manifest in use in this data directory; None for a swarm without one. Raises
+    StateError if it is missing."""
     store = ManifestStore(data_dir)
     swarm = store.current()
     if swarm is None:
@@ -176,21 +176,23 @@ def stored(data_dir: Path) -> Opened | None:
     return opened
 
 
-def honoured(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
-    """`config` as the stored manifest wants it, and what that changed; as it is when there is none.
+def apply_stored(config: Config, *, trains: bool = True) -> tuple[Config, Sequence[Change]]:
+    """Return `config` with the terms of the stored manifest, and the changes; unchanged without a
+    manifest.
 
-    Raises Refused, with every reason, when this node cannot honour the manifest.
+    Raises:
+        Refused: this node cannot honour the manifest; the message has every reason.
     """
     data_dir = config.node.data_dir
-    opened = stored(data_dir)
+    opened = load_current(data_dir)
     if opened is None:
         if trains and config.sharing.enabled:
             manifest.refuse_environments(
                 config.task.names,
-                "it is private (init --private); sharing.enabled = false trains alone",
+                "the swarm is private (init --private); sharing.enabled = false trains alone",
             )
         return config, []
     refuse_if_any(can_honour(opened.manifest, config, trains=trains), opened)
     peers = dict.fromkeys([*config.network.initial_peers, *ManifestStore(data_dir).peers()])
     known = settings.replaced(config, {"network.initial_peers": list(peers)}, str(data_dir))
-    return manifest.agreed(known, opened, trains=trains)
+    return manifest.apply_terms(known, opened, trains=trains)

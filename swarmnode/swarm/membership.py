@@ -1,12 +1,12 @@
-"""Founding a swarm and becoming a member of one: what happens before any process of the node runs.
+"""Founding a swarm and joining one, before any process of the node runs.
 
-    draft     configuration, manifest before ─ child: hash the model ─▶ manifest
+    draft     configuration, previous manifest ─ child: hash the model ─▶ manifest
     found     manifest ─▶ signed, stored, chosen ─▶ invite
-    join      invite ─ child: fetch over libp2p ─▶ verify ─ can we honour it? ─▶ stored, chosen ─▶
-    run
-    prepare   stored manifest ─ can we honour it? ─▶ the configuration to run with
+    join      invite ─ child: fetch over libp2p ─▶ verify ─ can honour? ─▶ stored, chosen
+    prepare   stored manifest ─ can honour? ─▶ the configuration to run with
 
-Neither libp2p nor torch is loaded here: both live in children that end before the node starts.
+Neither libp2p nor torch is loaded here: both run in child processes that end before the node
+starts.
 """
 
 from __future__ import annotations
@@ -35,62 +35,63 @@ from swarmnode.swarm.manifest import Terms
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.swarm.requirements import can_honour, refuse_if_any
 from swarmnode.wire import limits
-from swarmnode.wire.manifest import Opened, follows, open_manifest, seal_manifest
+from swarmnode.wire.manifest import VerifiedManifest, follows, open_manifest, seal_manifest
 from swarmnode.wire.messages import ModelRef, SwarmManifest
 
 log = structlog.get_logger("swarmnode.swarm.manifest")
 
 JOIN_SECONDS = 90.0
 DESCRIBE_SECONDS = 3600.0
-"""A large model may have to be downloaded first."""
+"""Timeout for hashing the model, which may have to be downloaded first."""
 
 
 @dataclass(frozen=True)
-class Founding:
-    """What `swarmnode init` was asked for beyond the configuration."""
+class FoundingRequest:
+    """Options of `swarmnode init` beyond the configuration."""
 
     bootstrap: Sequence[str] = ()
-    """Multiaddrs with peer ids; empty: this node's own."""
+    """Multiaddrs with peer ids; empty uses the addresses of this node."""
     members: Sequence[str] = ()
     private: bool = False
-    """Make a secret, or keep the one that is here."""
+    """Require a secret: the existing one, or a new one."""
     any_model: bool = False
     completions: tuple[int, int] | None = None
     successor: bool = False
     public: bool = False
-    """A successor shall have neither list of members nor secret any more."""
-    said: Mapping[str, str] = field(default_factory=dict)
-    """Configuration keys that somebody has set, and where."""
+    """The successor has neither a member list nor a secret."""
+    explicit_settings: Mapping[str, str] = field(default_factory=dict)
+    """Configuration keys set by the operator, with their origin."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """A manifest that is not signed yet."""
+    """An unsigned manifest."""
 
     manifest: SwarmManifest
-    before: Opened | None
-    """What it is the successor of."""
+    before: VerifiedManifest | None
+    """The predecessor, if this is a successor."""
     config: Config
-    """The configuration that it states."""
+    """The configuration that it describes."""
 
 
 @dataclass(frozen=True)
-class Outlook:
-    """What a node would start with."""
+class ResolvedNode:
+    """Configuration and swarm with which a node would start."""
 
     config: Config
-    """As the swarm's manifest wants it."""
+    """With the terms of the swarm's manifest."""
     swarm: bytes
     """Swarm id; empty without a manifest."""
     secret: bytes | None
-    """A private swarm's."""
+    """Secret of a private swarm."""
 
 
 class Membership:
-    """This node and its swarm: founding it, joining it, following it, and what to run with.
+    """Founding, joining and following a swarm, and the configuration to run with.
 
-    trains: the node does; a bootstrap node, which does not, need not have the swarm's tasks and
-    model.
+    Args:
+        config: configuration of the node.
+        trains: False for a bootstrap node, which needs neither the swarm's tasks nor its model.
     """
 
     def __init__(self, config: Config, *, trains: bool = True) -> None:
@@ -101,64 +102,76 @@ class Membership:
 
     # ---- founding --------------------------------------------------------------------------------
 
-    def draft(self, asked: Founding) -> Draft:
-        """The manifest of a swarm that does what this configuration does; of a successor, what is
-        not said is as it was.
+    def draft(self, options: FoundingRequest) -> Draft:
+        """Return the manifest of a swarm with this configuration. A successor keeps every term that
+        the operator has not set.
 
-        Raises ConfigError or Refused for what cannot be founded, Unavailable when the model or the
-        data directory cannot be had.
+        Raises:
+            ConfigError: the configuration cannot be founded.
+            Refused: this key cannot found a swarm here.
+            Unavailable: the model or the data directory cannot be used.
         """
         from swarmnode.p2p.identity import load_or_create
-        from swarmnode.p2p.listening import addresses_to_tell
+        from swarmnode.p2p.listening import addresses_to_advertise
 
         make_data_dir(self._data_dir)
-        before = manifest_store.stored(self._data_dir)
+        before = manifest_store.load_current(self._data_dir)
         identity = load_or_create(self._data_dir / "identity.key")
         founder = identity.private_key.public_key().public_bytes_raw()
-        _refuse_founding(before, founder, asked)
+        _refuse_founding(before, founder, options)
         own = [
             f"{address}/p2p/{identity.peer_id}"
-            for address in addresses_to_tell(self._config.network, self._data_dir)
+            for address in addresses_to_advertise(self._config.network, self._data_dir)
         ]
         own = own[: limits.BOOTSTRAP_ADDRESSES]
         now = int(time.time() * 1000)
         if before is None:
-            bootstrap = invites.check_addresses(list(asked.bootstrap) or own, "init: --bootstrap")
-            secret = self._own_secret() if asked.private else None
+            bootstrap = invites.check_addresses(list(options.bootstrap) or own, "init: --bootstrap")
+            secret = self._own_secret() if options.private else None
             terms = Terms(
-                now, asked.completions, bootstrap, _checked_members(asked.members), secret
+                now, options.completions, bootstrap, _check_members(options.members), secret
             )
-            models = [] if asked.any_model else [self._describe_model()]
+            models = [] if options.any_model else [self._describe_model()]
             return Draft(manifest.draft(self._config, founder, models, terms), None, self._config)
         present = before.manifest
         if now <= present.created_at:
             raise ConfigError(
-                "init: this machine's clock is behind that of the predecessor's signing: set it"
+                "init: this machine's clock is behind the signing time of the predecessor: correct"
+                " the clock"
             )
-        self._config = self._continued(asked.said, before)
-        moved = any(key in asked.said for key in ("network.listen_addrs", "network.announce_addrs"))
-        named = list(asked.bootstrap) or (
-            successor.addresses_of(present, identity.peer_id, own) if moved else present.bootstrap
+        self._config = self._successor_config(options.explicit_settings, before)
+        moved = any(
+            key in options.explicit_settings
+            for key in ("network.listen_addrs", "network.announce_addrs")
+        )
+        named = list(options.bootstrap) or (
+            successor.successor_addresses(present, identity.peer_id, own)
+            if moved
+            else present.bootstrap
         )
         bounds = (present.rollouts.min_completions, present.rollouts.max_completions)
-        members = [] if asked.public else list(asked.members) or present.access.members
+        members = [] if options.public else list(options.members) or present.access.members
         terms = Terms(
             now,
-            asked.completions or bounds,
+            options.completions or bounds,
             invites.check_addresses(named[: limits.BOOTSTRAP_ADDRESSES], "init: --bootstrap"),
-            _checked_members(members),
-            self._secret_for(asked, present),
+            _check_members(members),
+            self._successor_secret(options, present),
             before.swarm,
         )
         return Draft(
-            manifest.draft(self._config, founder, self._models_for(asked, present), terms),
+            manifest.draft(self._config, founder, self._successor_models(options, present), terms),
             before,
             self._config,
         )
 
-    def found(self, draft: Draft) -> tuple[Opened, Invite]:
-        """Sign a draft with this node's key, store and choose it. Raises ConfigError for one that
-        cannot be signed, Unavailable."""
+    def found(self, draft: Draft) -> tuple[VerifiedManifest, Invite]:
+        """Sign a draft with this node's key, store and choose it.
+
+        Raises:
+            ConfigError: the draft does not fit into a manifest.
+            Unavailable: it cannot be written.
+        """
         from swarmnode.p2p.identity import load_or_create
 
         identity = load_or_create(self._data_dir / "identity.key")
@@ -170,44 +183,52 @@ class Membership:
             ) from None
         self.store.add(opened)
         self.store.choose(opened.swarm)
-        return opened, invite_of(opened)
+        return opened, make_invite(opened)
 
-    def _continued(self, said: Collection[str], before: Opened) -> Config:
-        """Our configuration to draft a successor from: what nobody has said is what the manifest
-        `before` says. Raises ConfigError."""
-        kept, _ = manifest.agreed(self._config, before)
+    def _successor_config(
+        self, explicit_settings: Collection[str], before: VerifiedManifest
+    ) -> Config:
+        """Return the configuration for a successor: keys that the operator has not set keep the
+        values of the manifest `before`. Raises ConfigError."""
+        kept, _ = manifest.apply_terms(self._config, before)
         return settings.replaced(
             kept,
-            {key: settings.value(self._config, key) for key in successor.TERMS if key in said},
+            {
+                key: settings.value(self._config, key)
+                for key in successor.DRAFT_KEYS
+                if key in explicit_settings
+            },
             "init",
         )
 
-    def _models_for(self, asked: Founding, present: SwarmManifest) -> list[ModelRef]:
-        """Those that members of a successor may start from. Where no model is said now, nothing has
-        to be loaded and hashed again."""
-        where = asked.said.get("policy.model") or asked.said.get("policy.revision")
+    def _successor_models(self, options: FoundingRequest, present: SwarmManifest) -> list[ModelRef]:
+        """Return the models of a successor. The model is loaded and hashed again only if the
+        operator has set it."""
+        where = options.explicit_settings.get("policy.model") or options.explicit_settings.get(
+            "policy.revision"
+        )
         kept_only = where == str(settings.kept_file(self._data_dir))
-        if asked.any_model or (not present.models and (where is None or kept_only)):
+        if options.any_model or (not present.models and (where is None or kept_only)):
             return []
         return present.models if where is None else [self._describe_model()]
 
-    def _secret_for(self, asked: Founding, present: SwarmManifest) -> bytes | None:
-        """A successor's: the present one's, another where --private is said again, none with
+    def _successor_secret(self, options: FoundingRequest, present: SwarmManifest) -> bytes | None:
+        """Return the secret of a successor: the present one, another with --private, none with
         --public."""
-        if asked.private:
+        if options.private:
             return self._own_secret()
-        if asked.public or not present.access.secret:
+        if options.public or not present.access.secret:
             return None
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None or manifest.commitment(secret) != present.access.secret:
             raise Refused(
-                "the secret of this private swarm is not here: put it back, or say --private for"
+                "the secret of this private swarm is missing: restore it, or use --private for"
                 " another one, or --public"
             )
         return secret
 
     def _describe_model(self) -> ModelRef:
-        found = self._child("swarmnode.policy.describe", DESCRIBE_SECONDS)
+        found = self._run_child("swarmnode.policy.describe", DESCRIBE_SECONDS)
         return ModelRef(
             found["name"],
             found["revision"],
@@ -216,7 +237,7 @@ class Membership:
         )
 
     def _own_secret(self) -> bytes:
-        """This node's secret, made if there is none."""
+        """Return this node's secret; create it if there is none."""
         secret = manifest.swarm_secret(self._data_dir)
         if secret is None:
             secret = os.urandom(limits.SECRET_BYTES)
@@ -225,12 +246,15 @@ class Membership:
 
     # ---- joining ---------------------------------------------------------------------------------
 
-    def join(self, invite: Invite) -> Opened:
-        """Fetch the manifest of an invite, or what follows it if this node follows founders; store
-        and choose it.
+    def join(self, invite: Invite) -> VerifiedManifest:
+        """Fetch, store and choose the manifest of an invite, or its latest successor if this node
+        follows the founder.
 
-        Raises Unavailable when no peer was reached, Refused when what they had was wrong or this
-        node cannot honour it; nothing is changed.
+        Nothing is changed on failure.
+
+        Raises:
+            Unavailable: no peer was reached.
+            Refused: no peer had the manifest, or this node cannot honour it.
         """
         store = self.store
         with held_data_dir(self._data_dir):
@@ -259,16 +283,16 @@ class Membership:
         log.info("joined", name=opened.manifest.name, swarm=opened.swarm.hex())
         return opened
 
-    def adopt(self, path: Path) -> Opened:
-        """Store and choose the signed manifest in a file, for a bootstrap node that nobody serves
-        it yet. Raises as `join` does."""
+    def adopt(self, path: Path) -> VerifiedManifest:
+        """Store and choose the signed manifest in a file, for a bootstrap node without a peer that
+        serves it. Raises as `join` does."""
         try:
             opened = open_manifest(path.read_bytes()[: limits.MANIFEST_BYTES + 1])
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}") from None
         except BadMessage as error:
             raise Refused(f"{path} is not a manifest: {error}") from None
-        before = manifest_store.stored(self._data_dir)
+        before = manifest_store.load_current(self._data_dir)
         if (
             before is not None
             and not self.store.descends(before.swarm, opened.swarm)
@@ -277,7 +301,7 @@ class Membership:
             if opened.manifest.predecessor == before.swarm:
                 raise Refused(
                     f"{path} is a successor that the founder of {before.manifest.name!r} did not"
-                    " sign: get another from them"
+                    " sign: request the right one from the founder"
                 )
             self._refuse_other_swarm(before.swarm)
         make_data_dir(self._data_dir)
@@ -286,10 +310,10 @@ class Membership:
         self.store.choose(opened.swarm)
         return opened
 
-    def follow(self) -> Opened:
-        """Choose the latest successor that is here; a running node moves there. Raises Refused when
-        there is none to be honoured."""
-        opened = manifest_store.stored(self._data_dir)
+    def follow(self) -> VerifiedManifest:
+        """Choose the latest stored successor; a running node restarts with it. Raises Refused if
+        there is none that this node can honour."""
+        opened = manifest_store.load_current(self._data_dir)
         latest = self.store.latest(opened.swarm) if opened is not None else None
         if opened is None or latest is None or latest.swarm == opened.swarm:
             raise Refused("no successor is known here; a running node learns of one from its peers")
@@ -298,8 +322,12 @@ class Membership:
         return latest
 
     def keep_secret(self, file: Path) -> None:
-        """Take a swarm's secret into the data directory, 0600. Raises Refused when others can read
-        `file`, ConfigError if it is none."""
+        """Copy a swarm's secret into the data directory with mode 0600.
+
+        Raises:
+            Refused: others can read `file`.
+            ConfigError: the file does not hold a secret.
+        """
         data = read_private(file, "swarm secret", 4096)
         if data is None:
             raise ConfigError(f"--secret-file {file}: no such file")
@@ -310,9 +338,10 @@ class Membership:
     def _problems(self, wanted: SwarmManifest, peer: str = "") -> list[str]:
         return can_honour(wanted, self._config, peer, trains=self._trains)
 
-    def _fetch(self, invite: Invite) -> tuple[Opened, Opened | None, str]:
-        """(manifest, successor, our peer id), verified again on this side of the pipe."""
-        answer = self._child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
+    def _fetch(self, invite: Invite) -> tuple[VerifiedManifest, VerifiedManifest | None, str]:
+        """Return (manifest, successor, own peer id) from the child, verified again in this
+        process."""
+        answer = self._run_child("swarmnode.swarm.join", JOIN_SECONDS, str(invite))
         try:
             opened = open_manifest(bytes.fromhex(answer["manifest"]))
             successor = (
@@ -323,21 +352,21 @@ class Membership:
         if opened.swarm != invite.swarm or (
             successor is not None and not follows(successor, opened)
         ):
-            raise Refused("the manifest is not that of the invite")
+            raise Refused("the manifest does not belong to the invite")
         return opened, successor, answer["peer"]
 
     def _refuse_other_swarm(self, before: bytes) -> None:
         opened = self.store.get(before)
         name = repr(opened.manifest.name) if opened is not None else before.hex()[:16]
         raise Refused(
-            f"this data directory is of swarm {name}: join another swarm with another --data-dir"
+            f"this data directory belongs to swarm {name}: use another --data-dir for another swarm"
         )
 
     # ---- running ---------------------------------------------------------------------------------
 
     def prepare(self) -> Config:
-        """The configuration to run with: joined by `swarm.invite` if need be, and what the swarm
-        agrees on in it. Logs what that changed.
+        """Return the configuration to run with: join by `swarm.invite` if necessary, then apply the
+        swarm's terms. Logs the changes.
 
         Raises as `join` does.
         """
@@ -347,21 +376,23 @@ class Membership:
             if current is None or not self.store.descends(current, invite.swarm):
                 self.join(invite)
             self.store.keep_peers(invite.addresses)
-        agreed, changes = manifest_store.honoured(self._config, trains=self._trains)
-        self._mention_successor()
+        agreed, changes = manifest_store.apply_stored(self._config, trains=self._trains)
+        self._log_pending_successor()
         for change in changes:
             if change.key != "swarm.id" and not change.reorders:
-                told = log.warning if change.overrules else log.info
-                told("set by the manifest", key=change.key, value=change.now, instead_of=change.was)
+                log_change = log.warning if change.overrules else log.info
+                log_change(
+                    "set by the manifest", key=change.key, value=change.now, instead_of=change.was
+                )
         unset = [key for key in settings.FOLLOW_MODEL if not settings.is_set(agreed, key)]
         if self._trains and unset and agreed.policy.model != EMBEDDED:
             chosen = {key.rpartition(".")[2]: settings.value(agreed, key) for key in sorted(unset)}
             log.info("defaults for this model", model=agreed.policy.model, **chosen)
         return agreed
 
-    def _mention_successor(self) -> None:
-        """Where one waits for the owner's word, the first lines of a run say so."""
-        opened = manifest_store.stored(self._data_dir)
+    def _log_pending_successor(self) -> None:
+        """Log a warning if a successor is pending."""
+        opened = manifest_store.load_current(self._data_dir)
         waiting = (
             self.store.successor(opened)
             if opened is not None and self._config.swarm.follow != "never"
@@ -369,14 +400,14 @@ class Membership:
         )
         if waiting is not None:
             log.warning(
-                "a successor of this swarm waits for your word: `swarmnode manifest follow`",
+                "a successor of this swarm is pending, adopt it with `swarmnode manifest follow`",
                 name=waiting.manifest.name,
             )
 
-    def outlook(self) -> Outlook:
-        """What the next start would have, as far as that is known without joining. Raises as
-        `prepare` does, and changes nothing."""
-        opened = manifest_store.stored(self._data_dir)
+    def resolve(self) -> ResolvedNode:
+        """Return what the next start would use, as far as it is known without joining. Changes
+        nothing. Raises as `prepare` does."""
+        opened = manifest_store.load_current(self._data_dir)
         secret = manifest.swarm_secret(self._data_dir)
         if opened is None and self._config.swarm.invite:
             invite = invites.parse(self._config.swarm.invite)
@@ -384,16 +415,16 @@ class Membership:
             config = settings.replaced(
                 self._config, {"network.initial_peers": list(known)}, "swarm.invite"
             )
-            return Outlook(config, invite.swarm, secret)
-        return Outlook(self.refresh(), opened.swarm if opened is not None else b"", secret)
+            return ResolvedNode(config, invite.swarm, secret)
+        return ResolvedNode(self.refresh(), opened.swarm if opened is not None else b"", secret)
 
     def refresh(self) -> Config:
-        """The same for a node that is running: by the manifest that is chosen now."""
-        return manifest_store.honoured(self._config, trains=self._trains)[0]
+        """Return the configuration by the manifest that is chosen now, for a running node."""
+        return manifest_store.apply_stored(self._config, trains=self._trains)[0]
 
-    def _child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
-        """The JSON that a short-lived child printed. Its own errors come out as ours, with their
-        exit code."""
+    def _run_child(self, module: str, seconds: float, *arguments: str) -> dict[str, str]:
+        """Run a short-lived child and return the JSON that it printed. Its errors are raised here
+        with their exit codes."""
         make_data_dir(self._data_dir)
         config_file = self._data_dir / "run" / f"{module.rpartition('.')[2]}.json"
         _write(config_file, self._config.model_dump_json().encode())
@@ -411,18 +442,19 @@ class Membership:
         if done.returncode == 0:
             printed: dict[str, str] = json.loads(done.stdout.strip().splitlines()[-1])
             return printed
-        last = (done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         kinds = {kind.exit_code: kind for kind in (StateError, ConfigError, Refused, Unavailable)}
-        if done.returncode not in kinds:  # a crash, and torch is what most often cannot be loaded
+        if (
+            done.returncode not in kinds
+        ):  # after a crash, because torch is the package that most often fails to load
             check_torch()
         raise kinds.get(done.returncode, Unavailable)(
             last.partition(": ")[2] or done.stderr.strip()[-300:]
         )
 
 
-def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
-    """An invite to the swarm of a manifest. Raises ConfigError when there is no address to join
-    through."""
+def make_invite(opened: VerifiedManifest, addresses: Sequence[str] = ()) -> Invite:
+    """Return an invite to the swarm of a manifest. Raises ConfigError without an address."""
     where = tuple(addresses) or tuple(manifest.bootstrap(opened.manifest))
     if not where:
         raise ConfigError(
@@ -432,38 +464,38 @@ def invite_of(opened: Opened, addresses: Sequence[str] = ()) -> Invite:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """A file of ours, readable by nobody else. Raises Unavailable."""
+    """Write a file that only this user can read. Raises Unavailable."""
     try:
         write_atomically(path, data, mode=0o600)
     except OSError as error:
         raise Unavailable(f"cannot write {path}: {error.strerror}") from None
 
 
-def _refuse_founding(before: Opened | None, founder: bytes, asked: Founding) -> None:
-    """before: the manifest that is here. Raises ConfigError or Refused where this key cannot found
-    a swarm here."""
-    if asked.successor and before is None:
-        raise ConfigError("init: --successor, but this data directory has no manifest to succeed")
-    if asked.public and not asked.successor:
+def _refuse_founding(
+    before: VerifiedManifest | None, founder: bytes, options: FoundingRequest
+) -> None:
+    """Check that this key may found a swarm here. `before` is the stored manifest. Raises
+    ConfigError or Refused."""
+    if options.successor and before is None:
+        raise ConfigError("init: --successor needs a manifest in this data directory")
+    if options.public and not options.successor:
         raise ConfigError(
             "init: --public is for a --successor; a first manifest is public unless it has a"
             " --member or is --private"
         )
-    if asked.public and (asked.private or asked.members):
-        raise ConfigError("init: --public, and --private or --member: which?")
-    if asked.successor and before is not None and before.manifest.founder != founder:
-        raise Refused(
-            "only the founder's key can sign a successor; this node joined somebody else's swarm"
-        )
-    if before is not None and not asked.successor:
+    if options.public and (options.private or options.members):
+        raise ConfigError("init: --public contradicts --private and --member")
+    if options.successor and before is not None and before.manifest.founder != founder:
+        raise Refused("only the founder's key can sign a successor; this node is not the founder")
+    if before is not None and not options.successor:
         name = before.manifest.name
         raise Refused(
-            f"this data directory is of swarm {name!r} already: sign a --successor, or found"
-            " another in another --data-dir"
+            f"this data directory already belongs to swarm {name!r}: sign a --successor, or found"
+            " another swarm in another --data-dir"
         )
 
 
-def _checked_members(members: Sequence[str]) -> list[str]:
+def _check_members(members: Sequence[str]) -> list[str]:
     from swarmnode.p2p.addresses import check_peer_id
 
     for member in members:

@@ -1,7 +1,7 @@
-"""What stands against taking part in a swarm: its manifest against this node. Pure, but for the
-secret, which is a file.
+"""Checks whether this node can take part in a swarm by its manifest. Pure, except for reading the
+secret file.
 
-Whether the model on disk is the manifest's shows when the trainer has hashed it.
+The model itself is checked after the trainer has hashed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from swarmnode import __version__, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Refused, Unavailable
 from swarmnode.swarm.manifest import (
-    AGREED,
+    AGREED_KEYS,
     chosen_model,
     commitment,
     members,
@@ -24,7 +24,7 @@ from swarmnode.swarm.manifest import (
 from swarmnode.tasks import own
 from swarmnode.tasks.registry import DATASET_NAME, ENVIRONMENT_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids
-from swarmnode.wire.manifest import Opened
+from swarmnode.wire.manifest import VerifiedManifest
 from swarmnode.wire.messages import Access, SwarmManifest, TaskEntry
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -33,16 +33,19 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._
 def can_honour(
     manifest: SwarmManifest, config: Config, peer: str = "", *, trains: bool = True
 ) -> list[str]:
-    """Why this node cannot take part: one sentence each, empty when it can.
+    """Return the reasons why this node cannot take part, one sentence each; empty if it can.
 
-    peer: its peer id, "" if not known yet; trains: it does, so that tasks, settings and model have
-    to be those of the swarm.
+    Args:
+        manifest: the swarm's terms.
+        config: configuration of this node.
+        peer: its peer id; empty while unknown.
+        trains: False skips tasks, settings and model.
     """
     problems = _version_problems(manifest.minimum_version)
     for name in manifest.protocols:
-        if name not in ids.SPOKEN:
+        if name not in ids.SUPPORTED:
             problems.append(
-                f"its members speak {name}, this version of swarmnode does not: upgrade"
+                f"it requires the protocol {name}, which this version does not support: upgrade"
             )
     if trains:
         for task in manifest.tasks:
@@ -55,7 +58,7 @@ def can_honour(
                     " have"
                 )
         for setting in manifest.settings:
-            if setting.key not in AGREED:
+            if setting.key not in AGREED_KEYS:
                 problems.append(f"it sets {setting.key}, which this version does not know: upgrade")
                 continue
             try:
@@ -71,15 +74,15 @@ def can_honour(
     allowed = members(manifest)
     if allowed is not None and peer and peer not in allowed:
         problems.append(
-            f"it is private and {peer} is not on its list of members: send the founder this peer id"
+            f"it is private and {peer} is not on its member list: send this peer id to the founder"
         )
     if manifest.access.secret:
         problems += _secret_problems(manifest.access, swarm_secret(config.node.data_dir))
     return problems
 
 
-def refuse_if_any(problems: Sequence[str], opened: Opened) -> None:
-    """Raises Refused with `problems` in one line, if there are any."""
+def refuse_if_any(problems: Sequence[str], opened: VerifiedManifest) -> None:
+    """Raise Refused with all `problems` in one line, if there are any."""
     if problems:
         swarm = f"{opened.manifest.name!r} ({opened.swarm.hex()[:16]}…)"
         raise Refused(f"this node cannot honour the manifest of {swarm}: {'; '.join(problems)}")
@@ -90,14 +93,13 @@ def _version_problems(minimum: str) -> list[str]:
         if version_numbers(__version__) >= version_numbers(minimum):
             return []
     except ValueError:
-        return [
-            f"its minimum version {minimum!r} is not one that this version understands: upgrade"
-        ]
+        return [f"its minimum version {minimum!r} is not valid for this version: upgrade"]
     return [f"it needs swarmnode {minimum} or later, this is {__version__}: upgrade"]
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
-    """`0.10.2` → (0, 10, 2). Raises ValueError for anything but numbers with dots."""
+    """Parse a version: `0.10.2` → (0, 10, 2, 0). Raises ValueError for anything but numbers with
+    dots."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9}){0,3}", version):
         raise ValueError(version)
     numbers = [int(part) for part in version.split(".")]
@@ -112,23 +114,21 @@ def task_problems(task: TaskEntry) -> list[str]:
         ]
     if task.id not in TASKS and DATASET_NAME.fullmatch(task.id):
         return [
-            f"its task {task.id} is a dataset, which this node lacks: get it and name it in"
+            f"its task {task.id} is a dataset that this node does not have: get it and name it in"
             f" task.datasets ({task.settings})"
         ]
     if task.id not in TASKS and ENVIRONMENT_NAME.fullmatch(task.id):
         return [
-            f"its task {task.id} is an environment, which this node lacks: run it and name its URL"
-            f" in task.datasets ({task.settings})"
+            f"its task {task.id} is an environment that this node does not have: run it and set its"
+            f" URL in task.datasets ({task.settings})"
         ]
     if task.id not in TASKS and own.NAME.fullmatch(task.id):
         return [
-            f"its task {task.id} is its founder's own: get that module, read it, install it, and"
+            f"its task {task.id} is a module of the founder: get it, read it, install it, and"
             " name it in task.modules"
         ]
     if task.id not in TASKS:
-        return [
-            f"its task {task.id} is not one of this version's: upgrade, or install what provides it"
-        ]
+        return [f"its task {task.id} is unknown to this version: upgrade, or install its package"]
     try:
         version = task_version(task.id)
     except Unavailable as error:
@@ -138,31 +138,29 @@ def task_problems(task: TaskEntry) -> list[str]:
     if TASKS[task.id].environment is not None:
         here = settings_text(task.id)
         return [
-            f"its task {task.id} is an environment that asks otherwise: the swarm's is"
-            f" {task.settings}, here it is {here}"
+            f"its task {task.id} is an environment with other content: the swarm has"
+            f" {task.settings}, this node has {here}"
         ]
     if TASKS[task.id].rows is not None:
         here = settings_text(task.id)
         return [
-            f"its task {task.id} is a dataset with other rows or settings: the swarm's is"
-            f" {task.settings}, here it is {here}"
+            f"its task {task.id} is a dataset with other rows or settings: the swarm has"
+            f" {task.settings}, this node has {here}"
         ]
     if TASKS[task.id].source is not None:
-        wanted = (
-            f"the swarm's has the settings {task.settings}, here they are {settings_text(task.id)}"
-        )
+        wanted = f"settings of the swarm {task.settings}, of this node {settings_text(task.id)}"
         return [
-            f"its task {task.id} has version {task.version}, here {version}: get the founder's"
-            f" files, to the byte ({wanted})"
+            f"its task {task.id} has version {task.version}, this node has {version}: get the"
+            f" founder's exact files ({wanted})"
         ]
     if task.settings and (here := settings_text(task.id)) != task.settings:
         return [
-            f"its task {task.id} has other settings: the swarm's are {task.settings}, here they are"
+            f"its task {task.id} has other settings: the swarm has {task.settings}, this node has"
             f" {here}: see task.settings"
         ]
     return [
-        f"its task {task.id} has version {task.version}, here it has {version}: install the swarm's"
-        " version"
+        f"its task {task.id} has version {task.version}, this node has {version}: install the"
+        " version of the swarm"
     ]
 
 
@@ -178,7 +176,9 @@ def _model_problems(manifest: SwarmManifest, own_model: str) -> list[str]:
 
 def _secret_problems(access: Access, secret: bytes | None) -> list[str]:
     if secret is None:
-        return ["it is private: put its secret into a file and name it with --secret-file"]
+        return ["it is private: save its secret to a file and name it with --secret-file"]
     return (
-        [] if commitment(secret) == access.secret else ["the swarm secret here is another swarm's"]
+        []
+        if commitment(secret) == access.secret
+        else ["the secret in this data directory belongs to another swarm"]
     )

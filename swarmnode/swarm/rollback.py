@@ -1,17 +1,15 @@
-"""`swarmnode rollback`: which states of the trainer are kept, and going back to one of them. No
-torch: only headers are read.
+"""`swarmnode rollback`: list the stored trainer states and return to one of them. Reads only
+headers, without torch.
 
-    trainer/state.safetensors              the last one
+    trainer/state.safetensors              the last state
     trainer/weights.safetensors            weights and counters saved since (`trainer.state`)
-    trainer/history/<slot>.safetensors     former ones, further and further apart
-    (`trainer.checkpoints`)
-    trainer/history/undone.safetensors     what the last rollback put aside: `swarmnode rollback` to
-    its step takes it back
-    trainer/damaged.safetensors            a last state that could not be used; a former one took
-    its place
+    trainer/history/<slot>.safetensors     earlier states (`trainer.checkpoints`)
+    trainer/history/undone.safetensors     state that the last rollback replaced; rolling
+                                           back to its step restores it
+    trainer/damaged.safetensors            a damaged last state that an earlier one replaced
 
-Numbers that peers have seen are never used again: a trainer that starts looks for the highest in
-all of these files.
+Sequence numbers that peers have seen are never reused: a starting trainer continues above the
+highest number in all of these files.
 """
 
 from __future__ import annotations
@@ -34,11 +32,11 @@ HISTORY = "history"
 UNDONE = "undone.safetensors"
 DAMAGED = "damaged.safetensors"
 HEADER_BYTES = 16 * 2**20
-"""A longer header is not one of ours."""
+"""Limit for a header; a longer one is not from this trainer."""
 
 
-class Numbers(msgspec.Struct):
-    """Those of a trainer's counters that are shown or never used twice."""
+class StateCounters(msgspec.Struct):
+    """Counters of a trainer that are displayed or must not be reused."""
 
     step: int = 0
     policy_version: int = 0
@@ -55,34 +53,34 @@ class Header(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One state on disk."""
+class StoredState:
+    """A stored state."""
 
     path: Path
     saved_at: float
-    """Unix seconds."""
-    numbers: Numbers
+    """Unix time in seconds."""
+    counters: StateCounters
 
 
-def states(trainer: Path) -> list[Kept]:
-    """All states in the trainer's directory that can be read, newest first. What is damaged is left
-    out."""
-    return _readable(
+def list_states(trainer: Path) -> list[StoredState]:
+    """Return all readable states in the trainer's directory, newest first."""
+    return _read_states(
         [trainer / STATE, trainer / WEIGHTS, *(trainer / HISTORY).glob("*.safetensors")]
     )
 
 
-def numbers_used(trainer: Path) -> list[Numbers]:
-    """The numbers in every file of the trainer's directory that can be read, the damaged one
-    included: peers have seen them."""
+def used_counters(trainer: Path) -> list[StateCounters]:
+    """Return the counters in every readable file of the trainer's directory, including the damaged
+    state, because peers have seen them."""
     return [
-        *(kept.numbers for kept in states(trainer)),
-        *(kept.numbers for kept in _readable([trainer / DAMAGED])),
+        *(kept.counters for kept in list_states(trainer)),
+        *(kept.counters for kept in _read_states([trainer / DAMAGED])),
     ]
 
 
-def former(trainer: Path) -> list[Path]:
-    """Kept states to fall back to, newest first; not the one that the operator has rolled back."""
+def earlier_states(trainer: Path) -> list[Path]:
+    """Return the earlier states to fall back to, newest first, without the one that the operator
+    has rolled back."""
     found = []
     for path in (trainer / HISTORY).glob("*.safetensors"):
         with contextlib.suppress(OSError):
@@ -92,71 +90,70 @@ def former(trainer: Path) -> list[Path]:
 
 
 def replace_damaged(trainer: Path, kept: Path) -> None:
-    """Make the state `kept` the last one, and keep the damaged one beside it. Raises
-    Unavailable where the disk refuses."""
+    """Replace the damaged last state by `kept`, and keep a copy of the damaged one. Raises
+    Unavailable if the disk cannot be written."""
     try:
         (trainer / DAMAGED).unlink(missing_ok=True)
         os.link(trainer / STATE, trainer / DAMAGED)
         (trainer / WEIGHTS).unlink(missing_ok=True)
-        _put_back(trainer, kept)
+        _link_as_last(trainer, kept)
         sync_directory(trainer)
     except OSError as error:
-        raise Unavailable(f"cannot put {kept} in place of {trainer / STATE}: {error}") from None
+        raise Unavailable(f"cannot replace {trainer / STATE} by {kept}: {error}") from None
 
 
-def _put_back(trainer: Path, kept: Path) -> None:
-    """Give `kept` the name of the last state as well."""
+def _link_as_last(trainer: Path, kept: Path) -> None:
+    """Link `kept` under the name of the last state."""
     back = trainer / f".{STATE}.back"
     back.unlink(missing_ok=True)
     os.link(kept, back)
     os.replace(back, trainer / STATE)
 
 
-def _readable(paths: Iterable[Path]) -> list[Kept]:
+def _read_states(paths: Iterable[Path]) -> list[StoredState]:
     found = []
     for path in paths:
         try:
-            found.append(Kept(path, path.stat().st_mtime, _numbers(path)))
+            found.append(StoredState(path, path.stat().st_mtime, _read_counters(path)))
         except (OSError, ValueError, struct.error):  # msgspec's errors are ValueErrors
             continue
     return sorted(found, key=lambda kept: kept.saved_at, reverse=True)
 
 
-def present(states: list[Kept]) -> Kept | None:
+def current_state(states: list[StoredState]) -> StoredState | None:
     """Return the state from which the trainer continues."""
     found = [kept for kept in states if kept.path.name in (STATE, WEIGHTS)]
-    return max(found, key=lambda kept: (kept.numbers.step, kept.path.name == STATE), default=None)
+    return max(found, key=lambda kept: (kept.counters.step, kept.path.name == STATE), default=None)
 
 
-def _numbers(path: Path) -> Numbers:
-    """From the header of a safetensors file: its length, u64 little-endian, and JSON."""
+def _read_counters(path: Path) -> StateCounters:
+    """Read the counters from the header of a safetensors file: u64 little-endian length, then
+    JSON."""
     with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > HEADER_BYTES:
-            raise ValueError("not a state")
+            raise ValueError("not a trainer state")
         header = msgspec.json.decode(file.read(length), type=Header)
-    return msgspec.json.decode(header.metadata.counters, type=Numbers)
+    return msgspec.json.decode(header.metadata.counters, type=StateCounters)
 
 
-def roll_back(data_dir: Path, step: int) -> Kept:
-    """Make the newest former state of `step` the one that the trainer goes on from. The one it
-    replaces is kept, in place of the last such.
+def roll_back(data_dir: Path, step: int) -> StoredState:
+    """Make the newest earlier state of `step` the last one. The replaced state is kept, in place of
+    an earlier replaced one.
 
-    Raises Unavailable while a node runs with this directory, or where no such state is kept.
+    Raises:
+        Unavailable: a node is running with this directory, or there is no state of this step.
     """
     trainer = data_dir / "trainer"
     with held_data_dir(data_dir):
-        former = [kept for kept in states(trainer) if kept.path.parent.name == HISTORY]
-        chosen = next((kept for kept in former if kept.numbers.step == step), None)
+        former = [kept for kept in list_states(trainer) if kept.path.parent.name == HISTORY]
+        chosen = next((kept for kept in former if kept.counters.step == step), None)
         if chosen is None:
-            known = ", ".join(str(kept.numbers.step) for kept in former) or "none"
-            raise Unavailable(
-                f"no former state of step {step} is kept in {trainer}; of these steps there is one:"
-                f" {known}"
-            )
+            known = ", ".join(str(kept.counters.step) for kept in former) or "none"
+            raise Unavailable(f"no state of step {step} in {trainer}; available steps: {known}")
         kept = trainer / f".{STATE}.kept"
         kept.unlink(missing_ok=True)
-        os.link(chosen.path, kept)  # the next line may replace the chosen one
+        os.link(chosen.path, kept)  # the next line may replace the chosen file
         if (trainer / STATE).exists():
             os.replace(trainer / STATE, trainer / HISTORY / UNDONE)
         (trainer / WEIGHTS).unlink(missing_ok=True)

@@ -1,5 +1,4 @@
-"""A founder's successor: what the present manifest says, but for what is said anew; how the two
-differ; and one that waits to be followed."""
+"""Successors of a manifest: which terms they keep, how they differ, and whether one is pending."""
 
 from __future__ import annotations
 
@@ -8,11 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from swarmnode.swarm.manifest import AGREED
+from swarmnode.swarm.manifest import AGREED_KEYS
 from swarmnode.wire.messages import ModelRef, SwarmManifest
 
-TERMS = (
-    *AGREED,
+DRAFT_KEYS = (
+    *AGREED_KEYS,
     "policy.model",
     "policy.revision",
     "sharing.groups_per_second",
@@ -22,25 +21,27 @@ TERMS = (
     "training.temperature",
     "training.top_p",
 )
-"""Configuration keys that a manifest is drafted from, but for its bounds of the group size."""
+"""Configuration keys that a manifest is drafted from, without the bounds of the group size."""
 
 
 class SuccessorStatistics(msgspec.Struct, frozen=True):
-    """A successor that this node knows of and is not of: it waits for its owner's word."""
+    """A known successor that this node has not adopted; the operator decides."""
 
     swarm: str = ""
-    """Swarm id, hex; empty where none waits."""
+    """Swarm id in hex; empty if none is pending."""
     name: str = ""
     problems: list[str] = []
-    """Why this node cannot follow it as it is configured; empty where a word is enough."""
+    """Why this node cannot follow it with its configuration; empty if it can."""
     waiting: int = 0
-    """1 where one waits."""
+    """1 if a successor is pending."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that a successor says otherwise. `before` is None for what is new, `after` for what
-    is gone."""
+    """One difference between a manifest and its successor.
+
+    `before` is None for an addition, `after` for a removal.
+    """
 
     what: str
     before: str | None
@@ -56,18 +57,20 @@ class Difference:
         )
 
 
-def addresses_of(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
-    """The bootstrap addresses of a manifest, those of the founder `peer` replaced by where it is
-    now, `own`."""
-    ours = [address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer]
-    others = [address for address in before.bootstrap if address not in ours]
-    return [*(own if ours else []), *others]
+def successor_addresses(before: SwarmManifest, peer: str, own: list[str]) -> list[str]:
+    """Return the bootstrap addresses of a manifest, with those of the founder `peer` replaced by
+    its current addresses `own`."""
+    founder_addresses = [
+        address for address in before.bootstrap if address.rpartition("/p2p/")[2] == peer
+    ]
+    others = [address for address in before.bootstrap if address not in founder_addresses]
+    return [*(own if founder_addresses else []), *others]
 
 
 def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]:
-    """What `after` says otherwise, in the order of a manifest's fields; when it was signed and by
-    whom is no difference."""
-    was, now = _said(before), _said(after)
+    """Return the differences in the order of a manifest's fields, without signing time and
+    signature."""
+    was, now = _described(before), _described(after)
     return [
         Difference(what, was.get(what), now.get(what))
         for what in dict.fromkeys([*was, *now])
@@ -75,26 +78,31 @@ def differences(before: SwarmManifest, after: SwarmManifest) -> list[Difference]
     ]
 
 
-def _said(said: SwarmManifest) -> Mapping[str, str]:
+def _described(manifest: SwarmManifest) -> Mapping[str, str]:
     rules = {
-        f"rollouts.{name}": str(value) for name, value in msgspec.to_builtins(said.rollouts).items()
+        f"rollouts.{name}": str(value)
+        for name, value in msgspec.to_builtins(manifest.rollouts).items()
     }
     return {
-        "name": repr(said.name),
-        "minimum version": said.minimum_version,
-        **{f"protocol {name}": "spoken" for name in said.protocols},
-        **({f"model {model.name}": _model(model) for model in said.models} or {"models": "any"}),
+        "name": repr(manifest.name),
+        "minimum version": manifest.minimum_version,
+        **{f"protocol {name}": "required" for name in manifest.protocols},
+        **(
+            {f"model {model.name}": _model(model) for model in manifest.models} or {"models": "any"}
+        ),
         **{
             f"task {task.id}": (
                 f"version {task.version}{f' {task.settings}' if task.settings != '{}' else ''}"
             )
-            for task in said.tasks
+            for task in manifest.tasks
         },
         **rules,
-        **{setting.key: setting.value for setting in said.settings},
-        **{f"bootstrap {address}": "named" for address in said.bootstrap},
-        **({f"member {peer}": "allowed" for peer in said.access.members} or {"members": "anybody"}),
-        "secret": f"needed ({said.access.secret.hex()[:16]}…)" if said.access.secret else "none",
+        **{setting.key: setting.value for setting in manifest.settings},
+        **{f"bootstrap {address}": "named" for address in manifest.bootstrap},
+        **({f"member {peer}": "allowed" for peer in manifest.access.members} or {"members": "any"}),
+        "secret": f"needed ({manifest.access.secret.hex()[:16]}…)"
+        if manifest.access.secret
+        else "none",
     }
 
 

@@ -21,6 +21,7 @@ share is held out.
 from __future__ import annotations
 
 import array
+import contextlib
 import hashlib
 import itertools
 import json
@@ -719,29 +720,37 @@ def load(
 ) -> dict[str, DatasetTask]:
     """The datasets of this node's owner in a process that has nothing to lose yet. Raises
     ConfigError."""
-    rewards, environments = {}, {}
-    functions = {
-        (str(arguments["verifier"]), own.turns_of(arguments) > 1): code
-        for _, arguments, code in tasks.values()
-        if code is not None
-    }
-    if functions:
-        with own.importing(", ".join(name for name, _ in functions)):
-            for (name, has_turns), code in functions.items():
-                if has_turns:
-                    environments[name] = own.environment("task.datasets", name, code)
-                    continue
-                rewards[name] = (
-                    taskset if name.startswith(taskset.PREFIX) else own
-                ).reward_function(name, code)
-    loaded = {}
-    for task, (source, arguments, _) in tasks.items():
-        settings = Settings.of(arguments)
-        if settings.turns > 1:
-            environment = environments[settings.verifier]
-            loaded[task] = DatasetTask(task, source, settings, environment=environment)
-            continue
-        loaded[task] = DatasetTask(task, source, settings, rewards.get(settings.verifier))
-        if settings.verifier.startswith(taskset.PREFIX):
-            loaded[task].prove()  # what it imports when it is first used, it imports now
-    return loaded
+    codes = [
+        str(arguments["verifier"]) for _, arguments, code in tasks.values() if code is not None
+    ]
+    with own.importing(", ".join(codes)) if codes else contextlib.nullcontext():
+        return {
+            task: with_code(task, source, Settings.of(arguments), code)
+            for task, (source, arguments, code) in tasks.items()
+        }
+
+
+def with_code(
+    task: str, source: Source, settings: Settings, code: own.Source | None
+) -> DatasetTask:
+    """Return a dataset with its owner's reward function or environment, or its taskset. Raises
+    ConfigError."""
+    name = settings.verifier
+    if not name.startswith(taskset.PREFIX):
+        if code is None:
+            return DatasetTask(task, source, settings)
+        if settings.turns == 1:
+            return DatasetTask(task, source, settings, own.reward_function(name, code))
+        environment = own.environment("task.datasets", name, code)
+        return DatasetTask(task, source, settings, environment=environment)
+    assert code is not None
+    if settings.turns == 1:
+        made = DatasetTask(task, source, settings, taskset.reward_function(name, code))
+        made.prove()  # its first use imports more modules
+        return made
+    environment = taskset.environment(name, code, settings.template)
+    made = DatasetTask(task, source, settings, environment=environment)
+    from swarmnode.tasks import episodes  # imports this module
+
+    episodes.prove(task, made)
+    return made

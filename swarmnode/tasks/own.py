@@ -408,7 +408,7 @@ def finished(coroutine: Coroutine[object, None, T]) -> T:
         result: T = stop.value
         return result
     coroutine.close()
-    raise TypeError("a reward waits for something, and there is nothing in the sandbox to wait for")
+    raise TypeError("it waits for something, and there is nothing in the sandbox to wait for")
 
 
 def _imported(setting: str, name: str, source: Source) -> Callable[..., Any]:

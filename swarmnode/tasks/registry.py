@@ -422,7 +422,7 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         elif known is None:  # by these names its reward function is given them
             arguments |= {"prompt": config.prompt, "answer": config.answer}
         if config.turns > 1:
-            if known is not None or by_taskset:
+            if known is not None:
                 raise ConfigError(
                     f"task.datasets.{task}: {own.TURNS} is for an environment of yours: name it as"
                     " verifier, module:function or module:Class"
@@ -490,9 +490,12 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
     )
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_names(names: Iterable[str], *, crew: bool = False) -> None:
     """Raises ConfigError for the first name that is not a task of this node, saying why and what is
-    nearest."""
+    nearest.
+
+    crew: a crew trains on them, so that episode tasks are refused too.
+    """
     seen: set[str] = set()
     for name in names:
         if name in REFUSED:
@@ -519,6 +522,11 @@ def check_names(names: Iterable[str]) -> None:
             raise ConfigError(f"task.names: {name!r} is not on the allow-list{hint}")
         if name in seen:
             raise ConfigError(f"task.names: {name!r} is there twice")
+        if crew and TASKS[name].turns > 1:
+            raise ConfigError(
+                f"task.names: {name!r} has episodes of several turns, and a crew learns from whole"
+                " answers: leave the task out, or set stages.mode to off"
+            )
         seen.add(name)
     if not seen:
         raise ConfigError("task.names: no task")

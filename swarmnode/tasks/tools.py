@@ -5,9 +5,11 @@ episodes.
     a public method ─▶ what a call returns
     get_reward() ─▶ 0 to 1
 
-The tools and the form of a call are in the first text. So every model can use them, one without a
-chat template too, and all members of a swarm read the same. Calls are parsed by transformers'
-response parser, in the scorer child.
+The tools and the form of a call are in the first text (`tool_prompt`). So every model can use them,
+also one without a chat template. Calls are parsed by transformers' response parser, in the scorer
+child. A class may name another form of a call, that of its models' tokenizers:
+
+    response_template    as in tokenizer_config.json
 """
 
 from __future__ import annotations
@@ -19,27 +21,8 @@ from typing import Any
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import own
+from swarmnode.tool_prompt import RESPONSE_TEMPLATE, describe
 
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "\n",
-    "fields": {
-        "tool_calls": {
-            "open": "<tool_call>",
-            "close_pattern": r"</tool_call>\s*",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": "{content}"},
-        },
-        "content": {"content": "text"},
-    },
-}
-"""Of transformers: how calls are written. Part of the task's version by its transcript."""
-RULES = (
-    "You can call functions and are given what they return. Write a call as <tool_call>"
-    '{"name": "...", "arguments": {...}}</tool_call>. A turn without a call is your last.'
-    " The functions:"
-)
 CALLS = 8
 """Calls in one action that are run, at most."""
 NOT_TOOLS = ("reset", "get_reward")
@@ -75,8 +58,13 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
         schemas: list[Any] = [get_json_schema(function) for function in methods.values()]
     except Exception as error:
         raise ConfigError(f"{name!r}: its tools: {own.one_line(error)}") from error
-    described = "\n".join(json.dumps(schema["function"], sort_keys=True) for schema in schemas)
-    template = load_response_template(RESPONSE_TEMPLATE)
+    try:
+        form = json.dumps(getattr(environment, "response_template", RESPONSE_TEMPLATE))
+        template = load_response_template(json.loads(form))
+        if "tool_calls" not in template.fields:
+            raise ValueError("it has no field tool_calls")
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{name!r}: its response_template: {own.one_line(error)}") from error
 
     def begin(seed: int, turns: int, prompt: str = "", **columns: object) -> tuple[str, Step]:
         instance, taken = environment(), 0
@@ -102,9 +90,7 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
             reward = instance.get_reward()
             return text, 0.0 if reward is None else float(reward), True
 
-        return "\n".join(
-            part for part in (f"{prompt}{first or ''}", RULES, described) if part
-        ), step
+        return describe(f"{prompt}{first or ''}", schemas, form), step
 
     return begin
 

@@ -148,6 +148,7 @@ def episode_row(
     prompt_ids: list[int],
     turns: Sequence[Sequence[int]],
     observations: Sequence[str],
+    tools: bool = False,
 ) -> Row:
     """Return the row of an episode: the sampled ids of its turns, with the observations between
     them.
@@ -156,11 +157,12 @@ def episode_row(
         turns: Sampled ids of each action, none empty.
         observations: Text after each action, to which the chat template is applied. The text after
             the last action is ignored.
+        tools: True if they are the results of tools (`PolicyText.has_tools`).
     """
     ids, sampled = list[int](), list[bool]()
     for number, turn in enumerate(turns):
         if number:
-            between = text.observation_ids(observations[number - 1], turns[number - 1][-1])
+            between = text.observation_ids(observations[number - 1], turns[number - 1][-1], tools)
             ids += between
             sampled += [False] * len(between)
         ids += turn

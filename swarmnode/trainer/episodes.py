@@ -18,12 +18,19 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import structlog
+
+from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.protocol import Finished, Generation, Request
 from swarmnode.policy.generate import GroupSample, Sampled
-from swarmnode.policy.text import PolicyText, PromptTooLong
+from swarmnode.policy.text import PolicyText, PromptTooLong, around_observations
 from swarmnode.tasks.client import Scored, ScoreError, Scorer
-from swarmnode.tasks.registry import TASKS
+from swarmnode.tasks.registry import TASKS, task_version
+from swarmnode.tasks.seeds import evaluation_seed
+from swarmnode.tool_prompt import split
 from swarmnode.wire.messages import TaskRef
+
+log = structlog.get_logger("swarmnode.trainer")
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,8 @@ class EpisodeGroup:
 
     number: int
     ref: TaskRef
+    tools: bool = False
+    """True if observations are the results of tools to the chat template."""
     prompt_ids: list[int] = field(default_factory=list)
     episodes: list[Unfinished] = field(default_factory=list)
 
@@ -170,7 +179,7 @@ class Episodes:
     def begin(self, number: int, ref: TaskRef, prompt: str) -> None:
         """Submit a question. Raises PromptTooLong."""
         self._generation.submit(Request(number, prompt, continues=True))
-        self._of[number] = EpisodeGroup(number, ref), None
+        self._of[number] = EpisodeGroup(number, ref, self._text.has_tools(prompt)), None
 
     def play(
         self, finished: Sequence[Finished], version: int
@@ -249,7 +258,7 @@ class Episodes:
         """Submit the next turn of an episode, or end the episode if the turn exceeds the
         context."""
         episode = group.episodes[at]
-        between = self._text.observation_ids(episode.observations[-1], episode.ids[-1])
+        between = self._text.observation_ids(episode.observations[-1], episode.ids[-1], group.tools)
         ids = [*group.prompt_ids, *episode.ids, *between]
         number = next(self._later_numbers)
         more = len(episode.turns) + 1 < TASKS[group.ref.id].turns
@@ -294,3 +303,32 @@ def answer_all(
         done, _ = episodes.play(engine.finished(0), 0)
         found |= {one.number: one.sample for one in done}
     return [found.get(number) for number in range(len(asked))]
+
+
+def check_template(text: PolicyText, scorer: Scorer, tasks: Sequence[str]) -> None:
+    """Raise Unavailable if the chat template cannot be used for the episodes of a task.
+
+    A template may keep earlier turns between the results of tools and change them between turns of
+    the user, so the first text of each task decides.
+    """
+    refs = [
+        TaskRef(name, task_version(name), evaluation_seed(name), 0)
+        for name in tasks
+        if TASKS[name].turns > 1
+    ]
+    questions = scorer.score_many([(ref, []) for ref in refs]) if refs else []
+    for ref, question in zip(refs, questions, strict=True):
+        prompt = question.prompt if isinstance(question, Scored) else ""
+        with_tools, shows = bool(split(prompt).tools), text.has_tools(prompt)
+        if with_tools:
+            where = "chat template" if shows else "first text"
+            log.info("tools of the task", task=ref.id, shown_in=where)
+        try:
+            around_observations(text.tokenizer, text.chat, shows)
+        except Unavailable as error:
+            if not with_tools:
+                raise
+            raise Unavailable(
+                f"{error}; or let the template show the tools of {ref.id}: set the class attribute"
+                " response_template to that of the tokenizer"
+            ) from None

@@ -369,7 +369,8 @@ def completion_row(policy: PolicyText, group: ExternalGroup, prompt: list[int], 
         ]
     if not completion.turns:
         return Row(prompt, turns[0])
-    return episode_row(policy, prompt, turns, group.observations[number])
+    tools = policy.has_tools(group.prompt)
+    return episode_row(policy, prompt, turns, group.observations[number], tools)
 
 
 def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> list[int]:

@@ -32,21 +32,19 @@ from swarmnode.link.messages import Hello
 from swarmnode.pauses import PauseFlags, is_quiet
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
-from swarmnode.policy.text import around_observations
 from swarmnode.policy.trial import try_loaded
 from swarmnode.process import Progress
 from swarmnode.rl.objectives import DIVIDES_BY_LENGTH
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm import rollback
-from swarmnode.swarm.manifest import members_choose
-from swarmnode.swarm.manifest_store import stored
+from swarmnode.swarm.manifest import members_choose_difficulty
+from swarmnode.swarm.manifest_store import load_current
 from swarmnode.tasks.client import Scorer
-from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, silent_share
 from swarmnode.trainer.checkpoints import Checkpoints
 from swarmnode.trainer.collapse import WinningAnswers
 from swarmnode.trainer.engine import Engine, make_whole_policy, open_policy
-from swarmnode.trainer.episodes import EpisodeTotals
+from swarmnode.trainer.episodes import EpisodeTotals, check_template
 from swarmnode.trainer.evaluate import Evaluation, evaluation_due
 from swarmnode.trainer.external import ExternalGroups
 from swarmnode.trainer.judge import Judgement
@@ -92,7 +90,7 @@ class Trainer:
                 another model's.
         """
         config = self._config
-        opened = stored(config.node.data_dir)
+        opened = load_current(config.node.data_dir)
         shared_a = shares_a(config.policy.lora, config.weights)
         devices = choose_devices(config, self._loading)
         policy = open_policy(
@@ -170,14 +168,15 @@ class Loop:
         self._oom_before = counters.oom_retries_total
         self._plan = StepPlan(training, sharing, counters)
         self._identity = Identity(link, counters, config.swarm.id)
-        choose = members_choose(stored(config.node.data_dir), config.task.names, training.options)
+        choose = members_choose_difficulty(
+            load_current(config.node.data_dir), config.task.names, training.options
+        )
         self._questions = Questions(
             config.task.names, counters, choose, "curriculum" in training.options
         )
         self._link = link
         self._lost_messages = 0
-        if any(TASKS[name].turns > 1 for name in config.task.names):
-            around_observations(engine.text.tokenizer, engine.text.chat)
+        check_template(engine.text, scorer, config.task.names)
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(
@@ -476,7 +475,7 @@ class Loop:
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
     """Go on behind every number that this node may have used: whole, as a head and beside a stage
     it is one peer with one series."""
-    known = [*rollback.numbers_used(trainer), *rollback.numbers_used(trainer / HEAD)]
+    known = [*rollback.used_counters(trainer), *rollback.used_counters(trainer / HEAD)]
     if known:
         counters.sequence = (
             max([counters.sequence, *(numbers.sequence for numbers in known)]) + SEQUENCE_MARGIN

@@ -25,7 +25,7 @@ class Questions:
         self,
         tasks: Sequence[str],
         counters: Counters,
-        members_choose: bool = False,
+        members_choose_difficulty: bool = False,
         curriculum: bool = False,
     ) -> None:
         self.tasks = tasks
@@ -34,13 +34,13 @@ class Questions:
         buckets = [
             Bucket(task, difficulty)
             for task in tasks
-            for difficulty in range(TASKS[task].levels if members_choose else 1)
+            for difficulty in range(TASKS[task].levels if members_choose_difficulty else 1)
         ]
         self._curriculum = (
             Curriculum(buckets)
             if curriculum
             else Curriculum(buckets, explore=1.0)
-            if members_choose
+            if members_choose_difficulty
             else None
         )
 

@@ -43,7 +43,7 @@ from swarmnode.policy.micro import RowTooLarge, free_memory, is_oom
 from swarmnode.policy.ways import reason
 from swarmnode.process import die_with_parent
 from swarmnode.rollouts.groups import Outcome
-from swarmnode.swarm.manifest_store import stored
+from swarmnode.swarm.manifest_store import load_current
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     Memory,
@@ -121,7 +121,7 @@ class OtherRank:
         self._connection = connection
         self._shared = shared
         self._alive = lambda: shared.beat(setup.rank)
-        opened = stored(config.node.data_dir)
+        opened = load_current(config.node.data_dir)
         manifest = opened.manifest if opened is not None else None
         shared_a = shares_a(config.policy.lora, config.weights)
         self._policy = open_policy(config.policy, manifest, shared_a, lambda line: self._alive())

@@ -237,7 +237,7 @@ class SharedGeneration:
             pool.answers(Done)
 
     def submit(self, request: Request) -> None:
-        rank = self._kept.pop(request.follows, None) if request.follows is not None else None
+        rank = self._kept.get(request.follows) if request.follows is not None else None
         if rank is None:
             rank = min(range(self._pool.count), key=self._free_at)
         if request.continues:
@@ -261,7 +261,8 @@ class SharedGeneration:
         return load * self._seconds[rank] / self._tokens[rank]
 
     def cancel(self, number: int) -> None:
-        rank = self._asked.pop(number, self._kept.pop(number, 0))
+        kept = self._kept.pop(number, 0)
+        rank = self._asked.pop(number, kept)
         self._done = [one for one in self._done if one.number != number]
         if rank == 0:
             self._own.cancel(number)

@@ -379,7 +379,7 @@ def recover(
         raise
     except StateError as error:
         damage = error
-    for path in rollback.former(directory):
+    for path in rollback.earlier_states(directory):
         try:
             counters = usable(path)
         except StateError as error:

@@ -177,7 +177,7 @@ class Discovery:
                     else ()
                 ):
                     self._claims.asked(peer, now)
-                    if self._network.welcome(peer):
+                    if self._network.is_allowed(peer):
                         nursery.start_soon(self._ask, peer)
                 await trio.sleep(POLL_INTERVAL)
 
@@ -205,7 +205,7 @@ class Discovery:
         peers = self._claims.candidates(
             self._network.connected(), self._replica.fingerprint, trio.current_time()
         )
-        return [peer for peer in peers if self._network.welcome(peer) and self.shared(peer)]
+        return [peer for peer in peers if self._network.is_allowed(peer) and self.shared(peer)]
 
     def alike(self) -> list[str]:
         """Return the candidates that hold exactly the blocks of this node."""

@@ -1,2 +1,2 @@
-"""Bytes to messages and back. Pure: no trio, no torch, no libp2p, and nothing that knows what a
-rollout is good for."""
+"""Encoding, decoding and validation of messages. Pure: no trio, torch or libp2p, and independent of
+the use of rollouts."""

@@ -1,8 +1,8 @@
-"""Whether the values of a decoded message lie where protocol/02-rollouts.md allows them. Types were
-checked by the decoder.
+"""Bounds of the values of decoded messages, as in protocol/02-rollouts.md. The decoder has already
+checked the types.
 
-Also for our own messages before they are signed: nobody should be rejected by the swarm for a local
-bug.
+The checks also run on a node's own messages before they are signed, so that a local bug does not
+get the node rejected by the swarm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -59,13 +59,13 @@ from swarmnode.wire.tensors import ITEM_BYTES, unpack_logprobs
 
 
 def check_message(message: Any) -> None:  # noqa: ANN401
-    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `message` is not
+    """Raise BadMessage("bounds") or BadMessage("not_finite") if a value of `message` is not
     allowed."""
     _CHECKS[type(message)](message)
 
 
 def check_group(group: RolloutGroup) -> None:
-    """Raises BadMessage("bounds") or BadMessage("not_finite") when a value of `group` is not
+    """Raise BadMessage("bounds") or BadMessage("not_finite") if a value of `group` is not
     allowed."""
     _check_task(group.task)
     check_length("model", group.model, limits.FINGERPRINT_BYTES)
@@ -122,7 +122,7 @@ def _check_completion(completion: Completion, max_tokens: int) -> None:
 
 
 def _check_turns(completion: Completion, max_tokens: int) -> None:
-    """The turns cut text and tokens into whole actions, without a rest."""
+    """Check that the turns divide text and tokens into whole actions without a remainder."""
     check_between("turns", len(completion.turns), 0, limits.TURNS)
     text, end = completion.text.encode(), 0
     for turn in completion.turns:
@@ -161,7 +161,7 @@ def _check_listing_response(response: ListingResponse) -> None:
         raise BadMessage("bounds", "a group is listed twice")
 
 
-def _check_listed(listed: Listed) -> None:
+def _check_listed(listed: ListedGroup) -> None:
     check_length("content", listed.content, limits.CONTENT_ID_BYTES)
     check_length("author", listed.author, limits.KEY_BYTES)
     check_name("task", listed.task, limits.TASK_ID_BYTES)

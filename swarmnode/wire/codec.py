@@ -1,9 +1,9 @@
-"""Bytes to messages and back, for bytes that a stranger wrote.
+"""Codec for messages from strangers.
 
-Order of work, each step bounded by the one before it: length against the caller's cap → strict
-typed decoding (`strict.py`) → values within their bounds (`bounds.py`). What fails raises
-`BadMessage` and nothing else. As every message has exactly one encoding, nobody but the signer can
-make a second frame, with a second content id, of the same group.
+Each step is bounded by the previous one: length against the caller's limit → strict typed decoding
+(`strict.py`) → bounds of the values (`bounds.py`). Every failure raises `BadMessage` and nothing
+else. Every message has exactly one encoding, so only the signer can create a second frame, with a
+second content id, of the same group.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ __all__ = [
 ]
 
 DECODE_REASONS = ("oversize", "malformed", "schema", "not_finite", "bounds", "compression")
-"""Every reason that this module gives, in the order in which the checks are made. `envelope.verify`
-adds `signature`."""
+"""Reasons of this module, in the order of the checks. `envelope.verify` adds `signature`."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
 
 def decode(data: bytes, type: type[M], limit: int) -> M:
-    """The `type` that `data` encodes; `limit` is the most bytes that `data` may have.
-
-    Raises BadMessage with a reason of DECODE_REASONS.
-    """
+    """Decode a message of at most `limit` bytes. Raises BadMessage with a reason of
+    DECODE_REASONS."""
     return _decode(data, type, limit)
 
 
 def decode_payload(envelope: Envelope, limit: int = limits.GROUP_BYTES) -> RolloutGroup:
-    """Return the group in an envelope. `limit` caps the payload as sent and decompressed, bytes.
+    """Return the group in an envelope. `limit` bounds the payload in bytes, before and after
+    decompression.
 
-    The signature is not looked at: verify first, so that the signer can be held to what this
-    raises. Raises BadMessage with a reason of DECODE_REASONS.
+    The signature is not checked: verify first, so that the signer is responsible for an error.
+    Raises BadMessage with a reason of DECODE_REASONS.
     """
     data = envelope.payload
     if len(data) > limit:
@@ -66,18 +64,17 @@ def _decode(data: bytes, type: Any, limit: int) -> Any:  # noqa: ANN401
 
 
 def compress(data: bytes) -> bytes:
-    """One zstd frame that declares its size."""
+    """Return one zstd frame that declares its size."""
     return zstandard.ZstdCompressor(
         level=3, write_content_size=True, write_checksum=False
     ).compress(data)
 
 
 def decompress(data: bytes, limit: int) -> bytes:
-    """The content of `data`, which must be exactly one zstd frame that declares its size; `limit`
-    caps that size, bytes.
+    """Decompress exactly one zstd frame that declares its size. `limit` bounds that size in bytes.
 
-    Raises BadMessage("oversize") when the declared size is above `limit` and
-    BadMessage("compression") for everything else.
+    Raises:
+        BadMessage: `oversize` if the declared size is above `limit`, else `compression`.
     """
     try:
         declared = zstandard.frame_content_size(data)
@@ -86,14 +83,14 @@ def decompress(data: bytes, limit: int) -> bytes:
         if declared > limit:
             raise BadMessage("oversize", f"the frame declares {declared} bytes, at most {limit}")
         if zstandard.get_frame_parameters(data).window_size > limits.ZSTD_WINDOW_BYTES:
-            raise BadMessage("compression", "the frame asks for too much history")
-        # `max_output_size` would be ignored here, because the frame declares a size: read one byte
-        # more than that and no further.
+            raise BadMessage("compression", "the frame requires too large a window")
+        # zstandard ignores `max_output_size` for a frame with a declared size, so read at most one
+        # byte more.
         with zstandard.ZstdDecompressor().stream_reader(data) as reader:
             content = reader.read(declared + 1)
         if len(content) != declared:
             raise BadMessage("compression", "the content is not as long as declared")
-        # Only now, with the output known to be small, ask where the frame ended.
+        # The output is known to be small now, so it is safe to check where the frame ends.
         frame = zstandard.ZstdDecompressor().decompressobj()
         frame.decompress(data)
         if not frame.eof or frame.unused_data:

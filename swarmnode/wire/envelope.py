@@ -1,9 +1,9 @@
-"""Who said it: signed envelopes, peer ids and content ids.
+"""Signed envelopes, peer ids and content ids.
 
 A signature covers `u8 length of domain ‖ domain ‖ swarm id (32) ‖ u8 codec ‖ payload exactly as
-sent`. The domain keeps a signature from meaning anything elsewhere, the swarm id from being
-replayed into another swarm, and the codec byte from being flipped by a forwarder, which would make
-the signer look like a sender of garbage. Nothing is ever re-encoded in order to verify.
+sent`. The domain prevents the use of a signature for another purpose, the swarm id its replay in
+another swarm. The codec byte prevents a forwarder from changing the codec, which would make the
+signer look like a sender of garbage. Nothing is re-encoded for verification.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ SMALL_ORDER_KEYS = frozenset(
         "eeffffffffffffffffffffffffffffffffffffffffffffffffffffffffffff7f",
     )
 )
-"""The encodings of the eight points whose order divides 8, with the sign bit cleared. Anybody can
-sign for such a key: a fixed signature is valid for one message in eight at least. OpenSSL accepts
-these keys."""
+"""Encodings of the eight points whose order divides 8, with the sign bit cleared. Anyone can sign
+for such a key: a fixed signature is valid for at least one in eight messages. OpenSSL accepts these
+keys."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a node signs with: its own key, in one swarm."""
+    """Key and swarm id with which a node signs."""
 
     key: Ed25519PrivateKey
     swarm: bytes
-    """32-byte swarm id."""
+    """Swarm id, 32 bytes."""
 
 
 def sign(
@@ -62,8 +62,8 @@ def sign(
     swarm: bytes,
     codec: Codec = "raw",
 ) -> Envelope:
-    """An envelope around `payload`, which is already compressed when `codec` says so. `swarm` is
-    the 32-byte swarm id."""
+    """Return an envelope around `payload`, which is already compressed if `codec` says so. `swarm`
+    is the 32-byte swarm id."""
     signature = private_key.sign(_signed(payload, domain, swarm, codec))
     return Envelope(
         key=private_key.public_key().public_bytes_raw(),
@@ -74,7 +74,7 @@ def sign(
 
 
 def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
-    """Raises BadMessage("signature") unless `envelope.key` signed this payload for `domain` in
+    """Raise BadMessage("signature") unless `envelope.key` signed this payload for `domain` in
     `swarm`."""
     signed = _signed(envelope.payload, domain, swarm, envelope.codec)
     if not _is_signature(envelope.key, signed, envelope.signature):
@@ -84,7 +84,7 @@ def verify(envelope: Envelope, domain: bytes, swarm: bytes) -> None:
 def seal(
     message: RolloutGroup, private_key: Ed25519PrivateKey, domain: bytes, swarm: bytes
 ) -> bytes:
-    """The bytes of a signed envelope around `message`, compressed when that makes it shorter."""
+    """Return a signed envelope around `message` as bytes, compressed if that makes it shorter."""
     payload = encode(message)
     compressed = compress(payload)
     if len(compressed) < len(payload):
@@ -93,8 +93,7 @@ def seal(
 
 
 def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envelope, RolloutGroup]:
-    """The envelope of at most `limit` bytes in `frame`, and what it carries: decoded, verified,
-    then opened.
+    """Decode and verify the envelope in `frame`, of at most `limit` bytes, then decode its group.
 
     Raises BadMessage with a reason of `codec.DECODE_REASONS`, or "signature".
     """
@@ -104,30 +103,30 @@ def unseal(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> tuple[Envel
 
 
 def open_raw(frame: bytes, domain: bytes, swarm: bytes, limit: int) -> Envelope:
-    """The envelope of at most `limit` bytes in `frame`, verified, its payload not compressed.
-    Raises BadMessage as `unseal` does."""
+    """Decode and verify the uncompressed envelope in `frame`, of at most `limit` bytes. Raises
+    BadMessage as `unseal` does."""
     envelope = decode(frame, Envelope, limit)
     if envelope.codec != "raw":
-        raise BadMessage("compression", "the payload is not compressed in such an envelope")
+        raise BadMessage("compression", "the payload of this envelope must not be compressed")
     verify(envelope, domain, swarm)
     return envelope
 
 
 @functools.lru_cache(4096)
 def peer_id(key: bytes) -> str:
-    """The libp2p peer id, base58, of a raw 32-byte Ed25519 public key: `12D3Koo…`."""
+    """Return the libp2p peer id (base58, `12D3Koo…`) of a raw 32-byte Ed25519 public key."""
     data = _KEY_PREFIX + key  # (38,)
     number, digits = int.from_bytes(data, "big"), ""
     while number:
         number, digit = divmod(number, 58)
         digits = _BASE58[digit] + digits
-    zeros = len(data) - len(data.lstrip(b"\0"))  # base58 writes a leading zero byte as a 1
+    zeros = len(data) - len(data.lstrip(b"\0"))  # base58 writes a leading zero byte as 1
     return _BASE58[0] * zeros + digits
 
 
 def peer_key(peer: str) -> bytes | None:
-    """The raw 32-byte Ed25519 public key that a peer id is made of; None for text that is no such
-    peer id, and for a key of small order."""
+    """Return the raw 32-byte Ed25519 public key in a peer id; None for other text and for a key of
+    small order."""
     if len(peer) > limits.PEER_ID_BYTES or not peer.startswith(_BASE58[0]):
         return None
     number = 0
@@ -143,15 +142,9 @@ def peer_key(peer: str) -> bytes | None:
     return key if peer_id(key) == peer and not is_small_order(key) else None
 
 
-def signed_by(peer: str, data: bytes, signature: bytes) -> bool:
-    """Whether the holder of `peer` has signed exactly `data`. What is signed says itself what it is
-    for."""
-    key = peer_key(peer)
-    return key is not None and _is_signature(key, data, signature)
-
-
 def is_small_order(key: bytes) -> bool:
-    """Return True if `key` (32 bytes) encodes a point of small order, so that it is no identity."""
+    """Return True if `key` (32 bytes) encodes a point of small order, which cannot serve as an
+    identity."""
     return key[:-1] + bytes([key[-1] & 0x7F]) in SMALL_ORDER_KEYS
 
 
@@ -164,7 +157,7 @@ def _is_signature(key: bytes, data: bytes, signature: bytes) -> bool:
 
 
 def content_id(envelope: bytes) -> bytes:
-    """The name of an envelope: blake2b-256 of its bytes, 32 bytes."""
+    """Return the content id of an envelope: blake2b-256 of its bytes, 32 bytes."""
     return hashlib.blake2b(envelope, digest_size=limits.CONTENT_ID_BYTES).digest()
 
 

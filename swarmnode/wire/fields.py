@@ -1,8 +1,8 @@
-"""Whether one value of a decoded message is allowed: what every protocol's checks are made of. Each
-raises BadMessage, or says nothing.
+"""Checks of single values, used by the checks of every protocol. Each raises BadMessage or returns
+None.
 
-The reason is "bounds"; for a float that is NaN or infinite it is "not_finite". Types were checked
-by the decoder.
+The reason is "bounds", or "not_finite" for a float that is NaN or infinite. The decoder has already
+checked the types.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ def check_fields(
     lengths: Mapping[str, int],
     ranges: Mapping[str, tuple[float, float]],
 ) -> None:
-    """Check the fields that `message` has and that are not None: exactly so many bytes, or lowest
-    and highest value."""
+    """Check the fields that `message` has and that are not None.
+
+    Args:
+        message: any message.
+        lengths: exact number of bytes by field.
+        ranges: lowest and highest value by field.
+    """
     for name, exactly in lengths.items():
         if (value := getattr(message, name, None)) is not None:
             check_length(name, value, exactly)
@@ -40,14 +45,14 @@ def check_length(name: str, value: bytes, exactly: int) -> None:
 
 
 def check_between(name: str, value: float, low: float, high: float) -> None:
-    """Both ends are allowed, unless they are infinite."""
+    """Check low ≤ value ≤ high, and that a float is finite."""
     check_finite(name, value)
     if not low <= value <= high:
         raise BadMessage("bounds", f"{name} is {low} to {high}")
 
 
 def check_positive(name: str, value: float, high: float = math.inf) -> None:
-    """Above 0, at most `high`, finite."""
+    """Check 0 < value ≤ high, and that a float is finite."""
     check_finite(name, value)
     if not 0 < value <= high:
         raise BadMessage(
@@ -65,13 +70,14 @@ def check_finite(name: str, value: float) -> None:
 
 
 def check_name(name: str, value: str, most: int) -> None:
-    """Printable ASCII without spaces: names end up in logs and metric labels."""
+    """Check that a name is printable ASCII without spaces, because names appear in logs and metric
+    labels."""
     if not 1 <= len(value) <= most or not all("!" <= character <= "~" for character in value):
         raise BadMessage("bounds", f"{name} is 1 to {most} printable ASCII characters")
 
 
 def check_text(name: str, value: str, low: int, high: int) -> None:
-    """UTF-8 text for people, of `low` to `high` bytes, without control characters."""
+    """Check that a text has `low` to `high` bytes of UTF-8 and no control characters."""
     if not low <= len(utf8(name, value)) <= high or any(
         c < " " or "\x7f" <= c <= "\x9f" for c in value
     ):
@@ -81,15 +87,16 @@ def check_text(name: str, value: str, low: int, high: int) -> None:
 
 
 def check_rising(name: str, values: Sequence[Any], low: int, high: int) -> None:
-    """`low` to `high` of them, each greater than the one before: a set has one order."""
+    """Check that there are `low` to `high` values in strictly rising order, so that a set has only
+    one encoding."""
     check_between(name, len(values), low, high)
     if any(a >= b for a, b in pairwise(values)):
-        raise BadMessage("bounds", f"{name} are sorted, none twice")
+        raise BadMessage("bounds", f"{name} are not sorted or not unique")
 
 
 def utf8(name: str, value: str) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError:
-        # a lone surrogate: cannot come off the wire, but out of a local tokenizer
+        # a lone surrogate, which a local tokenizer can produce
         raise BadMessage("bounds", f"{name} is not Unicode text") from None

@@ -1,8 +1,8 @@
-"""Messages with bodies on a stream: u32be header length ‖ header (canonical msgpack) ‖ body, whose
-length follows from the header.
+"""Messages with bodies on a stream: u32be header length ‖ header (canonical msgpack) ‖ body. The
+header determines the length of the body.
 
-No number that a peer sends is a size to allocate: a header is bounded before it is read, and its
-reader says how long the body must be.
+No number from a peer is used as an allocation size without a check: the header is bounded before it
+is read, and its decoder bounds the length of the body.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmnode.wire import strict
 
 T = TypeVar("T")
 READ_BYTES: Final = 1024 * 1024
-"""Asked of a stream at a time, at most."""
+"""Maximum size of one read."""
 
 
 class Reader(Protocol):
@@ -30,10 +30,10 @@ def pack(header: msgspec.Struct, body: bytes | memoryview = b"") -> bytes:
 
 
 async def read_header(stream: Reader, decode: Callable[[bytes], T], most: int) -> T | None:
-    """What `decode` makes of the next header, which has at most `most` bytes; None at the end of
-    the stream.
+    """Read the next header of at most `most` bytes and decode it; None at the end of the stream.
 
-    Raises BadMessage: oversize, truncated, and what `decode` raises.
+    Raises:
+        BadMessage: `oversize`, `truncated`, or a reason of `decode`.
     """
     prefix = await read_exactly(stream, 4, at_start=True)
     if prefix is None:
@@ -45,7 +45,7 @@ async def read_header(stream: Reader, decode: Callable[[bytes], T], most: int) -
 
 
 async def read_exactly(stream: Reader, count: int, at_start: bool = False) -> bytes | None:
-    """`count` bytes; None at the end of a stream where it may end. Raises
+    """Read `count` bytes; None at the end of the stream if `at_start` allows it. Raises
     BadMessage("truncated")."""
     data = bytearray()
     while len(data) < count:

@@ -1,119 +1,119 @@
-"""Caps, in bytes, counts and seconds. protocol/registry.toml holds the same table; a test compares
-the two.
+"""Limits in bytes, counts and seconds. protocol/registry.toml has the same table; a test compares
+both.
 
-Sizes are checked before anything is decoded, declared sizes before anything is decompressed, the
-rest right after.
+Sizes are checked before decoding, declared sizes before decompression, everything else right after
+decoding.
 """
 
 GROUP_BYTES = 1024 * 1024
-"""Longest envelope of a group, and longest payload once decompressed."""
+"""Maximum size of a group's envelope, and of its decompressed payload."""
 LISTING_REQUEST_BYTES = 96
 LISTING_RESPONSE_BYTES = 4 * 1024
 LISTED = 14
-"""Groups in a listing, at most: two peers' groups of a step. Each takes about 110 bytes, at most
-170."""
+"""Maximum number of groups in a listing: two peers' groups of a step. Each takes about 110 bytes,
+at most 170."""
 PATIENCE_SECONDS = 10
-"""Longest time for which a responder may hold a poll open, seconds."""
+"""Maximum time in seconds for which a responder may hold a poll open."""
 LIFE_BYTES = 8
-"""Tells one process that lists from the next under the same key."""
+"""Identifies one process that serves listings among restarts with the same key."""
 SPREAD = 0.5
-"""The highest standard deviation that rewards between 0 and 1 have."""
+"""Maximum standard deviation of rewards between 0 and 1."""
 PULLED = 16
-"""Groups that one request asks for, at most."""
+"""Maximum number of groups in one request."""
 GROUPS_REQUEST_BYTES = 560
 GROUPS_RESPONSE_BYTES = GROUP_BYTES + 512
-"""Envelopes of GROUP_BYTES together, and the maps around them."""
+"""Envelopes of GROUP_BYTES in total, and the maps around them."""
 PEERS_REQUEST_BYTES = 4 * 1024
-"""A peers request is at most this long."""
+"""Maximum size of a peers request."""
 PEERS_RESPONSE_BYTES = 64 * 1024
-"""A peers response is at most this long."""
+"""Maximum size of a peers response."""
 PEERS = 32
-"""Peers in a peers response, at most."""
+"""Maximum number of peers in a peers response."""
 PEER_ADDRESSES = 8
-"""Addresses of one peer in a peers request or response, at most."""
+"""Maximum number of addresses of one peer in a peers request or response."""
 MANIFEST_BYTES = 64 * 1024
-"""A signed manifest, envelope and all, is at most this long."""
+"""Maximum size of a signed manifest with its envelope."""
 MANIFEST_REQUEST_BYTES = 64
 MANIFEST_RESPONSE_BYTES = 2 * MANIFEST_BYTES + 64
 """A manifest and its successor, and the map around them."""
 SESSION_REQUEST_BYTES = 512
-"""A signed session is at most this long."""
+"""Maximum size of a signed session."""
 SESSIONS = 4
-"""Sessions in a session response, at most."""
+"""Maximum number of sessions in a session response."""
 SESSION_RESPONSE_BYTES = SESSIONS * (SESSION_REQUEST_BYTES + 4) + 32
 SUMMARY_BYTES = 512
-"""A signed summary is at most this long."""
+"""Maximum size of a signed summary."""
 SUMMARY_REQUEST_BYTES = SUMMARY_BYTES + 16
 SUMMARIES = 32
-"""Summaries in a summary response, at most."""
+"""Maximum number of summaries in a summary response."""
 SUMMARY_RESPONSE_BYTES = SUMMARIES * (SUMMARY_BYTES + 4) + 32
 SUMMARY_NAME_BYTES = 64
-"""UTF-8 bytes of a node's name in its summary."""
+"""Maximum UTF-8 bytes of a node's name in its summary."""
 SUMMARY_SECONDS = 30.0
-"""Between two summaries of one node, at least."""
+"""Minimum interval between two summaries of one node."""
 SUMMARY_AGE_SECONDS = 300.0
-"""A summary older than this is neither shown nor passed on."""
+"""An older summary is neither displayed nor forwarded."""
 BULK_CHUNK_BYTES = 1024 * 1024
-"""A chunk of a transfer is at most this long."""
+"""Maximum size of a chunk."""
 BULK_MIN_CHUNK_BYTES = 4 * 1024
-"""And at least this, the last one of a transfer excepted."""
+"""Minimum size of a chunk, except the last of a transfer."""
 BULK_CHUNKS = 32 * 1024
-"""Chunks of a transfer, at most: 32 GiB."""
+"""Maximum number of chunks of a transfer (32 GiB)."""
 BULK_MANIFEST_REQUEST_BYTES = 64
 BULK_MANIFEST_BYTES = 32 * BULK_CHUNKS + 128
-"""A transfer's manifest: a hash per chunk, and the map around them."""
+"""The manifest of a transfer: a hash per chunk, and the map around them."""
 BULK_MANIFEST_RESPONSE_BYTES = BULK_MANIFEST_BYTES + 64
 BULK_REQUEST_BYTES = BULK_CHUNKS // 8 + 128
-"""A request for chunks: one bit for each, and the map around them."""
+"""A request for chunks: one bit per chunk, and the map around them."""
 BULK_RESPONSE_BYTES = 48
-"""What precedes the chunks."""
+"""The message before the chunks."""
 STAGE_HEADER_BYTES = 16 * 1024
-"""The header of a frame between members of a crew."""
+"""Maximum size of the header of a frame between members of a crew."""
 STAGE_ABOUT_ITEM_BYTES = 48
-"""The longest description of a micro-batch, per token that the crew allows."""
+"""Maximum size of the description of a micro-batch, per token that the crew allows."""
 STAGE_ACTIVATION_BLOCK = 64
-"""Values of one token that share a scale under `int8`, at most."""
+"""Maximum number of values of one token that share a scale under `int8`."""
 CREW_PREFIX_BYTES = 16
-"""A frame has the first half of its crew's id."""
+"""Each frame carries the first half of its crew's id."""
 WAVE_BYTES = 16
-"""The name of a wave."""
+"""Size of a wave id."""
 STAGES = 64
-"""The most that a crew has."""
+"""Maximum number of stages of a crew."""
 MICRO_BATCHES = 1024
-"""In one step, at most."""
+"""Maximum number of micro-batches in one step."""
 STAGE_WAITING = 64
-"""Waves that are open at one stage, micro-batches whose gradient it waits for, scores and tokens
-that wait there: of each, at most."""
+"""Limit at one stage for each of: open waves, micro-batches that wait for a gradient, waiting
+scores, waiting tokens."""
 PEER_ID_BYTES = 64
 """A peer id in base58; that of an Ed25519 key has 52 characters."""
 ADDRESS_BYTES = 256
 """A multiaddr as text."""
 ZSTD_WINDOW_BYTES = 1024 * 1024
-"""A zstd frame may ask its reader for at most this much history."""
+"""Maximum window that a zstd frame may require of its reader."""
 
 MIN_COMPLETIONS = 2
 """An advantage needs at least two completions to compare."""
 COMPLETIONS = 64
-"""Completions in a group, at most."""
+"""Maximum number of completions in a group."""
 TEXT_BYTES = 64 * 1024
-"""UTF-8 bytes of one completion."""
+"""Maximum UTF-8 bytes of one completion."""
 TOKENS = 16 * 1024
-"""Tokens of one completion, and of `sampling.max_tokens`."""
+"""Maximum number of tokens of one completion, and of `sampling.max_tokens`."""
 TURNS = 32
-"""Actions of one episode, at most."""
+"""Maximum number of actions of one episode."""
 TASK_ID_BYTES = 64
 VERSION_BYTES = 64
 SWARM_NAME_BYTES = 256
-"""UTF-8 bytes of a swarm's name."""
+"""Maximum UTF-8 bytes of a swarm's name."""
 
 MANIFEST_NAME_BYTES = 64
-"""UTF-8 bytes of the name in a manifest."""
+"""Maximum UTF-8 bytes of the name in a manifest."""
 MODEL_NAME_BYTES = 256
 REVISION_BYTES = 64
 PROTOCOL_BYTES = 64
 SETTING_KEY_BYTES = 64
 SETTING_VALUE_BYTES = 1024
-"""The longest value of a setting, and of a task's settings together."""
+"""Maximum size of a setting's value, and of a task's settings together."""
 MINIMUM_VERSION_BYTES = 32
 MODELS = 8
 PROTOCOL_IDS = 16
@@ -121,16 +121,16 @@ TASKS = 64
 SETTINGS = 64
 BOOTSTRAP_ADDRESSES = 16
 MEMBERS = 512
-"""Peer ids on a private swarm's allow-list, at most."""
+"""Maximum number of peer ids on a private swarm's member list."""
 GROUPS_PER_SECOND = 1000.0
-"""Highest rate of groups from one peer that a manifest may ask for."""
+"""Maximum rate of groups from one peer that a manifest may allow."""
 SECRET_BYTES = 32
-"""A private swarm's secret, and the commitment to it."""
+"""Size of a private swarm's secret, and of the commitment to it."""
 SESSION_BYTES = 16
 TRANSFER_BYTES = 32
-"""A transfer's id."""
+"""Size of a transfer id."""
 CHUNK_HASH_BYTES = 32
-"""The hash of a chunk, and the root over all of them."""
+"""Size of the hash of a chunk, and of the root over all chunks."""
 
 FINGERPRINT_BYTES = 32
 SWARM_ID_BYTES = 32
@@ -139,19 +139,19 @@ KEY_BYTES = 32
 SIGNATURE_BYTES = 64
 
 INTEGER_BITS = 63
-"""Counters, seeds and times are 0 to 2**63 - 1, so that every language has a type for them."""
+"""Counters, seeds and times are 0 to 2**63 - 1, a range that every language has a type for."""
 INDEX_BITS = 20
-"""A seed block holds 2**20 items."""
+"""A seed block has 2**20 items."""
 DIFFICULTY = 255
-"""Largest difficulty of a task."""
+"""Maximum difficulty of a task."""
 TEMPERATURE = 100.0
-"""Highest sampling temperature."""
+"""Maximum sampling temperature."""
 TOKEN_LOGPROB = -10_000.0
-"""Lowest log-probability of one token, nats: keeps every sum far inside f32."""
+"""Minimum log-probability of one token in nats; keeps every sum within f32."""
 LOGPROB_SLACK = 1e-3
-"""A packed log-probability may exceed 0 by this much: f32 soft-max rounding."""
+"""A packed log-probability may exceed 0 by this much, because of f32 soft-max rounding."""
 
 CLOCK_SKEW_SECONDS = 120.0
-"""A group created further than this in the future is not accepted."""
+"""A group whose creation time is further in the future is rejected."""
 GROUP_AGE_SECONDS = 3600.0
-"""A group older than this is stale."""
+"""An older group is stale."""

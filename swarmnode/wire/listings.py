@@ -1,10 +1,10 @@
 """Messages of pull gossip: listings and groups. Field order and names are normative: protocol/02,
 section 4.
 
-    requester ─ ListingRequest: what is new since my cursor? ─▶ responder, which answers when it has
-              ◀─ ListingResponse: at most 14 Listed ───────────  news or the patience is over
-              ─ GroupsRequest: at most 16 content ids ────────▶
-              ◀─ GroupsResponse: as many envelopes as fit 1 MiB
+    requester ─ ListingRequest: news since my cursor ───────▶ responder answers when it has news or
+              ◀─ ListingResponse: at most 14 groups ────────  the patience is over
+              ─ GroupsRequest: at most 16 content ids ──────▶
+              ◀─ GroupsResponse: envelopes up to 1 MiB ─────
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarmnode.wire.messages import Status
 
 
 class ListingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A poll."""
+    """A poll for new groups."""
 
     swarm: bytes
     """32 bytes: the requester's swarm id."""
@@ -24,11 +24,11 @@ class ListingRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     position: int
     """The cursor from the same answer; 0 before the first."""
     patience: int
-    """Longest time for which the responder may hold the request until it has news, seconds."""
+    """Maximum time in seconds for which the responder may hold the request."""
 
 
-class Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One group that the responder can give. Every field is a claim that can be checked once the
+class ListedGroup(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One group that the responder offers. Every field is a claim that can be checked once the
     group has arrived."""
 
     content: bytes
@@ -39,9 +39,9 @@ class Listed(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     created_at: int
     """Unix time, milliseconds."""
     size: int
-    """Length of its envelope, bytes."""
+    """Size of its envelope in bytes."""
     spread: float
-    """Standard deviation of its rewards, 0 to 0.5, as the responder computed them."""
+    """Standard deviation of its rewards, 0 to 0.5, as computed by the responder."""
 
 
 class ListingResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,20 +49,19 @@ class ListingResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     status: Status
     life: bytes
-    """8 random bytes, drawn when the responder's process started. Cursors of another life are
+    """8 random bytes, drawn at the start of the responder's process. Cursors of another life are
     void."""
     position: int
     """The cursor for the next request."""
-    groups: list[Listed]
-    """The newest groups beyond the requester's cursor, newest last; empty unless `status` is
-    ok."""
+    groups: list[ListedGroup]
+    """The newest groups after the requester's cursor, newest last; empty unless `status` is ok."""
 
 
 class GroupsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fetch."""
+    """A request for groups."""
 
     contents: list[bytes]
-    """Distinct content ids, the most wanted first."""
+    """Distinct content ids, most wanted first."""
 
 
 class GroupResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -70,11 +69,11 @@ class GroupResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     status: Status
     body: bytes = b""
-    """The envelope where `status` is ok, else empty."""
+    """The envelope if `status` is ok, else empty."""
 
 
 class GroupsResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to a fetch."""
+    """The answer to a request for groups."""
 
     groups: list[GroupResponse]
-    """One for each content id, in the same order: `busy` also where the envelope did not fit."""
+    """One per content id, in the same order; `busy` also if the envelope did not fit."""

@@ -1,11 +1,11 @@
-"""What a swarm agrees on, in one message: protocol/01-identity-and-join.md is normative for names,
-order and bounds.
+"""The manifest of a swarm as a signed message. protocol/01-identity-and-join.md is normative for
+names, order and bounds.
 
     envelope { key: founder, payload: the manifest's bytes, signature, codec: raw }
-                                └── blake2b-256 with the domain in front ──▶ swarm id
+                                └── blake2b-256 after the domain ──▶ swarm id
 
-Whoever has the swarm id can check the payload, whoever has the payload can check the signature. A
-manifest is at most 64 KiB, envelope and all, so the lists in it are bounded twice.
+The swarm id proves the payload, and the payload proves the signature. A manifest with its envelope
+has at most 64 KiB, so its lists are bounded twice.
 """
 
 from __future__ import annotations
@@ -24,34 +24,32 @@ from swarmnode.wire.messages import Envelope, RolloutGroup, RolloutRules, SwarmM
 
 
 def manifest_id(payload: bytes) -> bytes:
-    """The 32-byte swarm id of a manifest: blake2b-256 over domain string and exact bytes. One byte
-    differs: another swarm."""
+    """Return the 32-byte swarm id of a manifest: blake2b-256 over domain and exact bytes."""
     return hashlib.blake2b(
         ids.DOMAIN_SWARM_MANIFEST + payload, digest_size=limits.SWARM_ID_BYTES
     ).digest()
 
 
-class Opened(msgspec.Struct, frozen=True):
-    """A manifest whose signature was checked."""
+class VerifiedManifest(msgspec.Struct, frozen=True):
+    """A manifest with a verified signature."""
 
     swarm: bytes
-    """32 bytes: the swarm id that follows from it."""
+    """The swarm id of the manifest, 32 bytes."""
     manifest: SwarmManifest
     signed: bytes
-    """The envelope as received, which is what is stored and passed on."""
+    """The envelope as received, which is stored and forwarded."""
 
 
-def seal_manifest(manifest: SwarmManifest, private_key: Ed25519PrivateKey) -> Opened:
-    """`manifest` signed by its founder. Raises BadMessage when a node that receives it would not
-    take it."""
+def seal_manifest(manifest: SwarmManifest, private_key: Ed25519PrivateKey) -> VerifiedManifest:
+    """Sign `manifest` as its founder. Raises BadMessage if other nodes would reject it."""
     payload = encode(manifest)
     return open_manifest(
         encode(sign(payload, private_key, ids.DOMAIN_MANIFEST, manifest_id(payload)))
     )
 
 
-def open_manifest(signed: bytes) -> Opened:
-    """The manifest in an envelope of a stranger. Raises BadMessage with a reason of
+def open_manifest(signed: bytes) -> VerifiedManifest:
+    """Verify the manifest in a stranger's envelope. Raises BadMessage with a reason of
     `codec.DECODE_REASONS`, or "signature"."""
     envelope = decode(signed, Envelope, limits.MANIFEST_BYTES)
     if envelope.codec != "raw":
@@ -60,13 +58,13 @@ def open_manifest(signed: bytes) -> Opened:
     verify(envelope, ids.DOMAIN_MANIFEST, swarm)
     manifest = decode(envelope.payload, SwarmManifest, limits.MANIFEST_BYTES)
     if manifest.founder != envelope.key:
-        raise BadMessage("signature", "signed by another key than the founder's")
-    return Opened(swarm, manifest, signed)
+        raise BadMessage("signature", "not signed by the founder's key")
+    return VerifiedManifest(swarm, manifest, signed)
 
 
-def follows(successor: Opened, manifest: Opened) -> bool:
-    """Whether `successor` is one of `manifest`: it names it, is by the same founder, and
-    younger."""
+def follows(successor: VerifiedManifest, manifest: VerifiedManifest) -> bool:
+    """Return True if `successor` names `manifest` as its predecessor, has the same founder and is
+    newer."""
     new, old = successor.manifest, manifest.manifest
     return (
         new.predecessor == manifest.swarm
@@ -75,11 +73,16 @@ def follows(successor: Opened, manifest: Opened) -> bool:
     )
 
 
-def is_allowed(
+def meets_rules(
     group: RolloutGroup, rules: RolloutRules, models: Collection[tuple[bytes, bytes]]
 ) -> bool:
-    """Whether a group is one that the manifest allows. `models`: (fingerprint, tokenizer) of each;
-    empty: any."""
+    """Return True if the manifest allows a group.
+
+    Args:
+        group: a verified group.
+        rules: the manifest's rules.
+        models: (fingerprint, tokenizer) of each allowed model; empty allows any.
+    """
     return (
         rules.min_completions <= len(group.completions) <= rules.max_completions
         and group.sampling.max_tokens <= rules.max_tokens

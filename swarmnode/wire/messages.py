@@ -15,8 +15,7 @@ Status = Literal["ok", "unknown", "busy"]
 
 
 class TaskRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The address of one question: enough for anybody to regenerate it, never the question
-    itself."""
+    """The address of one question, which allows regenerating it; never the question itself."""
 
     id: str
     """Task name, e.g. `rg/chain_sum`."""
@@ -36,31 +35,31 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Turn(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The length of one action of an episode: its part of the completion's text and tokens."""
+    """The length of one action of an episode in the completion's text and tokens."""
 
     text_bytes: int
     """UTF-8 bytes of the action in `text`."""
     tokens: int
-    """Sampled tokens of the action in `token_ids` and `logprobs`, the EOS token included."""
+    """Sampled tokens of the action in `token_ids` and `logprobs`, including the EOS token."""
 
 
 class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One answer, or the actions of one episode one behind the other."""
+    """One answer, or the concatenated actions of one episode."""
 
     text: str
     """Decoded completion, without special tokens."""
     tokens: int
-    """Number of sampled tokens, the EOS tokens included."""
+    """Number of sampled tokens, including EOS tokens."""
     logprob: float
     """Sum of the sampler's log-probabilities over `tokens`, nats, <= 0."""
     finish: Finish
-    """How the completion ended; of an episode, how its last action ended."""
+    """How the completion, or the last action of an episode, ended."""
     token_ids: bytes = b""
-    """`tokens` little-endian u32, or empty: for peers with the same tokenizer."""
+    """`tokens` little-endian u32, or empty; for peers with the same tokenizer."""
     logprobs: bytes = b""
     """`tokens` little-endian f32, or empty: the sampler's log-probability of each token."""
     turns: Annotated[list[Turn], msgspec.Meta(max_length=TURNS)] = []
-    """The actions of an episode, in order; empty for the answer to a task of one turn."""
+    """The actions of an episode in order; empty for a task of one turn."""
 
 
 class RolloutGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rollout"):
@@ -72,11 +71,11 @@ class RolloutGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=
     tokenizer: bytes
     """32 bytes: hash of the tokenizer."""
     policy_version: int
-    """The sender's own counter when it sampled."""
+    """The sender's own counter at the time of sampling."""
     created_at: int
     """Unix time, milliseconds."""
     sequence: int
-    """The sender's counter; the task's seed and index follow from it (`tasks.seeds`)."""
+    """The sender's counter; it determines the task's seed and index (`tasks.seeds`)."""
     sampling: SamplingParams
     completions: list[Completion]
 
@@ -95,8 +94,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where another peer may be dialled. A claim: only a dial that ends with this peer id proves
-    it."""
+    """Addresses of another peer. A claim: only a dial that ends with this peer id proves it."""
 
     peer: str
     """Its peer id in base58."""
@@ -108,15 +106,15 @@ class PeersRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swarm: bytes
     """32 bytes: the requester's swarm id."""
     addresses: list[str]
-    """The requester's own listen or announce addresses; the responder believes the port and uses
-    the IP address it sees."""
+    """The requester's listening or announced addresses; the responder uses the ports with the IP
+    address that it sees."""
 
 
 class PeersResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     swarm: bytes
-    """32 bytes: the responder's swarm id; `peers` is empty when it is not the requester's."""
+    """32 bytes: the responder's swarm id. `peers` is empty if it differs from the requester's."""
     peers: list[PeerAddresses]
-    """Peers of this swarm that the responder is connected to now, a random choice."""
+    """A random choice of the responder's connected peers of this swarm."""
 
 
 class ModelRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -137,24 +135,24 @@ class TaskEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     id: str
     version: str
     settings: str
-    """For people: JSON of the generator's settings. `version` covers them."""
+    """JSON of the generator's settings, for display. `version` covers them."""
 
 
 class RolloutRules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every group in the swarm keeps to."""
+    """Rules for every group of the swarm."""
 
     min_completions: int
     max_completions: int
     max_tokens: int
-    """The most in a completion."""
+    """Maximum number of tokens of a completion."""
     temperature: float
     top_p: float
     groups_per_second: float
-    """The most that is taken from one peer, sustained."""
+    """Maximum sustained rate of groups accepted from one peer."""
 
 
 class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A setting that members share beyond the rules: whoever does not know the key does not
+    """A setting that members share beyond the rules. A node that does not know the key cannot
     join."""
 
     key: str
@@ -163,16 +161,16 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Access(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who may be a member. Both empty: everybody."""
+    """Access rules. Open to all nodes if both fields are empty."""
 
     members: list[str]
-    """Peer ids. Founder and bootstrap peers are members without being listed."""
+    """Peer ids. The founder and bootstrap peers are members without being listed."""
     secret: bytes
-    """32 bytes: commitment to the pre-shared secret; empty when there is none."""
+    """32 bytes: commitment to the pre-shared secret; empty without one."""
 
 
 class SwarmManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a swarm agrees on. Its hash is the swarm id: see `wire.manifest`."""
+    """The terms of a swarm. Its hash is the swarm id: see `wire.manifest`."""
 
     name: str
     founder: bytes
@@ -182,11 +180,11 @@ class SwarmManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     predecessor: bytes
     """32 bytes: the swarm id that this manifest follows; empty for a first one."""
     minimum_version: str
-    """The oldest version of swarmnode that may take part, e.g. `0.1.0`."""
+    """Minimum version of swarmnode, e.g. `0.1.0`."""
     protocols: list[str]
-    """Everything that two members must speak alike, sorted."""
+    """The protocols and rules that every member must support, sorted."""
     models: list[ModelRef]
-    """Any of these; when empty, any model at all."""
+    """The allowed models; empty allows any model."""
     tasks: list[TaskEntry]
     """Sorted by id."""
     rollouts: RolloutRules
@@ -204,22 +202,22 @@ class ManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class ManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest: bytes
-    """The signed manifest; empty when the responder does not have it."""
+    """The signed manifest; empty if the responder does not have it."""
     successor: bytes
-    """A signed manifest that names it as predecessor; empty when the responder knows none."""
+    """A signed manifest that names it as predecessor; empty if the responder knows none."""
 
 
 class BulkManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a transfer consists of. Its root (`wire.bulk.root`) covers all but the name."""
+    """The content of a transfer. Its root (`wire.bulk.root`) covers everything but the id."""
 
     transfer: bytes
-    """32 bytes: the transfer's id, chosen by whoever offers it."""
+    """32 bytes: the transfer id, chosen by the offering node."""
     size: int
-    """Bytes in all, at least 1."""
+    """Total number of bytes, at least 1."""
     chunk_bytes: int
-    """Length of every chunk but the last, 4 KiB to 1 MiB."""
+    """Size of every chunk but the last, 4 KiB to 1 MiB."""
     hashes: bytes
-    """32 bytes for each chunk: its BLAKE3."""
+    """32 bytes per chunk: its BLAKE3 hash."""
 
 
 class BulkManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -229,7 +227,7 @@ class BulkManifestRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
 class BulkManifestResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     status: Status
     manifest: bytes
-    """A BulkManifest when `status` is ok, else empty."""
+    """A BulkManifest if `status` is ok, else empty."""
 
 
 class BulkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -237,67 +235,63 @@ class BulkRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     transfer: bytes
     root: bytes
-    """32 bytes: of the manifest that the requester has."""
+    """32 bytes: root of the requester's manifest."""
     wanted: bytes
-    """A bit for each chunk, chunk 0 the lowest of the first byte, the last byte padded with zeros;
-    at least one is set."""
+    """One bit per chunk, chunk 0 the lowest bit of the first byte, the last byte padded with zeros;
+    at least one bit is set."""
 
 
 class BulkResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The answer to it; when it is ok the wanted chunks follow, in order, and nothing between or
-    behind them."""
+    """The answer to a BulkRequest. If ok, exactly the wanted chunks follow in order."""
 
     status: Status
     size: int
-    """Bytes that follow; 0 unless `status` is ok."""
+    """Number of bytes that follow; 0 unless `status` is ok."""
 
 
 class Session(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of one process under a key; sent in an envelope, so that whoever passes it on can
-    prove it."""
+    """One run of one process with a key; sent in an envelope, so that a forwarder can prove it."""
 
     session: bytes
-    """16 random bytes, drawn when the process started."""
+    """16 random bytes, drawn at the start of the process."""
     started_at: int
     """Unix time, milliseconds."""
     issued_at: int
-    """Unix time, milliseconds: when it was signed."""
+    """Unix time of the signature in milliseconds."""
 
 
 class Summary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a node says of itself; sent in an envelope. Every field is a claim that nobody can
-    check."""
+    """A node's description of itself, sent in an envelope. Every field is an unverifiable claim."""
 
     name: str
-    """Its operator's name for it; may be empty."""
+    """The operator's name for the node; may be empty."""
     version: str
-    """The version of the program it runs."""
+    """Version of swarmnode."""
     created_at: int
-    """Unix time, milliseconds: when it was signed."""
+    """Unix time of the signature in milliseconds."""
     uptime: int
-    """Seconds."""
+    """Seconds since the start."""
     step: int
-    """Training steps."""
+    """Number of training steps."""
     policy_version: int
     reward: float
-    """Held-out reward, 0 to 1; -1 when there is none."""
+    """Held-out reward, 0 to 1; -1 if there is none."""
     published: int
-    """Groups, since it started."""
+    """Number of published groups since the start."""
     peers: int
-    """Connected to it."""
+    """Number of connected peers."""
 
 
 class SummaryRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summary: bytes
-    """An envelope: the requester's own summary, just signed; empty when it does not share one."""
+    """An envelope with the requester's own, freshly signed summary; empty if it shares none."""
 
 
 class SummaryResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     summaries: list[bytes]
-    """Envelopes, as received: a random choice of those that the responder has, its own among
-    them."""
+    """Envelopes as received: a random choice of those that the responder has, including its own."""
 
 
 class SessionResponse(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: list[bytes]
-    """Envelopes: other sessions of the requester's key that the responder heard of lately."""
+    """Envelopes: recent other sessions of the requester's key."""

@@ -1,5 +1,5 @@
-"""What makes two nodes members of one swarm, today: its name, its tasks at their versions, and the
-protocols they speak."""
+"""Swarm id of a swarm without a manifest: a hash of its name, its tasks with their versions, and
+its protocols."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from swarmnode.wire import ids, limits
 def swarm_id(
     name: str, tasks: Mapping[str, str], protocols: tuple[str, ...] = ids.PROTOCOLS
 ) -> bytes:
-    """The 32-byte id of the swarm `name` that trains on `tasks` (task id to task version).
+    """Return the 32-byte id of the swarm `name` that trains on `tasks` (task id → task version).
 
-    blake2b-256 over the domain string and the msgpack of `[name, [[task id, version], …] by task
-    id, [protocol id, …]]`, so that nodes which could not use each other's rollouts never meet on a
-    topic. Raises ValueError when there is no name or no task.
+    It is blake2b-256 over the domain and the msgpack of `[name, [[task id, version], …] by task id,
+    [protocol id, …]]`, so that nodes that cannot use each other's rollouts are in different swarms.
+    Raises ValueError without a name or a task.
     """
     if not 1 <= len(name.encode()) <= limits.SWARM_NAME_BYTES:
         raise ValueError(f"a swarm's name is 1 to {limits.SWARM_NAME_BYTES} bytes")
     if not tasks:
         raise ValueError("a swarm has at least one task")
-    # UTF-8 order, which is also code point order, so that every language sorts alike.
+    # UTF-8 order equals code point order, so every language sorts alike
     description = [
         name,
         sorted([task, version] for task, version in tasks.items()),

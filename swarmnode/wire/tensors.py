@@ -1,10 +1,8 @@
-"""Arrays as bytes: little-endian, contiguous, no header; the message says the type and the length.
+"""Arrays as bytes: little-endian, contiguous, without a header; type and length are part of the
+message.
 
-Packed arrays are 50 times faster to read than msgpack lists, and a hostile length cannot be claimed
-without sending the bytes.
-
-numpy is loaded by whoever packs or unpacks: a node without a trainer does neither, and need not
-have it.
+Packed arrays are 50 times faster to read than msgpack lists, and a length cannot be claimed without
+sending the bytes. numpy is imported on use, because a node without a trainer does not need it.
 """
 
 from __future__ import annotations
@@ -19,12 +17,12 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 ITEM_BYTES = 4
-"""Bytes of a u32 and of an f32."""
+"""Size of a u32 and of an f32."""
 
 
 def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
-    """Token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0 to
-    2**32 - 1."""
+    """Pack token ids, shape (T,), as T little-endian u32. Raises OverflowError for an id outside 0
+    to 2**32 - 1."""
     import numpy as np
 
     wide = np.asarray(ids, dtype=np.int64)
@@ -34,30 +32,30 @@ def pack_ids(ids: Sequence[int] | NDArray[np.integer]) -> bytes:
 
 
 def unpack_ids(data: bytes) -> NDArray[np.uint32]:
-    """A read-only view, shape (T,), u32. Raises BadMessage("bounds") when `data` is not a whole
-    number of ids."""
+    """Return a read-only view, shape (T,), u32. Raises BadMessage("bounds") unless `data` is a
+    whole number of ids."""
     return _view(data, "<u4")
 
 
 def pack_logprobs(logprobs: ArrayLike) -> bytes:
-    """Log-probabilities, nats, shape (T,), as T little-endian f32."""
+    """Pack log-probabilities in nats, shape (T,), as T little-endian f32."""
     import numpy as np
 
     return np.asarray(logprobs, dtype="<f4").tobytes()
 
 
 def unpack_logprobs(data: bytes) -> NDArray[np.float32]:
-    """A read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") when `data` is not a
-    whole number of floats.
+    """Return a read-only view, shape (T,), f32, nats. Raises BadMessage("bounds") unless `data` is
+    a whole number of floats.
 
-    Finiteness is `check_group`'s business.
+    `check_group` checks that they are finite.
     """
     return _view(data, "<f4")
 
 
 def _view(data: bytes, dtype: str) -> NDArray:
     if len(data) % ITEM_BYTES:
-        raise BadMessage("bounds", "packed array of a fractional length")
+        raise BadMessage("bounds", "the length of a packed array is not a multiple of its items")
     import numpy as np
 
     return np.frombuffer(data, dtype=dtype)

@@ -175,7 +175,7 @@ async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch
     seen = await visit(tmp_path, monkeypatch, width=390)
     text = re.sub(r"\s+", " ", seen.text)
     assert (
-        "Swarm (claimed, not verified) 4 peers say so of themselves; the median of their held-out"
+        "Swarm (claimed, not verified) 4 nodes with a recent summary; the median of their held-out"
         " rewards is 0.567." in text
     )
     for value in (
@@ -183,10 +183,10 @@ async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch
         "Küche 2",
         "gpu-box-7",
         "0.624",
-        "heard of through another peer",
+        "received through another peer",
         "noloco",
         "5, 4 fragments",
-        "2.1 % away, 97 % taken",
+        "distance 2.1 %, 97 % of the difference taken",
         "accepted 16, clipped 2",
         "applied done 16",
         "busy no partner 6",
@@ -198,7 +198,7 @@ async def test_page_shows_swarm_exchanges_and_resource_use(tmp_path, monkeypatch
         "of 186.3 GiB",
         "0.4 s ahead of most peers'",
     ):
-        assert value in (text if value != "heard of through another peer" else seen.dom), value
+        assert value in (text if value != "received through another peer" else seen.dom), value
     assert seen.console == []
 
 
@@ -213,7 +213,7 @@ def recovering() -> NodeSnapshot:
     ]
     slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
     crew = msgspec.structs.replace(
-        s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0
+        s.stages.crew, state="preparing", slots=tuple(slots), stopped_seconds=42.0
     )
     return msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
 
@@ -226,7 +226,7 @@ async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch
     assert (
         f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6"
         f" layers, step 250 Stage 2 Küche 2 {short(PEERS[1])} failed 6 layers, step 250 Stage 3 ·"
-        f" tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
+        f" last gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
     )
     assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [
         ("good", "0"),
@@ -238,14 +238,14 @@ async def test_crew_is_drawn_by_stage_with_colour_and_word(tmp_path, monkeypatch
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
         "a neighbour's checkpoint, in 2.1 s",
         "of step 240, 10 steps old",
-        "a whole copy, 1 steps old, last refresh ",
-        "6.4 s until it ran again",
+        "a policy copy, 1 steps old, last refresh ",
+        "6.4 s",
         "suspected 2, refuted 1, broken 1",
         "0.00070 nats per token",
         "crew 14, step 3",
         "the crew has taken no step for 42 s",
-        "not by strangers; through relays, or where it dials",
-        "2 through which it can be called",
+        "only through relays",
+        "reachable through 2",
         "succeeded 3, failed 1",
     ):
         assert value in text, value
@@ -264,8 +264,8 @@ async def test_page_shows_no_crew_for_a_whole_policy(tmp_path, monkeypatch) -> N
     seen = await visit(
         tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting)
     )
-    expected = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
-    assert expected in seen.text
+    line = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
+    assert line in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 
@@ -307,11 +307,11 @@ async def test_page_shows_used_budget_and_full_disk(tmp_path, monkeypatch) -> No
         "quiet hours, month",
         "out -2.0 KiB",
         "512.0 MiB free of 256.0 GiB",
-        "512 MiB are left on the data directory's disk",
+        "the disk of the data directory has 512 MiB left",
     ):
         assert value in seen.text, value
     assert "this clock is 95 s behind those of most peers" in seen.text
-    assert "Nobody has said anything of itself yet." in seen.text
+    assert "No summaries yet." in seen.text
     assert 'data-state="paused"' in seen.dom
     assert "/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12" in seen.text
     assert re.search(r'id="no-weights"[^>]*>', seen.dom).group(0).count("hidden") == 0
@@ -380,8 +380,8 @@ async def test_page_works_before_the_node_is_ready(tmp_path, monkeypatch) -> Non
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, past=History)
     assert "<title>evening · swarmnode</title>" in seen.dom
     assert "nothing measured yet" in seen.text
-    assert "network not up yet; policy not loaded yet" in seen.text
-    assert "Nobody yet." in seen.text
+    assert "the network is not up yet; the policy is not loaded yet" in seen.text
+    assert "No peers yet." in seen.text
     assert seen.console == []
 
 

@@ -62,11 +62,11 @@ from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.listings import (
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
-from swarmnode.wire.manifest import is_allowed, open_manifest
+from swarmnode.wire.manifest import meets_rules, open_manifest
 from swarmnode.wire.messages import (
     BulkManifest,
     BulkManifestRequest,
@@ -83,8 +83,7 @@ from swarmnode.wire.messages import (
     SummaryResponse,
     TaskRef,
 )
-from swarmnode.wire.session import open_session
-from swarmnode.wire.summary import open_summary
+from swarmnode.wire.signed import open_session, open_summary
 from swarmnode.wire.swarm import swarm_id
 from tests.support.stage_reading import read_state, read_whole
 
@@ -186,7 +185,7 @@ def listed_positions(given: dict) -> list[int]:
     shelf = Shelf(key(given["own"]), b"s" * 32, bytes.fromhex(given["life"]))
     for position, author, source in rows:
         content, made_at = position.to_bytes(32, "big"), 1000 * now * (position >= first)
-        listed = Listed(content, key(author), "t", int(made_at), 8, 0.5)
+        listed = ListedGroup(content, key(author), "t", int(made_at), 8, 0.5)
         shelf.put(b"envelope", listed, key(source))
     request = given["request"]
     response = shelf.listing(
@@ -201,7 +200,7 @@ def listed_positions(given: dict) -> list[int]:
 def listed_falsely(given: dict) -> str | None:
     content, author, *rest = given["listed"]
     listed, frame = (
-        Listed(bytes.fromhex(content), bytes.fromhex(author), *rest),
+        ListedGroup(bytes.fromhex(content), bytes.fromhex(author), *rest),
         bytes.fromhex(given["frame"]),
     )
     envelope, group = unseal(
@@ -349,11 +348,11 @@ def test_admission_matches_the_vectors(about, vector, monkeypatch):
         models = {
             (bytes.fromhex(model), bytes.fromhex(tokenizer)) for model, tokenizer in given["models"]
         }
-        rules = lambda group: is_allowed(group, RolloutRules(**given["rules"]), models)
+        rules = lambda group: meets_rules(group, RolloutRules(**given["rules"]), models)
     for task, turns in given.get("turns", {}).items():
         spec = dataclasses.replace(TASKS[task], turns=turns)
         monkeypatch.setattr("swarmnode.rollouts.admission.TASKS", {**TASKS, task: spec})
-    options = {"is_allowed": rules, "chooses": given.get("chooses", False)}
+    options = {"meets_rules": rules, "chooses": given.get("chooses", False)}
     admission = Admission(
         bytes.fromhex(about["swarm"]), given["own"], given["tasks"], SharingConfig(), **options
     )

@@ -12,13 +12,12 @@ import pytest
 import yaml
 
 from swarmnode import settings
-from swarmnode.config import SupervisorConfig
+from swarmnode.daemon.watchdog import DRAIN_SECONDS, STARTUP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 COMPOSE = sorted((ROOT / "docker").glob("compose*.yaml"))
 MANIFEST = ROOT / "deploy" / "kubernetes" / "swarmnode.yaml"
-DRAIN = SupervisorConfig().drain_seconds
 
 
 def tool(name):
@@ -111,7 +110,7 @@ def test_compose_mounts_exist_and_stop_period_suffices():
     assert all((ROOT / "docker" / source).exists() for source in mounted if source.startswith("."))
     assert {source for source in mounted if not source.startswith(".")} == compose["volumes"].keys()
     node = compose["services"]["node"]
-    assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN + 10
+    assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS + 10
     given = {
         name: "" if value.startswith("$") else value for name, value in node["environment"].items()
     }
@@ -165,7 +164,7 @@ def test_kubernetes_detects_a_misspelt_field(tmp_path):
 
 
 def test_pod_may_drain_and_load_slowly():
-    assert pod()["terminationGracePeriodSeconds"] > DRAIN + 10
+    assert pod()["terminationGracePeriodSeconds"] > DRAIN_SECONDS + 10
     container = pod()["containers"][0]
     assert {
         name: container[name]["httpGet"]["path"]
@@ -176,9 +175,7 @@ def test_pod_may_drain_and_load_slowly():
         "readinessProbe": "/readyz",
     }
     startup = container["startupProbe"]
-    assert (
-        startup["periodSeconds"] * startup["failureThreshold"] >= SupervisorConfig().startup_seconds
-    )
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= STARTUP_SECONDS
 
 
 def test_the_identity_outlives_the_pod():

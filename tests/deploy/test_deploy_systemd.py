@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli import app
-from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.supervisor import NOTIFY_SECONDS, OVERDUE_SECONDS
-from swarmnode.daemon.watchdog import FINAL_CODES
+from swarmnode.daemon.watchdog import DRAIN_SECONDS, FINAL_CODES
 from swarmnode.observe.systemd import EXTEND_SECONDS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -105,7 +104,7 @@ def test_finished_node_is_not_restarted():
 def test_systemd_timeouts_exceed_the_supervisor_timeouts():
     service = section("Service")
     assert int(service["WatchdogSec"]) > OVERDUE_SECONDS + 10 * NOTIFY_SECONDS
-    assert int(service["TimeoutStopSec"]) > SupervisorConfig().drain_seconds + EXTEND_SECONDS / 3
+    assert int(service["TimeoutStopSec"]) > DRAIN_SECONDS + EXTEND_SECONDS / 3
     assert int(service["TimeoutStartSec"]) > EXTEND_SECONDS
 
 

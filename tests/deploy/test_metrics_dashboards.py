@@ -99,10 +99,8 @@ def test_every_named_metric_exists() -> None:
     assert len(named) > 50
 
 
-def test_every_metric_is_on_a_panel_or_exempt() -> None:
-    exempt = build().EXEMPT
-    assert FAMILIES.keys() - names_in(panel_expressions()) == exempt.keys()
-    assert all(exempt.values())
+def test_every_metric_is_on_a_panel() -> None:
+    assert FAMILIES.keys() - names_in(panel_expressions()) == set()
 
 
 def test_only_histograms_are_queried_for_buckets() -> None:
@@ -182,7 +180,7 @@ def test_state_panels_name_the_current_state() -> None:
         for target in panel.get("targets", [])
         if target["expr"].endswith("== 1")
     ]
-    assert len(found) >= 6
+    assert len(found) >= 5
     for panel in found:
         named = (
             panel["type"] == "stat"
@@ -219,7 +217,7 @@ def test_open_rows_have_data_on_a_plain_node() -> None:
         for family in FAMILIES
         if not re.search(rf"^{family}(_bucket)?[ {{]", scraped, re.MULTILINE)
     }
-    assert len(without) > 40
+    assert len(without) > 20
     shown = [json.loads(path.read_text())["panels"] for path in sorted(DASHBOARDS.glob("*.json"))]
     asked = [
         (panel["title"], target["expr"])

@@ -22,7 +22,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, episode
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
-from swarmnode.observe.http import Pulse, Request, Response, Surface
+from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
 from swarmnode.rollouts import groups, offers, shelf
@@ -36,8 +36,7 @@ from swarmnode.weights.messages import decode_message, decode_state
 from swarmnode.weights.state_seeker import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
-from swarmnode.wire.session import open_session
-from swarmnode.wire.summary import open_summary
+from swarmnode.wire.signed import open_session, open_summary
 from tests.support.snapshots import example
 from tests.support.stage_reading import Bytes
 
@@ -139,7 +138,7 @@ def stocked() -> shelf.Shelf:
         frame = AUTHOR.frame(group := AUTHOR.group(sequence, NOW))
         content, author = envelope.content_id(frame), envelope.peer_key(AUTHOR.peer) or b""
         listed = (content, author, group.task.id, group.created_at, len(frame), 0.5)
-        stock.put(frame, listings.Listed(*listed))
+        stock.put(frame, listings.ListedGroup(*listed))
     return stock
 
 
@@ -204,7 +203,7 @@ def signed(payload: bytes) -> bytes:
 def http() -> Feed:
     """Feed target, Accept header and Host header of a request to the status page, one per line. h11
     runs first, so only visible ASCII is fed."""
-    surface = Surface(
+    surface = HttpRoutes(
         example, History(), _NoPulse(), only_loopback=True, now=itertools.count().__next__
     )
 
@@ -225,7 +224,7 @@ def http() -> Feed:
     return feed
 
 
-class _NoPulse(Pulse):
+class _NoPulse(LoopMonitor):
     def __init__(self) -> None:
         """There is no event loop to watch."""
 

@@ -8,7 +8,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from protocol.generate.frames import KEY
 from swarmnode.config import Config
 from swarmnode.swarm import manifest
-from swarmnode.wire.manifest import Opened, seal_manifest
+from swarmnode.wire.manifest import VerifiedManifest, seal_manifest
 from swarmnode.wire.messages import ModelRef
 
 CONFIG = Config.model_validate(
@@ -18,7 +18,9 @@ MODEL = ModelRef("embedded", "", b"\x11" * 32, b"\x22" * 32)
 CREATED_AT = 1_790_000_000_000
 
 
-def founded(key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: object) -> Opened:
+def founded(
+    key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: object
+) -> VerifiedManifest:
     """Return a manifest of `config`. changes: terms, or else fields of the manifest."""
     given = {
         name: changes.pop(name)
@@ -32,8 +34,8 @@ def founded(key: Ed25519PrivateKey = KEY, config: Config = CONFIG, **changes: ob
 
 
 def succeeding(
-    before: Opened, key: Ed25519PrivateKey = KEY, later: int = 1, **changes: object
-) -> Opened:
+    before: VerifiedManifest, key: Ed25519PrivateKey = KEY, later: int = 1, **changes: object
+) -> VerifiedManifest:
     """Return a successor of `before`, signed `later` milliseconds after it."""
     return founded(
         key, predecessor=before.swarm, created_at=before.manifest.created_at + later, **changes

@@ -18,7 +18,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -235,7 +235,7 @@ class Holder:
         signed, group = envelope.unseal(
             frame, ids.DOMAIN_ROLLOUT, self.author.swarm, limits.GROUP_BYTES
         )
-        true = Listed(
+        true = ListedGroup(
             envelope.content_id(frame),
             signed.key,
             group.task.id,

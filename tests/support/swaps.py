@@ -144,7 +144,7 @@ class Party:
         network: Any = SimpleNamespace(
             peer_id=name,
             connected=lambda: [peer for peer in parties if peer != name],
-            welcome=lambda peer: True,
+            is_allowed=lambda peer: True,
             accepted=self.accepted.append,
             rejected=lambda peer, reason, cost=10.0: self.rejected.append((peer, reason)),
             bulk=SimpleNamespace(deadline=lambda peer, size: LEASE_SECONDS / 2),
@@ -194,7 +194,7 @@ class Party:
 
     @property
     def failures(self) -> dict[str, int]:
-        return dict(self.exchange.statistics.failures)
+        return dict(+self.exchange.statistics.failures)
 
     # ---- trainer -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ import trio
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p import reputation
 from swarmnode.p2p.bulk import BulkSource, Declined, MemorySink, serving
-from swarmnode.p2p.conversations import LENGTH, frame, read_frame
+from swarmnode.p2p.stream_calls import LENGTH, frame, read_frame
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.messages import (
     BulkManifest,
@@ -232,7 +232,7 @@ async def test_a_greylisted_peer_gets_nothing(tmp_path):
         server.reputation.rejected(
             client.peer_id, "test", trio.current_time(), cost=-reputation.GREYLIST + 1
         )
-        assert not server.welcome(client.peer_id)
+        assert not server.is_allowed(client.peer_id)
         with pytest.raises(PeerError) as caught:
             await fetch(client, server, sink, deadline=3)
         assert not isinstance(caught.value, Declined)

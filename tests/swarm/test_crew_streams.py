@@ -356,7 +356,7 @@ async def test_rejects_openings_that_contradict_the_crew(tmp_path, other, reason
         await refused(networks[0], networks[1].peer_id, opening(ca, **other))
         assert b.statistics().refused == {reason: 1}
         assert b.statistics().parked == 0
-        assert networks[1].welcome(networks[0].peer_id)
+        assert networks[1].is_allowed(networks[0].peer_id)
 
 
 async def test_stranger_gets_no_stream(tmp_path):

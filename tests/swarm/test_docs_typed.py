@@ -71,7 +71,10 @@ OWNERS = {
 """Machine of a part in other cases."""
 
 ANSWERS = {
-    "swarmnode key passphrase": [("new passphrase", PASSPHRASE), ("the same again", PASSPHRASE)],
+    "swarmnode key passphrase": [
+        ("new passphrase", PASSPHRASE),
+        ("repeat the passphrase", PASSPHRASE),
+    ],
     "swarmnode init --successor": [("[y/N]", "y")],
 }
 """Prompts of a command, and the replies."""

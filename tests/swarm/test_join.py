@@ -198,7 +198,7 @@ def test_init_stores_options_and_prints_the_run_command(tmp_path, capsys):
 def test_join_rejects_a_manifest_of_another_swarm(tmp_path, monkeypatch, capsys):
     served_by_a_child(monkeypatch, founded(name="another"))
     assert join(tmp_path, founded()) == 77
-    assert "not that of the invite" in refusal(capsys)
+    assert "does not belong to the invite" in refusal(capsys)
     assert ManifestStore(tmp_path).current() is None
 
 

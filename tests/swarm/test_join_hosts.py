@@ -23,7 +23,7 @@ from swarmnode.swarm.invite import Invite
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import codec, limits
 from swarmnode.wire.messages import Envelope, Session, SessionResponse
-from swarmnode.wire.session import seal_session
+from swarmnode.wire.signed import seal_session
 from tests.support.hosts import host
 from tests.support.manifests import CONFIG, founded, succeeding
 from tests.support.waiting import until
@@ -85,7 +85,7 @@ async def test_wrong_manifests_are_rejected_by_reason(tmp_path, manifest, succes
 async def test_rejects_a_bootstrap_with_another_peer_id(tmp_path):
     async with host(tmp_path / "a") as a:
         where = serving(a).listen_addrs[0].partition("/p2p/")[0]
-        with pytest.raises(Refused, match="not the one that the invite names"):
+        with pytest.raises(Refused, match="different peer answers"):
             await join.fetch(
                 JOINER, Invite((f"{where}/p2p/{NOWHERE.rpartition('/')[2]}",), FIRST.swarm), None
             )
@@ -161,7 +161,7 @@ async def test_running_node_follows_a_successor_by_policy_only(tmp_path, policy,
 
             async def run():
                 if moves:
-                    with pytest.raises(LocalError, match="starting again"):
+                    with pytest.raises(LocalError, match="restarting"):
                         await following.run()
                 else:
                     await following.run()
@@ -216,7 +216,7 @@ async def test_later_process_with_the_same_key_ends(tmp_path):
                 await later.notify(a.peer_id)
             assert raised.value.exit_code == 77
             await made["b"].notify(a.peer_id)  # continues
-            assert (made["b"].statistics().twins, later.statistics().twins) == (1, 1)
+            assert (made["b"].statistics().duplicates, later.statistics().duplicates) == (1, 1)
 
 
 async def test_notifies_new_connections_more_often(autojump_clock):
@@ -257,16 +257,19 @@ async def test_earlier_session_is_not_a_twin(tmp_path):
         )
         own, earlier, other = a.peer_id, bytes(16), bytes([1]) * 16
         assert not any(
-            sessions.is_twin(own, Session(earlier, 0, at)) for at in (900_000, 999_999, 1_000_000)
+            sessions.is_duplicate(own, Session(earlier, 0, at))
+            for at in (900_000, 999_999, 1_000_000)
         )
         # The clock was set back, so the node issues no more stamps.
-        assert not any(sessions.is_twin(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
-        assert [sessions.is_twin(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)] == [
+        assert not any(sessions.is_duplicate(own, Session(earlier, 0, 1_000_500)) for _ in range(3))
+        assert [
+            sessions.is_duplicate(own, Session(other, 0, at)) for at in (1_000_001, 1_000_002)
+        ] == [
             False,
             True,
         ]
         assert not any(
-            sessions.is_twin("somebody else", Session(other, 0, at))
+            sessions.is_duplicate("somebody else", Session(other, 0, at))
             for at in (1_000_001, 1_000_002)
         )
 
@@ -306,7 +309,7 @@ async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
         for frame in issued:
             reported[:] = [frame]
             assert await later.notify("peer")
-        assert later.statistics().twins == 0
+        assert later.statistics().duplicates == 0
     # A copy of the directory running beside it is still detected.
     shutil.copy(tmp_path / "session-stamp", tmp_path / "copied")
     issued.clear()
@@ -330,7 +333,7 @@ async def test_earlier_fast_clock_does_not_end_a_restart(tmp_path):
         # Both start at the same time, so the session ids decide which one ends.
         with contextlib.suppress(Refused):
             await original.notify("peer")
-    assert original.statistics().twins == 1
+    assert original.statistics().duplicates == 1
 
 
 @pytest.mark.parametrize("text", ["", "x", "-5", "1" * 400, "\u0663", "12\n13"])

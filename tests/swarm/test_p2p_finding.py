@@ -33,7 +33,7 @@ async def test_full_bootstrap_peer_admits_new_nodes(tmp_path, monkeypatch):
             return all(others - {networks[0].peer_id} for others in met.values())
 
         await until(all_met_others)
-        assert networks[0].statistics().peers.let_go["full"] > 0
+        assert networks[0].statistics().peers.dropped["full"] > 0
 
 
 async def test_nodes_of_different_swarms_do_not_connect(tmp_path):

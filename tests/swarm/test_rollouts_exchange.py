@@ -27,7 +27,7 @@ from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.state import Counters
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.envelope import Credentials
-from swarmnode.wire.listings import Listed
+from swarmnode.wire.listings import ListedGroup
 from tests.support.fakes.network import MemorySwarm
 from tests.support.games import HIGH, TURNS, guessing_game
 from tests.support.hosts import hosts
@@ -162,7 +162,7 @@ async def test_counts_hostile_groups_and_serves_honest_peers(kind, tmp_path):
         for name in chosen:
             frame, now = frames[name][0], int(time.time() * 1000)
             content = envelope.content_id(frame)
-            liar.put(Listed(content, key, BUILTIN_TASKS[0], now, len(frame), 0.5), frame)
+            liar.put(ListedGroup(content, key, BUILTIN_TASKS[0], now, len(frame), 0.5), frame)
         async with trio.open_nursery() as nursery:
             running = []
             for network, author in others:
@@ -186,7 +186,7 @@ def levels():
 
 async def test_groups_of_chosen_difficulties_reach_another_node(tmp_path, levels):
     """In a swarm whose members choose, between two hosts over sockets, with a long group too."""
-    rules = GroupRules(("rg/gcd",), members_choose=True)
+    rules = GroupRules(("rg/gcd",), members_choose_difficulty=True)
     async with (
         exchanges("libp2p", tmp_path, 2, rules) as ((teller, author, _), (asker, _, _)),
         AsyncScorer() as scorer,

@@ -342,4 +342,4 @@ async def test_averages_with_leading_peers_and_serves_lagging_ones(tmp_path):
         )
         assert a.service.statistics().judged == {"lagging": 1}
         assert (a.counters.outer_clocks, b.counters.outer_clocks) == ([21], [2])
-        assert a.network.welcome(b.network.peer_id)
+        assert a.network.is_allowed(b.network.peer_id)

@@ -145,7 +145,7 @@ async def test_hostile_peer_stops_being_a_candidate(tmp_path, monkeypatch):
             victim.counters.outer_clocks[0] = 1
             victim.due()
             await until(lambda expected=expected: victim.outcome("solo") == expected)
-        assert not victim.network.welcome(peer)
+        assert not victim.network.is_allowed(peer)
         assert victim.service.statistics().judged["not_finite"] <= 6
         assert victim.candidates() == 0
 

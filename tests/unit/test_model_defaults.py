@@ -113,7 +113,7 @@ def test_a_members_unset_values_follow_the_swarms_model():
         config=Config.model_validate({"policy": {"model": "org/model"}}),
         models=[ModelRef("org/model", "", b"\1" * 32, b"\2" * 32)],
     )
-    agreed, _ = manifest.agreed(Config(), opened)
+    agreed, _ = manifest.apply_terms(Config(), opened)
     assert agreed.policy.model == "org/model"
     assert trained_with(agreed) == WHOLE
 
@@ -156,7 +156,7 @@ def test_plan_shows_the_defaults_that_a_run_takes(models, capsys):
 
 def test_an_export_states_the_rate_that_was_trained_with(models):
     config = settings.load(overrides=[f"policy.model={models / 'real'}"]).config
-    terms = {key: settings.value(config, key) for key in exporting.TERMS}
+    terms = {key: settings.value(config, key) for key in exporting.CARD_SETTINGS}
     assert terms["training.learning_rate"] == 1e-6
 
 

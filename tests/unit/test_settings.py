@@ -1,5 +1,7 @@
 """Precedence, and that every mistake is one line naming origin, key and the nearest valid key."""
 
+import json
+
 import pytest
 
 from swarmnode import settings
@@ -117,3 +119,41 @@ def test_every_key_is_documented_and_the_page_is_up_to_date():
     assert "None |" not in settings.reference(), "a key without a description"
     rows = [line for line in settings.reference().splitlines() if line.startswith("| `")]
     assert all(line.endswith(" |") for line in rows), "a row of a table is one line"
+
+
+def test_an_entry_of_a_table_is_set_by_its_quoted_name(tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text('[task.settings."my-task"]\nx = 1\ny = 2\n')
+    found = settings.load(
+        path,
+        overrides=[
+            'task.settings."my-task".x=3',
+            'task.settings."games.more:guess".turns = 6',
+            "task.settings.a-b.c=text with spaces",
+            "policy.chat.system=Be brief.",
+        ],
+    )
+    assert found.config.task.settings == {
+        "my-task": {"x": 3, "y": 2},
+        "games.more:guess": {"turns": 6},
+        "a-b": {"c": "text with spaces"},
+    }
+    assert found.config.policy.chat == {"system": "Be brief."}
+    assert found.origins["task.settings"] == "command line"
+
+
+def test_an_entry_of_a_table_is_kept(tmp_path):
+    settings.keep(tmp_path, ['task.settings={"my-task" = {x = 1, y = 2}}'])
+    settings.keep(tmp_path, ['task.settings."my-task".x=3'])
+    data_dir = f"node.data_dir={json.dumps(str(tmp_path))}"
+    kept = settings.load(overrides=[data_dir]).config.task.settings
+    assert kept == {"my-task": {"x": 3, "y": 2}}
+
+
+def test_a_name_without_quotes_is_one_line_with_the_remedy():
+    with pytest.raises(ConfigError, match=r'quote .*: task\.settings\."games:guess"\.turns$'):
+        settings.load(overrides=["task.settings.games:guess.turns=6"])
+    with pytest.raises(ConfigError, match=r"command line: task\.settings: 7 is not a table"):
+        settings.load(overrides=["task.settings=7", "task.settings.a.b=1"])
+    with pytest.raises(ConfigError, match=r"unknown key task\.setting\.a"):
+        settings.load(overrides=["task.setting.a=1"])

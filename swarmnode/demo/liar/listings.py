@@ -25,7 +25,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingResponse,
 )
 
@@ -101,9 +101,9 @@ class ListingLiar:
         absent, other = self._rng.randbytes(32), self._rng.randbytes(32)
         return [*lies, (absent, 2048, None), (other, len(drawn[0]) or 1, drawn[0])]
 
-    def _claim(self, content: bytes, size: int, body: bytes | None) -> Listed:
+    def _claim(self, content: bytes, size: int, body: bytes | None) -> ListedGroup:
         self._served[content] = body
-        return Listed(
+        return ListedGroup(
             content,
             self._author.key.public_key().public_bytes_raw(),
             self._author.tasks[0],

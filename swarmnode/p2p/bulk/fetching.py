@@ -19,10 +19,10 @@ from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.api import Declined, PeerScoring, Requests
 from swarmnode.p2p.bulk.content import BulkSink
 from swarmnode.p2p.bulk.serving import STALL_SECONDS
-from swarmnode.p2p.conversations import converse, frame, read_frame
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerSlots
+from swarmnode.p2p.stream_calls import frame, read_frame, run_on_new_stream
 from swarmnode.wire import bulk, codec, ids, limits
 from swarmnode.wire.bounds import check_message
 from swarmnode.wire.messages import (
@@ -85,7 +85,7 @@ class BulkFetcher:
         outcome = "failed"
         try:
             with trio.move_on_after(deadline) as scope:
-                async with self.slots.turn(peer):
+                async with self.slots.slot(peer):
                     await self._receive(peer, download)
             if scope.cancelled_caught:
                 raise PeerTimeout(
@@ -109,7 +109,7 @@ class BulkFetcher:
         try:
             with download.stall_scope:
                 download.postpone_stall()
-                await converse(
+                await run_on_new_stream(
                     self._host, peer, ids.BULK_PROTOCOL, download.receive, deadline=math.inf
                 )
             if download.stall_scope.cancelled_caught:
@@ -215,7 +215,7 @@ DEFAULT_BANDWIDTH = 2e6
 """Bytes per second: upper bound for a peer without measurements."""
 DEFAULT_QUANTILE = 0.75
 """A peer without measurements is estimated at this quantile of the measured peers. A mean would let
-slow peers lower the estimate for everybody."""
+slow peers lower the estimate of every peer."""
 MIN_BANDWIDTH = 64 * 1024
 """Bytes per second: lower bound of every estimate, so that no deadline is without bound."""
 MIN_MEASURED_BYTES = 256 * 1024

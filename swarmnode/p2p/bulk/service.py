@@ -41,7 +41,7 @@ class Libp2pBulk:
     def __init__(self, host: Host, requests: Requests, scores: PeerScoring) -> None:
         self._host = host
         self._requests = requests
-        self._server = BulkServer(scores.welcome)
+        self._server = BulkServer(scores.is_allowed)
         self._fetcher = BulkFetcher(host, requests, scores)
 
     def start(self) -> None:
@@ -55,7 +55,7 @@ class Libp2pBulk:
             max_response_bytes=limits.BULK_MANIFEST_RESPONSE_BYTES,
         )
 
-    def keep_to(self, allows: Callable[[], bool]) -> None:
+    def set_budget(self, allows: Callable[[], bool]) -> None:
         """Serve chunks only while `allows()` returns True."""
         self._server.allows = allows
 

@@ -21,9 +21,9 @@ import trio
 
 from swarmnode.errors import BadMessage, PeerError, PeerTimeout
 from swarmnode.p2p.bulk.content import BulkSource
-from swarmnode.p2p.conversations import frame, read_frame, within
 from swarmnode.p2p.library.streams import Stream
 from swarmnode.p2p.slots import PeerCap
+from swarmnode.p2p.stream_calls import frame, read_frame, run_on_stream
 from swarmnode.wire import bulk, codec, limits
 from swarmnode.wire.messages import (
     BulkManifestRequest,
@@ -60,19 +60,19 @@ class BulkServer:
     """Answers peers' requests for manifests and chunks.
 
     Args:
-        welcome: Returns False for a peer whose streams are reset unread.
+        is_allowed: Returns False for a peer whose streams are reset unread.
         clock: Returns the time in seconds.
     """
 
     def __init__(
-        self, welcome: Callable[[str], bool], clock: Callable[[], float] = trio.current_time
+        self, is_allowed: Callable[[str], bool], clock: Callable[[], float] = trio.current_time
     ) -> None:
         self.allows: Callable[[], bool] = lambda: True
         """Returns False while the byte budget or quiet hours forbid uploads."""
         self.offers: dict[bytes, BulkOffer] = {}
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.sent_bytes = 0
-        self._welcome = welcome
+        self._is_allowed = is_allowed
         self._clock = clock
         self._streams = PeerCap(STREAMS_PER_PEER, STREAMS)
         self._uploads: set[Upload] = set()
@@ -80,8 +80,8 @@ class BulkServer:
     async def on_stream(self, stream: Stream) -> None:
         """Handle a stream of the bulk protocol. Never raises; always closes or resets."""
         outcome = "unwelcome"
-        if self._welcome(stream.peer):
-            with self._streams.entered(stream.peer) as has_room:
+        if self._is_allowed(stream.peer):
+            with self._streams.slot(stream.peer) as has_room:
                 outcome = await self._answer(stream) if has_room else "busy"
         self.outcomes[outcome] += 1
         await (stream.close() if outcome in ("ok", "unknown") else stream.reset())
@@ -178,11 +178,11 @@ class BulkServer:
     async def _answer(self, stream: Stream) -> str:
         """Serve one request. Returns the outcome; the stream is the caller's to end."""
         try:
-            request = await within(STALL_SECONDS, stream, _read_request)
+            request = await run_on_stream(STALL_SECONDS, stream, _read_request)
             upload = self.begin(stream.peer, request)
             if isinstance(upload, str):
                 refusal = _response(upload, 0)
-                await within(STALL_SECONDS, stream, lambda stream: stream.write(refusal))
+                await run_on_stream(STALL_SECONDS, stream, lambda stream: stream.write(refusal))
                 return upload
         except BadMessage:
             return "malformed"

@@ -20,7 +20,7 @@ from swarmnode.p2p.guards.swarm import guard_host, running
 from swarmnode.p2p.guards.transport import YAMUX_ONLY, noise_only
 
 VERSION = "0.8.1"
-"""The only py-libp2p that these guards fit."""
+"""The only py-libp2p version that these guards fit."""
 
 __all__ = [
     "NAMES",
@@ -38,8 +38,8 @@ _installed = False
 
 
 def install() -> None:
-    """Replace the defective methods for this whole process. A second call does nothing; `Refused`
-    for any other py-libp2p."""
+    """Replace the defective methods for this process. A second call does nothing. Raises Refused
+    for any other version of py-libp2p."""
     global _installed
     found = importlib.metadata.version("libp2p")
     if found != VERSION:

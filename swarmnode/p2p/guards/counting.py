@@ -1,5 +1,5 @@
-"""How often each guard fired, by name, for this process. The names are a closed set, so that they
-can be a metric label."""
+"""Counters of the guards, by name, for this process. The names are a closed set, because they
+become a metric label."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from types import TracebackType
 log = logging.getLogger("swarmnode.p2p.guards")
 
 NAMES = (
-    "inbound_failed",  # an inbound connection ended in its handshake, or by an error
-    "slot_released",  # an inbound connection ended and gave its slot back
-    "address_full",  # one address asked for more inbound connections than its share
-    "identify_refused",  # an identify message that is too long or broken
-    "peer_forgotten",  # the peer store was full and its oldest unconnected peer went
+    "inbound_failed",  # an inbound connection failed in its handshake or by an error
+    "slot_released",  # an inbound connection ended and freed its slot
+    "address_full",  # one address exceeded its share of inbound connections
+    "identify_refused",  # an identify message was too long or malformed
+    "peer_forgotten",  # the peer store was full and dropped its oldest unconnected peer
     "handler_failed",  # an exception left a stream handler
-    "stream_abandoned",  # a closed stream whose peer never closed its half was dropped
+    "stream_abandoned",  # a closed stream was dropped whose peer never closed its half
     "service_failed",  # an exception left a connection's own task
-    "window_overrun",  # a peer sent more than the credit it was given
-    "streams_overrun",  # a peer opened too many streams, or streams with our ids
-    "connection_full",  # the unread bytes of one connection passed their bound
-    # the unread bytes of all connections passed theirs; the largest holder was dropped
+    "window_overrun",  # a peer sent more than its credit
+    "streams_overrun",  # a peer opened too many streams, or streams with ids of this side
+    "connection_full",  # the unread bytes of one connection exceeded their limit
+    # the unread bytes of all connections exceeded their limit; the largest holder was dropped
     "process_full",
     "write_stalled",  # a peer read nothing from its socket for WRITE_STALL_SECONDS
-    # a peer had us answer more than OWED times, and read nothing meanwhile
+    # a peer requested more than OWED answers without reading any
     "answers_full",
     "window_stalled",  # a peer granted no credit for WINDOW_STALL_SECONDS
-    "stream_unopened",  # a stream of ours did not open
-    "stream_slots_exhausted",  # no outbound stream became free within OPEN_STREAM_SECONDS
+    "stream_unopened",  # a stream of this node did not open
+    "stream_slots_exhausted",  # no outbound stream slot became free within OPEN_STREAM_SECONDS
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class GuardStatistics:
-    """`fired[name]`: times that guard fired since the process started; every name of `NAMES` is
-    there."""
+    """Number of times that each guard of `NAMES` fired since the process started."""
 
     fired: dict[str, int]
 
@@ -43,18 +42,18 @@ class GuardStatistics:
 _fired = dict.fromkeys(NAMES, 0)
 
 
-def fired(name: str, detail: object = "") -> None:
-    """Count one firing of guard `name`; `KeyError` for a name that is not in `NAMES`."""
+def count_firing(name: str, detail: object = "") -> None:
+    """Count one firing of a guard. Raises KeyError for a name that is not in `NAMES`."""
     _fired[name] += 1
     log.debug("guard %s: %s", name, detail)
 
 
-class contained:
-    """Within this block every exception ends the block, is counted as guard `name`, and goes no
-    further: then it is `error`.
+class contain_errors:
+    """Context manager that ends its block on any exception, counts it as guard `name` and stores it
+    in `error`.
 
-    What py-libp2p raises has dozens of types without a common base, and a task of the whole service
-    that lets one out ends the process.
+    The exceptions of py-libp2p have dozens of types without a common base, and one that leaves a
+    task of the service ends the process.
     """
 
     __slots__ = ("_detail", "_name", "error")
@@ -63,12 +62,12 @@ class contained:
         self._name, self._detail = name, detail
         self.error: Exception | None = None
 
-    def raise_again(self) -> None:
-        """Raise what ended the block, if anything did."""
+    def reraise(self) -> None:
+        """Raise the exception that ended the block, if there was one."""
         if self.error is not None:
             raise self.error
 
-    def __enter__(self) -> contained:
+    def __enter__(self) -> contain_errors:
         return self
 
     def __exit__(
@@ -80,10 +79,10 @@ class contained:
         if not isinstance(error, Exception):
             return False
         self.error = error
-        fired(self._name, f"{self._detail}: {error!r}")
+        count_firing(self._name, f"{self._detail}: {error!r}")
         return True
 
 
 def statistics() -> GuardStatistics:
-    """A frozen copy of the counters."""
+    """Return a copy of the counters."""
     return GuardStatistics(fired=dict(_fired))

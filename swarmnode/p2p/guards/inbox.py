@@ -1,8 +1,7 @@
-"""Guards around what Yamux keeps for streams that nobody has read yet: the receive side of
-libp2p/stream_muxer/yamux/yamux.py.
+"""Guards for the receive buffers of Yamux, in libp2p/stream_muxer/yamux/yamux.py.
 
-Upstream keeps what arrived in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and forgets
-a stream when both sides closed it.
+Upstream stores received bytes in `Yamux.stream_buffers[id]`, a plain bytearray per stream, and
+drops a stream when both sides have closed it.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -13,38 +12,38 @@ from collections.abc import Callable
 import trio
 from libp2p.stream_muxer.yamux import yamux as upstream
 
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 
 CONNECTION_BYTES = 32 * 1024 * 1024
-"""Unread bytes over all streams of one connection."""
+"""Limit for the unread bytes of all streams of one connection."""
 PROCESS_BYTES = 256 * 1024 * 1024
-"""Unread bytes over all connections of this process."""
+"""Limit for the unread bytes of all connections of this process."""
 CONNECTION_STREAMS = 512
-"""Streams that one peer may hold open towards us."""
+"""Limit for the open streams of one peer towards this node."""
 PROCESS_STREAMS = 8192
-"""Streams that all peers together may hold open towards us."""
+"""Limit for the open streams of all peers towards this node."""
 ABANDONED_SECONDS = 30.0
-"""A stream that we closed is forgotten after this time even if the peer never closes its half."""
+"""A stream closed by this node is dropped after this time, even if the peer never closes its
+half."""
 
 
-class Violation(trio.TooSlowError):
-    """Raised inside `Yamux.handle_incoming`. Of all exceptions only a `TooSlowError` makes that
-    loop close its connection; any other is logged and the peer may go on."""
+class ProtocolViolation(trio.TooSlowError):
+    """Raised inside `Yamux.handle_incoming`. Only a `TooSlowError` makes that loop close its
+    connection; any other exception is logged and the peer may continue."""
 
 
-class Total:
-    """A sum that is cheap to keep: additions are counted, removals are only seen when the estimate
-    passes the limit and is recounted.
+class ApproximateSum:
+    """An approximate sum with a limit: additions are counted; removals are only seen by the exact
+    recount when the estimate exceeds the limit.
 
-    Buffers shrink in a dozen places upstream, so counting removals would mean patching each of
-    them.
+    Counting removals would require patches in a dozen places upstream where buffers shrink.
     """
 
     def __init__(self, limit: Callable[[], int], exact: Callable[[], int]) -> None:
         self.limit, self.exact, self.estimate = limit, exact, 0
 
-    def passes(self, more: int) -> bool:
-        """Whether the sum is above its limit with `more` added."""
+    def add(self, more: int) -> bool:
+        """Add `more`; returns True if the sum exceeds its limit."""
         self.estimate += more
         if self.estimate > self.limit():
             self.estimate = self.exact() + more
@@ -55,7 +54,7 @@ _connections: "weakref.WeakSet[upstream.Yamux]" = weakref.WeakSet()
 
 
 def unread(connection: upstream.Yamux) -> int:
-    """Bytes received on `connection` that nobody has read yet."""
+    """Return the number of received bytes on `connection` that are still unread."""
     return sum(map(len, connection.stream_buffers.values()))
 
 
@@ -63,8 +62,10 @@ def _open_inbound(connection: upstream.Yamux) -> int:
     return sum(not stream.is_initiator for stream in connection.streams.values())
 
 
-_process_bytes = Total(lambda: PROCESS_BYTES, lambda: sum(map(unread, _connections)))
-_process_streams = Total(lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound, _connections)))
+_process_bytes = ApproximateSum(lambda: PROCESS_BYTES, lambda: sum(map(unread, _connections)))
+_process_streams = ApproximateSum(
+    lambda: PROCESS_STREAMS, lambda: sum(map(_open_inbound, _connections))
+)
 
 
 class Inbox(bytearray):
@@ -91,18 +92,18 @@ class Inbox(bytearray):
     def extend(self, data: bytes) -> None:
         connection = self.connection
         if len(data) > connection.streams[self.stream_id].recv_window:
-            fired("window_overrun", connection.peer_id)
-            raise Violation("the peer sent more than its window")
+            count_firing("window_overrun", connection.peer_id)
+            raise ProtocolViolation("the peer sent more than its window")
         if self.discards:
             return
-        if connection.unread_total.passes(len(data)):
-            fired("connection_full", connection.peer_id)
-            raise Violation("too many unread bytes on this connection")
-        if _process_bytes.passes(len(data)):
+        if connection.unread_total.add(len(data)):
+            count_firing("connection_full", connection.peer_id)
+            raise ProtocolViolation("too many unread bytes on this connection")
+        if _process_bytes.add(len(data)):
             largest = max(_connections, key=unread)
-            fired("process_full", largest.peer_id)
+            count_firing("process_full", largest.peer_id)
             if largest is connection:
-                raise Violation("too many unread bytes in this process")
+                raise ProtocolViolation("too many unread bytes in this process")
             _drop(largest)
         bytearray.extend(self, data)
 
@@ -123,22 +124,25 @@ class Inboxes(dict):
     def __init__(self, connection: upstream.Yamux) -> None:
         super().__init__()
         self.connection = connection
-        self.open = Total(lambda: CONNECTION_STREAMS, lambda: _open_inbound(self.connection) - 1)
+        self.open = ApproximateSum(
+            lambda: CONNECTION_STREAMS, lambda: _open_inbound(self.connection) - 1
+        )
 
     def __setitem__(self, stream_id: int, buffer: bytearray) -> None:
         connection = self.connection
         if not connection.streams[stream_id].is_initiator:
-            ours = stream_id % 2 == (1 if connection.is_initiator else 0)
-            if ours or self.open.passes(1) or _process_streams.passes(1):
-                fired("streams_overrun", connection.peer_id)
-                raise Violation("the peer opened a stream that it may not open")
+            wrong_parity = stream_id % 2 == (1 if connection.is_initiator else 0)
+            if wrong_parity or self.open.add(1) or _process_streams.add(1):
+                count_firing("streams_overrun", connection.peer_id)
+                raise ProtocolViolation("the peer opened a stream that it may not open")
         inbox = Inbox(buffer)
         inbox.connection, inbox.stream_id, inbox.discards = connection, stream_id, False
         super().__setitem__(stream_id, inbox)
 
 
 def discard(stream: upstream.YamuxStream) -> None:
-    """Forget what `stream` has not read, and what it may still receive: its handler is gone."""
+    """Drop the unread bytes of `stream` and everything that still arrives for it, because its
+    handler has ended."""
     inbox = stream.conn.stream_buffers.get(stream.stream_id)
     if inbox is not None:
         inbox.clear()
@@ -149,20 +153,20 @@ def _drop(connection: upstream.Yamux) -> None:
     """Free the buffers of `connection` at once and close its socket; `handle_incoming` then cleans
     up as for any lost peer."""
     for stream in connection.streams.values():
-        stream.closed = stream.reset_received = True  # readers get a reset, not a premature end
+        stream.closed = stream.reset_received = True  # readers get a reset, not an early end
     connection.stream_buffers.clear()
     for event in connection.stream_events.values():
         event.set()
 
     async def close() -> None:
-        with contained("service_failed"):
+        with contain_errors("service_failed"):
             await connection.secured_conn.close()
 
     trio.lowlevel.spawn_system_task(close)
 
 
 def abandon(stream: upstream.YamuxStream) -> None:
-    """Mark a stream that nobody will read any more; `_install_sweep` drops it when the peer never
+    """Mark a stream that will not be read any more; `_install_sweep` drops it if the peer never
     closes its half."""
     if not stream.recv_closed:
         stream.abandoned_at = trio.current_time()
@@ -174,7 +178,7 @@ def _install_buffers() -> None:
     def __init__(self: upstream.Yamux, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         self.stream_buffers = Inboxes(self)
-        self.unread_total = Total(lambda: CONNECTION_BYTES, lambda: unread(self))
+        self.unread_total = ApproximateSum(lambda: CONNECTION_BYTES, lambda: unread(self))
         _connections.add(self)
 
     upstream.Yamux.__init__ = __init__
@@ -199,7 +203,7 @@ def _install_sweep() -> None:
         for stream in self.streams.values():
             since = getattr(stream, "abandoned_at", None)
             if since is not None and not stream.closed and now - since >= ABANDONED_SECONDS:
-                fired("stream_abandoned", self.peer_id)
+                count_firing("stream_abandoned", self.peer_id)
                 stream.closed = stream.recv_closed = True
                 discard(stream)
         return sweep(self, now)
@@ -242,7 +246,7 @@ def _install_resets() -> None:
 
 
 def install() -> None:
-    """For every connection of this process made from now on."""
+    """Install the guards for every later connection of this process."""
     _install_buffers()
     _install_sweep()
     _install_resets()

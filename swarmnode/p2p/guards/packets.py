@@ -1,5 +1,5 @@
-"""Around libp2p/security/noise/io.py and security/secure_session.py: the same bytes in fewer,
-larger steps."""
+"""Guard for libp2p/security/noise/io.py and security/secure_session.py: fewer and larger reads and
+writes."""
 
 import trio
 from libp2p.io.exceptions import ConnectionClosedError, IncompleteReadError
@@ -14,7 +14,7 @@ from libp2p.security.secure_session import SecureSession
 from libp2p.stream_muxer.yamux import yamux as upstream
 
 READ_BYTES = 256 * 1024
-"""Asked of the socket at once; a frame of our own size arrives in one or two pieces."""
+"""Bytes per read of the socket; a frame of this node's size arrives in one or two pieces."""
 
 
 class Packets:
@@ -40,8 +40,8 @@ class Packets:
         self._plain = memoryview(b"")
 
     async def read(self, n: int | None = None) -> bytes:
-        """As `SecureSession.read`: exactly `n` bytes, or what there is for None; an early end
-        raises IncompleteReadError."""
+        """Like `SecureSession.read`: exactly `n` bytes, or the available bytes for None. Raises
+        IncompleteReadError at an early end."""
         if n == 0:
             return b""
         if not self._plain:
@@ -57,7 +57,7 @@ class Packets:
             self._plain = await self._packet()
 
     async def write(self, data: bytes) -> None:
-        """As `SecureSession.write`."""
+        """Like `SecureSession.write`."""
         view = memoryview(data)
         parts: list[bytes] = []
         for start in range(0, len(view), MAX_PLAINTEXT_LENGTH):
@@ -66,7 +66,7 @@ class Packets:
         await self._raw.write(b"".join(parts))
 
     async def _packet(self) -> memoryview:
-        """The content of the next packet; never empty."""
+        """Return the content of the next packet, never empty."""
         while True:
             have = len(self._sealed) - SIZE_NOISE_MESSAGE_LEN
             length = int.from_bytes(self._sealed[:SIZE_NOISE_MESSAGE_LEN], "big")
@@ -78,16 +78,16 @@ class Packets:
                     raise ConnectionClosedError("an empty packet")
                 return memoryview(content)
             rest = bytes(self._sealed)
-            self._sealed = memoryview(rest)  # what came with it can go while we wait
+            self._sealed = memoryview(rest)  # release the rest of the previous read while waiting
             more = await self._raw.read(READ_BYTES)
             if not more:
                 raise IncompleteReadError("the connection ended", length, len(rest))
             self._sealed = memoryview(rest + more if rest else more)
 
 
-def in_bulk(session: SecureSession) -> SecureSession:
-    """`session`, fresh from its handshake, with `Packets` for its reading and writing. Not on a
-    circuit, which buffers by itself."""
+def with_bulk_io(session: SecureSession) -> SecureSession:
+    """Use `Packets` for the reads and writes of a session fresh from its handshake. Circuits are
+    excluded, because they have a buffer."""
     transport = session.conn
     if isinstance(transport, NoiseTransportReadWriter) and isinstance(
         transport.read_writer.read_write_closer, RawConnection
@@ -98,7 +98,7 @@ def in_bulk(session: SecureSession) -> SecureSession:
 
 
 def install() -> None:
-    """Frames that a session reads whole are not copied twice more by `read_exactly`."""
+    """Avoid two copies in `read_exactly` of frames that a session reads whole."""
 
     async def _read_data_body(self: upstream.Yamux, length: int) -> bytes:
         with trio.fail_after(upstream._yamux_data_read_timeout()):

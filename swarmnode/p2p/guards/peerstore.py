@@ -1,5 +1,5 @@
-"""Guards around libp2p/identity and libp2p/peer: what peers say about themselves is short, and
-never displaces our own keys."""
+"""Guards for libp2p/identity and libp2p/peer: messages about a peer itself are short, and never
+displace the own keys."""
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
 
@@ -10,10 +10,10 @@ from libp2p.host import basic_host
 from libp2p.identity.identify_push import identify_push
 from libp2p.utils.varint import read_length_prefixed_protobuf
 
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 
 IDENTIFY_BYTES = 8 * 1024
-"""Longest identify message, go-libp2p's limit too; ours are below 1 KiB."""
+"""Limit for an identify message, as in go-libp2p. Messages of this node are below 1 KiB."""
 
 
 def install() -> None:
@@ -30,9 +30,9 @@ def install() -> None:
 
     async def bounded(stream: INetStream, use_varint_format: bool = True) -> bytes:
         data = b""
-        with contained("identify_refused") as refusal:
+        with contain_errors("identify_refused") as refusal:
             data = await read_length_prefixed_protobuf(stream, use_varint_format, IDENTIFY_BYTES)
-        refusal.raise_again()
+        refusal.reraise()
         return data
 
     basic_host.read_length_prefixed_protobuf = bounded
@@ -61,7 +61,7 @@ def guard_peerstore(host: IHost) -> None:
             if peer != own and not network.get_connections(peer)
         )
         for peer in list(itertools.islice(strangers, max(0, excess))):
-            fired("peer_forgotten", peer)
+            count_firing("peer_forgotten", peer)
             store.peer_record_map.pop(peer, None)
             del store.peer_data_map[peer]
 

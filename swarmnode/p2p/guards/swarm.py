@@ -1,7 +1,7 @@
-"""Guards around libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache,
+"""Guards for libp2p/network: inbound slots, stream handlers, connection tasks, the dial cache,
 shutdown.
 
-A `Swarm` is libp2p's network service; one exception that reaches its nursery ends it and with it
+A `Swarm` is libp2p's network service. One exception that reaches its nursery ends the service and
 every connection of this node.
 """
 
@@ -23,26 +23,26 @@ from libp2p.transport.tcp import tcp
 from multiaddr import Multiaddr
 
 from swarmnode.errors import Unavailable
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 from swarmnode.p2p.guards.inbox import abandon, discard
 from swarmnode.p2p.guards.peerstore import guard_peerstore
 
 RESET_SECONDS = 2.0
-"""Time that telling a peer about a failed stream may take."""
+"""Timeout for resetting a failed stream."""
 CLOSE_SECONDS = 5.0
-"""Time that closing a host may take before its sockets are left to the kernel."""
+"""Timeout for closing a host; afterwards its sockets are left to the kernel."""
 NEGATIVE_CACHE_SECONDS = 1.0
-"""For this long after a failed dial libp2p refuses to dial the same peer; the redial loop has its
-own back-off."""
+"""Time after a failed dial during which libp2p refuses to dial the same peer. The redial loop has
+its own back-off."""
 INBOUND_PER_ADDRESS = 64
-"""Inbound connections from one IPv4 address or one IPv6 /64, so that one machine cannot take all
-slots."""
+"""Inbound connections from one IPv4 address or one IPv6 /64 network, so that one machine cannot
+take all slots."""
 
 _inbound: collections.Counter[str] = collections.Counter()
 
 
 def _origin(stream: object) -> str:
-    """The part of the remote address that one machine cannot choose freely; empty when the
+    """Return the part of the remote address that one machine cannot choose freely; empty if the
     transport does not know it."""
     remote = stream.get_remote_address()
     if remote is None:
@@ -72,22 +72,22 @@ def _install_inbound_slots() -> None:
     async def _do_handle_inbound_connection(
         self: Swarm, stream: object, maddr: Multiaddr, failure: object
     ) -> None:
-        if isinstance(stream, IMuxedConn):  # a transport that multiplexes by itself; we use none
+        if isinstance(stream, IMuxedConn):  # a transport with its own multiplexing; none is used
             return await original(self, stream, maddr, failure)
         origin = _origin(stream)
         if _inbound[origin] >= INBOUND_PER_ADDRESS:
-            fired("address_full", origin)
+            count_firing("address_full", origin)
             return await stream.close()
         _inbound[origin] += 1
         raw = RawConnection(stream, False)
         try:
-            with contained("inbound_failed", origin):
+            with contain_errors("inbound_failed", origin):
                 remote = self._build_remote_multiaddr(stream)
                 if remote is None or await self.connection_gate.is_allowed(remote):
                     connection = await self.upgrade_inbound_raw_conn(raw, maddr)
                     await connection.event_closed.wait()
         finally:
-            fired("slot_released", origin)
+            count_firing("slot_released", origin)
             _inbound[origin] -= 1
             if not _inbound[origin]:
                 del _inbound[origin]
@@ -115,7 +115,7 @@ def _install_handlers() -> None:
     original, close = SwarmConn._handle_muxed_stream, NetStream.close
 
     async def _handle_muxed_stream(self: SwarmConn, stream: YamuxStream) -> None:
-        with contained("handler_failed", self.muxed_conn.peer_id) as failure:
+        with contain_errors("handler_failed", self.muxed_conn.peer_id) as failure:
             await original(self, stream)
             if not stream.send_closed:
                 await stream.close()
@@ -172,10 +172,10 @@ def _install_connection_tasks() -> None:
     start_muxer, start_connection = Yamux.start, SwarmConn.start
 
     async def _start_muxer(self: Yamux) -> None:
-        with contained("service_failed", self.peer_id) as failure:
+        with contain_errors("service_failed", self.peer_id) as failure:
             await start_muxer(self)
         if failure.error is not None:
-            self.event_started.set()  # whoever waits for the start sees `is_closed`
+            self.event_started.set()  # a task that waits for the start then sees `is_closed`
             with (
                 trio.CancelScope(shield=True),
                 trio.move_on_after(RESET_SECONDS),
@@ -184,7 +184,7 @@ def _install_connection_tasks() -> None:
                 await self._cleanup_on_error()
 
     async def _start_connection(self: SwarmConn) -> None:
-        with contained("service_failed", self.muxed_conn.peer_id) as failure:
+        with contain_errors("service_failed", self.muxed_conn.peer_id) as failure:
             await start_connection(self)
         if failure.error is not None:
             with (

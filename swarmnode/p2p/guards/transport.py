@@ -15,7 +15,7 @@ from swarmnode.p2p.guards import packets
 from swarmnode.wire import ids
 
 YAMUX_ONLY = {TProtocol("/yamux/1.0.0"): Yamux}
-"""For `new_host(muxer_opt=…)`. Without it a stock host offers mplex, see `noise_only`."""
+"""Argument for `new_host(muxer_opt=…)`."""
 
 
 def install() -> None:
@@ -33,12 +33,12 @@ def install() -> None:
 
 
 def _remote_address(self: TrioTCPStream) -> tuple[str, int] | None:
-    """(IP, port), also after the socket was closed, if it was asked before."""
+    """Return (IP, port); after the socket was closed, the address of an earlier call."""
     if self._cached_remote_address is None:
         try:
             host, port = self.stream.socket.getpeername()[:2]
         except (AttributeError, OSError, ValueError):
-            # no socket, or a closed one; a Unix socket's address is one text
+            # no socket, or a closed one; the address of a Unix socket is one string
             return None
         self._cached_remote_address = (str(host), int(port))
     return self._cached_remote_address
@@ -71,18 +71,18 @@ def noise_only(key_pair: KeyPair, secret: bytes | None = None) -> dict[TProtocol
 
 
 class _Transport(Transport):
-    """Noise whose sessions read and write in bulk: see `packets`."""
+    """Noise with bulk reads and writes; see `packets`."""
 
     async def secure_inbound(self, conn: IRawConnection) -> ISecureConn:
-        return packets.in_bulk(await super().secure_inbound(conn))  # type: ignore[arg-type]
+        return packets.with_bulk_io(await super().secure_inbound(conn))  # type: ignore[arg-type]
 
     async def secure_outbound(self, conn: IRawConnection, peer_id: ID) -> ISecureConn:
-        return packets.in_bulk(await super().secure_outbound(conn, peer_id))  # type: ignore[arg-type]
+        return packets.with_bulk_io(await super().secure_outbound(conn, peer_id))  # type: ignore[arg-type]
 
 
 class _PrivateTransport(_Transport):
-    """libp2p's handshake with the Noise modifier psk0: the secret enters the keys before anything
-    is said."""
+    """libp2p's Noise handshake with the modifier psk0: the secret enters the keys before the first
+    message."""
 
     def __init__(self, key_pair: KeyPair, noise_key: PrivateKey, secret: bytes) -> None:
         super().__init__(key_pair, noise_key)

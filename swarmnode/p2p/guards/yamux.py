@@ -1,8 +1,8 @@
-"""Guards around libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, patient writers.
-What it keeps is in inbox.py.
+"""Guards for libp2p/stream_muxer/yamux/yamux.py: whole frames, no lost bytes, longer timeouts of
+writers. inbox.py guards the receive buffers.
 
-`Yamux` is one connection, `YamuxStream` one stream of it. Upstream writes frames from whichever
-task happens to call, and the cancel scopes of that task then decide whether a frame is whole.
+`Yamux` is one connection, `YamuxStream` one stream. Upstream writes a frame in the task that calls
+it, so a cancellation of that task can cut the frame.
 """
 
 # mypy: disable-error-code="method-assign,assignment,attr-defined,arg-type,type-arg,override"
@@ -15,28 +15,28 @@ from libp2p.io.exceptions import ConnectionClosedError
 from libp2p.stream_muxer.exceptions import MuxedStreamError
 from libp2p.stream_muxer.yamux import yamux as upstream
 
-from swarmnode.p2p.guards.counting import contained, fired
+from swarmnode.p2p.guards.counting import contain_errors, count_firing
 
 WRITE_STALL_SECONDS = 15.0
-"""One frame must leave within this time, the shortest if need be: a peer reads at least 273 B/s, or
+"""Timeout for one frame, at the shortest length if necessary. A peer must read at least 273 B/s, or
 its connection is dropped."""
 WINDOW_STALL_SECONDS = 60.0
-"""A writer waits this long for credit before its stream fails; upstream waits 5 s."""
+"""Timeout of a writer that waits for credit; 5 s upstream."""
 OPEN_STREAM_SECONDS = 10.0
-"""`open_stream` waits this long for one of the 256 outbound slots; upstream waits for ever."""
+"""Timeout of `open_stream` for one of the 256 outbound slots; unlimited upstream."""
 FRAME_BYTES = 256 * 1024
-"""Payload and header of the frames we send. 64 KiB upstream; 256 KiB is 1.7 times as fast and every
-receiver takes up to 16 MiB."""
-SHORTEST_FRAME_BYTES, FIRST_FRAME_BYTES = 4 * 1024, 64 * 1024
+"""Maximum size of a sent frame with header; 64 KiB upstream. 256 KiB is 1.7 times as fast, and
+every receiver accepts up to 16 MiB."""
+MIN_FRAME_BYTES, FIRST_FRAME_BYTES = 4 * 1024, 64 * 1024
 FRAME_SECONDS = 0.1
-"""A stream waits for the frames of others, several times while it is opened: on a line that takes
-longer for one, frames are shorter."""
+"""Target time per frame. A stream waits for the frames of other streams, several times while it is
+opened, so frames are shortened on a line that needs longer."""
 WINDOW_BYTES = 8 * 1024 * 1024
-"""Receive window that auto-tuning may reach, and the largest frame accepted. 16 MiB upstream."""
+"""Maximum receive window of auto-tuning, and maximum size of an accepted frame; 16 MiB upstream."""
 
 
-OWED = 1024
-"""Frames that the reading loop has to answer with and that are not written yet, at most."""
+MAX_OWED_ANSWERS = 1024
+"""Maximum number of unwritten answer frames of the reading loop."""
 
 
 async def write_frame(self: upstream.Yamux, data: bytes) -> None:
@@ -56,66 +56,69 @@ async def write_frame(self: upstream.Yamux, data: bytes) -> None:
         `handle_incoming` writes nothing.
     Tests: test_guards_yamux.py
     """
-    owed: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
+    answers: collections.deque[bytes] = self.__dict__.setdefault("owed", collections.deque())
     if data and self.__dict__.get("reader") is trio.lowlevel.current_task():
-        if len(owed) >= OWED:
-            fired("answers_full", self.peer_id)
+        if len(answers) >= MAX_OWED_ANSWERS:
+            count_firing("answers_full", self.peer_id)
             await self.secured_conn.close()
             raise ConnectionClosedError(
                 "the peer asked for too many answers and read none", transport="tcp"
             )
-        owed.append(data)
-        if len(owed) == 1:
-            trio.lowlevel.spawn_system_task(_answer, self)
+        answers.append(data)
+        if len(answers) == 1:
+            trio.lowlevel.spawn_system_task(_write_answers, self)
         return
     with trio.CancelScope(shield=True):
         async with self._write_lock:
-            began, whole = trio.current_time(), b"".join((*owed, data))
-            owed.clear()
+            began, whole = trio.current_time(), b"".join((*answers, data))
+            answers.clear()
             with trio.move_on_after(WRITE_STALL_SECONDS) as patience:
-                # what was owed may have gone while we waited, and a packet of nothing would be
-                # taken for the end
+                # Another task may have written the queue meanwhile; an empty packet would look like
+                # the end of the connection.
                 if whole:
                     await self.secured_conn.write(whole)
-            longest = longest_frame(self)
-            self.__dict__["longest_frame"] = fitting(
+            longest = max_frame_bytes(self)
+            self.__dict__["longest_frame"] = adapt_frame_size(
                 longest, len(whole), trio.current_time() - began
             )
             if patience.cancelled_caught:
-                fired("write_stalled", self.peer_id)
+                count_firing("write_stalled", self.peer_id)
                 await self.secured_conn.close()
     if patience.cancelled_caught:
         raise ConnectionClosedError("the peer read nothing for too long", transport="tcp")
     await trio.lowlevel.cancel_shielded_checkpoint()
 
 
-async def _answer(connection: upstream.Yamux) -> None:
-    """Writes what the reading loop of a connection owes, unless somebody else has."""
-    with contained("service_failed", connection.peer_id):
+async def _write_answers(connection: upstream.Yamux) -> None:
+    """Write the queued answers of a reading loop, unless another task has."""
+    with contain_errors("service_failed", connection.peer_id):
         if connection.__dict__["owed"]:
             await write_frame(connection, b"")
 
 
-def longest_frame(connection: upstream.Yamux) -> int:
-    """Bytes with the header, of what is written next."""
+def max_frame_bytes(connection: upstream.Yamux) -> int:
+    """Return the maximum size of the next frame, with header."""
     length: int = connection.__dict__.get("longest_frame", FIRST_FRAME_BYTES)
     return length
 
 
-def fitting(longest: int, length: int, seconds: float) -> int:
-    """How long frames may be after one of `length` bytes took so many seconds: half of it where
-    that was too long, a little more where the longest that may be went fast. Kernel buffers swallow
-    megabytes at once, which says nothing of the line."""
+def adapt_frame_size(longest: int, length: int, seconds: float) -> int:
+    """Return the new maximum frame size after a frame of `length` bytes took `seconds`.
+
+    A slow frame halves the size. A fast frame of maximum size increases it by MIN_FRAME_BYTES.
+    The increase is small because kernel buffers absorb megabytes at once, which does not reflect
+    the line.
+    """
     if seconds > FRAME_SECONDS:
-        return min(longest, max(SHORTEST_FRAME_BYTES, length // 2))
+        return min(longest, max(MIN_FRAME_BYTES, length // 2))
     return (
-        min(FRAME_BYTES, longest + SHORTEST_FRAME_BYTES)
+        min(FRAME_BYTES, longest + MIN_FRAME_BYTES)
         if length >= longest and seconds < FRAME_SECONDS / 4
         else longest
     )
 
 
-class Credit:
+class SendWindow:
     """`YamuxStream.send_window` as a property, so that a writer without credit can sleep until
     there is some.
 
@@ -154,7 +157,7 @@ async def write(self: upstream.YamuxStream, data: bytes) -> None:
         if self.send_window <= 0:
             await _wait_for_credit(self)
             continue
-        size = min(self.send_window, longest_frame(self.conn) - upstream.HEADER_SIZE, len(view))
+        size = min(self.send_window, max_frame_bytes(self.conn) - upstream.HEADER_SIZE, len(view))
         self.send_window -= size
         header = struct.pack(
             upstream.YAMUX_HEADER_FORMAT, 0, upstream.TYPE_DATA, 0, self.stream_id, size
@@ -167,7 +170,7 @@ async def _wait_for_credit(stream: upstream.YamuxStream) -> None:
     deadline = trio.current_time() + stream.__dict__.get("patience_seconds", WINDOW_STALL_SECONDS)
     while stream.send_window <= 0 and not (stream.closed or stream.send_closed):
         if trio.current_time() >= deadline:
-            fired("window_stalled", stream.conn.peer_id)
+            count_firing("window_stalled", stream.conn.peer_id)
             raise MuxedStreamError("the peer granted no credit for too long")
         stream.__dict__["credit_event"] = trio.Event()
         with trio.move_on_after(0.25):  # a reset does not set the event
@@ -190,7 +193,7 @@ async def grant_credit(self: upstream.YamuxStream, *, bytes_read: int = 0) -> No
     free = self.target_recv_window - self.recv_window - buffered
     if free < max(1, self.target_recv_window // 2):
         return
-    self.recv_window += free  # nobody who holds `window_lock` awaits meanwhile
+    self.recv_window += free  # no holder of `window_lock` awaits meanwhile
     increment = free + self._apply_autotune_epoch(buffered)
     with trio.CancelScope(shield=True):
         await self.send_window_update(increment, skip_lock=True)
@@ -210,7 +213,7 @@ async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
     with trio.move_on_after(OPEN_STREAM_SECONDS) as patience:
         await self.stream_backlog_semaphore.acquire()
     if patience.cancelled_caught:
-        fired("stream_slots_exhausted", self.peer_id)
+        count_firing("stream_slots_exhausted", self.peer_id)
         raise MuxedStreamError("too many streams to this peer are still open")
     with trio.CancelScope(shield=True):
         async with self.streams_lock:
@@ -231,7 +234,7 @@ async def open_stream(self: upstream.Yamux) -> upstream.YamuxStream:
             stream.stream_id,
             0,
         )
-        with contained("stream_unopened", self.peer_id) as failure:
+        with contain_errors("stream_unopened", self.peer_id) as failure:
             await self._write_frame(header)
         if failure.error is not None:
             stream.closed = True
@@ -254,7 +257,7 @@ def install() -> None:
     upstream.Yamux.handle_incoming = handle_incoming
     upstream.Yamux.open_stream = open_stream
     upstream.YamuxStream.write = write
-    upstream.YamuxStream.send_window = Credit()
+    upstream.YamuxStream.send_window = SendWindow()
     upstream.YamuxStream._auto_tune_and_send_window_update = grant_credit
     _install_shields()
 

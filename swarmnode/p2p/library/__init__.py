@@ -1,14 +1,13 @@
-"""The one place, with `guards`, that knows py-libp2p's objects: elsewhere in `p2p` peers are text,
-addresses are `Address`, and whatever the library raises is a PeerError.
+"""Wrapper of py-libp2p. Only this package and `guards` use its objects; elsewhere in `p2p` a peer
+is a string, an address is an `Address`, and every error of the library is a PeerError.
 
-    hosts.py        Host: streams, dials, connections as they come and go
-    streams.py      Stream: reads and writes of one stream
-    circuits.py     a stream through a relay as a connection of its own
-    gater.py        who may connect, asked at the end of a handshake
-    identifiers.py  peer ids and addresses in the library's bytes
-    errors.py       the translation of errors
-    objects.py      what the library's objects can do, as far as we use it
-    build.py        a host, every choice of the library's made explicit
+    hosts.py        Host: streams, dials, connection events
+    streams.py      Stream: reads and writes; a stream through a relay as a connection
+    gater.py        admission at the end of a handshake
+    identifiers.py  conversion of peer ids and addresses
+    errors.py       translation of errors
+    objects.py      protocols (types) of the library's objects
+    build.py        construction of a host with explicit options
 
-Every guard in `guards` closes a defect of the library; nothing here does more than to call it.
+`guards` fixes defects of the library; this package only calls it.
 """

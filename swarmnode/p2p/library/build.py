@@ -1,6 +1,5 @@
-"""A guarded host. Everything that the library would choose by default is passed
-explicitly: its defaults also accept plaintext, secio and mplex, dial peers of their own choosing,
-and retry behind our back."""
+"""Builds a guarded host with every option explicit. The library's defaults also accept plaintext,
+secio and mplex, dial peers of their own choice, and retry without notice."""
 
 from __future__ import annotations
 
@@ -34,10 +33,10 @@ def build_host(
     max_connections: int,
     secret: bytes | None = None,
 ) -> IHost:
-    """A guarded host that is not running yet."""
-    quiet()
+    """Return a guarded host that is not running yet."""
+    silence_library_log()
     security = {
-        protocol: gater.around(transport)
+        protocol: gater.wrap(transport)
         for protocol, transport in guards.noise_only(key_pair, secret).items()
     }
     host = new_host(
@@ -46,11 +45,11 @@ def build_host(
         sec_opt=security,
         muxer_opt=guards.YAMUX_ONLY,
         announce_addrs=[Multiaddr(str(address)) for address in announce] or None,
-        # peers' opinions of our address are not ours to spread
+        # do not forward peers' observations of the own address
         disable_identify_address_discovery=True,
-        # Connections are bounded below and by the guards. A breaker that refuses everybody after
-        # five refusals, limits that shrink under load and tables by peer id, of which a stranger
-        # has as many as it likes, would be new ways to hurt us.
+        # Connections are bounded below and by the guards. The library's options would add attacks:
+        # a breaker that refuses every peer after five refusals, limits that shrink under load, and
+        # tables by peer id, of which a stranger has any number.
         resource_manager=ResourceManager(
             enable_metrics=False,
             enable_circuit_breaker=False,
@@ -62,41 +61,40 @@ def build_host(
             high_watermark=max_connections,
             low_watermark=0,
             min_connections=0,
-            # two that dialled each other at once, and again when one of them has restarted
+            # two peers may dial each other at once, and again when one of them has restarted
             # unnoticed
             max_connections_per_peer=4,
         ),
     )
-    swarm = typed(host).get_network()
-    gater.watch(swarm.upgrader)
+    swarm = as_library_host(host).get_network()
+    gater.count_failures(swarm.upgrader)
     swarm.retry_config = RetryConfig(max_retries=0)
-    # the redial loop in dialer.py is the only one that dials
+    # only the redial loop in dialer.py dials
     swarm.auto_connector.maybe_connect = trio.lowlevel.checkpoint
     return guards.guard_host(host)
 
 
-def typed(host: IHost) -> LibraryHost:
-    """The same: what the library annotates as an interface that leaves out most of what a host can
-    do."""
+def as_library_host(host: IHost) -> LibraryHost:
+    """Return `host` with a complete type; the library's annotation omits most of its methods."""
     return cast("LibraryHost", host)
 
 
 @contextlib.asynccontextmanager
 async def running(host: IHost, listen: list[Address]) -> AsyncIterator[None]:
-    """Run the host and listen. Raises Unavailable if it cannot listen."""
+    """Run the host, listening, until the block is left. Raises Unavailable if it cannot listen."""
     async with guards.running(host, [Multiaddr(str(address)) for address in listen]):
         try:
             yield
         finally:
             with trio.CancelScope(shield=True), trio.move_on_after(CLOSE_SECONDS):
-                await _close_connections(typed(host))
+                await _close_connections(as_library_host(host))
 
 
-def quiet() -> None:
-    """The library logs at ERROR what any stranger can cause, so a stranger could fill the disk.
-    What matters of it is counted by us.
+def silence_library_log() -> None:
+    """Silence the library's log, because it logs at ERROR what any stranger can cause, so a
+    stranger could fill the disk. This node counts the relevant events itself.
 
-    Left alone when a person has asked for the library's own debugging (LIBP2P_DEBUG).
+    Does nothing if the operator enabled the library's debug log (LIBP2P_DEBUG).
     """
     if not os.environ.get("LIBP2P_DEBUG"):
         for name in ("libp2p", "libp2p.network.auto_connector", "libp2p.network.connection_pruner"):
@@ -104,7 +102,7 @@ def quiet() -> None:
 
 
 async def _close_connections(host: LibraryHost) -> None:
-    """All side by side: the library, which closes what is left, takes 0.2 s for each in turn."""
+    """Close all connections concurrently; the library takes 0.2 s for each in turn."""
     swarm = host.get_network()
     async with trio.open_nursery() as nursery:
         for peer in list(swarm.connections):

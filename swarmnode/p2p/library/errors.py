@@ -1,4 +1,4 @@
-"""Turns what py-libp2p raises, in dozens of types, into PeerError."""
+"""Translates the dozens of exception types of py-libp2p into PeerError."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ from types import TracebackType
 from libp2p.network.stream.exceptions import StreamEOF
 
 from swarmnode.errors import Incompatible, PeerError, SwarmNodeError
-from swarmnode.p2p.api import AnotherPeer
+from swarmnode.p2p.api import WrongPeer
 
 log = logging.getLogger(__name__)
 
-NOT_SPOKEN = "protocols not supported"
-"""How the library says that a peer does not speak a protocol; it has no exception type for that."""
-ANOTHER_PEER = "peer id does not correspond"
-"""And that a handshake proved another peer id than the one that was dialled."""
+UNSUPPORTED_TEXT = "protocols not supported"
+"""Text of the library's error for an unsupported protocol, which has no type of its own."""
+WRONG_PEER_TEXT = "peer id does not correspond"
+"""Text of the library's error for a handshake with an unexpected peer id."""
 
 
 class StreamEnd(PeerError):
-    """Raised when a peer has sent its last: it finished its side of a stream, or is gone without
-    having said so."""
+    """Raised when a peer has finished its side of a stream, or vanished."""
 
 
 class peer_errors:
-    """Within this block every exception is a PeerError: `with peer_errors("dialling"): await
-    swarm.dial_addr(…)`.
+    """Context manager that turns every exception into a PeerError.
 
-    Our own errors and cancellations pass as they are. `doing` begins the message; the original
-    error is attached as the cause.
+    Errors of swarmnode and cancellations pass unchanged. `doing` starts the message; the original
+    error is its cause.
     """
 
     __slots__ = ("_doing",)
@@ -50,8 +48,8 @@ class peer_errors:
 
 
 class ignored_errors:
-    """Within this block every exception ends the block and no more: for what has nobody left to
-    tell, such as closing."""
+    """Context manager that logs and drops every exception, for operations without a caller to
+    inform, such as closing."""
 
     __slots__ = ("_doing",)
 
@@ -78,14 +76,14 @@ def _translated(error: Exception, doing: str) -> PeerError:
     text = f"{doing}: {cause}" if doing else cause
     if isinstance(error, StreamEOF):
         return StreamEnd(text[:300])
-    if NOT_SPOKEN in cause:
+    if UNSUPPORTED_TEXT in cause:
         return Incompatible(text[:300])
-    return (AnotherPeer if ANOTHER_PEER in cause else PeerError)(text[:300])
+    return (WrongPeer if WRONG_PEER_TEXT in cause else PeerError)(text[:300])
 
 
 def first_cause(error: BaseException) -> str:
-    """The first cause of an error, which says what happened; the library's wrappers only say that
-    something did."""
+    """Return the text of the first cause of an error, because the library's wrappers do not say
+    what happened."""
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, BaseExceptionGroup):

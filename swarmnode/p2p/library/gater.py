@@ -1,5 +1,5 @@
-"""Who may connect at all, decided at the end of the Noise handshake: the first moment at which a
-peer's id is proven."""
+"""Admission of peers at the end of the Noise handshake, the first moment at which the peer id is
+proven."""
 
 from __future__ import annotations
 
@@ -11,40 +11,43 @@ from libp2p.peer.id import ID
 from libp2p.security.exceptions import HandshakeFailure
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import CircuitConnection
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import Upgrader
+from swarmnode.p2p.library.streams import CircuitConnection
 
 
-class Newcomer(NamedTuple):
+class HandshakePeer(NamedTuple):
     """A peer at the end of a handshake."""
 
     peer: str
     remote: Address | None
-    """Where the connection comes from or leads to; None if unknown."""
+    """The remote address; None if unknown."""
     inbound: bool
     relay: str | None
-    """The peer that the connection goes through, if any."""
+    """Peer id of the relay; None for a direct connection."""
 
 
 class ConnectionGater:
-    """`admits(newcomer)` is set once there is somebody to decide; until then everybody may pass.
+    """Applies an admission rule to every handshake.
 
-    `refused`: peers that were not admitted. `failed`: inbound connections that did not get through
-    the handshake: port scans, garbage, peers that went silent.
+    Attributes:
+        admits: returns True for an admitted peer; all peers are admitted until it is set.
+        refused: number of refused peers.
+        failed: number of inbound connections that failed in the handshake, such as port scans,
+            garbage and timeouts.
     """
 
     def __init__(self) -> None:
-        self.admits: Callable[[Newcomer], bool] = lambda newcomer: True
+        self.admits: Callable[[HandshakePeer], bool] = lambda peer_info: True
         self.refused = 0
         self.failed = 0
 
-    def around(self, transport: ISecureTransport) -> ISecureTransport:
-        """The same transport behind this gater."""
+    def wrap(self, transport: ISecureTransport) -> ISecureTransport:
+        """Return `transport` behind this gater."""
         return _Gated(transport, self)
 
-    def watch(self, upgrader: Upgrader) -> None:
-        """Counts in `failed` what ends before it comes to be admitted."""
+    def count_failures(self, upgrader: Upgrader) -> None:
+        """Count the handshakes that fail before admission in `failed`."""
         upgrade = upgrader.upgrade_security
 
         async def counting(
@@ -53,7 +56,7 @@ class ConnectionGater:
             refused = self.refused
             try:
                 return await upgrade(raw, is_initiator, peer_id)
-            except BaseException:  # a peer that goes silent is cancelled
+            except BaseException:  # a timeout arrives as a cancellation
                 if not is_initiator and refused == self.refused:
                     self.failed += 1
                 raise
@@ -61,10 +64,12 @@ class ConnectionGater:
         upgrader.upgrade_security = counting
 
     async def check(self, connection: ISecureConn, inbound: bool, relay: str | None) -> ISecureConn:
-        """`connection` itself, or a closed connection and HandshakeFailure."""
+        """Return `connection`, or close it and raise HandshakeFailure."""
         peer = connection.get_remote_peer().to_base58()
         if self.admits(
-            Newcomer(peer, address_of_socket(connection.get_remote_address()), inbound, relay)
+            HandshakePeer(
+                peer, address_from_socket(connection.get_remote_address()), inbound, relay
+            )
         ):
             return connection
         self.refused += 1

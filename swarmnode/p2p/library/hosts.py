@@ -1,4 +1,4 @@
-"""A libp2p host, with peers as text, addresses as `Address`, and every error as PeerError."""
+"""A libp2p host with peers as strings, addresses as `Address`, and errors as PeerError."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import CircuitConnection, relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import (
     LibraryHost,
     MuxedConnection,
@@ -26,27 +25,25 @@ from swarmnode.p2p.library.objects import (
     NetStream,
     Swarm,
 )
-from swarmnode.p2p.library.streams import SHORT, Stream
+from swarmnode.p2p.library.streams import MAX_LAZY_NAME, CircuitConnection, Stream, find_relay
 
 CLOSE_SECONDS = 1.0
-HELD = "held"
-"""Tag of connections that the library's pruner leaves alone."""
+PINNED = "held"
+"""Tag of connections that the library's pruner must keep."""
 
 StreamTask = Callable[[Stream], Awaitable[None]]
-"""Handles a stream that a peer has opened, which lives as long as this runs."""
+"""Handles a stream of a peer; the stream lives as long as the task."""
 
 
 class Connection:
-    """One connection. `peer`: at its other end. `inbound`: it dialled us. `relay`: the peer that it
-    goes through, None if it is direct. `remote`: where it comes from or leads to, None for one
-    through a relay."""
+    """An open connection; see `connections.Connection`."""
 
     def __init__(self, connection: NetConnection, swarm: Swarm) -> None:
         muxed = connection.muxed_conn
         self.peer = muxed.peer_id.to_base58()
         self.inbound = str(connection.direction).lower().endswith("inbound")
-        self.relay = relay_of(muxed)
-        self.remote = address_of_socket(muxed.get_remote_address())
+        self.relay = find_relay(muxed)
+        self.remote = address_from_socket(muxed.get_remote_address())
         self._connection = connection
         self._swarm = swarm
 
@@ -56,64 +53,78 @@ class Connection:
 
     @property
     def ping(self) -> tuple[int, bool]:
-        """The number of Yamux's latest ping on it, 0 before the first, and whether that was
-        answered."""
+        """(number of Yamux's latest ping, whether it was answered); the number is 0 before the
+        first ping."""
         muxed = self._connection.muxed_conn
         return muxed._ping_id, muxed._ping_event.is_set()
 
     @property
-    def heard(self) -> float | None:
-        """When the peer last said anything on it, by trio's clock."""
-        return getattr(self._connection.muxed_conn, "heard_at", None)
+    def last_received(self) -> float | None:
+        """Time of the last received bytes on trio's clock."""
+        return getattr(self._connection.muxed_conn, "last_received_at", None)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything of ours is going on over it: what we ask for, and what was granted
-        (`Stream.keep_connection`). Not a stream that the peer has opened, which it can keep open
-        for as long as it likes."""
-        return any(_is_ours(each) for each in self._connection.get_streams())
+        """True while a request of this node or a granted stream (`Stream.keep_connection`) uses the
+        connection. Other streams of the peer do not count, because the peer can keep them open."""
+        return any(_counts_as_busy(each) for each in self._connection.get_streams())
 
     async def close(self) -> None:
-        """Never raises: a connection that is gone for good has many ways to say so."""
+        """Close the connection. Never raises, because the library reports a lost connection in many
+        ways."""
         with ignored_errors("closing a connection"):
             await self._connection.close()
 
     def forget(self) -> None:
-        """It is closed, and the library has not noticed: has it do so."""
+        """Make the library process the closure of a connection that it has not noticed."""
         self._swarm.remove_conn(self._connection)
 
 
 class ConnectionEvents(Protocol):
-    """Is told of connections as they come and go."""
+    """Receives opened and closed connections."""
 
     def opened(self, connection: Connection) -> None: ...
     def closed(self, connection: Connection) -> None: ...
 
 
 class Host:
-    """`nursery`: where everything that goes on for longer than a call lives; it ends with the host.
-    `peer_id`: ours. `library`: the library's own object, for tests of what it does without us."""
+    """The libp2p host.
+
+    Attributes:
+        peer_id: peer id of this node.
+        nursery: runs the background tasks; ends with the host.
+        library: the library's object, for tests.
+        pinned: the pinned peers.
+    """
 
     def __init__(self, host: LibraryHost, nursery: trio.Nursery) -> None:
         self.peer_id = host.get_id().to_base58()
         self.nursery = nursery
         self.library = host
         self._swarm = host.get_network()
-        self.held: frozenset[str] = frozenset()
+        self.pinned: frozenset[str] = frozenset()
 
     # -- streams
 
     async def open_stream(self, peer: str, protocol: str, lazily: bool = False) -> Stream:
-        """A new stream to a connected peer. Raises Incompatible if it does not speak the protocol,
-        PeerError if anything else is in the way. lazily: where the peer has said that it speaks it,
-        it is not asked again before something is said: `Stream`, `proposed`."""
+        """Open a stream to a connected peer.
+
+        Args:
+            peer: the peer.
+            protocol: the protocol id.
+            lazily: skip the negotiation if the peer is known to support the protocol; see `Stream`.
+
+        Raises:
+            Incompatible: the peer does not support the protocol.
+            PeerError: any other failure.
+        """
         identity = ID.from_string(peer)
         with peer_errors(f"{protocol} with {peer}"):
             if not self.is_connected(peer):
                 raise PeerError(f"{peer} is not connected")
             known = (
                 lazily
-                and len(protocol) <= SHORT
+                and len(protocol) <= MAX_LAZY_NAME
                 and self.library.get_peerstore().supports_protocols(identity, [protocol])
             )
             if not known:
@@ -123,8 +134,7 @@ class Host:
             return Stream(stream, proposed=protocol)
 
     def set_handler(self, protocol: str, handler: StreamTask) -> None:
-        """Has `handler` take the streams that peers open for `protocol`, instead of whoever took
-        them before."""
+        """Set the handler for the streams of `protocol`, in place of an earlier one."""
 
         async def on_stream(stream: NetStream) -> None:
             await handler(Stream(stream))
@@ -137,56 +147,60 @@ class Host:
     # -- connections
 
     def is_connected(self, peer: str) -> bool:
-        """Whether there is any connection with `peer`. Raises ValueError if that is not a peer
+        """Return True if there is a connection with `peer`. Raises ValueError if it is not a peer
         id."""
         return bool(self._swarm.get_connections(ID.from_string(peer)))
 
     async def dial(self, peer: str, address: Address) -> None:
-        """Connects. Raises PeerError. May be cancelled."""
+        """Connect. May be cancelled. Raises PeerError."""
         with peer_errors():
             identity = ID.from_string(peer)
             self._swarm.unblock_peer(identity)
             await self._swarm.dial_addr(Multiaddr(f"{address}/p2p/{peer}"), identity)
 
     async def close_peer(self, peer: str) -> None:
-        """Closes all connections with `peer`. Never raises."""
+        """Close all connections with `peer`. Never raises."""
         with ignored_errors(f"closing the connections with {peer}"):
             await self._swarm.close_peer(ID.from_string(peer))
 
-    def hold(self, peers: set[str]) -> None:
-        """Keeps the library from pruning connections with these, and no longer with those of the
+    def pin(self, peers: set[str]) -> None:
+        """Protect connections with `peers` from the library's pruner, in place of the peers of the
         last call."""
-        for peer in self.held - peers:
-            self._swarm.unprotect(ID.from_string(peer), HELD)
-        for peer in peers - self.held:
-            self._swarm.protect(ID.from_string(peer), HELD)
-        self.held = frozenset(peers)
+        for peer in self.pinned - peers:
+            self._swarm.unprotect(ID.from_string(peer), PINNED)
+        for peer in peers - self.pinned:
+            self._swarm.protect(ID.from_string(peer), PINNED)
+        self.pinned = frozenset(peers)
 
     def watch(self, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]) -> None:
-        """Tells `events` of every connection from now on; some ends the library does not announce.
-        Calls `stream_opened` with every new stream, ours and theirs, before anything is read from
-        it."""
-        self._swarm.register_notifee(_Announcements(self._swarm, events, stream_opened))
+        """Report connections and streams from now on.
 
-    # -- connections that are not simply dialled
+        Args:
+            events: receives opened and closed connections. The library does not announce every
+                closure.
+            stream_opened: called with every new stream in both directions, before its first read.
+        """
+        self._swarm.register_notifee(_EventForwarder(self._swarm, events, stream_opened))
+
+    # -- circuits and hole punching
 
     async def upgrade_outbound(self, raw: IRawConnection, peer: str) -> None:
-        """Makes a connection of `raw`, with us as Noise's initiator. Raises PeerError unless `peer`
-        is at its other end."""
+        """Complete the handshake on `raw` as Noise's initiator. Raises PeerError unless `peer` is
+        the remote peer."""
         with peer_errors(f"the handshake with {peer}"):
             await self._swarm.upgrade_outbound_raw_conn(raw, ID.from_string(peer))
 
     async def upgrade_inbound(self, raw: IRawConnection, address: str) -> UpgradedConnection:
-        """Makes a connection of `raw`, with the other side as Noise's initiator, seen at the
-        multiaddr `address`. Raises PeerError."""
+        """Complete the handshake on `raw` as Noise's responder. `address` is the remote multiaddr.
+        Raises PeerError."""
         with peer_errors("the handshake of a peer that calls"):
             return UpgradedConnection(
                 await self._swarm.upgrade_inbound_raw_conn(raw, Multiaddr(address))
             )
 
-    async def call_through(self, stream: Stream, relay: str, peer: str) -> None:
-        """Connects with `peer` over a stream to `relay` that has been put through. Raises
-        PeerError; the stream is reset then."""
+    async def connect_through(self, stream: Stream, relay: str, peer: str) -> None:
+        """Connect to `peer` over a stream that `relay` has connected. On failure raises PeerError
+        and resets the stream."""
         raw = CircuitConnection(stream, relay, peer, initiator=True)
         try:
             await self.upgrade_outbound(raw, peer)
@@ -194,15 +208,14 @@ class Host:
             self.nursery.start_soon(raw.close)
             raise
 
-    async def take_call(self, stream: Stream, relay: str, caller: str) -> UpgradedConnection:
-        """The connection over a stream from `relay`, which says that `caller` calls. Raises
-        PeerError."""
+    async def accept_circuit(self, stream: Stream, relay: str, caller: str) -> UpgradedConnection:
+        """Accept a circuit over a stream from `relay`, which reports `caller`. Raises PeerError."""
         raw = CircuitConnection(stream, relay, caller, initiator=False)
         return await self.upgrade_inbound(raw, str(raw.get_transport_addresses()[0]))
 
     async def probe(self, peer: str, address: Address) -> None:
-        """Returns if this very peer answers at `address`, with TCP and a handshake; closes that
-        connection again. Raises PeerError."""
+        """Return if this peer completes a handshake at `address`; the connection is closed. Raises
+        PeerError."""
         raw: IRawConnection | None = None
         try:
             with peer_errors():
@@ -219,8 +232,10 @@ class Host:
     async def punch(
         self, peer: str, connected: trio.SocketStream, target: Address, *, initiator: bool
     ) -> None:
-        """Makes a connection with `peer` of a TCP connection to `target`. Raises PeerError; what is
-        left is closed then."""
+        """Complete the handshake with `peer` on a TCP connection to `target`.
+
+        On failure the connection is closed and PeerError is raised.
+        """
         raw = RawConnection(TrioTCPStream(connected), initiator)
         done = False
         try:
@@ -237,8 +252,8 @@ class Host:
                 await _close_raw(raw)
 
     def share_ports(self) -> None:
-        """Lets others of our sockets be bound to the ports that this host listens on, for hole
-        punching. Nobody can listen on them: that takes the option before binding too."""
+        """Allow other sockets of this process on the listening ports, for hole punching. No other
+        process can listen on them, because it would need the option before binding."""
         for listener in self._swarm.listeners.values():
             for each in getattr(listener, "listeners", []):
                 if hasattr(socket, "SO_REUSEPORT"):
@@ -246,8 +261,7 @@ class Host:
 
 
 class UpgradedConnection:
-    """A connection that the library was made to take over. `peer`: at its other end, as its
-    handshake proved."""
+    """A connection created from a raw one. `peer` is the remote peer id from the handshake."""
 
     def __init__(self, muxed: MuxedConnection) -> None:
         self.peer = muxed.peer_id.to_base58()
@@ -257,13 +271,13 @@ class UpgradedConnection:
         await self._muxed.event_closed.wait()
 
     async def close(self) -> None:
-        """Never raises."""
+        """Close the connection. Never raises."""
         with ignored_errors("closing a connection"):
             await self._muxed.close()
 
 
-class _Announcements(INotifee):
-    """Passes the swarm's announcements on, with our objects for the library's."""
+class _EventForwarder(INotifee):
+    """Forwards the swarm's events with objects of this package."""
 
     def __init__(
         self, swarm: Swarm, events: ConnectionEvents, stream_opened: Callable[[NetStream], None]
@@ -275,7 +289,7 @@ class _Announcements(INotifee):
 
     async def connected(self, network: INetwork, conn: INetConn) -> None:
         if conn not in self._connections and not conn.is_closed:
-            self._connections[conn] = Connection(conn, self._swarm)  # type: ignore[arg-type]  # annotated with less than it can do
+            self._connections[conn] = Connection(conn, self._swarm)  # type: ignore[arg-type]  # incomplete annotation
             self._events.opened(self._connections[conn])
 
     async def disconnected(self, network: INetwork, conn: INetConn) -> None:
@@ -295,7 +309,7 @@ class _Announcements(INotifee):
         return None
 
 
-def _is_ours(stream: NetStream) -> bool:
+def _counts_as_busy(stream: NetStream) -> bool:
     opened = stream.muxed_stream.is_initiator and stream.protocol_id is not None
     return opened or getattr(stream.muxed_stream, "keeps_connection", False)
 

@@ -1,4 +1,4 @@
-"""Peer ids and addresses, between our text and the library's objects and bytes."""
+"""Conversion of peer ids and addresses between strings and the library's objects and bytes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from swarmnode.p2p.library.errors import peer_errors
 from swarmnode.wire.envelope import is_small_order
 
 LONGEST_MULTIADDR = 256
-"""Bytes."""
+"""Maximum length in bytes."""
 
 
 def is_peer_id(text: str) -> bool:
+    """Return True if `text` is a canonical peer id."""
     try:
         return ID.from_string(text).to_base58() == text
     except ValueError:
@@ -26,7 +27,7 @@ def peer_id_bytes(peer: str) -> bytes:
 
 
 def peer_id_text(raw: bytes) -> str:
-    """Raises BadMessage if these are not the bytes of an Ed25519 key's peer id."""
+    """Return the peer id of its bytes. Raises BadMessage unless it is of an Ed25519 key."""
     if (
         len(raw) != 38
         or not raw.startswith(ED25519_PEER_ID)
@@ -40,17 +41,16 @@ def multiaddr_bytes(text: str) -> bytes:
     return Multiaddr(text).to_bytes()
 
 
-def address_of_bytes(raw: bytes) -> Address:
-    """A binary multiaddr of the one kind that we use. Raises PeerError for any other, and for
-    garbage."""
+def address_from_bytes(raw: bytes) -> Address:
+    """Decode a binary multiaddr of a TCP endpoint. Raises PeerError for other kinds and garbage."""
     if not raw or len(raw) > LONGEST_MULTIADDR:
         raise BadMessage("bounds", f"an address of {len(raw)} bytes")
     with peer_errors("not an address"):
         return parse(str(Multiaddr(raw)))[0]
 
 
-def address_of_socket(remote: tuple[str, int] | None) -> Address | None:
-    """The address that a socket names as its other end; None for one that has no IP address."""
+def address_from_socket(remote: tuple[str, int] | None) -> Address | None:
+    """Return the remote address of a socket; None if it has no IP address."""
     if remote is None:
         return None
     try:

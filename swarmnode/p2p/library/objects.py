@@ -1,5 +1,5 @@
-"""What py-libp2p's objects can do, as far as we use it. Its own annotations name interfaces that
-leave most of this out."""
+"""Types of py-libp2p's objects, as far as they are used. The library's own annotations omit most of
+their methods."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 import trio
 from libp2p.abc import INotifee, IRawConnection, ISecureConn, ITransport
-from libp2p.crypto.keys import PrivateKey, PublicKey
+from libp2p.crypto.keys import PublicKey
 from libp2p.custom_types import TProtocol
 from libp2p.network.config import RetryConfig
 from libp2p.peer.id import ID
@@ -23,10 +23,10 @@ class MuxedConnection(Protocol):
     event_closed: trio.Event
     secured_conn: object
     _ping_id: int
-    """Number of the latest ping, and, below, whether it was answered."""
+    """Number of the latest ping; `_ping_event` is set when it was answered."""
     _ping_event: trio.Event
-    heard_at: float
-    """When bytes of the peer's last came, by trio's clock; see `p2p.traffic`. Not there before the
+    last_received_at: float
+    """Time of the last received bytes on trio's clock, set by `p2p.traffic`; missing before the
     first."""
 
     def get_remote_address(self) -> tuple[str, int] | None: ...
@@ -34,9 +34,13 @@ class MuxedConnection(Protocol):
 
 
 class MuxedStream(Protocol):
-    """A Yamux stream. `is_initiator`: we opened it. `patience_seconds`: how long a writer waits for
-    credit; see guards/yamux.py. `keeps_connection`: see `library.Stream.keep_connection`, without
-    which it is not there."""
+    """A Yamux stream.
+
+    Attributes:
+        is_initiator: this node opened it.
+        patience_seconds: how long a writer waits for credit (guards/yamux.py).
+        keeps_connection: set by `library.Stream.keep_connection`; missing before.
+    """
 
     conn: MuxedConnection
     is_initiator: bool
@@ -46,7 +50,7 @@ class MuxedStream(Protocol):
 
 
 class NetStream(Protocol):
-    """A stream on which a protocol is spoken."""
+    """A stream with a negotiated protocol."""
 
     muxed_stream: MuxedStream
     muxed_conn: MuxedConnection
@@ -60,7 +64,7 @@ class NetStream(Protocol):
 
 
 class NetConnection(Protocol):
-    """A connection, `muxed_conn` with what the library's swarm knows of it."""
+    """`muxed_conn` with the state of the library's swarm."""
 
     muxed_conn: MuxedConnection
 
@@ -81,13 +85,13 @@ class Transports(Protocol):
 
 
 class Upgrader(Protocol):
-    """Makes a secure connection of a raw one."""
+    """Secures raw connections."""
 
     upgrade_security: Callable[[IRawConnection, bool, ID | None], Awaitable[ISecureConn]]
 
 
 class AutoConnector(Protocol):
-    """Dials peers of the library's own choosing, when it is let."""
+    """Dials peers of the library's own choice; disabled here."""
 
     maybe_connect: Callable[[], Awaitable[None]]
 
@@ -127,7 +131,6 @@ class LibraryHost(Protocol):
     """A host: streams on top of a swarm."""
 
     def get_id(self) -> ID: ...
-    def get_private_key(self) -> PrivateKey: ...
     def get_public_key(self) -> PublicKey: ...
     def get_network(self) -> Swarm: ...
     def get_peerstore(self) -> PeerStore: ...

@@ -1,9 +1,14 @@
-"""One stream to a peer.
+"""Streams to peers, and circuits: streams to a relay that are used as connections.
 
-No cancel scope may be put around `read` and `write`: cancelled in the middle, py-libp2p burns a
-Noise nonce or loses bytes that it has read, and the whole connection dies. Whoever wants to give up
-has another task reset the stream, which wakes its reader and its writer (conversations.py does
-that).
+A cancel scope must not enclose `read` and `write`. When it cancels one of them, py-libp2p loses a
+Noise nonce or received bytes, and the whole connection dies. To abort, another task resets the
+stream, which wakes its reader and writer (see stream_calls.py).
+
+    this node ═ Noise, Yamux ═ circuit ═ Noise, Yamux ═ peer     the relay sees ciphertext
+    this node ─ stream ─ relay ─ stream ─ peer
+
+The inner handshake of a circuit proves the peer id. A circuit has no address of its own, so that
+limits and bans by network prefix do not hit every peer behind one relay.
 """
 
 from __future__ import annotations
@@ -11,115 +16,122 @@ from __future__ import annotations
 import math
 
 import trio
+from libp2p.abc import IRawConnection
+from libp2p.connection_types import ConnectionType
+from libp2p.io.exceptions import ConnectionClosedError
+from multiaddr import Multiaddr
 
 from swarmnode.errors import Incompatible, PeerError
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.library.circuits import relay_of
 from swarmnode.p2p.library.errors import ignored_errors, peer_errors
-from swarmnode.p2p.library.identifiers import address_of_socket
+from swarmnode.p2p.library.identifiers import address_from_socket
 from swarmnode.p2p.library.objects import NetStream
 
 READ_BYTES = 65536
 MULTISTREAM = "/multistream/1.0.0"
-SHORT = 126
-"""Characters of a name whose length fits a byte in multistream-select, with the line's end."""
+MAX_LAZY_NAME = 126
+"""Maximum length of a protocol id whose multistream-select length, with the newline, fits one
+byte."""
 END_SECONDS = 30.0
-"""Closing or resetting a stream is given up after this. The guards drop a connection that takes no
-frame for half as long, so that this cuts no frame in two."""
+"""Timeout for closing or resetting a stream. The guards drop a connection that accepts no frame for
+half of this time, so this timeout never cuts a frame."""
 
 
 class Stream:
-    """`peer`: at its other end. Reading and writing raise PeerError when the stream has ended,
-    however it did; ending it never raises.
+    """A stream to `peer`. Reads and writes raise PeerError at any kind of end; closing and
+    resetting never raise.
 
-    proposed: a protocol that was not negotiated yet. It is proposed together with the first that is
-    written, and the peer's answer is read before the first that is read: one round trip instead of
-    three, which counts between homes, and more where a line is full. Reading raises Incompatible
-    where the peer does not speak it after all. Source: multistream-select's lazy form, as go-libp2p
-    has it.
+    A protocol in `proposed` is negotiated lazily: the proposal is sent with the first write, and
+    the peer's answer is read before the first read. This takes one round trip instead of three,
+    which matters between home connections and on full lines. A read raises Incompatible if the peer
+    does not support the protocol after all. Source: the lazy form of multistream-select in
+    go-libp2p.
+
+    Args:
+        stream: the library's stream.
+        proposed: the protocol to negotiate lazily; empty if it is negotiated already.
     """
 
     def __init__(self, stream: NetStream, proposed: str = "") -> None:
         self.peer = stream.muxed_conn.peer_id.to_base58()
         self._stream = stream
         self._doing = f"a stream of {self.peer}"
-        self._unsaid = [MULTISTREAM, proposed] if proposed else []
-        self._unheard = list(self._unsaid)
+        self._unsent_lines = [MULTISTREAM, proposed] if proposed else []
+        self._expected_lines = list(self._unsent_lines)
 
     @property
     def relay(self) -> str | None:
-        """The relay through which its connection goes, None if that is direct."""
-        return relay_of(self._stream.muxed_conn)
+        """Peer id of the relay; None for a direct connection."""
+        return find_relay(self._stream.muxed_conn)
 
     @property
     def remote(self) -> Address | None:
-        """Where its connection comes from or leads to; None for one through a relay."""
-        return address_of_socket(self._stream.muxed_conn.get_remote_address())
+        """Remote address; None for a relayed connection."""
+        return address_from_socket(self._stream.muxed_conn.get_remote_address())
 
     @property
     def is_gone(self) -> bool:
-        """Whether the peer has reset it, or its connection is closed. The library calls that an
-        end, too."""
+        """True if the peer has reset the stream or its connection is closed. The library reports
+        both as an end of the stream."""
         muxed = self._stream.muxed_stream
         return muxed.reset_received or muxed.conn.event_shutting_down.is_set()
 
     async def read(self, most: int = READ_BYTES) -> bytes:
-        """At least one and at most `most` bytes. Raises StreamEnd when there will be no more."""
+        """Read 1 to `most` bytes. Raises StreamEnd at the end of the stream."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 await self._stream.write(self._proposal())
-            while self._unheard:
-                await self._hear(self._unheard.pop(0))
+            while self._expected_lines:
+                await self._read_line(self._expected_lines.pop(0))
             return await self._stream.read(most)
 
     async def read_exactly(self, count: int) -> bytes:
-        """`count` bytes. Raises PeerError if the stream ends before."""
+        """Read `count` bytes. Raises PeerError if the stream ends early."""
         buffer = bytearray()
         while len(buffer) < count:
             buffer += await self.read(min(count - len(buffer), READ_BYTES))
         return bytes(buffer)
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Returns when `data` is on its way; waits for the peer's credit."""
+        """Write `data`; waits for credit of the peer. Returns when the data is on its way."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 data = self._proposal() + bytes(data)
             await self._stream.write(data)  # type: ignore[arg-type]  # annotated as bytes, takes any buffer
 
     async def finish(self) -> None:
-        """Tells the peer that this was all. It may still send."""
+        """Signal the end of the written data. The peer may still send."""
         with peer_errors(self._doing):
-            if self._unsaid:
+            if self._unsent_lines:
                 await self._stream.write(self._proposal())
             await self._stream.close_write()
 
     def _proposal(self) -> bytes:
-        said, self._unsaid = self._unsaid, []
-        return b"".join(bytes([len(word) + 1]) + word.encode() + b"\n" for word in said)
+        unsent, self._unsent_lines = self._unsent_lines, []
+        return b"".join(bytes([len(line) + 1]) + line.encode() + b"\n" for line in unsent)
 
-    async def _hear(self, expected: str) -> None:
-        """Reads one of the peer's words, which ought to be ours."""
+    async def _read_line(self, expected: str) -> None:
+        """Read one line of the peer's negotiation and compare it."""
         (length,) = await self._stream.read(1)
-        word = bytearray()
-        while len(word) < min(length, SHORT + 1):
-            word += await self._stream.read(min(length, SHORT + 1) - len(word))
-        if bytes(word) == b"na\n":
-            raise Incompatible(f"{self._doing}: it does not speak {expected}")
-        if bytes(word) != expected.encode() + b"\n":
-            raise PeerError(f"{self._doing}: {bytes(word)!r} instead of {expected}")
+        line = bytearray()
+        while len(line) < min(length, MAX_LAZY_NAME + 1):
+            line += await self._stream.read(min(length, MAX_LAZY_NAME + 1) - len(line))
+        if bytes(line) == b"na\n":
+            raise Incompatible(f"{self._doing}: protocol {expected} not supported")
+        if bytes(line) != expected.encode() + b"\n":
+            raise PeerError(f"{self._doing}: {bytes(line)!r} instead of {expected}")
 
-    def wait_for_credit_for_ever(self) -> None:
-        """A writer waits however long the peer reads nothing: whoever uses the stream watches
-        that."""
+    def wait_for_credit_unlimited(self) -> None:
+        """Let a writer wait for credit without a timeout; the user of the stream detects stalls."""
         self._stream.muxed_stream.patience_seconds = math.inf
 
     def keep_connection(self) -> None:
-        """What was asked for on it lasts, and is granted: the peer is not let go to make room while
-        it does."""
+        """Keep the connection while this stream is open: it carries a granted long-lived transfer,
+        so the peer is not dropped to make room."""
         self._stream.muxed_stream.keeps_connection = True
 
     async def close(self) -> None:
-        """Ends our side in order."""
+        """Close the own side in order."""
         with (
             trio.CancelScope(shield=True),
             trio.move_on_after(END_SECONDS),
@@ -128,11 +140,72 @@ class Stream:
             await self._stream.close()
 
     async def reset(self) -> None:
-        """Ends both sides at once and wakes whoever reads or writes (`guards/inbox.py` sees to our
-        own reader)."""
+        """End both sides at once and wake reader and writer (`guards/inbox.py` wakes the own
+        reader)."""
         with (
             trio.CancelScope(shield=True),
             trio.move_on_after(END_SECONDS),
             ignored_errors("resetting a stream"),
         ):
             await self._stream.reset()
+
+
+class CircuitConnection(IRawConnection):
+    """A circuit as a raw connection.
+
+    Args:
+        stream: to or from the relay, after the relay's own handshake.
+        relay: peer id of the relay.
+        peer: the remote peer id as reported by the relay.
+        initiator: True for an outbound circuit.
+    """
+
+    def __init__(self, stream: Stream, relay: str, peer: str, *, initiator: bool) -> None:
+        self.is_initiator = initiator
+        self.relay = relay
+        self._stream = stream
+        self._peer = peer
+        self._unread = bytearray()
+
+    async def read(self, n: int | None = None) -> bytes:
+        """Read exactly `n` bytes (any number for None), so that many small frames of a relay do not
+        look like a short message. Raises ConnectionClosedError at any kind of end."""
+        try:
+            while len(self._unread) < (n or 1):
+                self._unread += await self._stream.read()
+        except PeerError as error:
+            raise ConnectionClosedError("the circuit ended", transport="circuit") from error
+        size = len(self._unread) if n is None else n
+        data = bytes(self._unread[:size])
+        del self._unread[:size]
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Write `data`. Raises ConnectionClosedError."""
+        try:
+            await self._stream.write(data)
+        except PeerError as error:
+            raise ConnectionClosedError("the circuit ended", transport="circuit") from error
+
+    async def close(self) -> None:
+        """Reset the stream, because the library's close would leave the own reader waiting without
+        bound."""
+        await self._stream.reset()
+
+    def get_remote_address(self) -> tuple[str, int] | None:
+        return None
+
+    def get_transport_addresses(self) -> list[Multiaddr]:
+        return [Multiaddr(f"/p2p/{self.relay}/p2p-circuit/p2p/{self._peer}")]
+
+    def get_connection_type(self) -> ConnectionType:
+        return ConnectionType.RELAYED
+
+
+def find_relay(muxed: object) -> str | None:
+    """Return the relay of a multiplexed connection, None if it is direct. The layers are Yamux ▸
+    Noise session ▸ its codec ▸ framing ▸ raw connection."""
+    raw = muxed
+    for name in ("secured_conn", "conn", "read_writer", "read_write_closer"):
+        raw = getattr(raw, name, None)
+    return raw.relay if isinstance(raw, CircuitConnection) else None

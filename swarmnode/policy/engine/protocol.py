@@ -33,7 +33,7 @@ class Request:
     """Number of the finished request whose prompt and completion this prompt begins with. An engine
     that kept that request's keys and values (`continues`) prefills only the remaining tokens."""
     continues: bool = False
-    """True if the caller will submit a request that follows this one, or will cancel this one."""
+    """True if requests may follow this one. The caller cancels it once they are submitted."""
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ class MemorySwarm:
 
 
 class MemoryNetwork:
-    """The network of one node; satisfies `api.Network`. held: peers of the last call of `hold`."""
+    """The network of one node; satisfies `api.Network`. pinned: peers of the last call of `pin`."""
 
     def __init__(self, swarm: MemorySwarm, peer_id: str) -> None:
         self.peer_id = peer_id
@@ -83,7 +83,7 @@ class MemoryNetwork:
         self.requests = MemoryRequests(self, swarm)
         self.streams = MemoryStreams(self, swarm)
         self.bulk = MemoryBulk(self, swarm)
-        self.held: frozenset[str] = frozenset()
+        self.pinned: frozenset[str] = frozenset()
         self._swarm = swarm
 
     def connected(self) -> list[str]:
@@ -102,8 +102,8 @@ class MemoryNetwork:
             raise PeerError(f"no answer at {address}")
         self._swarm.repair(self.peer_id, peer)
 
-    def hold(self, peers: Collection[str]) -> None:
-        self.held = frozenset(peers)
+    def pin(self, peers: Collection[str]) -> None:
+        self.pinned = frozenset(peers)
 
     def disconnect(self, peer: str) -> None:
         """Disconnect a peer until the next dial."""
@@ -113,13 +113,13 @@ class MemoryNetwork:
         """Return None: there are no addresses in memory."""
         return None
 
-    def heard(self, peer: str) -> float | None:
-        return self.requests.heard.get(peer) if peer in self.connected() else None
+    def last_received(self, peer: str) -> float | None:
+        return self.requests.last_received.get(peer) if peer in self.connected() else None
 
     def group(self, peer: str) -> str | None:
         return None
 
-    def welcome(self, peer: str) -> bool:
+    def is_allowed(self, peer: str) -> bool:
         return self.reputation.standing(peer, trio.current_time()) is Standing.GOOD
 
     def score(self, peer: str) -> float:
@@ -133,7 +133,7 @@ class MemoryNetwork:
             self.disconnect(peer)
 
 
-def as_network(network: MemoryNetwork) -> Network:
+def check_is_network(network: MemoryNetwork) -> Network:
     """Return the network as an `api.Network`, for the type checker."""
     return network
 
@@ -156,7 +156,7 @@ class MemoryRequests:
         self._network = network
         self._swarm = swarm
         self._services: dict[str, _Service] = {}
-        self.heard: dict[str, float] = {}
+        self.last_received: dict[str, float] = {}
         """Peer → time of its last request or answer."""
 
     def serve(
@@ -193,7 +193,7 @@ class MemoryRequests:
                 self._network.peer_id, protocol, data
             )
             await trio.sleep(self._swarm.latency)
-            self.heard[peer] = trio.current_time()
+            self.last_received[peer] = trio.current_time()
             if len(response) > max_response_bytes:
                 raise BadMessage(
                     "oversize", f"{len(response)} bytes announced, {max_response_bytes} allowed"
@@ -204,14 +204,14 @@ class MemoryRequests:
     async def answer(self, peer: str, protocol: str, data: bytes) -> bytes:
         """Return the handler's response to a request of `peer`. Raise PeerError; the peer learns no
         details of a refusal."""
-        self.heard[peer] = trio.current_time()
+        self.last_received[peer] = trio.current_time()
         service = self._services.get(protocol)
         if service is None:
             raise Incompatible(f"{protocol} is not supported here")
         busy = (
             service.active.total() >= service.concurrent or service.active[peer] >= service.per_peer
         )
-        if busy or len(data) > service.max_request_bytes or not self._network.welcome(peer):
+        if busy or len(data) > service.max_request_bytes or not self._network.is_allowed(peer):
             raise PeerError("the stream was reset")
         service.active[peer] += 1
         try:

@@ -84,10 +84,8 @@ class InProcessScorer:
 def _episode_task(spec: TaskSpec) -> EpisodeTask:
     """Return an episode task. Runs the code of user tasks."""
     if spec.rows is not None:
-        assert spec.source is not None
         settings = dataset.Settings.of(spec.settings)
-        environment = own.environment("task.datasets", settings.verifier, spec.source)
-        return dataset.DatasetTask(spec.id, spec.rows, settings, environment=environment)
+        return dataset.with_code(spec.id, spec.rows, settings, spec.source)
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings)
     return GameTask(spec.id, spec.settings)
@@ -97,10 +95,7 @@ def _items(spec: TaskSpec, difficulty: int) -> Items:
     """Return the questions of a task at one difficulty. Runs the code of user tasks."""
     if spec.rows is not None:
         settings = dataset.Settings.of(spec.settings)
-        reward = (
-            own.reward_function(settings.verifier, spec.source) if spec.source is not None else None
-        )
-        rows = dataset.DatasetTask(spec.id, spec.rows, settings, reward)
+        rows = dataset.with_code(spec.id, spec.rows, settings, spec.source)
         return lambda seed, index: rows.item(seed, index, difficulty)
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings).item

@@ -156,7 +156,7 @@ class MemoryStreams:
         if (
             active.total() >= served.concurrent
             or active[peer] >= served.per_peer
-            or not self._network.welcome(peer)
+            or not self._network.is_allowed(peer)
         ):
             ours.reset()
             return theirs
@@ -241,6 +241,6 @@ class MemoryBulk:
         source, audience = self._offers.get(transfer, (None, None))
         return (
             source
-            if (audience is None or peer in audience) and self._network.welcome(peer)
+            if (audience is None or peer in audience) and self._network.is_allowed(peer)
             else None
         )

@@ -41,7 +41,7 @@ from swarmnode.wire.listings import (
     GroupResponse,
     GroupsRequest,
     GroupsResponse,
-    Listed,
+    ListedGroup,
     ListingRequest,
     ListingResponse,
 )
@@ -52,7 +52,7 @@ from swarmnode.wire.messages import (
     Summary,
     SummaryRequest,
 )
-from swarmnode.wire.summary import seal_summary
+from swarmnode.wire.signed import seal_summary
 from tests.support.sim import determinism
 from tests.support.sim.learner import MADE_UP, TASKS, wrong
 from tests.support.sim.network import Medium, SimNetwork
@@ -105,7 +105,7 @@ class Hostile:
         self.network: SimNetwork | None = None
         self._sequence = 0
         self._overheard: list[RolloutGroup] = []
-        self._shelf: list[tuple[Listed, bytes]] = []
+        self._shelf: list[tuple[ListedGroup, bytes]] = []
         self._shelved = 0
 
     async def live(self, medium: Medium, task_status: Any = trio.TASK_STATUS_IGNORED) -> None:
@@ -144,7 +144,7 @@ class Hostile:
 
     def _put(self, frame: bytes) -> None:
         """List `frame` as the best available group."""
-        listed = Listed(
+        listed = ListedGroup(
             envelope.content_id(frame),
             self.author.key.public_key().public_bytes_raw(),
             self._rng.choice(TASKS),
@@ -323,7 +323,7 @@ class Hostile:
         key = envelope.peer_key(self.peer) or b""
         now = int(determinism.now() * 1000)
         claims = [
-            Listed(self._rng.randbytes(32), key, self._rng.choice(TASKS), now, 2000, 0.5)
+            ListedGroup(self._rng.randbytes(32), key, self._rng.choice(TASKS), now, 2000, 0.5)
             for _ in range(self._rng.randint(0, limits.LISTED))
         ]
         return codec.encode(ListingResponse("ok", bytes(8), self._rng.randrange(2**20), claims))

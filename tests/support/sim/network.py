@@ -21,18 +21,17 @@ import trio
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p import book
 from swarmnode.p2p.addresses import Address, parse
-from swarmnode.p2p.admission import Admission
-from swarmnode.p2p.api import AnotherPeer, Declined, RequestHandler
-from swarmnode.p2p.connection_manager import ConnectionManager, Keeping
+from swarmnode.p2p.admission import Admission, PeerScores
+from swarmnode.p2p.api import Declined, RequestHandler, WrongPeer
+from swarmnode.p2p.connection_manager import ConnectionLimits, ConnectionManager
 from swarmnode.p2p.connections import ConnectionTable
 from swarmnode.p2p.dialer import Dialer
 from swarmnode.p2p.discovery import Discovery
 from swarmnode.p2p.exchange import PeerExchange
-from swarmnode.p2p.library.gater import Newcomer
+from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.network import TARGET_PEERS
 from swarmnode.p2p.peers import PeerTable
 from swarmnode.p2p.reputation import COST, Reputation
-from swarmnode.p2p.scoring import PeerScores
 from swarmnode.p2p.slots import PeerCap, PeerSlots
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.wire import bulk
@@ -127,15 +126,15 @@ class SimHost:
     def __init__(self, network: SimNetwork, nursery: trio.Nursery) -> None:
         self.peer_id = network.peer_id
         self.nursery = nursery
-        self.held: set[str] = set()
+        self.pinned: set[str] = set()
         self._network = network
 
-    def hold(self, peers: Collection[str]) -> None:
-        self.held = set(peers)
+    def pin(self, peers: Collection[str]) -> None:
+        self.pinned = set(peers)
 
     async def close_peer(self, peer: str) -> None:
         await trio.lowlevel.checkpoint()
-        for connection in self._network.connections.of(peer):
+        for connection in self._network.connections.with_peer(peer):
             await connection.close()
 
 
@@ -157,7 +156,7 @@ class NoNat:
     def address_of(self, relay: str) -> Address | None:
         return None
 
-    def relayed_here(self, peer: str) -> list[str]:
+    def relay_addresses(self, peer: str) -> list[str]:
         return []
 
 
@@ -187,7 +186,7 @@ class SimNetwork:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
         self.scores = scores = PeerScores(Reputation())
-        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, wanted=scores.wanted)
+        self.peers = PeerTable(peer_id, TARGET_PEERS, rng, may_connect=scores.may_connect)
         self.connections = ConnectionTable()
         self.requests = SimRequests(self)
         self.bulk = SimBulk(self)
@@ -205,7 +204,7 @@ class SimNetwork:
             bootstrap,
             dialer.wake,
         )
-        keeping = Keeping(max_connections, TARGET_PEERS, lambda peer: False, rng)
+        keeping = ConnectionLimits(max_connections, TARGET_PEERS, lambda peer: False, rng)
         self.manager = ConnectionManager(
             SimHost(self, nursery), self.connections, self.peers, scores, dialer, exchange, keeping
         )  # type: ignore[arg-type]
@@ -253,13 +252,13 @@ class SimNetwork:
     async def dial(self, peer: str, address: str) -> None:
         await self.manager.dial(peer, address)
 
-    def hold(self, peers: Collection[str]) -> None:
-        self.manager.hold(peers)
+    def pin(self, peers: Collection[str]) -> None:
+        self.manager.pin(peers)
 
     def disconnect(self, peer: str) -> None:
         self.manager.disconnect(peer)
 
-    def heard(self, peer: str) -> float | None:
+    def last_received(self, peer: str) -> float | None:
         return None
 
     def observed(self, peer: str) -> Address | None:
@@ -274,8 +273,8 @@ class SimNetwork:
     def reputation(self) -> Reputation:
         return self.scores.reputation
 
-    def welcome(self, peer: str) -> bool:
-        return self.scores.welcome(peer)
+    def is_allowed(self, peer: str) -> bool:
+        return self.scores.is_allowed(peer)
 
     def score(self, peer: str) -> float:
         return self.scores.score(peer)
@@ -301,7 +300,7 @@ class SimNetwork:
 
     def connection(self, peer: str) -> SimConnection:
         """Return a connection to `peer`. Raise PeerError."""
-        for each in self.connections.of(peer):
+        for each in self.connections.with_peer(peer):
             if not each.is_closed and isinstance(each, SimConnection):
                 return each
         raise PeerError(f"{peer} is not connected")
@@ -326,7 +325,7 @@ class SimNetwork:
 
     async def _connect(self, peer: str, text: str) -> bool:
         """See `dialer.Connect`."""
-        if self.connections.of(peer):
+        if self.connections.with_peer(peer):
             return False
         address, _ = parse(text)
         here, there, wires = str(self.address), str(address), self.medium.wires
@@ -340,15 +339,15 @@ class SimNetwork:
         if not (wires.passes(here, there) and wires.passes(there, here)):
             await trio.sleep_forever()
         if other.peer_id != peer:
-            raise AnotherPeer(f"{other.peer_id} answers there")
-        if self.connections.of(peer):
+            raise WrongPeer(f"{other.peer_id} answers there")
+        if self.connections.with_peer(peer):
             return False
         if not other.alive or not self.alive:
             raise PeerError("gone")
-        if not self.admission.admits(Newcomer(peer, address, False, None)):
+        if not self.admission.admits(HandshakePeer(peer, address, False, None)):
             raise PeerError("not wanted here")
         if not other.admission.admits(
-            Newcomer(
+            HandshakePeer(
                 self.peer_id, Address(self.address.kind, self.address.host, 40_000), True, None
             )
         ):
@@ -442,7 +441,7 @@ class SimRequests:
             with trio.move_on_after(deadline):
                 if urgent:
                     return await self._ask(peer, protocol, data, max_response_bytes)
-                async with self._slots[protocol].turn(peer):
+                async with self._slots[protocol].slot(peer):
                     return await self._ask(peer, protocol, data, max_response_bytes)
         finally:
             del medium.waits[number]
@@ -496,7 +495,7 @@ class SimRequests:
             outcome = BadMessage("oversize", f"{len(outcome)} bytes announced, {most} allowed")
         back = [
             each
-            for each in self._network.connections.of(peer)
+            for each in self._network.connections.with_peer(peer)
             if isinstance(each, SimConnection) and each.link is connection.link
         ]
         if back:
@@ -508,11 +507,11 @@ class SimRequests:
         service = self._services.get(protocol)
         if service is None:
             return Incompatible(f"{protocol} is not supported here")
-        with service.room.entered(peer) as entered:
+        with service.room.slot(peer) as entered:
             if (
                 not entered
                 or len(data) > service.max_request_bytes
-                or not self._network.welcome(peer)
+                or not self._network.is_allowed(peer)
             ):
                 return refused
             try:
@@ -548,7 +547,7 @@ class SimBulk:
         if (
             source is None
             or (audience is not None and peer not in audience)
-            or not self._network.welcome(peer)
+            or not self._network.is_allowed(peer)
         ):
             raise Declined("unknown")
         return source
@@ -628,7 +627,7 @@ class SimBulk:
                         result = error
                     back = [
                         e
-                        for e in other.connections.of(network.peer_id)
+                        for e in other.connections.with_peer(network.peer_id)
                         if isinstance(e, SimConnection) and e.link is connection.link
                     ]
                     if back:

@@ -171,7 +171,7 @@ class Node:
             self.key,
             self.swarm,
             network.connected,
-            welcome=network.welcome,
+            is_allowed=network.is_allowed,
             clock=self.clock,
             rng=own(),
         )
@@ -221,7 +221,7 @@ class Node:
                 )
                 await life.learner.run(self._saved)
             life.learner = None
-            life.port.left()
+            life.port.trainer_left()
             await trio.sleep(self._rng.uniform(2.0, 10.0))
 
     def _averaging(self, learner: Learner) -> Averaging:

@@ -215,7 +215,7 @@ def test_a_directory_states_its_format(node, capsys):
         ("config.toml", "run", 78, "config.toml"),
         ("config.toml", "config set node.name=other", 78, "config.toml"),
         ("config.toml", "key show", 78, "config.toml"),
-        ("trainer/state.safetensors", "rollback 3", 69, "no former state of step 3 is kept"),
+        ("trainer/state.safetensors", "rollback 3", 69, "no state of step 3"),
     ],
 )
 def test_a_directory_that_was_copied_by_half_says_which_file_to_bring_back(
@@ -327,7 +327,7 @@ def test_a_directory_of_one_swarm_is_not_taken_to_another(node, capsys, words):
     invite = f"{ADDRESS}/swarm/{other.swarm.hex()}"
     before = tree(node)
     assert typed(words.format(invite=invite, file=manifest_of(node.parent, other)), node) == 77
-    one_line(capsys, "this data directory is of swarm 'test'", "another --data-dir")
+    one_line(capsys, "belongs to swarm 'test'", "another --data-dir")
     assert tree(node) == before
 
 

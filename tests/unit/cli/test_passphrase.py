@@ -78,7 +78,7 @@ def test_confirmed_passphrase_locks_the_key_file(tmp_path, peer, typing, capsys,
     monkeypatch.delenv(VARIABLE)
     typing("another one altogether")
     assert key(tmp_path, "show") == 77
-    assert "that is not the passphrase" in capsys.readouterr().err
+    assert "wrong passphrase" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("mode", "code"), [(0o440, 0), (0o444, 77), (0o460, 77)])
@@ -102,7 +102,7 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
     assert (
-        f"has a passphrase: say it in {VARIABLE}, or name a file that holds it in {FILE_VARIABLE}"
+        f"has a passphrase: set {VARIABLE}, or the path of a file that holds it in {FILE_VARIABLE}"
         in capsys.readouterr().err
     )
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "none"))
@@ -137,7 +137,7 @@ def test_without_it_nothing_starts_and_nothing_changes(
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]
-        .endswith(f"name a file that holds it in {FILE_VARIABLE}")
+        .endswith(f"or the path of a file that holds it in {FILE_VARIABLE}")
     )
     assert (tmp_path / "identity.key").read_bytes() == before
     assert not (tmp_path / "manifest").exists()
@@ -167,7 +167,7 @@ def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(
     ("arguments", "typed", "code", "says"),
     [
         ([], ["short", "short"], 78, "at least 12 characters"),
-        ([], [WORDS, WORDS + "."], 78, "two different passphrases"),
+        ([], [WORDS, WORDS + "."], 78, "the two passphrases differ"),
         (["--new-file", "{tmp}/none"], [], 78, "no such file"),
         (["--new-file", "{tmp}/none", "--remove"], [], 78, "which?"),
     ],
@@ -233,9 +233,7 @@ async def test_the_trainer_never_has_it(tmp_path, monkeypatch, nursery):
         (tmp_path / f"seen_{name}.py").write_text(CHILD.format(file=str(tmp_path / f"{name}.json")))
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     commands = {name: f"seen_{name}" for name in ("network", "trainer")}
-    supervisor = Supervisor(
-        config.supervisor, config.node.data_dir, config.model_dump_json, commands
-    )
+    supervisor = Supervisor(config.node.data_dir, config.model_dump_json, commands)
     nursery.start_soon(supervisor.run)
     seen = {name: tmp_path / f"{name}.json" for name in commands}
     await until(

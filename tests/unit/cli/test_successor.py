@@ -121,7 +121,7 @@ def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answe
         (
             ["--yes", "--name", "second", "--public", "--private"],
             78,
-            "--public, and --private or --member: which?",
+            "--public contradicts --private and --member",
         ),
         (["--yes", "--name", "second", "--min-completions", "4"], 78, "come together"),
         (["--yes", "--name", "second", "--member", "nobody"], 78, "--member 'nobody'"),
@@ -150,7 +150,7 @@ def test_a_private_swarm_stays_private_until_it_is_said_to_be_public(tmp_path, f
     own = load_or_create(tmp_path / "identity.key").peer_id
     before = founder(access=Access([own], manifest.commitment(SECRET)))
     assert successor(tmp_path, "--yes", "--name", "second") == 77
-    assert "secret of this private swarm is not here" in capsys.readouterr().err
+    assert "secret of this private swarm is missing" in capsys.readouterr().err
     write_atomically(tmp_path / manifest.SECRET_FILE, SECRET.hex().encode(), mode=0o600)
     assert successor(tmp_path, "--yes", "--name", "second") == 0
     assert present(tmp_path).manifest.access == before.manifest.access

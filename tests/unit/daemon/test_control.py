@@ -1,5 +1,4 @@
-"""pause, resume and finish as the command line says them to a node's supervisor, and the rules by
-which a node rests by itself."""
+"""The commands pause, resume and finish, and pauses by rule."""
 
 import json
 import os
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 from swarmnode import cli, pauses
 from swarmnode.daemon import control
 from swarmnode.daemon.control import SOCKET, Control
-from swarmnode.daemon.machine import CALM_SECONDS, Load, Machine, Rules, observed
+from swarmnode.daemon.machine import CALM_SECONDS, LoadAverage, Machine, Rules, update_load
 from swarmnode.files import lock_data_dir, make_data_dir
 from tests.support.waiting import until
 
@@ -34,7 +33,7 @@ class StillMachine(Machine):
 
 
 def listens(path):
-    """Between bind and listen the path is there and refuses."""
+    """Between bind and listen the path exists but refuses connections."""
     with (
         socket.socket(socket.AF_UNIX) as client,
         suppress(FileNotFoundError, ConnectionRefusedError),
@@ -63,11 +62,11 @@ async def controlled(data_dir, machine=None, rules=Rules(), trains=True):  # noq
 
 
 async def said(*arguments):
-    """The exit code of a command that is given meanwhile."""
+    """Run a command meanwhile; returns its exit code."""
     return await trio.to_thread.run_sync(cli.run, [str(argument) for argument in arguments])
 
 
-async def test_pause_and_resume_are_told_once_each_and_kept(tmp_path, capsys):
+async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
     async with controlled(tmp_path):
         assert await said("pause", "-d", tmp_path) == 0
         assert pauses.read(tmp_path).keys() == {"owner"}
@@ -111,7 +110,7 @@ async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
     assert last_line(capsys) == "the node has ended"
 
 
-async def test_who_asked_for_the_end_and_goes_away_leaves_no_socket_open(tmp_path):
+async def test_client_of_finish_may_leave_early(tmp_path):
     async with controlled(tmp_path) as finished:
         before = psutil.Process().num_fds()
         for _ in range(3):
@@ -125,24 +124,24 @@ async def test_who_asked_for_the_end_and_goes_away_leaves_no_socket_open(tmp_pat
 
 
 @pytest.mark.parametrize("command", ["pause", "resume", "finish"])
-def test_where_no_node_runs_that_is_one_line_and_nothing_is_made(tmp_path, capsys, command):
+def test_command_without_a_node_is_one_line(tmp_path, capsys, command):
     (tmp_path / "file").write_text("")
     for directory in (tmp_path / "none", tmp_path / "file", tmp_path):
         assert cli.run([command, "-d", str(directory)]) == 69
         said = capsys.readouterr().err
         assert said.startswith(
-            f"swarmnode: no node runs in {directory}: name its directory with -d"
+            f"swarmnode: no node is running in {directory}: name its directory with -d"
         )
         assert said.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert cli.run([command, "now"]) == 2
 
 
-def test_a_node_without_a_socket_is_told_apart(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control, "ASK_SECONDS", 0.2)
+def test_node_without_control_socket_has_its_own_error(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_SECONDS", 0.2)
     lock = lock_data_dir(tmp_path)
     assert cli.run(["pause", "-d", str(tmp_path)]) == 69
-    assert "has no control socket: its log says why" in capsys.readouterr().err
+    assert "has no control socket: see its log" in capsys.readouterr().err
     os.close(lock)
 
 
@@ -154,7 +153,7 @@ async def test_a_bootstrap_node_has_nothing_to_pause(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("sent", [b"", b"\n", b"{}\n", b'{"command":"explode"}\n', b"\xff" * 5000])
-async def test_what_is_no_request_changes_nothing_and_the_next_is_heard(tmp_path, sent):
+async def test_invalid_request_changes_nothing(tmp_path, sent):
     async with controlled(tmp_path):
         with trio.socket.socket(socket.AF_UNIX) as client:
             await client.connect(str(tmp_path / SOCKET))
@@ -169,20 +168,20 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
     async with controlled(tmp_path):
         monkeypatch.setattr(pauses, "write_atomically", full)
         assert await said("pause", "-d", tmp_path) == 69
-        assert "cannot keep that: No space left on device" in capsys.readouterr().err
+        assert "cannot save the pause: No space left on device" in capsys.readouterr().err
         monkeypatch.undo()
         assert await said("resume", "-d", tmp_path) == 0
     assert last_line(capsys) == "it was not paused"
 
 
-async def test_waits_for_a_slow_disk(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(control, "ASK_SECONDS", 0.05)
+async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(control, "REQUEST_TIMEOUT_SECONDS", 0.05)
     kept = pauses.write_atomically
     async with controlled(tmp_path):
         monkeypatch.setattr(
             pauses,
             "write_atomically",
-            lambda *how: (threading.Event().wait(6 * control.ASK_SECONDS), kept(*how)),
+            lambda *how: (threading.Event().wait(6 * control.REQUEST_TIMEOUT_SECONDS), kept(*how)),
         )
         assert await said("pause", "-d", tmp_path) == 0
     assert (
@@ -194,7 +193,7 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
-async def test_a_node_rests_on_battery_and_goes_on_at_the_mains(tmp_path, capsys, autojump_clock):
+async def test_node_pauses_on_battery(tmp_path, capsys, autojump_clock):
     machine = StillMachine()
     machine.battery = True
     async with controlled(tmp_path, machine, Rules(on_battery=True)):
@@ -203,7 +202,7 @@ async def test_a_node_rests_on_battery_and_goes_on_at_the_mains(tmp_path, capsys
         await until(lambda: pauses.read(tmp_path) == {})
 
 
-async def test_resume_says_why_a_node_rests_all_the_same(tmp_path, capsys):
+async def test_resume_reports_remaining_reasons(tmp_path, capsys):
     machine = StillMachine()
     machine.battery = True
     async with controlled(tmp_path, machine, Rules(on_battery=True)):
@@ -218,20 +217,20 @@ async def test_resume_says_why_a_node_rests_all_the_same(tmp_path, capsys):
 
 
 def last_line(capsys):
-    """Of what was printed: the log of a node in the test's own process is above it."""
+    """Return the last printed line, which follows the log of the node in this process."""
     return capsys.readouterr().out.splitlines()[-1]
 
 
 def loads(shares, limit=0.25):
-    """The states after one look every five seconds."""
-    load, found = Load(), []
+    """Return the pause states, measured every five seconds."""
+    load, found = LoadAverage(), []
     for number, share in enumerate(shares):
-        load = observed(load, share, limit, 5.0 * number)
+        load = update_load(load, share, limit, 5.0 * number)
         found.append(load)
     return found
 
 
-def test_machine_is_busy_until_five_minutes_after_use():
+def test_busy_machine_pauses_for_five_minutes():
     states = loads([0.0] + [0.6] * 12 + [0.0] * 100)
     busy = [5.0 * i < state.busy_until for i, state in enumerate(states)]
     first, last = busy.index(True), len(busy) - 1 - busy[::-1].index(True)
@@ -241,7 +240,7 @@ def test_machine_is_busy_until_five_minutes_after_use():
 
 
 def test_a_moment_of_load_is_no_reason():
-    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == Load().busy_until
+    assert loads([0.0, 1.0, 1.0] + [0.0] * 20)[-1].busy_until == LoadAverage().busy_until
 
 
 @given(st.lists(st.floats(0, 1), max_size=50), st.floats(0.01, 1))
@@ -262,7 +261,7 @@ def test_what_this_process_burns_is_not_the_others_load(monkeypatch):
 
 
 @pytest.mark.parametrize("error", [AttributeError, OSError, NotImplementedError])
-def test_a_machine_that_does_not_tell_of_batteries_is_at_the_mains(monkeypatch, error):
+def test_unknown_battery_state_counts_as_mains(monkeypatch, error):
     def sensors_battery():
         raise error
 
@@ -273,7 +272,7 @@ def test_a_machine_that_does_not_tell_of_batteries_is_at_the_mains(monkeypatch, 
 @pytest.mark.parametrize(
     "text", ["", "[]", '{"owner": "yes"}', '{"owner": NaN}', '{"other": 1.0}', "x" * 9000]
 )
-def test_a_file_that_is_none_of_ours_pauses_nobody(tmp_path, text):
+def test_invalid_pause_file_pauses_nothing(tmp_path, text):
     (tmp_path / pauses.FILE).write_text(text)
     assert pauses.read(tmp_path) == {}
 

@@ -1,5 +1,4 @@
-"""Two thousand peers come and go at one real node: what it keeps, tells and does for each does not
-grow with how many there were."""
+"""Two thousand peers connect to one real node and leave; memory and time per peer stay constant."""
 
 import gc
 import os
@@ -12,10 +11,10 @@ import pytest
 import trio
 
 from swarmnode.config import NetworkConfig, SharingConfig
-from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, Parts
+from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, ObservedParts
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.link.messages import Hello
-from swarmnode.observe.collector import MAX_LABEL_VALUES, make_registry
+from swarmnode.observe.collector import MAX_SERIES, make_registry
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.logs import LogRing
@@ -25,7 +24,7 @@ from swarmnode.p2p import identity
 from swarmnode.p2p.host import open_host
 from swarmnode.p2p.metering import Meter
 from swarmnode.p2p.peers import MAX_PEERS
-from swarmnode.p2p.summaries import ROWS, Summaries
+from swarmnode.p2p.summaries import MAX_ROWS, Summaries
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Draw, GroupRules
 from swarmnode.rollouts.shelf import MOST_GROUPS
@@ -33,7 +32,7 @@ from swarmnode.wire import codec, envelope, ids
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.listings import GroupsRequest, ListingRequest
 from swarmnode.wire.messages import Summary, SummaryRequest
-from swarmnode.wire.summary import seal_summary
+from swarmnode.wire.signed import seal_summary
 from tests.support.fakes.scorer import InProcessScorer
 from tests.support.waiting import until
 
@@ -43,18 +42,18 @@ SWARM = swarm_of("many peers")
 PEERS = 2000
 STATUS_BYTES = 128 * 1024
 PEER_BYTES = 24 * 1024
-"""Memory per peer that has ever been met: a group in the pool and on the shelf, an author, a
-summary, names and counts."""
+"""Expected memory per peer: a group in the pool and on the shelf, an author, a summary, names and
+counts."""
 
 
 def resident():
-    """Bytes of memory of this process."""
+    """Return the memory of this process in bytes."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Asked:
-    """A real host's requests, whose handlers a simulated peer calls as its stream would."""
+    """A real host's requests; simulated peers call the handlers as streams would."""
 
     def __init__(self, real):
         self.real = real
@@ -72,8 +71,7 @@ class Asked:
 
 
 class Node:
-    """The parts of a network process around one real host, without those that wait for a
-    trainer."""
+    """The parts of a network process around one real host, except those that wait for a trainer."""
 
     def __init__(self, network, key, directory):
         self.network, self.asked = network, Asked(network.requests)
@@ -88,7 +86,7 @@ class Node:
         self.exchange.set_policy(Hello(MODEL, TOKENIZER, 0, 120))
         summaries = Summaries(self.asked, network.peer_id, key, SWARM, network.connected)
         meter = Meter(NetworkConfig(), "", directory, lambda: network.statistics().traffic)
-        parts = Parts(
+        parts = ObservedParts(
             network,
             summaries,
             meter,
@@ -102,14 +100,14 @@ class Node:
         )
 
     async def meet(self, number):
-        """A peer connects from somewhere, tells of itself and of a group, asks for all that there
-        is to ask, fails at something, goes."""
+        """Simulate a peer: connect, send a summary and a group, send every request, fail once,
+        disconnect."""
         author, now = Author(SWARM, seed=number), trio.current_time()
         peer, network = author.peer, self.network
         network.peers.add(
             peer, f"/ip4/10.{number // 250}.{number % 250}.7/tcp/9512/p2p/{peer}", "exchange", now
         )
-        network.peers.connected_to(peer, inbound=True, now=now)
+        network.peers.record_connected(peer, inbound=True, now=now)
         frame = author.frame(author.group(0, time.time()))
         candidate = self.exchange.admission.check(frame, time.time())  # as if it had been fetched
         self.exchange._enqueue(msgspec.structs.replace(candidate, source=peer))
@@ -124,13 +122,13 @@ class Node:
             GroupsRequest([bytes([n]) * 32 for n in range(15)] + [envelope.content_id(frame)]),
         )
         network.rejected(peer, "malformed")
-        network.peers.disconnected(peer, now)
+        network.peers.record_disconnected(peer, now)
         if number % 32 == 0:
             self.exchange.draw(Draw(number, 8, number // 256, 4))
             await trio.lowlevel.checkpoint()
 
     async def meet_all(self, numbers):
-        """Returns the CPU time that it took, in seconds."""
+        """Simulate many peers; returns the CPU time in seconds."""
         began = time.process_time()
         for number in numbers:
             await self.meet(number)
@@ -140,7 +138,7 @@ class Node:
         return await self.asked.handlers[protocol](peer, codec.encode(request))
 
     def samples(self):
-        """(metric, labels) of all that a scrape answers."""
+        """Return the (metric, labels) pairs of a scrape."""
         found = [
             sample
             for family in make_registry(self.observer.snapshot).collect()
@@ -152,7 +150,7 @@ class Node:
         return status_json(self.observer.snapshot(), History())
 
 
-async def test_cost_per_peer_does_not_grow_with_peers(
+async def test_cost_per_peer_is_constant(
     tmp_path,
 ):
     key = identity.load_or_create(tmp_path / "identity.key")
@@ -181,12 +179,12 @@ async def test_cost_per_peer_does_not_grow_with_peers(
     assert snapshot.rollouts.admission.admitted == PEERS
     assert snapshot.network.peers.known <= MAX_PEERS
     assert len(snapshot.peers) == PEER_ROWS
-    assert len(snapshot.swarm.rows) == ROWS
+    assert len(snapshot.swarm.rows) == MAX_ROWS
     assert snapshot.rollouts.serving.shelf.groups <= MOST_GROUPS
     assert grown < (PEERS - 400) * PEER_BYTES
     assert late < 2 * early + 0.5
     by_name = Counter(name for name, _ in many)
-    assert max(by_name.values()) <= MAX_LABEL_VALUES
+    assert max(by_name.values()) <= MAX_SERIES
     assert len(many) <= len(few) + 8  # reasons and outcomes that had not occurred yet
     assert not [
         labels

@@ -1,4 +1,4 @@
-"""What real processes could not help when they were silent."""
+"""Starvation of real processes."""
 
 import os
 import signal
@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from swarmnode.daemon.starvation import Starvation, processor_waits, waits_for_a_disk
+from swarmnode.daemon.starvation import Starvation, processor_waits, waits_for_disk
 
 READY = "import time; print(end='x', flush=True); end = time.monotonic() + 120\n"
-"""Whoever is left over when a test run is killed ends by itself."""
+"""The program ends by itself if the test run is killed."""
 SPIN = READY + "while time.monotonic() < end: pass"
 SLEEP = READY + "time.sleep(120)"
 THREAD = (
@@ -20,14 +20,14 @@ THREAD = (
 )
 VFORK = READY + "import ctypes; libc = ctypes.CDLL(None)\nif libc.vfork() == 0: libc.sleep(120)"
 GONE = 2**22 + 1
-"""No process has this id: Linux ends at 2**22."""
+"""An unused process id: Linux ends at 2**22."""
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts it")
 
 
 @pytest.fixture
 def on_one_processor():
-    """Start Python programs that all have to share one processor."""
+    """Start Python programs that share one processor."""
     children = []
     processor = {min(os.sched_getaffinity(0))}
 
@@ -54,7 +54,7 @@ def until(condition):
 
 
 @pytest.mark.parametrize("code", [SPIN, THREAD])
-def test_counts_cpu_waits_of_every_thread(on_one_processor, code):
+def test_processor_wait_of_any_thread_counts(on_one_processor, code):
     starvation = Starvation(on_one_processor(code), 0.0)
     on_one_processor(SPIN)
     until(lambda: starvation.since("first", 0.0) > 1.0)
@@ -64,14 +64,14 @@ def test_counts_cpu_waits_of_every_thread(on_one_processor, code):
     until(lambda: starvation.since("second", 0.0) > 1.0)
 
 
-def test_who_sleeps_waits_for_nothing_however_busy_the_others_are(on_one_processor):
+def test_sleeping_process_is_not_starved(on_one_processor):
     hung, busy = Starvation(on_one_processor(SLEEP), 0.0), Starvation(on_one_processor(SPIN), 0.0)
     on_one_processor(SPIN)
     until(lambda: busy.since(1, 0.0) > 1.0)
     assert hung.since(1, 0.0) < 0.5
 
 
-def test_only_long_gaps_between_checks_count_as_starvation():
+def test_missed_measurements_count_as_starvation():
     starvation = Starvation(GONE, 0.0)
     assert [starvation.due(at) for at in (0.25, 0.75, 1.0)] == [False, False, True]
     assert [starvation.since(None, at) for at in (1.0, 2.25, 4.0, 40.0, 41.0)] == [
@@ -86,23 +86,22 @@ def test_only_long_gaps_between_checks_count_as_starvation():
 
 def test_who_waits_for_a_disk_cannot_help_it(monkeypatch):
     starvation = Starvation(GONE, 0.0)
-    monkeypatch.setattr("swarmnode.daemon.starvation.waits_for_a_disk", lambda pid: True)
+    monkeypatch.setattr("swarmnode.daemon.starvation.waits_for_disk", lambda pid: True)
     assert [starvation.since(None, at) for at in (1.0, 2.0, 3.0)] == [1.0, 2.0, 3.0]
     monkeypatch.undo()
     assert starvation.since(None, 4.0) == 3.0
 
 
-def test_what_waits_for_a_disk_is_told_by_its_state(on_one_processor):
-    """A parent that has forked by vfork waits like that until its child has begun: the one way to
-    be in state D without a broken disk."""
+def test_disk_wait_is_detected(on_one_processor):
+    """A parent waits in state D after vfork until its child starts, which needs no broken disk."""
     pid = on_one_processor(SLEEP)
-    assert not waits_for_a_disk(pid)
+    assert not waits_for_disk(pid)
     forked = on_one_processor(VFORK)
-    until(lambda: waits_for_a_disk(forked))
+    until(lambda: waits_for_disk(forked))
 
 
 def test_a_process_that_is_gone_has_waited_for_nothing():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     assert processor_waits(child.pid) == {}
-    assert not waits_for_a_disk(child.pid)
+    assert not waits_for_disk(child.pid)

@@ -14,8 +14,8 @@ import trio
 from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
-from swarmnode.daemon.supervisor import Supervisor, how_it_ended, parse_progress
-from swarmnode.daemon.trainer_port import end_trainer
+from swarmnode.daemon.supervisor import Supervisor, describe_exit, parse_progress
+from swarmnode.daemon.trainer_port import kill_trainer
 from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
 from swarmnode.observe.watch import TrainerWatch
@@ -39,10 +39,9 @@ FOREVER = "while True: progress('training', 0.01); time.sleep(0.02)"
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """Build a supervisor whose children run the given bodies; `pids(name)` are the children started
-    so far."""
+    """Build a supervisor whose children run `bodies`; `pids(name)` lists the started children."""
 
-    def build(network=FOREVER, trainer=FOREVER, **limits):
+    def build(network=FOREVER, trainer=FOREVER, drain_seconds=5.0):
         commands = {}
         for name, body in {"network": network, "trainer": trainer}.items():
             root = os.path.dirname(os.path.dirname(module.__file__))
@@ -52,13 +51,10 @@ def node(tmp_path, monkeypatch):
             commands[name] = f"child_{name}"
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 0.5)
-        config = Config.model_validate(
-            {
-                "node": {"data_dir": tmp_path / "data"},
-                "supervisor": {"drain_seconds": 5.0, **limits},
-            }
-        )
-        return Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
+        for name in ("watchdog", "supervisor"):
+            monkeypatch.setattr(f"swarmnode.daemon.{name}.DRAIN_SECONDS", drain_seconds)
+        config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
+        return Supervisor(config.node.data_dir, config.model_dump_json, commands)
 
     def pids(name):
         path = tmp_path / name
@@ -115,9 +111,9 @@ async def test_a_child_without_progress_is_killed_and_restarted(node):
 @pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux says how long a process waited for a processor"
 )
-async def test_starved_child_is_not_taken_as_hung(node):
-    """A quarter of a second of work between two signs of life takes a second beside three others;
-    half a second of silence is a hang."""
+async def test_starved_child_is_not_stalled(node):
+    """A quarter second of work between progress lines takes a second beside three other processes;
+    half a second of silence counts as a stall."""
     processor = min(os.sched_getaffinity(0))
     others = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(3)]  # noqa: ASYNC220
     try:
@@ -150,7 +146,7 @@ async def test_a_finished_trainer_ends_the_node_with_zero(node):
         assert await node(trainer="progress('training', 0.1); sys.exit(0)").run() == 0
 
 
-async def test_a_configuration_error_of_a_child_is_the_node_s_exit_code(node):
+async def test_configuration_error_of_a_child_ends_the_node(node):
     with trio.fail_after(120):
         assert await node(trainer="sys.exit(78)").run() == 78
     assert len(node.pids("trainer")) == 1
@@ -208,9 +204,7 @@ while True: time.sleep(0.05); progress("training")
         "within its step",
     ],
 )
-async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(
-    node, tmp_path, status, step, survives
-):
+async def test_drain_waits_for_step_and_save(node, tmp_path, status, step, survives):
     body = "import signal\n" + DRAINS.format(
         turns=15, status=status, step=step, marker=str(tmp_path / "saved")
     )
@@ -227,9 +221,7 @@ async def test_a_drain_waits_for_the_step_and_for_what_is_being_saved(
     [(0, 1.5, 0.5, 0, True), (1, 60, 0.5, 0, False), (2, 60, 60, 143, False)],
     ids=["however long it takes", "a SIGTERM bounds it", "a second one aborts"],
 )
-async def test_finish_waits_for_the_step_until_a_signal_takes_the_time_away(
-    node, tmp_path, signals, seconds, drain, code, survives
-):
+async def test_finish_waits_until_a_signal(node, tmp_path, signals, seconds, drain, code, survives):
     body = DRAINS.format(
         turns=int(10 * seconds), status="training", step=0.01, marker=str(tmp_path / "saved")
     )
@@ -283,11 +275,11 @@ def test_an_unwritable_data_directory_is_one_clear_line(tmp_path):
     "line",
     [b"", b"{", b"[]", b'{"status":"x"}', b'{"step_seconds":"a","status":"x"}', b"\xff", b"3"],
 )
-def test_progress_lines_that_are_not_ours_are_ignored(line):
+def test_invalid_progress_lines_are_ignored(line):
     assert parse_progress(line) is None
 
 
-async def test_children_are_started_by_the_thread_whose_end_would_end_them(node):
+async def test_children_are_started_by_the_main_thread(node):
     supervisor = node(
         trainer=(
             "progress(open('/proc/self/status').read().split('PPid:')[1].split()[0]);"
@@ -324,17 +316,16 @@ CRASHES = textwrap.dedent("""
 FIRST_ONLY = (
     "if len(open(os.path.join(marks, name)).readlines()) > 1: progress('loading'); time.sleep(60)\n"
 )
-"""What is started in its place stays in loading, so that why the first one ended is still there to
-be read."""
+"""The replacement stays in loading, so that the reason of the first end remains readable."""
 
 
 async def down(node, name="trainer"):
-    """Why it is not at work, once it is not."""
+    """Return why a process is down, once it is."""
     await until(lambda: node.statistics()[name]["down"])
     return node.statistics()[name]["down"]
 
 
-async def test_reason_of_an_exit_is_the_last_logged_error(node, tmp_path):
+async def test_down_reason_is_the_last_logged_error(node, tmp_path):
     supervisor = node(trainer=CRASHES)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
@@ -352,11 +343,11 @@ async def test_a_process_that_hung_did_not_crash(node):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer"))
-        assert await down(node) == "it made no progress while training, and was ended"
+        assert await down(node) == "no progress while training, killed"
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_path):
+async def test_process_killed_by_network_is_no_crash(node, tmp_path):
     supervisor = node(trainer=FIRST_ONLY + FOREVER)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(supervisor.run)
@@ -365,9 +356,9 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
         watch.connected(node.pids("trainer")[0])
         # another process does that, and what it writes to disk keeps nobody else waiting
         await trio.to_thread.run_sync(
-            end_trainer, watch, tmp_path / "data", "it has work and does none"
+            kill_trainer, watch, tmp_path / "data", "it has work and does none"
         )
-        assert await down(node) == "the network process ended it: it has work and does none"
+        assert await down(node) == "killed by the network process: it has work and does none"
         os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -375,10 +366,10 @@ async def test_a_process_that_the_network_process_ended_did_not_crash(node, tmp_
     ("code", "last", "said"),
     [
         (1, "crashed error=KeyError: 'x'", "KeyError: 'x' (exit code 1)"),
-        (-9, "", "killed by SIGKILL; where nobody did that, the machine ran out of memory"),
+        (-9, "", "killed by SIGKILL; unless someone killed it, the machine ran out of memory"),
         (-11, "", "killed by SIGSEGV"),
-        (0, "old", "it finished"),
+        (0, "old", "finished"),
     ],
 )
 def test_how_a_process_ended_is_one_line(code, last, said):
-    assert how_it_ended(code, last) == said
+    assert describe_exit(code, last) == said

@@ -1,4 +1,4 @@
-"""What systemd is told, read from a socket as systemd would."""
+"""Messages to systemd, read from a socket like systemd's."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def notifier(tmp_path, manager):
     made._socket.close()
 
 
-def test_ready_once_and_not_before_every_process_is_past_loading(notifier, manager):
+def test_ready_is_sent_once_after_loading(notifier, manager):
     notifier.beat({"network": "serving", "trainer": "loading torch"}, well=True)
     assert manager.heard() == [
         "STATUS=network: serving, trainer: loading torch",
@@ -63,12 +63,12 @@ def test_ready_once_and_not_before_every_process_is_past_loading(notifier, manag
     assert manager.heard() == ["WATCHDOG=1"]
 
 
-def test_a_node_without_trainer_is_ready_when_its_network_serves(notifier, manager):
+def test_bootstrap_node_is_ready_when_serving(notifier, manager):
     notifier.beat({"network": "serving"}, well=True)
     assert "READY=1" in manager.heard()
 
 
-def test_a_restart_after_ready_neither_repeats_it_nor_asks_for_time(notifier, manager):
+def test_restart_does_not_repeat_ready(notifier, manager):
     notifier.beat({"trainer": "training"}, well=True)
     manager.heard()
     notifier.beat({"trainer": "down"}, well=True)
@@ -89,14 +89,14 @@ def test_the_drain_asks_for_its_time(notifier, manager):
     assert manager.heard() == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=50000000"]
 
 
-def test_without_systemd_or_with_one_that_went_away_nothing_happens(tmp_path, notifier, manager):
+def test_without_systemd_nothing_is_sent(tmp_path, notifier, manager):
     Notifier({}).beat({"trainer": "training"}, well=True)
     manager.socket.close()
     (tmp_path / "notify").unlink()
     notifier.beat({"trainer": "training"}, well=True)
 
 
-def test_what_there_was_no_room_for_is_said_again(notifier, manager):
+def test_unsent_status_is_sent_again(notifier, manager):
     while notifier._send("WATCHDOG=1"):
         pass  # nobody reads: the socket holds a handful
     notifier.beat({"network": "serving"}, well=True)
@@ -138,7 +138,6 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     monkeypatch.setattr(module, "NOTIFY_SECONDS", 0.02)
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     supervisor = Supervisor(
-        config.supervisor,
         config.node.data_dir,
         config.model_dump_json,
         {"network": "notified_child"},
@@ -156,7 +155,7 @@ async def test_the_supervisor_reports_start_life_and_end(tmp_path, manager, monk
     assert "NOTIFY_SOCKET" not in os.environ
 
 
-def test_the_state_directory_of_a_unit_is_the_default_data_directory(tmp_path):
+def test_state_directory_is_the_default_data_directory(tmp_path):
     environment = {"STATE_DIRECTORY": "/var/lib/swarmnode:/var/lib/other"}
     resolved = settings.load(None, environment)
     assert str(resolved.config.node.data_dir) == "/var/lib/swarmnode"

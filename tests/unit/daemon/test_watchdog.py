@@ -1,25 +1,23 @@
-"""The watchdog's verdicts, over injected time."""
+"""Decisions of the watchdog with injected time."""
 
 import random
 
 import pytest
 
-from swarmnode.config import SupervisorConfig
-from swarmnode.daemon.watchdog import DEFECT, End, Restart, Watchdog
-
-CONFIG = SupervisorConfig(startup_seconds=100)
+from swarmnode.daemon.watchdog import DEFECT, EndNode, Restart, Watchdog
 
 
 @pytest.fixture
 def watchdog(monkeypatch):
     monkeypatch.setattr("swarmnode.daemon.watchdog.CRASH_LIMIT", 3)
     monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 10)
-    dog = Watchdog("trainer", CONFIG, random.Random(0))
+    monkeypatch.setattr("swarmnode.daemon.watchdog.STARTUP_SECONDS", 100)
+    dog = Watchdog("trainer", random.Random(0))
     dog.started(0.0)
     return dog
 
 
-def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
+def test_deadline_is_startup_floor_or_four_times_p99(watchdog):
     assert watchdog.deadline() == 100
     watchdog.progressed(5.0, None, "loading model")
     assert watchdog.deadline() == 105
@@ -32,20 +30,20 @@ def test_deadline_is_start_up_then_floor_then_four_times_p99(watchdog):
     assert watchdog.deadline() == 8 + 20
 
 
-def test_time_in_which_a_process_had_no_processor_is_no_silence_of_its_own(watchdog):
-    watchdog.starved(30.0)
+def test_starved_time_extends_the_deadline(watchdog):
+    watchdog.set_starvation(30.0)
     assert watchdog.deadline() == 130
     watchdog.progressed(6.0, None, "generating")
     assert watchdog.deadline() == 16
-    watchdog.starved(9.0)
+    watchdog.set_starvation(9.0)
     assert watchdog.deadline() == 25
-    watchdog.starved(40.0)
+    watchdog.set_starvation(40.0)
     assert watchdog.deadline() == 56
     watchdog.progressed(50.0, None, "generating")
     assert watchdog.deadline() == 60
 
 
-def test_reloading_process_gets_the_initial_timeout(
+def test_reloading_process_gets_the_startup_deadline(
     watchdog,
 ):
     watchdog.progressed(5.0, None, "loading model")
@@ -61,7 +59,7 @@ def test_reloading_process_gets_the_initial_timeout(
     assert watchdog.deadline() == 71
 
 
-def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog):
+def test_backoff_grows_until_the_node_ends(watchdog):
     watchdog.progressed(1.0, 1.0, "training")
     first = watchdog.exited(2.0, -9)
     assert isinstance(first, Restart)
@@ -72,7 +70,7 @@ def test_a_crash_restarts_with_growing_back_off_until_the_breaker_opens(watchdog
     assert 0.5 <= second.after_seconds <= 1
     watchdog.started(6.0)
     verdict = watchdog.exited(7.0, 1)
-    assert verdict == End(75, "trainer ended 3 times within 300 s")
+    assert verdict == EndNode(75, "trainer ended 3 times within 300 s")
 
 
 def test_crashes_outside_the_window_do_not_count(watchdog):
@@ -91,13 +89,13 @@ def test_exit_codes_that_end_the_node(watchdog, code, ran, ends):
     else:
         watchdog.progressed(1.0, None, "loading policy")
     verdict = watchdog.exited(2.0, code)
-    assert isinstance(verdict, End) == ends
+    assert isinstance(verdict, EndNode) == ends
     if ends:
         assert verdict.exit_code == code
 
 
 def test_a_finished_process_ends_the_node_well(watchdog):
-    assert watchdog.exited(2.0, 0) == End(0, "trainer finished")
+    assert watchdog.exited(2.0, 0) == EndNode(0, "trainer finished")
 
 
 def test_recovery_is_from_exit_until_loading_is_over(watchdog):
@@ -114,7 +112,7 @@ ERROR = "crashed error=RuntimeError: The size of tensor a (131) must match 128 a
 
 
 def crashes(dog, causes, code=1, step_seconds=None, apart=1000.0):
-    """Verdicts on processes that end one after the other, far enough apart for the breaker."""
+    """Return the decisions for consecutive crashes, far enough apart for the breaker."""
     verdicts = []
     for number, cause in enumerate(causes):
         dog.started(number * apart)
@@ -127,7 +125,7 @@ def test_the_same_exception_three_times_ends_the_node(watchdog):
     other = ERROR.replace("131", "140").replace("0x7f12ab", "0x7f9900")
     *restarts, end = crashes(watchdog, [ERROR, other, ERROR])
     assert all(isinstance(verdict, Restart) for verdict in restarts)
-    assert isinstance(end, End)
+    assert isinstance(end, EndNode)
     assert end.exit_code == DEFECT
 
 
@@ -147,7 +145,7 @@ def test_other_crashes_are_restarted(watchdog, causes, code, step_seconds):
     assert all(isinstance(verdict, Restart) for verdict in verdicts)
 
 
-def test_an_error_of_ours_keeps_its_exit_code(watchdog):
-    assert crashes(watchdog, ["policy.model 'x' cannot be trained"] * 3, 69)[-1] == End(
+def test_local_error_keeps_its_exit_code(watchdog):
+    assert crashes(watchdog, ["policy.model 'x' cannot be trained"] * 3, 69)[-1] == EndNode(
         69, "trainer ended 3 times by the same error"
     )

@@ -321,6 +321,14 @@ def test_a_task_that_does_not_exist_is_a_wrong_configuration(tmp_path, capsys):
     assert doctor("--data-dir", tmp_path, "--set", 'task.names=["rg/no_such"]') == 78
 
 
+def test_a_crew_says_in_one_line_that_it_does_not_play_episodes(tmp_path, capsys):
+    settings = ('task.names=["gym/FrozenLake-v1"]', "stages.mode=always")
+    assert doctor("--data-dir", tmp_path, "--set", settings[0], "--set", settings[1]) == 78
+    (line, _) = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAIL  configuration: task.names: 'gym/FrozenLake-v1' has episodes")
+    assert line.endswith("leave the task out, or set stages.mode to off")
+
+
 def test_a_loose_key_ends_it_as_it_would_end_the_node(tmp_path, on_cpu, capsys):
     load_or_create(tmp_path / "identity.key")
     (tmp_path / "identity.key").chmod(0o640)

@@ -1,5 +1,4 @@
-"""Both ends of the link over a real Unix socket: order, restart of either end, bad frames, a path
-that is too long."""
+"""Both ends of the link over a real Unix socket: order, restarts, bad frames, long paths."""
 
 import socket
 import struct
@@ -8,7 +7,7 @@ import pytest
 import trio
 import trio.testing
 
-from swarmnode.link.client import QUEUED_FRAMES, Link
+from swarmnode.link.client import MAX_QUEUED_FRAMES, Link
 from swarmnode.link.frames import FrameError, Unpacker, pack, socket_path, to_network
 from swarmnode.link.messages import Drawn, Hello, Report, Welcome
 from swarmnode.link.server import LinkServer
@@ -32,7 +31,7 @@ THEIRS = external_group("peer", 0)
 
 
 class Recorder:
-    """What the network process would do, recorded."""
+    """Records what the network process receives."""
 
     def __init__(self):
         self.seen = []
@@ -66,7 +65,7 @@ def data_dir(tmp_path):
     return tmp_path
 
 
-async def test_welcome_and_messages_in_order(data_dir):
+async def test_messages_arrive_in_order(data_dir):
     recorder = Recorder()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, recorder).run)
@@ -171,7 +170,7 @@ async def test_a_bad_frame_closes_the_connection_and_is_counted(data_dir, data):
         nursery.cancel_scope.cancel()
 
 
-async def test_invalid_link_message_is_logged_once_and_retried(data_dir, caplog):
+async def test_invalid_message_is_logged_once_and_retried(data_dir, caplog):
     recorder = Recorder()
     recorder.hello = lambda hello: hello  # as one of another version may
     async with trio.open_nursery() as nursery:
@@ -184,16 +183,16 @@ async def test_invalid_link_message_is_logged_once_and_retried(data_dir, caplog)
 
 async def test_the_outbox_is_bounded_and_drops_the_oldest(data_dir):
     link = Link(data_dir, lambda: HELLO)  # not started: nothing leaves
-    for step in range(QUEUED_FRAMES + 3):
+    for step in range(MAX_QUEUED_FRAMES + 3):
         link.send(Report(phase="training", step=step))
     assert link.statistics().dropped_frames == 3
     recorder = Recorder()
     async with trio.open_nursery() as nursery:
         await nursery.start(LinkServer(data_dir, recorder).run)
         with link:
-            await until(lambda: len(recorder.reports()) == QUEUED_FRAMES)
+            await until(lambda: len(recorder.reports()) == MAX_QUEUED_FRAMES)
         nursery.cancel_scope.cancel()
-    assert recorder.reports() == list(range(3, QUEUED_FRAMES + 3))
+    assert recorder.reports() == list(range(3, MAX_QUEUED_FRAMES + 3))
 
 
 def test_frames_survive_any_cut():
@@ -205,7 +204,7 @@ def test_frames_survive_any_cut():
         Unpacker(to_network).feed(struct.pack(">I", 1) + b"\xc0")
 
 
-async def test_a_data_directory_that_is_too_deep_for_a_socket_works(tmp_path):
+async def test_deep_data_directory_works(tmp_path):
     deep = tmp_path / ("d" * 120)
     (deep / "run").mkdir(parents=True)
     with pytest.raises(OSError, match="too long"):

@@ -60,7 +60,7 @@ def test_anything_else_is_refused(text):
 
 
 @pytest.mark.parametrize("key", SMALL_ORDER_KEYS, ids=bytes.hex)
-def test_the_peer_id_of_a_small_order_key_is_refused(key):
+def test_small_order_peer_ids_are_refused(key):
     raw = addresses.ED25519_PEER_ID + key
     with pytest.raises(ValueError, match="small order"):
         parse(f"/ip4/127.0.0.1/tcp/1/p2p/{base58.b58encode(raw).decode()}")
@@ -93,12 +93,12 @@ def test_scope_and_prefix(host, scope, prefix):
     assert (address.scope, address.prefix) == (scope, prefix)
 
 
-def test_an_ipv4_peer_on_an_ipv6_socket_is_an_ipv4_peer():
+def test_ipv4_mapped_sockets_are_ipv4_addresses():
     assert str(addresses.from_socket("::ffff:9.9.9.9", 5)) == "/ip4/9.9.9.9/tcp/5"
 
 
 @pytest.mark.parametrize(
-    ("host", "teller", "allowed"),
+    ("host", "reporter", "allowed"),
     [
         ("8.8.8.8", "9.9.9.9", True),
         ("127.0.0.1", "9.9.9.9", False),
@@ -111,15 +111,15 @@ def test_an_ipv4_peer_on_an_ipv6_socket_is_an_ipv4_peer():
         ("169.254.169.254", "10.0.0.1", False),
     ],
 )
-def test_a_stranger_cannot_point_us_nearer_than_it_is(host, teller, allowed):
-    assert dialable(Address("ip4", host, 1), Address("ip4", teller, 2)) is allowed
+def test_reported_addresses_need_the_scope_of_their_reporter(host, reporter, allowed):
+    assert dialable(Address("ip4", host, 1), Address("ip4", reporter, 2)) is allowed
 
 
 def test_names_from_peers_are_never_resolved():
     assert not dialable(Address("dns4", "localhost", 1), None)
 
 
-def test_peer_id_must_be_that_of_an_ed25519_key_in_its_one_spelling():
+def test_peer_id_must_be_canonical_ed25519():
     assert addresses.check_peer_id(PEER) == PEER
     for wrong in (
         "1" + PEER,

@@ -1,18 +1,17 @@
-"""Who is let in at the end of a handshake."""
+"""Admission of connections at the end of a handshake."""
 
 import dataclasses
 
 from swarmnode.p2p.addresses import Address
-from swarmnode.p2p.admission import Admission
+from swarmnode.p2p.admission import Admission, PeerScores
 from swarmnode.p2p.connections import ConnectionTable
-from swarmnode.p2p.library.gater import Newcomer
+from swarmnode.p2p.library.gater import HandshakePeer
 from swarmnode.p2p.reputation import BAN, Reputation
-from swarmnode.p2p.scoring import PeerScores
 
 
 @dataclasses.dataclass(frozen=True)
 class Live:
-    """A connection, as far as admission looks at it."""
+    """Connection as seen by `Admission`."""
 
     peer: str
     remote: Address | None = None
@@ -25,10 +24,10 @@ def at(host: str) -> Address:
     return Address("ip4", host, 4001)
 
 
-def newcomer(
+def candidate(
     peer: str, host: str | None = None, *, inbound: bool = True, relay: str | None = None
-) -> Newcomer:
-    return Newcomer(peer, at(host) if host else None, inbound, relay)
+) -> HandshakePeer:
+    return HandshakePeer(peer, at(host) if host else None, inbound, relay)
 
 
 def admission(
@@ -42,48 +41,50 @@ async def test_one_network_prefix_gets_a_quarter_of_the_connections():
     rule, table, _ = admission(max_connections=40)
     admitted = 0
     for index in range(20):
-        if rule.admits(newcomer(f"x{index}", f"9.9.9.{index}")):
+        if rule.admits(candidate(f"x{index}", f"9.9.9.{index}")):
             admitted += 1
             table.opened(Live(f"x{index}", at(f"9.9.9.{index}")))
     assert admitted == 10
-    assert rule.admits(newcomer("other", "9.9.8.1"))
-    assert rule.admits(newcomer("x30", "9.9.9.30", inbound=False))  # whom we dial is our own choice
+    assert rule.admits(candidate("other", "9.9.8.1"))
+    assert rule.admits(
+        candidate("x30", "9.9.9.30", inbound=False)
+    )  # whom we dial is our own choice
 
 
 async def test_this_machine_is_no_prefix():
     rule, table, _ = admission(max_connections=16)
     for index in range(10):
-        assert rule.admits(newcomer(f"x{index}", "127.0.0.1"))
+        assert rule.admits(candidate(f"x{index}", "127.0.0.1"))
         table.opened(Live(f"x{index}", at("127.0.0.1")))
 
 
-async def test_relayed_peers_count_per_relay_not_per_prefix():
+async def test_relayed_peers_count_towards_their_relay():
     rule, table, scores = admission(max_connections=16)
     for index in range(4):
-        assert rule.admits(newcomer(f"x{index}", relay="relay"))
+        assert rule.admits(candidate(f"x{index}", relay="relay"))
         table.opened(Live(f"x{index}", relay="relay"))
-    assert not rule.admits(newcomer("y", relay="relay"))
-    assert rule.admits(newcomer("y", relay="another"))
-    assert rule.admits(newcomer("y", "5.5.5.5"))  # the relay's own address is not theirs
+    assert not rule.admits(candidate("y", relay="relay"))
+    assert rule.admits(candidate("y", relay="another"))
+    assert rule.admits(candidate("y", "5.5.5.5"))  # the relay's own address is not theirs
     scores.rejected("x0", "test", cost=-BAN)
     assert scores.score("x5") == 0.0  # and so its bans are nobody else's
 
 
-async def test_neither_ourselves_nor_the_banned_nor_strangers_of_a_private_swarm():
+async def test_self_banned_and_non_members_are_refused():
     rule, _, scores = admission(members={"a", "b", "own"})
-    assert rule.admits(newcomer("a", "9.9.9.9"))
-    assert not rule.admits(newcomer("stranger", "9.9.9.9"))
-    assert not rule.admits(newcomer("own", "9.9.9.9"))
+    assert rule.admits(candidate("a", "9.9.9.9"))
+    assert not rule.admits(candidate("stranger", "9.9.9.9"))
+    assert not rule.admits(candidate("own", "9.9.9.9"))
     scores.rejected("b", "test", cost=-BAN)
-    assert not rule.admits(newcomer("b", "9.9.9.9"))
-    assert not rule.admits(newcomer("b", "9.9.9.9", inbound=False))
+    assert not rule.admits(candidate("b", "9.9.9.9"))
+    assert not rule.admits(candidate("b", "9.9.9.9", inbound=False))
 
 
 async def test_only_who_comes_directly_has_arrived():
     arrived = []
     rule, _, _ = admission(members={"a", "b", "c"}, arrived=arrived.append)
-    assert rule.admits(newcomer("a", "9.9.9.9"))
-    assert rule.admits(newcomer("b", relay="relay"))
-    assert rule.admits(newcomer("c", "9.9.9.9", inbound=False))
-    assert not rule.admits(newcomer("d", "9.9.9.9"))
+    assert rule.admits(candidate("a", "9.9.9.9"))
+    assert rule.admits(candidate("b", relay="relay"))
+    assert rule.admits(candidate("c", "9.9.9.9", inbound=False))
+    assert not rule.admits(candidate("d", "9.9.9.9"))
     assert arrived == ["a"]

@@ -1,5 +1,5 @@
-"""What swarmnode/p2p/api.py promises, of the network in memory and of real hosts on loopback
-alike."""
+"""The contract of swarmnode/p2p/api.py, run against the network in memory and against real
+hosts."""
 
 import contextlib
 
@@ -33,7 +33,7 @@ async def on_loopback(directory):
 
 @pytest.fixture(params=[in_memory, on_loopback], ids=["memory", "libp2p"])
 def pair(request, tmp_path):
-    """A context of two connected networks."""
+    """Open two connected networks."""
     return request.param(tmp_path)
 
 
@@ -56,15 +56,15 @@ async def ask(
     )
 
 
-async def test_a_peer_was_heard_when_it_last_said_anything(pair):
+async def test_last_received_is_the_time_of_the_last_bytes(pair):
     async with pair as (one, other):
         other.requests.serve(PROTOCOL, echo, **LIMITS)
         began = trio.current_time()
         await trio.sleep(0.05)
         await ask(one, other.peer_id)
         for network, peer in ((one, other.peer_id), (other, one.peer_id)):
-            assert began + 0.04 < network.heard(peer) <= trio.current_time()
-        assert one.heard("12D3KooWNobody") is None
+            assert began + 0.04 < network.last_received(peer) <= trio.current_time()
+        assert one.last_received("12D3KooWNobody") is None
 
 
 async def test_two_networks_know_of_each_other(pair):
@@ -106,7 +106,7 @@ async def test_a_request_is_answered(pair):
         )
 
 
-async def test_every_way_in_which_a_request_fails_is_a_kind_of_peer_error(pair):
+async def test_every_request_failure_is_a_peer_error(pair):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
 
@@ -133,7 +133,7 @@ async def test_every_way_in_which_a_request_fails_is_a_kind_of_peer_error(pair):
         assert await ask(one, other.peer_id) == b"x"
 
 
-async def test_no_more_are_served_than_was_said(pair):
+async def test_concurrent_requests_are_limited(pair):
     busy = trio.Event()
 
     async def slow(peer: str, data: bytes) -> bytes:
@@ -177,7 +177,7 @@ async def test_a_stream_carries_both_ways_and_ends_in_order(pair):
         assert not theirs.broken.is_set()
 
 
-async def test_a_stream_that_is_reset_is_broken_at_both_ends(pair):
+async def test_reset_breaks_a_stream_at_both_ends(pair):
     arrived = []
     async with pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=4)
@@ -196,7 +196,7 @@ async def test_a_stream_that_is_reset_is_broken_at_both_ends(pair):
             await ours.send(b"x")
 
 
-async def test_excess_streams_and_unknown_protocols_are_refused(pair):
+async def test_excess_and_unknown_streams_are_refused(pair):
     arrived = []
     async with pair as (one, other):
         other.streams.serve(PROTOCOL, arrived.append, concurrent=4, per_peer=1)
@@ -243,7 +243,7 @@ async def test_what_is_offered_can_be_fetched_by_its_audience(pair):
             )
 
 
-async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
+async def test_wrong_bulk_bytes_cost_score(pair):
     data = bytearray(8192)
     source = BulkSource(data, chunk_bytes=4096)
     async with pair as (one, other):
@@ -257,7 +257,7 @@ async def test_bytes_that_are_not_what_the_manifest_says_cost_standing(pair):
         assert one.score(other.peer_id) < 0
 
 
-async def test_often_rejected_peer_is_ignored_and_disconnected(pair):
+async def test_rejected_peer_is_ignored_then_disconnected(pair):
     async with pair as (one, other):
         with trio.fail_after(10):
             await other.wait_connected()
@@ -265,7 +265,7 @@ async def test_often_rejected_peer_is_ignored_and_disconnected(pair):
         other.accepted(one.peer_id)
         assert other.score(one.peer_id) > 0
         other.rejected(one.peer_id, "test", cost=-BAN - 30)
-        assert not other.welcome(one.peer_id)
+        assert not other.is_allowed(one.peer_id)
         with pytest.raises(PeerError):
             await ask(one, other.peer_id)
         assert one.peer_id in other.connected()

@@ -1,4 +1,4 @@
-"""Whether we can be reached: votes, dial-backs over loopback, and who is not dialled."""
+"""Reachability: votes, dial-backs over loopback, and refused dial-backs."""
 
 import logging
 
@@ -12,14 +12,14 @@ from swarmnode.errors import PeerError
 from swarmnode.p2p.addresses import PRIVATE, PUBLIC, parse
 from swarmnode.p2p.autonat import (
     AUTONAT,
+    MAX_PAUSES,
+    MAX_VOTES,
     PAUSE_SECONDS,
-    PAUSED,
     VOTE_SECONDS,
-    VOTERS,
-    Pauses,
+    DialBackLimiter,
     Votes,
 )
-from swarmnode.p2p.conversations import converse, read_message, write_message
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
 from tests.support.hosts import host, hosts
 from tests.support.waiting import until
 
@@ -29,7 +29,7 @@ def port_of(network):
 
 
 def listens_at(network, port):
-    """As if it listened not only on loopback."""
+    """Make the reachability check use `port` although the host listens on loopback only."""
     network.nat.reach.ports = [port]
 
 
@@ -49,7 +49,7 @@ async def test_a_node_that_can_be_dialled_back_is_public(tmp_path):
         assert a.statistics().nat.relay.serving  # role auto
 
 
-async def test_unreachable_port_is_private_and_needs_relays(tmp_path, caplog):
+async def test_unreachable_port_is_private_and_seeks_relays(tmp_path, caplog):
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(
             lambda: (
@@ -69,14 +69,14 @@ async def test_unreachable_port_is_private_and_needs_relays(tmp_path, caplog):
         await until(lambda: a.statistics().nat.client.relays == [b.peer_id])
 
 
-async def test_another_peer_at_our_port_is_not_us(tmp_path):
+async def test_another_peer_at_the_port_is_unreachable(tmp_path):
     async with hosts(tmp_path, 2) as (a, b), host(tmp_path / "c") as c:
         listens_at(a, port_of(c))
         await a.nat.reach.check(b.peer_id)
         assert a.nat.reach.verdict == "private"
 
 
-async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
+async def test_ok_without_arrival_is_not_believed(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
 
         async def lie(stream, request):
@@ -88,7 +88,7 @@ async def test_who_says_ok_without_having_come_is_not_believed(tmp_path):
         assert a.nat.reach.verdict == "private"
 
 
-async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path):
+async def test_only_the_observed_address_is_dialled_back(tmp_path):
     async with hosts(tmp_path, 2) as (a, b):
         dialled = []
 
@@ -110,12 +110,14 @@ async def test_only_the_address_we_see_is_dialled_and_not_twice_at_once(tmp_path
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         for expected in (pb.Message.E_DIAL_ERROR, pb.Message.E_DIAL_REFUSED):
-            assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == expected
+            assert (await run_on_new_stream(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[
+                0
+            ] == expected
         assert dialled == ["/ip4/127.0.0.1/tcp/7001", "/ip4/127.0.0.1/tcp/7002"]
 
 
-async def test_who_does_not_ask_from_its_own_address_is_refused(tmp_path):
-    """Through a relay nobody's address is known."""
+async def test_dial_back_needs_a_direct_connection(tmp_path):
+    """The address of a relayed peer is unknown."""
     async with hosts(tmp_path, 2) as (a, b):
         (connection,) = b.host.library.get_network().get_connections(ID.from_string(a.peer_id))
         connection.muxed_conn.get_remote_address = lambda: None
@@ -137,7 +139,7 @@ async def test_garbage_is_answered_or_reset_and_nothing_else(tmp_path, garbage):
             return (await read_message(stream, pb.Message)).dialResponse.status
 
         try:
-            status, _ = await converse(a.host, b.peer_id, AUTONAT, talk, deadline=5.0)
+            status, _ = await run_on_new_stream(a.host, b.peer_id, AUTONAT, talk, deadline=5.0)
             assert status == pb.Message.E_BAD_REQUEST
         except PeerError:
             assert b.connected() == [a.peer_id]
@@ -167,7 +169,7 @@ def test_a_majority_decides_and_a_tie_changes_nothing():
         assert votes.verdict(0.0, before) == verdict
 
 
-def test_those_who_see_us_from_furthest_away_count():
+def test_votes_with_the_widest_scope_count():
     votes = Votes()
     votes.vote("a", True, PRIVATE, 0.0)
     votes.vote("b", True, PRIVATE, 0.0)
@@ -180,23 +182,24 @@ def test_votes_age_and_are_bounded():
     votes = Votes()
     for number in range(100):
         votes.vote(f"p{number}", True, PUBLIC, float(number))
-    assert votes.counts(100.0) == (VOTERS, 0)
+    assert votes.counts(100.0) == (MAX_VOTES, 0)
     assert votes.verdict(100.0 + VOTE_SECONDS) == "unknown"
 
 
-def test_an_address_is_dialled_back_rarely_and_not_all_are_remembered():
-    pauses = Pauses()
-    assert pauses.take("5.5.5.5", 0.0)
-    assert pauses.take("5.5.5.6", 0.0)
-    assert not pauses.take("5.5.5.5", PAUSE_SECONDS - 0.1)
-    assert pauses.take("5.5.5.5", PAUSE_SECONDS)
-    for number in range(2 * PAUSED):
-        pauses.take(str(number), 0.0)
-    assert len(pauses._until) == PAUSED
+def test_dial_backs_per_address_are_rare():
+    pauses = DialBackLimiter()
+    assert pauses.allow("5.5.5.5", 0.0)
+    assert pauses.allow("5.5.5.6", 0.0)
+    assert not pauses.allow("5.5.5.5", PAUSE_SECONDS - 0.1)
+    assert pauses.allow("5.5.5.5", PAUSE_SECONDS)
+    for number in range(2 * MAX_PAUSES):
+        pauses.allow(str(number), 0.0)
+    assert len(pauses._until) == MAX_PAUSES
 
 
-async def test_stock_autonat_reports_connected_peers_as_reachable(tmp_path):
-    """Why it is not used. When this fails, upstream dials, and docs/networking.md should say so."""
+async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
+    """Reproduces the reason for our own implementation. If it fails, upstream dials; update
+    docs/networking.md."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler
 
@@ -208,4 +211,6 @@ async def test_stock_autonat_reports_connected_peers_as_reachable(tmp_path):
             )
             return (await read_message(stream, pb.Message)).dialResponse.status
 
-        assert (await converse(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[0] == pb.Message.OK
+        assert (await run_on_new_stream(a.host, b.peer_id, AUTONAT, ask, deadline=5.0))[
+            0
+        ] == pb.Message.OK

@@ -1,5 +1,4 @@
-"""The month's total survives the process, and a node without budget takes part no more than it can
-afford."""
+"""The monthly total survives a restart, and a node over its budget stops optional transfers."""
 
 import time
 
@@ -25,9 +24,7 @@ def meter(tmp_path, traffic, **caps):
     return Meter(NetworkConfig(**caps), "", tmp_path, traffic)
 
 
-async def test_the_total_is_saved_when_the_process_ends_and_read_when_it_starts(
-    tmp_path, autojump_clock
-):
+async def test_month_total_survives_a_restart(tmp_path, autojump_clock):
     traffic = Traffic()
     first = meter(tmp_path, traffic)
     async with trio.open_nursery() as nursery:
@@ -59,7 +56,7 @@ def test_a_damaged_total_is_no_reason_not_to_start(tmp_path):
     assert meter(tmp_path, Traffic(), monthly_bytes=100).has_room("fetch")
 
 
-async def test_a_full_disk_costs_the_total_and_not_the_node(tmp_path, monkeypatch):
+async def test_full_disk_loses_the_total_only(tmp_path, monkeypatch):
     traffic = Traffic()
     traffic.sent = 1
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Buckets, months and quiet hours, under a clock that the test moves."""
+"""Token buckets, monthly totals and quiet hours with a fake clock."""
 
 import time
 
@@ -23,9 +23,8 @@ def paused(b, now):
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.integers(0, 50_000)), max_size=60))
-def test_what_a_bucket_lets_by_is_bounded_by_its_rate(steps):
-    """Whoever sends only above zero exceeds rate × time + capacity by at most the last thing
-    sent."""
+def test_bucket_is_bounded_by_its_rate(steps):
+    """A sender that stops at level 0 exceeds rate × time + capacity by at most its last message."""
     rate, now, sent, largest = 10_000.0, 0.0, 0, 0
     bucket = TokenBucket(rate, now)
     for pause, size in steps:
@@ -36,7 +35,7 @@ def test_what_a_bucket_lets_by_is_bounded_by_its_rate(steps):
         assert sent <= rate * now + bucket.capacity + largest
 
 
-def test_clock_jumps_do_not_overfill_the_bucket():
+def test_clock_changes_never_overfill_the_bucket():
     bucket = TokenBucket(1000.0, 100.0)
     bucket.charge(int(bucket.capacity), 100.0)
     assert bucket.level(0.0) == 0
@@ -83,13 +82,13 @@ def test_download_debt_stops_fetching_and_nothing_else():
     assert paused(b, NOON + 1) == []
 
 
-def test_a_node_that_rests_relays_and_gives_weights_but_no_groups():
-    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, resting=lambda: ["owner"])
+def test_paused_node_serves_weights_and_relays_only():
+    b = Budget(NetworkConfig(), "", NOON, local=time.gmtime, pause_reasons=lambda: ["owner"])
     assert [c for c in CHOICES if b.allows(c, NOON)] == ["serve", "relay"]
     assert paused(b, NOON) == ["owner"]
 
 
-def test_the_month_pauses_sharing_at_its_limit_and_the_next_one_ends_that():
+def test_month_limit_pauses_until_next_month():
     b = budget(monthly_bytes=1000)
     b.observe(400, 599, NOON)
     assert b.has_room("fetch", NOON)
@@ -103,7 +102,7 @@ def test_the_month_pauses_sharing_at_its_limit_and_the_next_one_ends_that():
     assert b.month == Month("2026-10", 10, 0)
 
 
-def test_a_restart_goes_on_with_the_months_total():
+def test_restart_continues_the_months_total():
     b = budget(month=Month("2026-09", 500, 400), monthly_bytes=1000)
     b.observe(60, 40, NOON)
     assert b.month == Month("2026-09", 560, 440)
@@ -114,7 +113,7 @@ def test_a_saved_total_of_another_month_counts_no_more():
     assert budget(month=Month("2026-08", 5000, 0), monthly_bytes=1000).has_room("fetch", NOON)
 
 
-def test_quiet_hours_pause_everything_for_their_time():
+def test_quiet_hours_pause_everything():
     b = budget(quiet="22:00-07:00")
     quiet = [hour for hour in range(24) if not b.has_room("fetch", NOON - 12 * HOUR + hour * HOUR)]
     assert quiet == [0, 1, 2, 3, 4, 5, 6, 22, 23]
@@ -130,13 +129,13 @@ def test_quiet_hours_pause_everything_for_their_time():
         ("00:00-00:00", [0, 720, 1439], []),
     ],
 )
-def test_quiet_hours_include_their_start_and_not_their_end(hours, quiet, loud):
+def test_quiet_hours_include_start_exclude_end(hours, quiet, loud):
     assert all(is_quiet(hours, minute) for minute in quiet)
     assert not any(is_quiet(hours, minute) for minute in loud)
 
 
 @pytest.mark.parametrize("text", ["22-07", "24:00-07:00", "22:00", "22:60-07:00", "10 pm"])
-def test_quiet_hours_that_are_none_are_a_configuration_error(text):
+def test_invalid_quiet_hours_are_a_configuration_error(text):
     from swarmnode import settings
     from swarmnode.errors import ConfigError
 

@@ -63,7 +63,7 @@ async def test_only_missing_chunks_travel(tmp_path):
         assert client.bulk.statistics().fetched == {"ok": 1}
 
 
-async def test_nobody_else_may_have_what_is_offered_to_one(tmp_path):
+async def test_audience_excludes_other_peers(tmp_path):
     async with hosts(tmp_path, 3) as (server, client, other):
         source, sink = offer(server, 10 * KIB, audience=[client.peer_id])
         with pytest.raises(Declined, match="unknown"):
@@ -74,7 +74,7 @@ async def test_nobody_else_may_have_what_is_offered_to_one(tmp_path):
         assert same(source, sink)
 
 
-async def test_after_a_withdrawal_or_under_another_root_nothing_is_sent(tmp_path):
+async def test_nothing_is_sent_after_withdrawal_or_under_another_root(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         _, old = offer(server, 10 * KIB)
         offer(server, 10 * KIB)
@@ -86,7 +86,7 @@ async def test_after_a_withdrawal_or_under_another_root_nothing_is_sent(tmp_path
         assert len(old.missing()) == 3
 
 
-async def test_cancelled_fetch_leaves_the_connection_usable(tmp_path):
+async def test_cancelled_fetch_keeps_the_connection(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, sink = offer(server, 8 * MIB, MIB)
         for seconds in (0.0, 0.005, 0.02, 0.04):
@@ -139,7 +139,7 @@ async def test_fetches_from_one_peer_take_turns_within_their_deadlines(tmp_path)
         assert client.bulk.statistics().fetching == 0
 
 
-async def test_a_sink_of_another_size_is_our_own_mistake(tmp_path):
+async def test_sink_of_wrong_size_is_a_local_error(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         source, _ = offer(server, 8 * KIB)
         other = MemorySink(BulkSource(b"x").manifest(TRANSFER), limit=1)
@@ -149,7 +149,7 @@ async def test_a_sink_of_another_size_is_our_own_mistake(tmp_path):
             )
 
 
-async def test_a_sink_that_fails_is_heard_of_and_costs_the_peer_nothing(tmp_path):
+async def test_sink_failure_does_not_blame_the_peer(tmp_path):
     class Full(MemorySink):
         def accept(self, index: int) -> None:
             raise OSError("no space left")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarmnode.errors import BadMessage, PeerError, Unavailable
 from swarmnode.p2p.bulk import BulkSource, FileSink, MemorySink, fetching, serving
 from swarmnode.p2p.bulk.fetching import BandwidthEstimates
-from swarmnode.p2p.conversations import frame
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import bulk, codec
 from swarmnode.wire.messages import BulkManifest, BulkRequest
 
@@ -32,7 +32,7 @@ def test_bits_that_do_not_fit_the_chunks_are_refused(wanted, chunks):
         bulk.unpack_wanted(wanted, chunks)
 
 
-def test_a_root_covers_size_cut_and_every_hash_but_not_the_id():
+def test_root_covers_size_and_hashes_not_id():
     manifest = BulkManifest(TRANSFER, 8 * KIB, 4 * KIB, bytes(64))
     others = [
         BulkManifest(TRANSFER, 8 * KIB - 1, 4 * KIB, bytes(64)),
@@ -43,7 +43,7 @@ def test_a_root_covers_size_cut_and_every_hash_but_not_the_id():
     assert bulk.root(BulkManifest(b"o" * 32, 8 * KIB, 4 * KIB, bytes(64))) == bulk.root(manifest)
 
 
-def test_a_source_hashes_every_chunk_and_cuts_the_last_short(tmp_path):
+def test_source_hashes_every_chunk(tmp_path):
     data = bytes(range(256)) * 33  # 8448 bytes
     (tmp_path / "data").write_bytes(data)
     for source in (
@@ -65,7 +65,7 @@ def test_a_source_that_no_manifest_can_describe_is_refused(size, chunk):
         BulkSource(bytes(size), chunk_bytes=chunk)
 
 
-def test_oversized_manifest_is_rejected_before_allocation(tmp_path):
+def test_oversized_manifest_is_refused_before_allocation(tmp_path):
     manifest = BulkManifest(TRANSFER, 2**35, 2**20, bytes(32 * 32_768))
     with pytest.raises(BadMessage, match="oversize"):
         MemorySink(manifest, limit=2**35 - 1)
@@ -101,7 +101,7 @@ def test_memory_of_another_length_is_refused():
         MemorySink(manifest, limit=100, memory=bytes(100))
 
 
-def test_a_file_is_taken_up_where_its_hashes_are_right(tmp_path):
+def test_file_sink_resumes_with_valid_chunks(tmp_path):
     source = BulkSource(bytes(range(256)) * 64, chunk_bytes=4 * KIB)
     manifest = source.manifest(TRANSFER)
     first = FileSink(manifest, tmp_path / "sink", limit=2**20)
@@ -114,7 +114,7 @@ def test_a_file_is_taken_up_where_its_hashes_are_right(tmp_path):
     assert (tmp_path / "sink").stat().st_mode & 0o077 == 0
 
 
-def test_a_file_that_cannot_be_made_is_this_machines_fault(tmp_path):
+def test_unwritable_file_is_a_local_error(tmp_path):
     with pytest.raises(Unavailable):
         FileSink(BulkSource(b"x").manifest(TRANSFER), tmp_path / "none" / "sink", limit=1)
     with pytest.raises(Unavailable):
@@ -132,7 +132,7 @@ def test_a_deadline_follows_what_was_measured():
     assert measured.estimate("A") == pytest.approx(10e6 + fetching.NEWEST_WEIGHT * (1e6 - 10e6))
 
 
-def test_deadlines_follow_the_speed_of_each_peer():
+def test_bandwidth_estimates_are_bounded():
     measured = BandwidthEstimates()
     measured.observe("fast", 10**9, 1.0)
     assert measured.estimate("stranger") == fetching.DEFAULT_BANDWIDTH
@@ -142,7 +142,7 @@ def test_deadlines_follow_the_speed_of_each_peer():
     assert "tiny" not in measured.snapshot()
 
 
-def test_slow_peers_do_not_set_the_time_limit_of_strangers():
+def test_slow_peers_do_not_set_default_deadlines():
     measured = BandwidthEstimates()
     for number in range(8):
         measured.observe(str(number), 10**6, 2.0 if number < 5 else 5.0)
@@ -170,7 +170,7 @@ def begin(
     return served.begin(peer, BulkRequest(transfer, root, b"\x01"))
 
 
-def test_a_peer_gets_its_share_of_the_slots_and_gets_it_back():
+def test_peer_gets_and_returns_its_upload_slots():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), frozenset({"A", "B"}))
     uploads = [begin(served, "A") for _ in range(serving.UPLOADS_PER_PEER)]
@@ -191,7 +191,7 @@ def test_strangers_cannot_take_the_slots_of_partners():
     assert begin(served, "stranger", partner) == "unknown"
 
 
-def test_a_stranger_that_hardly_reads_keeps_no_other_waiting():
+def test_slow_public_upload_yields_its_slot():
     now = 0.0
     served = slots(lambda: now)
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
@@ -211,7 +211,7 @@ def test_a_stranger_that_hardly_reads_keeps_no_other_waiting():
     assert served.active == serving.PUBLIC_UPLOADS
 
 
-def test_a_slow_line_keeps_its_slot_while_there_is_room():
+def test_slow_upload_keeps_its_slot_without_demand():
     now = 0.0
     served = slots(lambda: now)
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
@@ -221,7 +221,7 @@ def test_a_slow_line_keeps_its_slot_while_there_is_room():
     assert [upload.end_reason for upload in slow] == [""] * len(slow)
 
 
-def test_serves_only_the_offered_root_within_budget():
+def test_other_root_is_unknown_and_budget_refuses():
     served = slots()
     served.offers[TRANSFER] = serving.BulkOffer(BulkSource(b"x"), None)
     assert begin(served, "A", root=bytes(32)) == "unknown"

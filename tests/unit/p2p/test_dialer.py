@@ -1,4 +1,4 @@
-"""The redial loop on a fake clock: trio jumps ahead whenever everybody waits."""
+"""The redial loop on a fake clock."""
 
 import logging
 import random
@@ -12,7 +12,7 @@ from swarmnode.p2p.peers import PeerTable
 
 
 class World:
-    """Peers that answer when `up`; counts what is dialled."""
+    """Fake connect function: peers in `up` answer; counts the dials."""
 
     def __init__(self, table: PeerTable) -> None:
         self.table = table
@@ -31,7 +31,7 @@ class World:
             await trio.sleep(0.05)
             if peer not in self.up:
                 raise PeerError("connection refused")
-            self.table.connected_to(peer, inbound=False, now=trio.current_time())
+            self.table.record_connected(peer, inbound=False, now=trio.current_time())
             return True
         finally:
             self.under_way -= 1
@@ -43,9 +43,7 @@ def make(target: int = 16) -> tuple[PeerTable, World, Dialer]:
     return table, world, Dialer(table, world.connect)
 
 
-async def test_a_dead_bootstrap_is_tried_for_ever_and_warned_of_once_per_address(
-    autojump_clock, nursery, caplog
-):
+async def test_dead_bootstrap_is_retried_with_one_warning(autojump_clock, nursery, caplog):
     caplog.set_level(logging.INFO)
     table, world, loop = make()
     for port in (1, 2):
@@ -74,7 +72,7 @@ async def test_strangers_that_do_not_answer_are_not_news(autojump_clock, nursery
     nursery.cancel_scope.cancel()
 
 
-async def test_hanging_dial_times_out_and_tries_the_next_address(autojump_clock, nursery):
+async def test_hanging_dial_ends_at_its_deadline(autojump_clock, nursery):
     table, world, loop = make()
     world.hang.add("b")
     for port in (1, 2):
@@ -89,9 +87,7 @@ async def test_hanging_dial_times_out_and_tries_the_next_address(autojump_clock,
     nursery.cancel_scope.cancel()
 
 
-async def test_few_are_dialled_at_a_time_and_hanging_ones_do_not_stop_the_others(
-    autojump_clock, nursery
-):
+async def test_concurrent_dials_are_limited(autojump_clock, nursery):
     table, world, loop = make(target=40)
     for index in range(60):
         world.hang.add(f"x{index}") if index < 6 else world.up.add(f"x{index}")
@@ -119,7 +115,7 @@ async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery)
     table = PeerTable("own", 4, random.Random(0))
 
     async def connect(peer: str, address: str) -> bool:
-        table.connected_to(peer, inbound=True, now=trio.current_time())
+        table.record_connected(peer, inbound=True, now=trio.current_time())
         await trio.lowlevel.checkpoint()
         return False
 
@@ -132,9 +128,7 @@ async def test_a_peer_that_came_by_itself_needs_no_dial(autojump_clock, nursery)
     nursery.cancel_scope.cancel()
 
 
-async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(
-    autojump_clock, nursery
-):
+async def test_peers_reconnect_after_a_minute_outage(autojump_clock, nursery):
     table, world, loop = make()
     sources = {"b": "bootstrap", "x": "exchange", "m": "mdns", "k": "book"}
     world.up.update(sources)
@@ -145,7 +139,7 @@ async def test_every_peer_gone_for_a_minute_is_back_within_the_longest_back_off(
     assert sorted(table.connected()) == sorted(sources)
     world.up.clear()
     for peer in sources:
-        table.disconnected(peer, trio.current_time())
+        table.record_disconnected(peer, trio.current_time())
     loop.wake()
     await trio.sleep(60)
     assert table.connected() == []

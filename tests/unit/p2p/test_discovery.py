@@ -1,5 +1,4 @@
-"""Peer exchange beyond the bootstrap list: who knows one member finds all, whoever is gone
-since."""
+"""Peer exchange: a node that knows one member finds all, even without the bootstrap peer."""
 
 import contextlib
 
@@ -7,7 +6,7 @@ from tests.support.hosts import host
 from tests.support.waiting import until
 
 
-async def test_chain_of_peers_becomes_a_full_mesh(tmp_path):
+async def test_chain_of_nodes_becomes_a_full_mesh(tmp_path):
     async with contextlib.AsyncExitStack() as stack:
         chain = [await stack.enter_async_context(host(tmp_path / "0"))]
         for number in range(1, 6):
@@ -20,7 +19,7 @@ async def test_chain_of_peers_becomes_a_full_mesh(tmp_path):
         await until(lambda: all(len(each.connected()) == 5 for each in chain))
 
 
-async def test_any_member_is_as_good_as_the_bootstrap_peer_that_is_gone(tmp_path):
+async def test_any_member_replaces_a_lost_bootstrap_peer(tmp_path):
     async with host(tmp_path / "a") as a:
         known = a.listen_addrs
         async with (

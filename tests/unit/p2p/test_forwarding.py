@@ -1,5 +1,4 @@
-"""A port that a router forwards for hours: renewed in time, mapped anew after what happens to
-routers. A real UPnP server, a fake clock."""
+"""Port forwarding over hours with a real UPnP server and a fake clock."""
 
 import logging
 from contextlib import asynccontextmanager, suppress
@@ -7,18 +6,18 @@ from contextlib import asynccontextmanager, suppress
 import trio
 
 from swarmnode.p2p import gateway
-from swarmnode.p2p.forwarding import Forwarding, Seen
+from swarmnode.p2p.forwarding import ExternalView, Forwarding
 from tests.support.router import Router
 
 HOUR = 3600.0
 
 
 class Home:
-    """A node behind a router: how it is seen, and when it asked."""
+    """A node behind a router, with its external view and the times of its requests."""
 
     def __init__(self, router):
         self.router = router
-        self.seen = Seen("8.8.8.8", private=True)
+        self.seen = ExternalView("8.8.8.8", private=True)
         self.asked_at = []
         self.checks = 0
         self.forwarding = Forwarding(9512, lambda: self.seen, self.check, self.ask)
@@ -27,13 +26,13 @@ class Home:
         self.asked_at.append(trio.current_time())
         answers = [gateway.Gateway()]
         with suppress(Exception):  # the library's, of a refusal; the process that asks ends by it
-            answers.extend(gateway.ask(port, self.router.url))
+            answers.extend(gateway.query(port, self.router.url))
         return answers[-1]
 
     async def check(self):
-        """A peer dials us, and comes through."""
+        """Simulate a successful dial-back."""
         self.checks += 1
-        self.seen = Seen(self.seen.outside, private=False)
+        self.seen = ExternalView(self.seen.outside, private=False)
 
 
 @asynccontextmanager
@@ -58,37 +57,37 @@ async def test_a_mapping_is_renewed_well_before_it_ends(autojump_clock):
         assert (node.checks, node.forwarding.kind) == (1, "public")
 
 
-async def test_a_router_that_starts_again_is_asked_anew_within_minutes(autojump_clock):
+async def test_restarted_router_is_asked_again(autojump_clock):
     async with home() as node:
         await trio.sleep(HOUR + 100)
         node.router.mappings.clear()
-        node.seen = Seen("8.8.8.8", private=True)  # it has forgotten, and peers say so
+        node.seen = ExternalView("8.8.8.8", private=True)  # it has forgotten, and peers say so
         await trio.sleep(330)
         assert len(node.router.mappings) == 1
         assert node.checks == 2
 
 
-async def test_maps_a_new_address_at_once(
+async def test_new_public_address_is_mapped_at_once(
     autojump_clock,
 ):
     async with home() as node:
         await trio.sleep(100)
-        node.seen = Seen()  # the line is down
+        node.seen = ExternalView()  # the line is down
         await trio.sleep(100)
         assert len(node.asked_at) == 1
-        node.seen = Seen("9.9.9.9", private=True)
+        node.seen = ExternalView("9.9.9.9", private=True)
         await trio.sleep(20)
         assert len(node.router.mappings) == 2
 
 
 async def test_who_can_be_dialled_asks_no_router(autojump_clock):
     async with home() as node:
-        node.seen = Seen("8.8.8.8", private=False)
+        node.seen = ExternalView("8.8.8.8", private=False)
         await trio.sleep(HOUR)
         assert node.asked_at == []
 
 
-async def test_refusing_router_is_retried_rarely(autojump_clock, caplog):
+async def test_refusing_router_is_asked_rarely(autojump_clock, caplog):
     with caplog.at_level(logging.WARNING):
         async with home("100.72.3.4", refuses=True) as node:
             await trio.sleep(HOUR)

@@ -1,4 +1,4 @@
-"""What a router says by UPnP, of a real HTTP server that speaks it; and what that means."""
+"""UPnP queries against a real HTTP server, and their interpretation."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from swarmnode.doctor import probes
 from swarmnode.doctor.checks import ReachFacts, RouterFacts, check_router
-from swarmnode.p2p.gateway import Gateway, kind_of
+from swarmnode.p2p.gateway import Gateway, classify_address
 from tests.support.router import Router
 
 
@@ -18,7 +18,7 @@ def asked(url, *arguments):
     return [Gateway(**json.loads(line)) for line in done.stdout.splitlines()]
 
 
-def test_router_reports_its_address_and_forwards_a_port():
+def test_router_forwards_a_port_for_an_hour():
     with Router("198.51.100.7") as router:
         assert asked(router.url, "--port", "9512")[-1] == Gateway("198.51.100.7", mapped=True)
         (mapping,) = router.mappings
@@ -39,7 +39,7 @@ def test_refusing_router_still_reports_its_address():
         assert router.mappings == []
 
 
-def test_nobody_there_says_nothing():
+def test_missing_router_gives_an_empty_answer():
     assert asked("http://127.0.0.1:9/description.xml") == []
 
 
@@ -60,7 +60,7 @@ def test_nobody_there_says_nothing():
     ],
 )
 def test_what_an_outside_address_means(outside, observed, kind):
-    assert kind_of(outside, observed) == kind
+    assert classify_address(outside, observed) == kind
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,13 @@ def test_what_an_outside_address_means(outside, observed, kind):
         (RouterFacts(), "ok", "not involved"),
     ],
 )
-def test_the_doctor_tells_carrier_grade_nat_plainly(facts, level, says):
+def test_doctor_explains_carrier_grade_nat(facts, level, says):
     check = check_router(facts)
     assert check.level == level
     assert says in check.what
 
 
-def test_no_router_is_asked_where_none_is_in_the_way(monkeypatch):
+def test_router_is_not_asked_when_reachable(monkeypatch):
     monkeypatch.setattr(probes, "child", lambda *_: pytest.fail("asked"))
     for facts in (
         ReachFacts(["127.0.0.1"], [], ["192.168.1.5"], True),

@@ -1,5 +1,5 @@
-"""Connections, streams and sockets: what a stock host leaks or lets others take, and that a guarded
-one does not."""
+"""Leaks and exhaustion of connections, streams and sockets on a stock host, and the guards against
+them."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ MB = 1_000_000
 
 
 async def visits(host, count, seconds):
-    """Sequential honest visitors with a new identity each; how many of them were served."""
+    """Connect `count` times with a new identity each; returns the number of served connections."""
     served = 0
     for _ in range(count):
         with contextlib.suppress(Exception):
@@ -78,7 +78,7 @@ HALF_HANDSHAKES = {
 }
 
 
-async def test_garbage_costs_only_a_socket_for_a_while():
+async def test_garbage_costs_only_a_socket():
     with processes(guarded()) as (host,):
         async with contextlib.AsyncExitStack() as stack:
             for _ in range(10):
@@ -118,7 +118,7 @@ async def test_long_identify_messages_are_not_remembered():
         assert await refuses.serves()
 
 
-async def test_escaped_stream_end_does_not_block_other_streams():
+async def test_handler_exception_does_not_block_other_streams():
     async def neighbour_answers(host, seconds):
         async with attacker.connect(host.address) as peer:
             ending = await peer.open("/test/ends/1")
@@ -174,7 +174,7 @@ async def test_streams_that_the_peer_never_closes_are_forgotten():
                 assert await stream.receive(1) == b"x"
 
 
-async def test_running_out_of_outbound_streams_is_an_error_and_not_a_hang():
+async def test_exhausted_outbound_streams_raise():
     with processes(stock(), guarded(limits={"yamux.OPEN_STREAM_SECONDS": 0.5}), guarded()) as (
         hangs,
         fails,

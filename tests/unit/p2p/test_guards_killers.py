@@ -1,5 +1,4 @@
-"""Inputs with which any stranger ends a stock host's process; the guarded host drops them and goes
-on serving."""
+"""Inputs with which any stranger ends a stock host; a guarded host drops them and continues."""
 
 import contextlib
 
@@ -45,7 +44,7 @@ async def test_a_killer_of_stock_hosts_is_survived(guard):
         assert guard == "transport" or counted[guard.split()[0]] == 1
 
 
-async def test_an_error_in_a_connections_own_task_costs_that_connection():
+async def test_connection_task_error_ends_only_that_connection():
     with processes(stock(), guarded()) as (victim, survivor):
         async with attacker.connect(victim.address) as peer:
             await peer.open("/test/hold/1")
@@ -61,8 +60,8 @@ async def test_an_error_in_a_connections_own_task_costs_that_connection():
         assert await survivor.serves()
 
 
-async def test_streams_of_a_protocol_that_is_not_spoken_do_no_harm():
-    """A stock peer gossips with whoever it meets: here nobody answers it."""
+async def test_unsupported_protocol_streams_are_harmless():
+    """A stock peer opens gossip streams to every node; no handler answers them here."""
     with processes(guarded()) as (host,):
         async with attacker.connect(host.address, source="127.0.0.2") as peer:
             for _ in range(300):

@@ -1,5 +1,4 @@
-"""Packets read and written in bulk carry the same bytes as one by one, however the socket cuts
-them."""
+"""Bulk reads and writes of packets carry the same bytes as single ones, in any fragmentation."""
 
 import random
 
@@ -19,7 +18,7 @@ from swarmnode.p2p.guards import packets
 
 
 class Dribble(RawConnection):
-    """Gives what it reads in pieces of 1 to `most` bytes."""
+    """Returns what it reads in pieces of 1 to `most` bytes."""
 
     def __init__(self, stream, initiator: bool, most: int) -> None:
         super().__init__(TrioTCPStream(stream), initiator)
@@ -30,8 +29,8 @@ class Dribble(RawConnection):
 
 
 async def sessions(most: int = 2**20, *, stock: bool = False):
-    """A dialler's and a listener's session after the handshake, the latter with the library's own
-    reading and writing if `stock`."""
+    """Return the sessions of both sides after the handshake; the listener's is unpatched if
+    `stock`."""
     keys = [create_new_key_pair(bytes([number]) * 32) for number in (1, 2)]
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     ours = await trio.testing.open_stream_to_socket_listener(listeners[0])
@@ -88,7 +87,7 @@ async def test_bytes_arrive_in_order_however_they_are_cut(stock, most):
             await session.close()
 
 
-async def test_what_there_is_is_given_when_no_length_is_asked_for():
+async def test_read_without_length_returns_available_bytes():
     ours, theirs = await sessions()
     await ours.write(b"x" * 100)
     assert await theirs.read(40) == b"x" * 40
@@ -98,7 +97,7 @@ async def test_what_there_is_is_given_when_no_length_is_asked_for():
     await theirs.close()
 
 
-async def test_an_early_end_and_an_altered_packet_end_the_reading():
+async def test_early_end_and_tampering_end_reading():
     ours, theirs = await sessions()
     await ours.write(b"x" * 10)
     await ours.close()

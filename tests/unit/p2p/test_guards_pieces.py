@@ -1,4 +1,4 @@
-"""The parts of the guards that need no socket."""
+"""Parts of the guards without a socket."""
 
 import types
 
@@ -49,7 +49,7 @@ def test_an_ipv6_network_of_64_bits_is_one_origin(one, other, same):
 
 def test_statistics_are_a_frozen_copy_with_every_name():
     before = guards.statistics()
-    counting.fired("write_stalled")
+    counting.count_firing("write_stalled")
     assert set(before.fired) == set(guards.NAMES)
     assert guards.statistics().fired["write_stalled"] == before.fired["write_stalled"] + 1
     with pytest.raises(AttributeError):
@@ -58,21 +58,21 @@ def test_statistics_are_a_frozen_copy_with_every_name():
 
 def test_a_name_outside_the_closed_set_is_an_error():
     with pytest.raises(KeyError):
-        counting.fired("something else")
+        counting.count_firing("something else")
 
 
-def test_a_total_recounts_what_was_removed_before_it_says_no():
+def test_sum_recounts_before_it_exceeds():
     held = [60]
-    total = inbox.Total(lambda: 100, lambda: sum(held))
-    assert not total.passes(60)
+    total = inbox.ApproximateSum(lambda: 100, lambda: sum(held))
+    assert not total.add(60)
     held[:] = [10]  # 50 were read meanwhile
-    assert not total.passes(50)
+    assert not total.add(50)
     held[:] = [60]
-    assert total.passes(50)
+    assert total.add(50)
 
 
 @pytest.mark.parametrize("guard", [False, True])
-def test_a_full_peer_store_keeps_our_own_keys(guard):
+def test_full_peer_store_keeps_own_keys(guard):
     keys = create_new_key_pair(bytes(32))
     host = new_host(key_pair=keys)
     if guard:

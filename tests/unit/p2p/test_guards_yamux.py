@@ -1,5 +1,4 @@
-"""Yamux: buffers that a stranger can fill, frames that a cancellation cuts in two, writers that
-give up too soon or never."""
+"""Yamux guards: unbounded buffers, cut frames, and writers with too short or no timeouts."""
 
 import contextlib
 import functools
@@ -32,8 +31,8 @@ async def push(peer, stream, size):
 
 
 async def flood(host, size):
-    """Growth of the host's resident bytes after `size` bytes were pushed into one stream that
-    nobody reads."""
+    """Return the growth of the host's memory after `size` bytes were pushed into one unread
+    stream."""
     before = host.rss()
     async with attacker.connect(host.address) as peer:
         await push(peer, await peer.open("/test/hold/1"), size)
@@ -72,7 +71,7 @@ async def test_many_streams_within_their_windows_are_bounded_together():
         assert await bounded.serves()
 
 
-async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
+async def test_peer_reset_drops_unread_bytes():
     async def fill_and_reset(host):
         before = host.rss()
         async with attacker.connect(host.address) as peer:
@@ -93,7 +92,7 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_its_peer():
         assert await forgets.counted("connection_full") == 0
 
 
-async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
+async def test_own_reset_drops_unread_bytes():
     with processes(guarded(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         assert await node.ask("give_up", seconds=60, times=250, **to) == {"intact": True}
@@ -101,7 +100,7 @@ async def test_what_was_not_read_of_a_stream_goes_with_a_reset_of_ours():
 
 
 @pytest.mark.parametrize("just_woken", [False, True])
-async def test_a_reader_hears_that_we_reset_its_stream(just_woken):
+async def test_own_reset_wakes_the_reader(just_woken):
     with processes(stock(), guarded(), guarded()) as (deaf, hears, server):
         to = {"address": server.address, "peer": server.peer, "just_woken": just_woken}
         assert await deaf.ask("reset_while_reading", **to) == {"heard": ""}, (
@@ -159,7 +158,7 @@ async def test_a_peer_may_not_open_streams_without_end():
         assert await strict.serves()
 
 
-async def test_a_peer_may_not_use_our_stream_ids():
+async def test_peer_must_not_use_own_stream_ids():
     async def answered(host):
         async with attacker.connect(host.address) as peer:
             await peer.syn(1002)
@@ -203,7 +202,7 @@ async def test_cancelled_reads_and_writes_lose_nothing(do, arguments, client, wo
 
 
 @pytest.mark.parametrize(("client", "works"), [(stock, False), (guarded, True)])
-async def test_cancelled_write_leaves_the_connection_usable(client, works):
+async def test_cancelled_write_leaves_a_usable_connection(client, works):
     with processes(client(), guarded()) as (node, server):
         to = {"address": server.address, "peer": server.peer}
         await node.ask("keep", protocol="hold", **to)
@@ -283,8 +282,7 @@ async def test_a_writer_without_credit_fails_in_the_end():
 
 
 class Line:
-    """A secured connection that takes so many bytes per second, after what its buffer swallows at
-    once."""
+    """A secured connection with a limited rate, after an initial buffer."""
 
     def __init__(self, rate, buffer=0):
         self.rate, self.room, self.frames = rate, buffer, []
@@ -306,7 +304,7 @@ async def sent_over(line, size):
 
 
 @pytest.mark.parametrize("rate", [10_000, 100_000, 300_000])
-async def test_slow_line_does_not_block_other_streams(rate, autojump_clock):
+async def test_frames_are_short_on_slow_lines(rate, autojump_clock):
     line = Line(rate, buffer=200_000)
     await sent_over(line, 1_000_000)
     late = line.frames[len(line.frames) // 2 :]
@@ -324,7 +322,7 @@ async def test_a_fast_line_gets_long_frames(autojump_clock):
 
 
 class Pipe:
-    """One end of a socket whose buffers hold a few kilobytes."""
+    """One end of a socket with buffers of a few kilobytes."""
 
     def __init__(self, end):
         self.stream = trio.SocketStream(end)
@@ -352,8 +350,8 @@ def small_sockets():
 
 
 async def both_ways(size, streams):
-    """Both ends of a connection send `size` bytes, and open a stream again and again meanwhile;
-    when all of it has arrived."""
+    """Send `size` bytes in both directions while streams are opened; returns when all has
+    arrived."""
     guards.install()
     ends = [
         Yamux(pipe, ID(b"peer"), is_initiator=first)
@@ -394,8 +392,7 @@ async def both_ways(size, streams):
 
 
 async def test_streams_are_opened_while_both_directions_are_full():
-    """Each loop that reads waited for room in a socket that only the other one's reading could
-    make: crews on full lines broke off."""
+    """Regression: both reading loops waited for space that only the other loop could free."""
     with trio.fail_after(20):
         assert await both_ways(2_000_000, 60) == [2_000_000] * 2
 
@@ -418,7 +415,7 @@ async def test_unread_answers_are_bounded(autojump_clock):
     before, line = guards.statistics().fired["answers_full"], Stuck()
     connection = Yamux(line, ID(b"peer"), is_initiator=True)
     connection.reader = trio.lowlevel.current_task()
-    for _ in range(yamux.OWED):
+    for _ in range(yamux.MAX_OWED_ANSWERS):
         await yamux.write_frame(connection, bytes(12))
     assert not line.closed
     with pytest.raises(ConnectionClosedError):
@@ -428,7 +425,8 @@ async def test_unread_answers_are_bounded(autojump_clock):
 
 
 async def updates(host):
-    """Window updates for 200 messages of 100 bytes that the host reads one by one."""
+    """Return the number of window updates for 200 messages of 100 bytes that the host reads one by
+    one."""
     async with attacker.connect(host.address) as peer:
         stream = await peer.open("/test/sink/1")
         before = peer.window_updates
@@ -445,7 +443,7 @@ async def test_small_reads_send_no_window_update_each():
         assert await updates(patient) == 0
 
 
-async def test_a_window_is_granted_again_before_it_is_used_up():
+async def test_window_is_granted_before_it_is_empty():
     with processes(guarded(), guarded()) as (node, server):
         answer = await node.ask(
             "cancel_reads", size=8_000_000, address=server.address, peer=server.peer

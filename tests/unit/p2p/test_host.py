@@ -1,4 +1,4 @@
-"""Opening, closing and refusing, with real sockets on loopback."""
+"""Opening, closing and refusing connections with real sockets on loopback."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ import trio
 from swarmnode.errors import ConfigError, StateError, Unavailable
 from swarmnode.p2p import identity
 from swarmnode.p2p.bulk import BulkSource, MemorySink
-from swarmnode.p2p.conversations import frame
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import codec, ids
 from swarmnode.wire.messages import BulkRequest
 from tests.support.hosts import host, hosts
@@ -39,7 +39,7 @@ async def test_a_taken_port_is_unavailable_and_named(tmp_path):
                 pytest.fail("listens on a port that is taken")
 
 
-async def test_an_address_of_another_machine_is_announced_and_not_listened_on(tmp_path):
+async def test_foreign_address_is_announced_not_listened_on(tmp_path):
     remedy = (
         r"not an address of this machine; listen on /ip4/0\.0\.0\.0/tcp/9512, and name this one in"
         r" network\.announce_addrs"
@@ -75,9 +75,7 @@ async def test_a_damaged_port_file_is_a_state_error(tmp_path, text):
         ({"initial_peers": ["/ip4/127.0.0.1/tcp/1/p2p/x"]}, "network.initial_peers"),
     ],
 )
-async def test_an_address_that_cannot_be_is_a_configuration_error_in_one_line(
-    tmp_path, settings, named
-):
+async def test_invalid_address_is_one_configuration_error(tmp_path, settings, named):
     with pytest.raises(ConfigError, match=named) as caught:
         async with host(tmp_path, **settings):
             pytest.fail("started")
@@ -95,7 +93,7 @@ async def test_announced_addresses_take_the_place_of_listen_addresses(tmp_path):
         assert network.listen_addrs == [f"/dns4/node.example.org/tcp/4001/p2p/{network.peer_id}"]
 
 
-async def test_a_node_without_an_answer_from_anybody_runs_alone(tmp_path, caplog):
+async def test_node_runs_without_any_peer(tmp_path, caplog):
     with socket.socket() as dead:
         dead.bind(("127.0.0.1", 0))  # nobody listens there
         other = identity.load_or_create(tmp_path / "other.key").peer_id
@@ -106,7 +104,7 @@ async def test_a_node_without_an_answer_from_anybody_runs_alone(tmp_path, caplog
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
-async def test_a_bootstrap_list_that_names_ourselves_is_no_mistake(tmp_path):
+async def test_own_bootstrap_address_is_accepted(tmp_path):
     async with host(tmp_path) as network:
         own = network.listen_addrs[0]
     async with host(tmp_path, initial_peers=[own]) as network:
@@ -180,7 +178,7 @@ async def test_a_banned_peer_is_disconnected_and_stays_out(tmp_path):
         assert judge.connected() == []
 
 
-async def test_a_ban_while_a_connection_is_being_made_closes_it_too(tmp_path):
+async def test_ban_during_handshake_closes_the_connection(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await a.wait_connected()  # the end that dialled knows a moment later
         b.rejected(a.peer_id, "reward", cost=1000.0)
@@ -200,13 +198,13 @@ async def test_the_book_is_saved_when_the_block_is_cancelled(tmp_path):
 
 
 def link(network, peer):
-    """What `network` makes of its connection with `peer`, when it decides whom to let go."""
+    """Return the `PeerLink` of a connection, from which `turnover` decides."""
     return next(
         each for each in network.connections.links(lambda peer: False) if each.peer == peer.peer_id
     )
 
 
-async def test_a_guest_that_pings_all_the_time_and_opens_streams_may_be_let_go(tmp_path):
+async def test_own_streams_do_not_keep_an_inbound_peer(tmp_path):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
 
@@ -247,7 +245,7 @@ async def test_a_guest_that_pings_all_the_time_and_opens_streams_may_be_let_go(t
         nursery.cancel_scope.cancel()
 
 
-async def test_a_guest_that_fetches_what_it_may_have_is_kept_meanwhile(tmp_path):
+async def test_inbound_peer_with_granted_transfer_is_kept(tmp_path):
     async with hosts(tmp_path, 2) as (server, guest):
         source = BulkSource(bytes(1 << 20), chunk_bytes=1 << 20)
         server.bulk.offer(bytes(32), source)
@@ -270,7 +268,7 @@ async def test_a_ban_survives_a_restart(tmp_path):
         assert a.statistics().reputation.banned == 1
 
 
-async def test_garbage_on_the_port_is_counted_and_peers_are_served_meanwhile(tmp_path):
+async def test_garbage_is_counted_and_peers_are_served(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         for garbage in (
             b"",
@@ -312,8 +310,8 @@ async def test_bytes_are_counted_by_protocol_and_direction(tmp_path):
         assert client.statistics().traffic.received["/test/1"] == 3004
 
 
-async def test_peers_are_seen_by_ipv6_too_so_that_limits_by_prefix_hold(tmp_path):
-    """Stock: nobody's address is known, see `guards.transport`."""
+async def test_ipv6_peers_have_a_network_prefix(tmp_path):
+    """On a stock host the address is unknown, see `guards.transport`."""
     async with (
         host(tmp_path / "a", listen_addrs=["/ip6/::1/tcp/0"]) as a,
         host(tmp_path / "b", initial_peers=a.listen_addrs) as b,

@@ -19,7 +19,7 @@ def test_a_new_identity_is_private_and_stays_the_same(tmp_path):
     assert os.listdir(path.parent) == ["identity.key"]  # no temporary file is left
 
 
-def test_peer_id_is_libp2ps_and_the_two_keys_are_one(tmp_path):
+def test_peer_id_matches_libp2p(tmp_path):
     mine = identity.load_or_create(tmp_path / "identity.key")
     raw = mine.private_key.public_key().public_bytes(
         serialization.Encoding.Raw, serialization.PublicFormat.Raw
@@ -49,7 +49,7 @@ def test_loose_permissions_are_refused_with_the_command_that_helps(tmp_path, mod
         b"\xff" * 100_000,
     ],
 )
-def test_a_damaged_file_is_a_state_error_and_is_not_overwritten(tmp_path, data):
+def test_damaged_key_is_a_state_error(tmp_path, data):
     path = tmp_path / "identity.key"
     path.write_bytes(data)
     path.chmod(0o600)
@@ -90,9 +90,8 @@ def test_the_key_is_in_no_representation(tmp_path):
 
 
 @pytest.mark.parametrize("left", ["peers.json", "trainer", None])
-def test_a_key_that_is_gone_from_a_node_that_has_run_is_told_of_once(tmp_path, left, caplog):
-    """What makes it another node to its peers is said, with what helps; a first start says
-    nothing."""
+def test_lost_key_is_logged_once(tmp_path, left, caplog):
+    """A lost key is logged with its remedy; a first start logs nothing."""
     if left == "trainer":
         (tmp_path / left).mkdir()
     elif left:

@@ -1,5 +1,4 @@
-"""Requests whose protocol is proposed together with what they ask: one round trip, and no harm
-where the peer does not speak it."""
+"""Lazy negotiation: one round trip, and a clean error if the peer does not support the protocol."""
 
 import contextlib
 
@@ -22,7 +21,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 
 def knows(client, server) -> bool:
-    """Whether `server` has said that it speaks ECHO."""
+    """Return True if `server` is known to support ECHO."""
     from libp2p.peer.id import ID
 
     return bool(
@@ -34,7 +33,7 @@ def knows(client, server) -> bool:
 
 @contextlib.asynccontextmanager
 async def acquainted(directory):
-    """Two hosts of which the second knows what the first speaks."""
+    """Open two hosts of which the second knows the protocols of the first."""
     async with host(directory / "server") as server:
         server.requests.serve(ECHO, echo, **LIMITS)
         async with host(directory / "client", initial_peers=[server.listen_addrs[0]]) as client:
@@ -51,7 +50,7 @@ async def ask(client, server, data: bytes = b"x") -> bytes:
 
 
 def watched(stream, said):
-    """Notes in `said` what is read from a library's stream and written to it."""
+    """Record the reads and writes of the library's streams in `said`."""
     read, write = stream.read, stream.write
 
     async def reading(n=None):
@@ -66,7 +65,7 @@ def watched(stream, said):
     stream.read, stream.write = reading, writing
 
 
-async def test_everything_is_said_before_anything_is_waited_for(tmp_path, monkeypatch):
+async def test_proposal_and_data_are_sent_together(tmp_path, monkeypatch):
     said: list[tuple[str, bytes]] = []
     begin = Stream.__init__
 
@@ -88,7 +87,7 @@ async def test_everything_is_said_before_anything_is_waited_for(tmp_path, monkey
         assert client.requests.statistics().requests[ECHO] == {"ok": 3}
 
 
-async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_path):
+async def test_dropped_protocol_is_reported_and_connection_stays(tmp_path):
     async with acquainted(tmp_path) as (server, client):
         server.host.remove_handler(ECHO)
         for data in (b"x", b"\xff" * 1000, bytes(70_000)):  # which it takes for names of protocols
@@ -104,9 +103,9 @@ async def test_a_peer_that_no_longer_speaks_it_says_so_and_stays_connected(tmp_p
     "answer",
     [b"\x14/multistream/2.0.0\n", b"\x00", b"\xff\xff\xff\xff\x7f", b"\x03na\n", b"\x05lies\n"],
 )
-async def test_whatever_is_said_instead_of_the_protocol_is_an_error_of_the_peer(answer):
+async def test_wrong_negotiation_is_a_peer_error(answer):
     class Odd:
-        """A stream of the library's on which the peer says `answer` and ends."""
+        """A library stream on which the peer sends `answer` and ends."""
 
         left = bytearray(answer)
 

@@ -15,7 +15,7 @@ def peers(tmp_path) -> list[str]:
     return [identity.load_or_create(tmp_path / str(index)).peer_id for index in range(2)]
 
 
-def test_announces_addresses_for_wildcards_without_loopback():
+def test_wildcards_become_addresses_without_loopback():
     hosts = [("ip4", "0.0.0.0"), ("ip4", "127.0.0.1"), ("ip6", "::"), ("ip4", "10.1.1.1")]
     listen = [Address(kind, where, 4001 + index) for index, (kind, where) in enumerate(hosts)]
     interfaces = [
@@ -66,8 +66,8 @@ def test_an_announcement_is_a_claim(peers):
         mdns.parse_service(good, ["host.local"], 4001)
 
 
-async def test_two_nodes_hear_of_each_other_and_not_of_themselves(peers):
-    """Real multicast DNS, on the loopback interface only."""
+async def test_two_nodes_discover_each_other(peers):
+    """Multicast DNS on the loopback interface."""
     heard: dict[str, dict[str, str]] = {peer: {} for peer in peers}
     found = trio.Event()
 
@@ -114,9 +114,9 @@ async def test_no_multicast_is_one_warning_and_no_more(peers, caplog, monkeypatc
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
-async def test_a_node_finds_a_peer_by_what_mdns_heard(tmp_path):
+async def test_node_dials_a_peer_from_mdns(tmp_path):
     async with host(tmp_path / "a") as a, host(tmp_path / "b") as b:
-        b.discovery.found_nearby(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
+        b.discovery.add_from_mdns(a.peer_id, a.listen_addrs[0].split("/p2p/")[0])
         with trio.fail_after(30):
             await b.wait_connected()
         assert b.statistics().peers.known_by_source["mdns"] == 1

@@ -1,4 +1,4 @@
-"""The peer table under fake time: no sockets, no waiting."""
+"""The peer table with fake time."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from swarmnode.p2p.peers import PeerTable
 
 
 def address(index: int, port: int = 4001) -> str:
-    """A public address in a /24 of its own."""
+    """Return a public address in a /24 of its own."""
     return f"/ip4/{20 + index // 250}.{index % 250}.7.1/tcp/{port}"
 
 
@@ -24,17 +24,17 @@ def names(dials) -> list[str]:
 
 
 def connect(table: PeerTable, peer: str, now: float) -> None:
-    table.dialed_ok(peer, table.get(peer).addresses[0], now)
-    table.connected_to(peer, inbound=False, now=now)
+    table.record_dialled(peer, table.get(peer).addresses[0], now)
+    table.record_connected(peer, inbound=False, now=now)
 
 
-def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
+def test_bootstrap_peer_is_dialled_without_limit():
     t = table()
     t.add("b", address(0), "bootstrap", 0.0)
     now, waits = 0.0, []
     for _ in range(500):
         assert names(t.to_dial(now)) == ["b"]
-        t.failed("b", now)
+        t.record_failed("b", now)
         waits.append(t.next_due(now))
         now += waits[-1]
     assert waits[0] <= 1.0
@@ -43,7 +43,7 @@ def test_a_bootstrap_peer_is_dialled_at_once_and_for_ever():
     assert len(set(waits[10:])) > 400  # jitter: a swarm does not come back in step
 
 
-def test_others_wait_longer_but_not_while_everybody_is_gone():
+def test_backoff_is_longer_unless_all_are_lost():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     t.add("friend", address(1), "mdns", 0.0)
@@ -52,53 +52,52 @@ def test_others_wait_longer_but_not_while_everybody_is_gone():
 
     def wait_after_failures(now: float) -> float:
         for _ in range(15):
-            t.failed("x", now)
+            t.record_failed("x", now)
         return t.get("x").due - now
 
     assert peers.OTHER_BACKOFF / 2 <= wait_after_failures(0.0) <= peers.OTHER_BACKOFF
-    t.disconnected("friend", 100.0)
+    t.record_disconnected("friend", 100.0)
     assert wait_after_failures(100.0) <= peers.BOOTSTRAP_BACKOFF
 
 
-def test_forgets_silent_peers_except_bootstrap_peers():
+def test_unreachable_peer_is_forgotten_unless_bootstrap():
     t = table()
     for peer, source in (("b", "bootstrap"), ("x", "exchange"), ("friend", "mdns")):
         t.add(peer, address(len(peer)), source, 0.0)
     connect(t, "friend", 0.0)
     for _ in range(peers.HOPELESS_NEVER_CONNECTED):
-        t.failed("x", 1.0)
-        t.failed("b", 1.0)
+        t.record_failed("x", 1.0)
+        t.record_failed("b", 1.0)
     assert t.get("x") is None
     assert t.get("b") is not None
     assert t.statistics().forgotten == 1
 
 
-def test_nobody_is_forgotten_while_our_own_network_is_down():
+def test_no_peer_is_forgotten_during_an_outage():
     t = table()
     for index in range(20):
         t.add(f"x{index}", address(index), "exchange", 0.0)
     for _ in range(50):
         for index in range(20):
-            t.failed(f"x{index}", 1.0)
+            t.record_failed(f"x{index}", 1.0)
     assert t.statistics().known == 20
 
 
 def test_a_60_second_outage_of_every_peer_is_survived():
-    """Bootstrap, book and exchanged peers all vanish at 100 s and are back at 160 s: all connected
-    again within 15 s of that."""
+    """All peers vanish at 100 s and return at 160 s; every one is connected again within 15 s."""
     t = table()
     sources = {"b": "bootstrap", "k": "book", "x": "exchange", "m": "mdns"}
     for index, (peer, source) in enumerate(sources.items()):
         t.add(peer, address(index), source, 0.0)
         connect(t, peer, 0.0)
     for peer in sources:
-        t.disconnected(peer, 100.0)
+        t.record_disconnected(peer, 100.0)
     now, dials = 100.0, 0
     while now < 175.0:
         for dial in t.to_dial(now):
             dials += 1
             if now < 160.0:
-                t.failed(dial.peer, now)
+                t.record_failed(dial.peer, now)
             else:
                 connect(t, dial.peer, now)
         now += min(0.25, max(0.05, t.next_due(now)))
@@ -123,7 +122,7 @@ def test_bootstrap_peers_come_first_then_those_seen_last():
     assert names(t.to_dial(1.0)) == ["b", "new", "old", "x"]
 
 
-def test_a_full_node_still_looks_for_one_bootstrap_peer_now_and_then():
+def test_full_node_still_retries_one_bootstrap_peer():
     t = table(target=1)
     t.add("x", address(0), "mdns", 0.0)
     connect(t, "x", 0.0)
@@ -135,7 +134,7 @@ def test_a_full_node_still_looks_for_one_bootstrap_peer_now_and_then():
     assert t.next_due(0.0) >= peers.IDLE_BOOTSTRAP_BACKOFF / 2
 
 
-def test_we_never_dial_ourselves_nor_a_connected_peer_nor_one_twice():
+def test_self_and_connected_peers_are_not_dialled():
     t = table()
     assert not t.add("own", address(0), "bootstrap", 0.0)
     t.add("x", address(1), "bootstrap", 0.0)
@@ -150,11 +149,11 @@ def test_a_lost_peer_is_dialled_again_within_a_second():
     t = table()
     t.add("x", address(0), "mdns", 0.0)
     connect(t, "x", 0.0)
-    t.disconnected("x", 100.0)
+    t.record_disconnected("x", 100.0)
     assert t.next_due(100.0) <= peers.FIRST_BACKOFF
 
 
-def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
+def test_short_connections_cause_backoff():
     t = table()
     t.add("x", address(0), "bootstrap", 0.0)
     now = 0.0
@@ -162,18 +161,18 @@ def test_a_peer_that_hangs_up_at_once_is_backed_off_from():
         now += t.next_due(now)
         t.to_dial(now)
         connect(t, "x", now)
-        t.disconnected("x", now + 0.5)
+        t.record_disconnected("x", now + 0.5)
     assert t.next_due(now + 0.5) >= peers.BOOTSTRAP_BACKOFF / 2
 
 
 def test_banned_peer_is_neither_stored_nor_dialled():
     banned: set[str] = set()
-    t = PeerTable("own", 16, random.Random(0), wanted=lambda peer, now: peer not in banned)
+    t = PeerTable("own", 16, random.Random(0), may_connect=lambda peer, now: peer not in banned)
     t.add("b", address(0), "bootstrap", 0.0)
     t.add("x", address(1), "mdns", 0.0)
     connect(t, "x", 0.0)
     banned |= {"b", "x", "y"}
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.get("x") is None
     assert not t.add("y", address(2), "exchange", 1.0)
     assert t.to_dial(1.0) == []
@@ -183,27 +182,27 @@ def test_banned_peer_is_neither_stored_nor_dialled():
 
 def test_two_connections_with_a_peer_are_one_peer():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
-    t.connected_to("x", inbound=False, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=False, now=0.0)
     assert t.connected() == ["x"]
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.connected() == ["x"]
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.connected() == []
 
 
-def test_an_inbound_peer_without_an_address_is_forgotten_when_it_leaves():
+def test_inbound_peer_without_address_is_forgotten():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
     assert t.statistics().inbound == 1
-    t.disconnected("x", 1.0)
+    t.record_disconnected("x", 1.0)
     assert t.get("x") is None
 
 
 def test_strangers_cannot_fill_the_table():
     t = table()
     t.add("b", address(0), "bootstrap", 0.0)
-    t.connected_to("friend", inbound=True, now=0.0)
+    t.record_connected("friend", inbound=True, now=0.0)
     for index in range(3 * peers.MAX_PEERS):
         t.add(f"x{index}", address(index), "exchange", float(index))
     assert t.statistics().known == peers.MAX_PEERS
@@ -220,7 +219,7 @@ def test_one_network_prefix_cannot_either():
     assert t.add("elsewhere", "/ip4/9.9.8.1/tcp/1", "exchange", 0.0)
 
 
-def test_a_lan_and_this_machine_are_not_prefixes_of_strangers():
+def test_lan_and_loopback_are_exempt_from_prefix_limit():
     t = table()
     for index in range(50):
         assert t.add(f"m{index}", f"/ip4/192.168.1.{index}/tcp/1", "mdns", 0.0)
@@ -232,23 +231,23 @@ def test_a_peer_keeps_the_addresses_that_work():
     for port in range(1, 30):
         t.add("x", address(0, port), "exchange", 0.0)
     assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
-    t.dialed_ok("x", address(0, 3), 0.0)
+    t.record_dialled("x", address(0, 3), 0.0)
     for port in range(30, 60):
         t.add("x", address(0, port), "exchange", 0.0)
     assert t.get("x").addresses[0] == address(0, 3)
     assert len(t.get("x").addresses) == peers.ADDRESSES_PER_PEER
 
 
-def test_hearing_of_a_failing_peer_again_helps_once_a_minute():
+def test_reports_shorten_backoff_once_a_minute():
     t = table()
     t.add("x", address(0), "exchange", 0.0)
     for _ in range(4):
-        t.failed("x", 0.0)
-    t.failed("x", 0.0)
+        t.record_failed("x", 0.0)
+    t.record_failed("x", 0.0)
     assert t.next_due(0.0) > 2.0
     t.add("x", address(0), "exchange", 0.0)
     assert t.next_due(0.0) <= 2.0
-    t.failed("x", 1.0)
+    t.record_failed("x", 1.0)
     t.add("x", address(0), "exchange", 1.0)
     assert t.next_due(1.0) > 2.0
 
@@ -261,31 +260,31 @@ def test_a_peer_keeps_its_best_source():
     assert t.get("x").source == "bootstrap"
 
 
-def test_hearsay_is_dialled_but_not_passed_on():
+def test_reported_addresses_are_not_passed_on():
     t = table()
-    t.connected_to("x", inbound=True, now=0.0)
+    t.record_connected("x", inbound=True, now=0.0)
     t.add("x", address(0), "exchange", 0.0)  # a liar's word
-    t.claim("x", address(1), 0.0)  # its own, seen there
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(1)])]
-    t.dialed_ok("x", address(2), 0.0)
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("x", [address(2), address(1)])]
+    t.add_self_reported("x", address(1), 0.0)  # its own, seen there
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("x", [address(1)])]
+    t.record_dialled("x", address(2), 0.0)
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("x", [address(2), address(1)])]
     assert t.get("x").addresses == [address(2), address(0), address(1)]
 
 
-def test_shares_only_connected_reachable_peers():
+def test_only_reachable_connected_peers_are_shared():
     t = table()
     t.add("public", address(0), "exchange", 0.0)
     t.add("here", "/ip4/127.0.0.1/tcp/1", "exchange", 0.0)
     t.add("away", address(1), "exchange", 0.0)
     connect(t, "public", 0.0)
     connect(t, "here", 0.0)
-    assert t.good(32, apart_from="", scope=PUBLIC) == [("public", [address(0)])]
-    assert sorted(peer for peer, _ in t.good(32, apart_from="", scope=LOOPBACK)) == [
+    assert t.peers_to_share(32, exclude="", scope=PUBLIC) == [("public", [address(0)])]
+    assert sorted(peer for peer, _ in t.peers_to_share(32, exclude="", scope=LOOPBACK)) == [
         "here",
         "public",
     ]
-    assert t.good(32, apart_from="public", scope=PUBLIC) == []
-    assert len(t.good(1, apart_from="", scope=LOOPBACK)) == 1
+    assert t.peers_to_share(32, exclude="public", scope=PUBLIC) == []
+    assert len(t.peers_to_share(1, exclude="", scope=LOOPBACK)) == 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -300,15 +299,15 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         if event == 0:
             t.add(peer, address(rng.randrange(500)), rng.choice(peers.SOURCES), now)
         elif event == 1:
-            t.connected_to(peer, inbound=rng.random() < 0.5, now=now)
+            t.record_connected(peer, inbound=rng.random() < 0.5, now=now)
             open_connections[peer] = open_connections.get(peer, 0) + 1
         elif event == 2 and open_connections.get(peer):
-            t.disconnected(peer, now)
+            t.record_disconnected(peer, now)
             open_connections[peer] -= 1
         elif event == 3:
-            t.failed(peer, now)
+            t.record_failed(peer, now)
         elif event == 4:
-            t.dialed_ok(peer, address(rng.randrange(500)), now)
+            t.record_dialled(peer, address(rng.randrange(500)), now)
         elif event == 5:
             t.restore(peer, [address(rng.randrange(500))], now - 5.0, now)
         else:
@@ -322,51 +321,51 @@ def test_any_order_of_events_keeps_the_table_sound(seed):
         assert t.next_due(now) >= 0.0
 
 
-def test_pinned_peers_are_dialled_first_without_limit():
+def test_pinned_peer_is_dialled_first():
     t = table(target=1)
     for index, name in enumerate(("friend", "member", "other")):
         t.add(name, address(index), "exchange", 0.0)
     connect(t, "friend", 0.0)
     assert names(t.to_dial(10.0)) == []
-    t.hold(["member", "nobody we know"], 10.0)
+    t.pin(["member", "nobody we know"], 10.0)
     assert names(t.to_dial(10.0)) == ["member"]
     now, waits = 10.0, []
     for _ in range(50):
-        t.failed("member", now)
+        t.record_failed("member", now)
         waits.append(t.next_due(now))
         now += waits[-1]
         assert names(t.to_dial(now)) == ["member"]
-    assert max(waits) <= peers.HELD_BACKOFF
-    t.failed("member", now)
-    t.hold([], now)
+    assert max(waits) <= peers.PINNED_BACKOFF
+    t.record_failed("member", now)
+    t.pin([], now)
     assert names(t.to_dial(now + 1000.0)) == []
     assert t.next_due(now) == math.inf
 
 
-def test_full_table_forgets_pinned_peers_last(monkeypatch):
+def test_full_table_keeps_pinned_peers(monkeypatch):
     monkeypatch.setattr(peers, "MAX_PEERS", 3)
     t = table()
     for index in range(3):
         t.add(f"p{index}", address(index), "exchange", 0.0)
-    t.hold(["p0", "p1"], 0.0)
+    t.pin(["p0", "p1"], 0.0)
     assert t.add("new", address(9), "exchange", 1.0)
     assert t.get("p0") is not None
     assert t.get("p1") is not None
     assert t.get("p2") is None
 
 
-def test_however_many_dial_us_half_of_our_peers_are_of_our_own_choosing():
+def test_half_of_the_peers_are_outbound():
     t = table(target=16)
     for number in range(40):
-        t.connected_to(f"sybil{number}", inbound=True, now=0.0)
+        t.record_connected(f"sybil{number}", inbound=True, now=0.0)
     for number in range(40):
         t.add(f"p{number}", f"/ip4/20.{number}.0.1/tcp/1", "exchange", 0.0)
     dialled = [each.peer for each in t.to_dial(100.0, limit=40)]
     assert len(dialled) == 8
     for peer in dialled:
-        t.connected_to(peer, inbound=False, now=100.0)
-        t.dialed_ok(peer, t.get(peer).addresses[0], 100.0)
+        t.record_connected(peer, inbound=False, now=100.0)
+        t.record_dialled(peer, t.get(peer).addresses[0], 100.0)
     assert t.to_dial(200.0, limit=40) == []
     assert t.next_due(200.0) == math.inf
-    t.disconnected(dialled[0], 300.0)
+    t.record_disconnected(dialled[0], 300.0)
     assert len(t.to_dial(1000.0, limit=40)) == 1

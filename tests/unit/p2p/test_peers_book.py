@@ -22,7 +22,7 @@ def filled(count: int) -> PeerTable:
     for index in range(count):
         where = f"/ip4/20.{index % 250}.{index // 250}.1/tcp/4001"
         t.add(peer(index), where, "exchange", 0.0)
-        t.dialed_ok(peer(index), where, float(index))
+        t.record_dialled(peer(index), where, float(index))
     return t
 
 
@@ -47,12 +47,12 @@ def test_the_book_is_bounded_and_keeps_those_seen_last():
     assert data["peers"][0]["peer"] == peer(999)
 
 
-def test_who_is_connected_is_seen_now_however_long_ago_that_began():
+def test_connected_peers_are_saved_as_seen_now():
     t = filled(3)  # those seen last, at 2 s, first
-    t.connected_to(peer(0), inbound=True, now=3.0)
+    t.record_connected(peer(0), inbound=True, now=3.0)
     (first, *_) = json.loads(book.render(t, Reputation(), 1000.0))["peers"]
     assert (first["peer"], first["age"]) == (peer(0), 0.0)
-    t.disconnected(peer(0), 1000.0)
+    t.record_disconnected(peer(0), 1000.0)
     assert t.get(peer(0)).seen_at(1060.0) == 1000.0
 
 
@@ -70,7 +70,7 @@ def test_who_is_connected_is_seen_now_however_long_ago_that_began():
         b'{"version":1,"saved_at":0,"peers":[{"peer":1}],"reputation":[]}',
     ],
 )
-def test_a_damaged_book_is_one_warning_and_an_empty_table(tmp_path, data, caplog):
+def test_damaged_book_is_one_warning(tmp_path, data, caplog):
     path = tmp_path / "peers.json"
     path.write_bytes(data)
     t = table()

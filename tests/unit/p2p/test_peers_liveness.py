@@ -1,14 +1,14 @@
-from swarmnode.p2p.liveness import SILENT_SECONDS, Liveness
+from swarmnode.p2p.turnover import SILENT_SECONDS, Liveness
 
 
-def test_silence_after_one_ping_is_death_and_an_answer_is_life():
+def test_unanswered_ping_ends_the_connection():
     liveness = Liveness()
     for now in range(0, int(SILENT_SECONDS), 10):
         assert liveness.dead({"gone": (1, False), "there": (1, now > 0)}, now) == []
     assert liveness.dead({"gone": (1, False), "there": (1, True)}, SILENT_SECONDS) == ["gone"]
 
 
-def test_a_slow_peer_that_answers_before_the_next_ping_lives():
+def test_late_answer_keeps_the_connection():
     liveness = Liveness()
     for number in range(1, 20):
         at = 40.0 * number
@@ -17,7 +17,7 @@ def test_a_slow_peer_that_answers_before_the_next_ping_lives():
         assert liveness.dead({"slow": (number, True)}, at + 30.0) == []
 
 
-def test_unpinged_connection_counts_as_alive():
+def test_unpinged_connection_is_alive():
     liveness = Liveness()
     assert liveness.dead({"new": (0, False)}, 0.0) == []
     assert liveness.dead({"new": (0, False)}, 1e6) == []
@@ -26,7 +26,7 @@ def test_unpinged_connection_counts_as_alive():
     assert liveness.dead({"x": (1, False)}, 100.0) == []
 
 
-def test_bytes_are_a_sign_of_life_while_a_full_line_holds_the_answer_up():
+def test_received_bytes_count_as_alive():
     liveness = Liveness()
     for now in range(0, 300, 10):
         assert liveness.dead({"full": (1, False)}, now, {"full": now - 5.0}) == []

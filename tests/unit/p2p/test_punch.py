@@ -1,5 +1,4 @@
-"""Hole punching without holes: who dials, from where, and who is refused. Through real routers:
-tests/nat."""
+"""Hole punching without NAT: direction, source port and limits. With real routers: tests/nat."""
 
 import contextlib
 import socket
@@ -11,24 +10,24 @@ from multiaddr import Multiaddr
 
 from swarmnode.errors import PeerError, Unavailable
 from swarmnode.p2p.addresses import Address, Circuit, parse
-from swarmnode.p2p.conversations import converse, write_message
 from swarmnode.p2p.punch import (
     DCUTR,
     PEERS,
     SESSION_SECONDS,
     SESSIONS,
-    Allowance,
+    SessionLimiter,
     connect_from,
-    targets_of,
+    dialable_targets,
 )
+from swarmnode.p2p.stream_calls import run_on_new_stream, write_message
 from tests.support.hosts import echo, host
 from tests.support.waiting import until
 
 
 @contextlib.asynccontextmanager
 async def called(tmp_path, **settings):
-    """(relay, a, b): a has called b through the relay; both tell their listen addresses, as if a
-    router showed them there."""
+    """Open (relay, a, b): a has dialled b through the relay; both advertise their listening
+    addresses."""
     async with host(tmp_path / "relay", relay="server") as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", **settings}
         async with (
@@ -51,8 +50,8 @@ async def called(tmp_path, **settings):
             yield relay, a, b
 
 
-async def test_a_circuit_is_replaced_by_a_direct_connection_and_requests_go_on(tmp_path):
-    """At most the requests under way when the circuit was closed fail."""
+async def test_direct_connection_replaces_the_circuit(tmp_path):
+    """Only requests that were pending when the circuit was closed may fail."""
     async with called(tmp_path) as (relay, a, b):
         b.requests.serve("/t/1", echo, max_request_bytes=64, max_response_bytes=64)
         failed = after = 0
@@ -90,11 +89,11 @@ async def test_over_a_direct_connection_there_is_nothing_to_punch(tmp_path):
             await stream.read(1)
 
         with pytest.raises(PeerError):
-            await converse(b.host, a.peer_id, DCUTR, talk, deadline=5.0)
+            await run_on_new_stream(b.host, a.peer_id, DCUTR, talk, deadline=5.0)
         assert a.statistics().nat.punch.refused == 1
 
 
-def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
+def test_dialled_addresses_are_limited_in_number_and_scope():
     vantage = Address("ip4", "5.5.5.5", 1)
     told = [
         "/ip4/127.0.0.1/tcp/1",
@@ -103,13 +102,15 @@ def test_two_addresses_at_most_are_dialled_and_none_that_reaches_less_far():
         "/ip4/6.6.6.2/tcp/4",
         "/ip4/6.6.6.3/tcp/5",
     ]
-    found = targets_of([b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage)
+    found = dialable_targets(
+        [b"garbage", *(Multiaddr(each).to_bytes() for each in told[2:])], vantage
+    )
     assert [each.port for each in found] == [3, 4]
-    assert targets_of([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
-    assert targets_of([Multiaddr(told[2]).to_bytes()], None) == []
+    assert dialable_targets([Multiaddr(each).to_bytes() for each in told[:2]], vantage) == []
+    assert dialable_targets([Multiaddr(told[2]).to_bytes()], None) == []
 
 
-async def test_dials_from_the_exclusive_listening_port(tmp_path):
+async def test_listening_port_is_shared_only_for_dialling(tmp_path):
     async with host(tmp_path / "a") as a:
         own = parse(a.listen_addrs[0])[0]
         with socket.socket() as other:
@@ -120,19 +121,19 @@ async def test_dials_from_the_exclusive_listening_port(tmp_path):
             assert where == ("127.0.0.1", own.port)
             accepted.close()
             await raw.aclose()
-        with pytest.raises(Unavailable, match="taken"):
+        with pytest.raises(Unavailable, match="used by another process"):
             async with host(tmp_path / "b", listen_addrs=[str(own)]):
                 pass
 
 
-def test_punch_sessions_per_peer_are_limited():
-    allowance = Allowance()
-    assert [allowance.take("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
+def test_sessions_per_peer_are_limited():
+    allowance = SessionLimiter()
+    assert [allowance.allow("a", float(at)) for at in range(SESSIONS + 1)] == [True] * SESSIONS + [
         False
     ]
-    assert allowance.take("b", 6.0)
-    assert not allowance.take("a", SESSION_SECONDS - 0.1)
-    assert allowance.take("a", SESSION_SECONDS)
+    assert allowance.allow("b", 6.0)
+    assert not allowance.allow("a", SESSION_SECONDS - 0.1)
+    assert allowance.allow("a", SESSION_SECONDS)
     for number in range(2 * PEERS):
-        allowance.take(str(number), 0.0)
-    assert len(allowance._begun) == PEERS
+        allowance.allow(str(number), 0.0)
+    assert len(allowance._started) == PEERS

@@ -1,4 +1,4 @@
-"""Real hosts on loopback that talk through a relay: reservations, calls, limits, bans."""
+"""Real hosts on loopback that connect through a relay: reservations, circuits, limits, bans."""
 
 import contextlib
 import random
@@ -15,10 +15,10 @@ from libp2p.tools.anyio_service import background_trio_service
 from swarmnode.errors import PeerError
 from swarmnode.p2p import nat
 from swarmnode.p2p.addresses import Circuit, parse
-from swarmnode.p2p.conversations import converse, read_message, write_message
 from swarmnode.p2p.network import Libp2pNetwork
-from swarmnode.p2p.relay import HOP, STOP, Book, RelayLimits
+from swarmnode.p2p.relay import HOP, STOP, RelayLimits, RelayState
 from swarmnode.p2p.relay_client import Reservations
+from swarmnode.p2p.stream_calls import read_message, run_on_new_stream, write_message
 from tests.support.hosts import host
 from tests.support.waiting import until
 
@@ -27,8 +27,8 @@ NAME = "/test/relay/1"
 
 @contextlib.asynccontextmanager
 async def relayed(tmp_path, swarms=(bytes([1]) * 32, bytes([2]) * 32), **settings):
-    """(relay, a, b): b has reserved with the relay; nobody has heard of anybody else, because their
-    swarms differ."""
+    """Open (relay, a, b): b has a reservation; the swarms differ, so that no peer exchange
+    happens."""
     async with host(tmp_path / "relay", relay="server", **settings) as relay:
         known = {"initial_peers": relay.listen_addrs, "relay": "client", "hole_punching": False}
         async with (
@@ -49,7 +49,7 @@ async def call(a: Libp2pNetwork, b: Libp2pNetwork, relay: Libp2pNetwork) -> None
     await until(lambda: b.peer_id in a.connected() and a.peer_id in b.connected())
 
 
-async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
+async def test_large_request_crosses_a_relay(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
@@ -70,7 +70,7 @@ async def test_a_request_of_a_mebibyte_crosses_a_relay_both_ways(tmp_path):
         assert a.observed(b.peer_id) is None
 
 
-async def test_whoever_speaks_through_a_relay_is_let_go_by_nobody_of_the_three(tmp_path):
+async def test_relayed_connections_are_kept(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         spare = lambda network, peer: next(
             e.spare for e in network.connections.links(lambda _: False) if e.peer == peer.peer_id
@@ -104,7 +104,7 @@ async def test_members_find_each_other_through_the_relay_by_themselves(tmp_path)
                 await until(lambda: a.peer_id in b.connected())
 
 
-async def test_a_handler_that_raises_costs_a_relayed_peer_one_stream(tmp_path):
+async def test_handler_exception_costs_one_relayed_stream(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
 
@@ -137,7 +137,7 @@ async def test_who_has_not_reserved_cannot_be_called(tmp_path):
             assert relay.statistics().nat.relay.called["no_reservation"] == 1
 
 
-async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp_path):
+async def test_reservation_belongs_to_the_authenticated_peer(tmp_path):
     async with relayed(tmp_path) as (relay, a, _):
         victim = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -150,7 +150,7 @@ async def test_a_reservation_is_for_who_asks_whatever_name_the_message_bears(tmp
             )
             return await read_message(stream, pb.HopMessage)
 
-        answer, _ = await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
+        answer, _ = await run_on_new_stream(a.host, relay.peer_id, HOP, reserve, deadline=5.0)
         assert answer.status == pb.OK
         assert relay.statistics().nat.relay.reservations == 2  # a's own and b's, as before
         assert not relay.nat.relay.reserved(victim)
@@ -163,7 +163,7 @@ async def test_reservations_end_with_their_connection(tmp_path):
         await until(lambda: relay.statistics().nat.relay.reservations == 0)
 
 
-async def test_returning_relay_is_reserved_again(
+async def test_lost_relay_is_removed_and_asked_again(
     tmp_path,
 ):
     async with host(tmp_path / "relay", relay="server") as relay:
@@ -182,7 +182,7 @@ async def test_returning_relay_is_reserved_again(
             await until(lambda: b.statistics().nat.client.relays == [])
 
 
-async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monkeypatch):
+async def test_excess_circuit_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuits=1))
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
@@ -192,7 +192,7 @@ async def test_one_circuit_too_many_is_refused_and_the_rest_go_on(tmp_path, monk
         assert b.peer_id in a.connected()
 
 
-async def test_a_circuit_ends_at_its_bytes_and_leaves_nothing_behind(tmp_path, monkeypatch):
+async def test_circuit_ends_at_its_byte_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(nat, "RELAY_LIMITS", RelayLimits(circuit_bytes=2**17))
     async with relayed(tmp_path) as (relay, a, b):
         await call(a, b, relay)
@@ -218,7 +218,7 @@ async def test_a_circuit_ends_at_its_time(tmp_path, monkeypatch):
         await until(lambda: b.peer_id not in a.connected() and a.peer_id not in b.connected(), 5.0)
 
 
-async def test_a_banned_peer_does_not_come_back_through_a_relay(tmp_path):
+async def test_banned_peer_cannot_return_through_a_relay(tmp_path):
     async with relayed(tmp_path) as (relay, a, b):
         for _ in range(100):
             b.rejected(a.peer_id, "seed", cost=100.0)
@@ -238,7 +238,7 @@ async def test_who_is_banned_by_the_relay_is_not_relayed(tmp_path):
             await a.nat.client.call(b.peer_id, place(relay))
 
 
-async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
+async def test_circuits_need_a_reserved_relay(tmp_path):
     async with (
         host(tmp_path / "b", relay="off") as b,
         host(tmp_path / "a", initial_peers=b.listen_addrs, relay="off") as a,
@@ -251,7 +251,7 @@ async def test_calls_are_taken_from_our_own_relays_only(tmp_path):
             return await read_message(stream, pb.StopMessage)
 
         with pytest.raises(PeerError):
-            await converse(a.host, b.peer_id, STOP, ring, deadline=5.0)
+            await run_on_new_stream(a.host, b.peer_id, STOP, ring, deadline=5.0)
         assert b.statistics().nat.client.calls["refused"] == 1
 
 
@@ -275,15 +275,15 @@ async def test_garbage_ends_its_stream_only(tmp_path, garbage):
 
         for protocol, peer in ((HOP, relay.peer_id), (STOP, relay.peer_id)):
             with contextlib.suppress(PeerError):
-                await converse(a.host, peer, protocol, talk, deadline=5.0)
+                await run_on_new_stream(a.host, peer, protocol, talk, deadline=5.0)
         await call(a, b, relay)
 
 
 # -- pure
 
 
-def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
-    book = Book(RelayLimits(reservations=2, reservation_seconds=100))
+def test_full_relay_only_renews():
+    book = RelayState(RelayLimits(reservations=2, reservation_seconds=100))
     assert book.reserve("a", 0.0)
     assert book.reserve("b", 50.0)
     assert not book.reserve("c", 60.0)
@@ -295,7 +295,7 @@ def test_a_full_book_renews_but_takes_nobody_new_until_one_expires():
 
 
 def test_circuits_are_counted_at_both_ends():
-    book = Book(RelayLimits(circuits=10, circuits_per_peer=2))
+    book = RelayState(RelayLimits(circuits=10, circuits_per_peer=2))
     assert book.open("a", "b")
     assert book.open("c", "b")
     assert not book.open("d", "b")
@@ -306,14 +306,14 @@ def test_circuits_are_counted_at_both_ends():
 
 
 def test_who_calls_too_often_waits():
-    book = Book(RelayLimits())
-    assert [book.may_ask("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
-    assert book.may_ask("b", 0.0)
-    assert not book.may_ask("a", 3.9)
-    assert book.may_ask("a", 4.0)
+    book = RelayState(RelayLimits())
+    assert [book.take_request("a", 0.0) for _ in range(9)] == [True] * 8 + [False]
+    assert book.take_request("b", 0.0)
+    assert not book.take_request("a", 3.9)
+    assert book.take_request("a", 4.0)
 
 
-def test_renews_reservations_and_backs_off_after_refusals():
+def test_reservations_are_renewed_and_refusals_back_off():
     plan = Reservations(random.Random(0))
     assert plan.due(["r", "s", "t"], 0.0) == "r"
     plan.granted("r", 1000.0, 0.0)
@@ -323,9 +323,9 @@ def test_renews_reservations_and_backs_off_after_refusals():
     plan.granted("t", 1000.0, 0.0)
     assert plan.due(["r", "s", "t"], 10.0) is None
     assert plan.due(["r", "s", "t"], 760.0) in ("r", "t")
-    assert plan.held(999.0) == ["r", "t"]
-    assert plan.held(1000.0) == []
-    assert plan.gone("r")
+    assert plan.valid(999.0) == ["r", "t"]
+    assert plan.valid(1000.0) == []
+    assert plan.forget_peer("r")
     assert plan.due(["s", "t"], 10.0) == "s"
 
 
@@ -342,16 +342,16 @@ def test_refusals_cost_longer_and_longer_up_to_a_bound():
 def test_a_grant_is_neither_forever_nor_over_at_once():
     plan = Reservations(random.Random(0))
     plan.granted("r", 1e12, 0.0)
-    assert plan.held(6 * 3600.0) == []
+    assert plan.valid(6 * 3600.0) == []
     plan.granted("r", -5.0, 0.0)
-    assert plan.held(59.0) == ["r"]
+    assert plan.valid(59.0) == ["r"]
 
 
 # -- why the library's relay is not used; when these fail, upstream has changed and
 # docs/networking.md should too
 
 
-async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_path):
+async def test_stock_relay_grants_all_slots_to_one_peer(tmp_path):
     limits = StockLimits(duration=60, data=2**20, max_circuit_conns=2, max_reservations=3)
     async with (
         host(tmp_path / "relay", relay="off") as relay,
@@ -369,7 +369,9 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
                     )
                     return (await read_message(stream, pb.HopMessage)).status
 
-                return (await converse(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[0]
+                return (await run_on_new_stream(a.host, relay.peer_id, HOP, reserve, deadline=5.0))[
+                    0
+                ]
 
             for number in range(3):
                 name = ID.from_pubkey(
@@ -381,7 +383,7 @@ async def test_one_peer_takes_all_places_of_a_stock_relay_by_naming_others(tmp_p
             assert own in (pb.RESERVATION_REFUSED, pb.RESOURCE_LIMIT_EXCEEDED)
 
 
-async def test_relay_without_budget_ends_its_circuits(
+async def test_relay_without_budget_ends_circuits(
     tmp_path,
 ):
     async with relayed(tmp_path) as (relay, a, b):
@@ -392,7 +394,7 @@ async def test_relay_without_budget_ends_its_circuits(
             asked.append(choice)
             return budget
 
-        relay.keep_to(allows)
+        relay.set_budget(allows)
         with pytest.raises(PeerError):
             await a.requests.request(
                 b.peer_id, NAME, bytes(1000), deadline=20.0, max_response_bytes=10

@@ -1,4 +1,4 @@
-"""Places at relays: as text, in the peer table, and in peer exchange."""
+"""Circuit addresses as text, in the peer table and in peer exchange."""
 
 import random
 
@@ -19,7 +19,7 @@ PEER = "12D3KooWJWoaqZhDaoEFshF7Rh1bpY9ohihFhzcW6d69Lr2NASuq"
 PLACE = f"/ip4/5.5.5.5/tcp/9/p2p/{RELAY}/p2p-circuit"
 
 
-def test_a_place_at_a_relay_is_read_and_written_alike():
+def test_circuit_addresses_round_trip():
     assert parse_any(PLACE) == (Circuit(Address("ip4", "5.5.5.5", 9), RELAY), None)
     assert parse_any(f"{PLACE}/p2p/{PEER}") == (Circuit(Address("ip4", "5.5.5.5", 9), RELAY), PEER)
     assert str(parse_any(PLACE)[0]) == PLACE
@@ -54,7 +54,7 @@ def test_a_relay_reaches_as_far_as_its_address_does():
     assert not dialable(Circuit(Address("ip4", "0.0.0.0", 9), RELAY), None)
 
 
-def test_direct_addresses_are_tried_first_but_no_long_row_of_them():
+def test_few_direct_addresses_precede_relays():
     table = PeerTable("own", 8, random.Random(0))
     direct = [f"/ip4/5.5.{number}.5/tcp/9" for number in range(4)]
     for address in [PLACE, *direct]:
@@ -63,7 +63,7 @@ def test_direct_addresses_are_tried_first_but_no_long_row_of_them():
     assert dial.addresses == (*direct[:2], PLACE, *direct[2:])
 
 
-def test_peers_behind_one_relay_are_bounded_apart_from_its_network():
+def test_relayed_peers_have_their_own_limit():
     table = PeerTable("own", 8, random.Random(0))
     for number in range(2 * PEERS_PER_RELAY):
         table.add(f"r{number}", PLACE, "exchange", 0.0)
@@ -71,20 +71,19 @@ def test_peers_behind_one_relay_are_bounded_apart_from_its_network():
     assert table.statistics().known == PEERS_PER_RELAY + PEERS_PER_PREFIX
 
 
-def test_a_call_that_worked_does_not_prove_the_address_of_the_relay():
+def test_working_circuit_proves_no_relay_address():
     table = PeerTable("own", 8, random.Random(0))
     table.add("p", PLACE, "exchange", 0.0)
-    table.connected_to("p", inbound=False, now=0.0)
-    table.dialed_ok("p", PLACE, 0.0)
-    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == []
-    table.claim("p", PLACE, 0.0)
-    assert table.good(8, apart_from="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
+    table.record_connected("p", inbound=False, now=0.0)
+    table.record_dialled("p", PLACE, 0.0)
+    assert table.peers_to_share(8, exclude="x", scope=addresses.PUBLIC) == []
+    table.add_self_reported("p", PLACE, 0.0)
+    assert table.peers_to_share(8, exclude="x", scope=addresses.PUBLIC) == [("p", [PLACE])]
 
 
 async def ask(one, other, told):
-    """The peers that `other` tells `one`, which tells `told` of itself. One question of a peer is
-    answered at a time: where `one` is asking by itself just now, as it does when it has connected,
-    it asks again."""
+    """Return the peers that `other` sends to `one`, which reports `told` for itself. Retries,
+    because a peer has one exchange at a time."""
     data = codec.encode(PeersRequest(bytes(32), told))
     limit = limits.PEERS_RESPONSE_BYTES
     with trio.fail_after(60):
@@ -99,8 +98,8 @@ async def ask(one, other, told):
     return {each.peer: each.addresses for each in codec.decode(answer, PeersResponse, limit).peers}
 
 
-async def test_a_relay_that_nobody_has_dialled_is_not_passed_on(tmp_path):
-    """Else one liar could send the swarm to any address, as a relay's."""
+async def test_undialled_relay_is_not_passed_on(tmp_path):
+    """Otherwise one liar could direct the swarm at any address by calling it a relay."""
     async with hosts(tmp_path, 3) as (a, b, c):
         await until(lambda: len(a.connected()) == 2 and a.nat.address_of(c.peer_id) is not None)
         await ask(
@@ -119,8 +118,8 @@ async def test_a_relay_that_nobody_has_dialled_is_not_passed_on(tmp_path):
         assert places == [str(Circuit(known, c.peer_id))]
 
 
-async def test_a_relay_that_does_not_know_its_address_is_where_it_is_seen(tmp_path):
-    """But only as long as it speaks of itself."""
+async def test_relay_without_address_uses_its_observed_one(tmp_path):
+    """Only for the relay's own address."""
     async with host(tmp_path / "a") as a, host(tmp_path / "b", initial_peers=a.listen_addrs) as b:
         await until(lambda: a.connected() and b.connected())
         told = {

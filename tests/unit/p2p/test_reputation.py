@@ -11,7 +11,7 @@ def greylist(r: Reputation, peer: str, now: float) -> None:
         r.rejected(peer, "signature", now)
 
 
-def test_a_stranger_is_welcome():
+def test_unknown_peer_is_good():
     assert Reputation().standing("x", 0.0) is Standing.GOOD
     assert Reputation().score("x", 0.0) == 0.0
 
@@ -25,7 +25,7 @@ def test_rejections_greylist_then_ban():
     assert r.statistics(0.0).banned == 1
 
 
-def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
+def test_ban_lasts_a_day_then_greylists():
     r = Reputation()
     r.ban("x", 0.0)
     for _ in range(10_000):
@@ -35,7 +35,7 @@ def test_a_ban_lasts_a_day_whatever_happens_and_ends_on_probation():
     assert r.standing("x", reputation.BAN_SECONDS + 1 + 2 * reputation.HALF_LIFE) is Standing.GOOD
 
 
-def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
+def test_greylist_has_hysteresis():
     r = Reputation()
     greylist(r, "x", 0.0)
     # above GREYLIST, below FORGIVEN
@@ -43,7 +43,7 @@ def test_a_greylisted_peer_is_forgiven_later_than_it_was_greylisted():
     assert r.standing("x", 1.1 * reputation.HALF_LIFE) is Standing.GOOD
 
 
-def test_trust_is_slow_and_bounded_and_its_loss_is_fast():
+def test_trust_grows_slowly_and_falls_fast():
     r = Reputation()
     for _ in range(10_000):
         r.accepted("x", 0.0)
@@ -68,10 +68,10 @@ def test_rare_faults_of_an_honest_peer_are_never_enough():
 def test_a_prefix_earns_no_more_than_its_share():
     r = Reputation()
     for index in range(50):
-        r.place(f"x{index}", "9.9.9.0/24", 0.0)
+        r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
         for _ in range(300):
             r.accepted(f"x{index}", 0.0)
-    r.place("alone", "9.9.8.0/24", 0.0)
+    r.set_prefix("alone", "9.9.8.0/24", 0.0)
     for _ in range(300):
         r.accepted("alone", 0.0)
     assert sum(r.score(f"x{index}", 0.0) for index in range(50)) == pytest.approx(
@@ -80,13 +80,13 @@ def test_a_prefix_earns_no_more_than_its_share():
     assert r.score("alone", 0.0) == reputation.BEST
 
 
-def test_bans_follow_a_prefix_to_its_newcomers_but_not_far():
+def test_bans_lower_new_peers_of_the_prefix():
     r = Reputation()
     for index in range(10):
-        r.place(f"x{index}", "9.9.9.0/24", 0.0)
+        r.set_prefix(f"x{index}", "9.9.9.0/24", 0.0)
         r.ban(f"x{index}", 0.0)
-    r.place("new", "9.9.9.0/24", 0.0)
-    r.place("other", "9.9.8.0/24", 0.0)
+    r.set_prefix("new", "9.9.9.0/24", 0.0)
+    r.set_prefix("other", "9.9.8.0/24", 0.0)
     assert r.score("new", 0.0) == reputation.NEWCOMER_LOWEST
     assert r.standing("new", 0.0) is Standing.GOOD
     assert r.score("other", 0.0) == 0.0
@@ -97,26 +97,26 @@ def test_memory_is_bounded_and_keeps_the_bans():
     for index in range(100):
         r.ban(f"bad{index}", 0.0)
     for index in range(3 * reputation.MAX_PEERS):
-        r.place(f"x{index}", f"{rng.randrange(99)}.0.0.0/24", 0.0)
+        r.set_prefix(f"x{index}", f"{rng.randrange(99)}.0.0.0/24", 0.0)
         r.accepted(f"x{index}", 0.0)
     assert r.statistics(0.0).peers <= reputation.MAX_PEERS
     assert r.statistics(0.0).banned == 100
 
 
-def test_moved_peer_belongs_to_its_newest_network():
+def test_moved_peer_counts_for_its_newest_prefix():
     r = Reputation()
     for index in range(100):
-        r.place("x", f"{index}.0.0.0/24", 0.0)
+        r.set_prefix("x", f"{index}.0.0.0/24", 0.0)
     assert dict(r._by_prefix) == {"99.0.0.0/24": {"x"}}
     r.ban("x", 0.0)
-    r.place("former", "98.0.0.0/24", 0.0)
-    r.place("present", "99.0.0.0/24", 0.0)
+    r.set_prefix("former", "98.0.0.0/24", 0.0)
+    r.set_prefix("present", "99.0.0.0/24", 0.0)
     assert [r.score(peer, 0.0) for peer in ("former", "present")] == [
         0.0,
         -reputation.NEWCOMER_COST,
     ]
-    r.place("present", "1.0.0.0/24", 0.0)
-    r.place("next", "99.0.0.0/24", 0.0)
+    r.set_prefix("present", "1.0.0.0/24", 0.0)
+    r.set_prefix("next", "99.0.0.0/24", 0.0)
     # x is still there
     assert [r.score(peer, 0.0) for peer in ("present", "next")] == [-reputation.NEWCOMER_COST] * 2
 
@@ -125,16 +125,16 @@ def test_who_comes_back_is_no_newcomer():
     r = Reputation()
     for prefix in ("9.9.9.0/24", "9.9.9.0/24", "9.9.8.0/24", None):
         r.rejected("x", "reward", 0.0)
-        r.place("x", prefix, 0.0)
+        r.set_prefix("x", prefix, 0.0)
     assert r.score("x", 0.0) == -4 * reputation.COST
     assert (r.rejections("x"), r.rejections("y")) == (4, 0)
-    r.place("y", None, 0.0)
+    r.set_prefix("y", None, 0.0)
     assert r.statistics(0.0).peers == 1
 
 
-def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
+def test_restart_keeps_scores_and_bans():
     before = Reputation()
-    before.place("x", "9.9.9.0/24", 0.0)
+    before.set_prefix("x", "9.9.9.0/24", 0.0)
     before.rejected("x", "reward", 0.0)
     before.ban("y", 0.0)
     after = Reputation()
@@ -147,7 +147,7 @@ def test_a_restart_keeps_scores_and_what_is_left_of_a_ban():
     before.ban("x", 1000.0)
     after = Reputation()
     after.restore(before.snapshot(1000.0), away=0.0, now=0.0)
-    after.place("new", "9.9.9.0/24", 0.0)
+    after.set_prefix("new", "9.9.9.0/24", 0.0)
     assert after.score("new", 0.0) == -reputation.NEWCOMER_COST
 
 

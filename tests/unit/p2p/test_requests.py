@@ -21,7 +21,7 @@ async def echo(peer: str, data: bytes) -> bytes:
 
 
 def streams(network, peer: str) -> int:
-    """Application streams that `network` still keeps of its connection with `peer`."""
+    """Count the open application streams between `network` and `peer`."""
     kept = [
         each.get_streams()
         for each in network.host.library.get_network().get_connections(ID.from_string(peer))
@@ -47,7 +47,7 @@ async def test_bytes_come_back_whole_and_streams_do_not_stay(tmp_path):
         await until(lambda: streams(client, server.peer_id) == streams(server, client.peer_id) == 0)
 
 
-async def test_the_handler_is_told_who_asks(tmp_path):
+async def test_handler_receives_the_peer_id(tmp_path):
     async def who(peer: str, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
         return peer.encode()
@@ -57,7 +57,7 @@ async def test_the_handler_is_told_who_asks(tmp_path):
         assert await ask(client, server) == client.peer_id.encode()
 
 
-async def test_a_peer_that_never_answers_costs_the_deadline_and_nothing_else(tmp_path):
+async def test_silent_peer_costs_only_the_deadline(tmp_path):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
 
@@ -77,8 +77,8 @@ async def test_a_peer_that_never_answers_costs_the_deadline_and_nothing_else(tmp
         assert streams(client, server.peer_id) <= 1
 
 
-async def test_a_request_that_is_too_late_before_it_begins_is_a_timeout(tmp_path):
-    """A turn may come in the moment in which the deadline passes."""
+async def test_expired_deadline_is_a_timeout(tmp_path):
+    """Regression: a slot may become free at the moment of the deadline."""
     async with hosts(tmp_path, 2) as (server, client):
         server.requests.serve(ECHO, echo, **LIMITS)
         for urgent in (True, False):
@@ -135,9 +135,7 @@ async def test_a_request_longer_than_allowed_is_not_read(tmp_path):
     ("error", "outcome"),
     [(KeyError("mine"), "error"), (PeerError("no"), "failed"), (BadMessage("schema"), "malformed")],
 )
-async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(
-    tmp_path, caplog, error, outcome
-):
+async def test_handler_exception_fails_one_request(tmp_path, caplog, error, outcome):
     async def handler(peer: str, data: bytes) -> bytes:
         if data == b"bad":
             raise error
@@ -154,7 +152,7 @@ async def test_a_handler_that_raises_refuses_one_request_and_serves_the_next(
         )
 
 
-async def test_a_handler_that_answers_too_much_is_our_error_and_sends_nothing(tmp_path):
+async def test_oversized_response_is_a_local_error(tmp_path):
     async def handler(peer: str, data: bytes) -> bytes:
         return await echo(peer, bytes(1001))
 
@@ -165,7 +163,7 @@ async def test_a_handler_that_answers_too_much_is_our_error_and_sends_nothing(tm
         await until(lambda: server.requests.statistics().served[ECHO] == {"error": 1})
 
 
-async def test_more_at_a_time_than_allowed_are_turned_away_and_the_others_served(tmp_path):
+async def test_excess_requests_are_refused(tmp_path):
     go = trio.Event()
 
     async def slow(peer: str, data: bytes) -> bytes:
@@ -193,7 +191,7 @@ async def test_more_at_a_time_than_allowed_are_turned_away_and_the_others_served
         await until(lambda: server.requests.statistics().served[ECHO] == {"busy": 3, "ok": 2})
 
 
-async def test_silent_streams_do_not_block_another_peer(tmp_path):
+async def test_silent_streams_do_not_block_other_peers(tmp_path):
     async with hosts(tmp_path, 6) as (server, *silent, client):
         server.requests.serve(ECHO, echo, **LIMITS, concurrent=8)
         for each in silent:
@@ -224,7 +222,7 @@ async def test_requests_to_one_peer_wait_their_turn(tmp_path):
         assert client.requests.statistics().requests[ECHO] == {"ok": 30}
 
 
-async def test_what_is_urgent_waits_for_nobody_s_turn(tmp_path):
+async def test_urgent_request_skips_the_slots(tmp_path):
     go = trio.Event()
 
     async def slow(peer: str, data: bytes) -> bytes:
@@ -254,7 +252,7 @@ async def test_what_is_urgent_waits_for_nobody_s_turn(tmp_path):
             go.set()
 
 
-async def test_unknown_protocols_and_peers_raise_peer_errors(tmp_path):
+async def test_unsupported_protocol_and_unknown_peer_are_errors(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         with pytest.raises(PeerError):
             await ask(client, server)
@@ -273,7 +271,7 @@ async def test_a_greylisted_peer_is_not_served(tmp_path):
         await until(lambda: server.requests.statistics().served[ECHO] == {"unwelcome": 1})
 
 
-async def test_a_peer_that_dies_in_the_middle_is_a_peer_error_at_once(tmp_path):
+async def test_dying_peer_is_an_immediate_peer_error(tmp_path):
     async def never(peer: str, data: bytes) -> bytes:
         return await trio.sleep_forever()
 

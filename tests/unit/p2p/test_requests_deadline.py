@@ -1,5 +1,4 @@
-"""Deadlines of requests, ours and theirs, on a fake clock, with streams that hang in ways a real
-peer can bring about."""
+"""Deadlines of inbound and outbound requests on a fake clock, with hanging streams."""
 
 from collections import Counter
 
@@ -9,7 +8,6 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.peer.id import ID
 
 from swarmnode.errors import PeerError, PeerTimeout
-from swarmnode.p2p.conversations import frame
 from swarmnode.p2p.library.hosts import Host
 from swarmnode.p2p.requests import (
     OUTBOUND,
@@ -20,6 +18,7 @@ from swarmnode.p2p.requests import (
     Libp2pRequests,
 )
 from swarmnode.p2p.slots import FIRST_SECONDS, LONGEST_SECONDS, MOST_SLOW, SlowPeers
+from swarmnode.p2p.stream_calls import frame
 from swarmnode.wire import ids
 
 PEER, *OTHERS = (ID.from_pubkey(create_new_key_pair().public_key).to_base58() for _ in range(5))
@@ -27,8 +26,8 @@ LIMITS = {"max_request_bytes": 1 << 20, "max_response_bytes": 1 << 20}
 
 
 class Stuck:
-    """A stream of the library's, on a connection whose peer stopped reading: every operation waits,
-    reset included."""
+    """A library stream on a connection whose peer stopped reading: every operation hangs, including
+    reset."""
 
     def __init__(self, where: str) -> None:
         self.where = where
@@ -56,8 +55,7 @@ class Stuck:
 
 
 class Theirs:
-    """A stream of the library's that `peer` has opened: it says `said` and no more, and takes
-    `seconds` to read whatever it is sent."""
+    """A library stream opened by `peer`: it sends `said` and takes `seconds` to read a response."""
 
     def __init__(self, peer: str, said: bytes = b"", seconds: float = 0.0) -> None:
         self.muxed_stream = self.muxed_conn = self.conn = self
@@ -88,7 +86,7 @@ class Theirs:
 
 
 class Library:
-    """A host of the library's, connected with everybody."""
+    """A library host that is connected with every peer."""
 
     def __init__(self, stream: Stuck | None = None) -> None:
         self.stream = stream
@@ -117,7 +115,7 @@ class Library:
 
 
 @pytest.mark.parametrize("where", ["open", "write", "read"])
-async def test_the_caller_is_back_on_time_wherever_the_peer_hangs(autojump_clock, nursery, where):
+async def test_caller_returns_at_the_deadline(autojump_clock, nursery, where):
     stream = Stuck(where)
     requests = Libp2pRequests(Host(Library(stream), nursery))
     start = trio.current_time()
@@ -152,7 +150,7 @@ async def test_waiting_for_a_turn_counts_against_the_deadline(autojump_clock, nu
     nursery.cancel_scope.cancel()
 
 
-async def test_hanging_negotiation_does_not_block_other_peers(autojump_clock, nursery):
+async def test_hanging_greetings_do_not_delay_other_protocols(autojump_clock, nursery):
     class Newcomers(Library):
         async def new_stream(self, peer: object, protocols: list) -> Stuck:
             await trio.lowlevel.checkpoint()
@@ -209,9 +207,7 @@ def served(requests) -> dict[str, int]:
     return requests.statistics().served.get("/x/1", {})
 
 
-async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything(
-    autojump_clock, nursery
-):
+async def test_silent_streams_cost_other_peers_nothing(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=8)
@@ -232,7 +228,7 @@ async def test_whoever_opens_streams_and_says_nothing_costs_nobody_else_anything
     nursery.cancel_scope.cancel()
 
 
-async def test_pending_requests_of_a_peer_are_few_and_short(autojump_clock, nursery):
+async def test_arriving_requests_per_peer_are_limited(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS)
@@ -247,7 +243,7 @@ async def test_pending_requests_of_a_peer_are_few_and_short(autojump_clock, nurs
     nursery.cancel_scope.cancel()
 
 
-async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_clock, nursery):
+async def test_unread_responses_leave_slots_for_others(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", large, **LIMITS, concurrent=8)
@@ -271,9 +267,7 @@ async def test_whoever_asks_and_does_not_read_leaves_room_for_others(autojump_cl
     nursery.cancel_scope.cancel()
 
 
-async def test_a_line_that_takes_its_time_is_no_reason_to_answer_its_peer_last(
-    autojump_clock, nursery
-):
+async def test_slow_line_does_not_count_as_slow_peer(autojump_clock, nursery):
     library = Library()
     requests = Libp2pRequests(Host(library, nursery))
     requests.serve("/x/1", echo, **LIMITS, concurrent=4, per_peer=4)
@@ -291,18 +285,18 @@ def test_who_is_slow_again_is_answered_last_for_longer():
     assert not slow.has(PEER, now)
     seconds = FIRST_SECONDS
     while seconds < LONGEST_SECONDS:
-        slow.found(PEER, now)
+        slow.add(PEER, now)
         assert slow.has(PEER, now + 0.99 * seconds)
         now += seconds
         assert not slow.has(PEER, now)
         seconds *= 2
     for _ in range(3):
-        slow.found(PEER, now)
+        slow.add(PEER, now)
     assert slow.has(PEER, now + 0.99 * LONGEST_SECONDS)
     now += 2 * LONGEST_SECONDS
-    slow.found(PEER, now)
+    slow.add(PEER, now)
     assert not slow.has(PEER, now + FIRST_SECONDS)
     for number in range(MOST_SLOW):
-        slow.found(str(number), now)
+        slow.add(str(number), now)
     assert not slow.has(PEER, now)
     assert slow.has(str(MOST_SLOW - 1), now)

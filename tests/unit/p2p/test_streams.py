@@ -1,4 +1,4 @@
-"""Long-lived streams between two real hosts on loopback: whole, patient, cancellable, bounded."""
+"""Long-lived streams between two real hosts: integrity, waiting, cancellation, limits."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ PROTOCOL = "/test/stream/1"
 
 @contextlib.asynccontextmanager
 async def joined(directory, *, per_peer=4):
-    """Two hosts and a stream from the second to the first: (server, client, its end, our end)."""
+    """Open two hosts and a stream between them: (server, client, server's end, client's end)."""
     arrived = []
     async with hosts(directory, 2) as (server, client):
         server.streams.serve(PROTOCOL, arrived.append, concurrent=8, per_peer=per_peer)
@@ -75,9 +75,8 @@ async def test_both_ways_at_once_and_an_end_each(tmp_path):
         assert ours.sent == theirs.received == len(there) + 5
 
 
-async def test_idle_receiver_blocks_only_its_sender(tmp_path, monkeypatch):
-    """Longer than the guards let other writers wait for credit, which is why the stream brings
-    patience of its own."""
+async def test_slow_receiver_blocks_only_its_stream(tmp_path, monkeypatch):
+    """Longer than WINDOW_STALL_SECONDS, so the stream must raise its own patience."""
     monkeypatch.setattr(yamux, "WINDOW_STALL_SECONDS", 0.2)
     async with joined(tmp_path) as (server, client, theirs, ours):
 
@@ -118,7 +117,7 @@ async def test_a_cancelled_receive_loses_nothing(tmp_path):
         assert got == data
 
 
-async def test_a_reset_is_told_to_both_ends(tmp_path):
+async def test_reset_reaches_both_ends(tmp_path):
     async with joined(tmp_path) as (_, _, theirs, ours):
         ours.reset("had enough")
         with trio.fail_after(30):
@@ -142,7 +141,7 @@ async def test_a_peer_that_is_gone_breaks_the_stream(tmp_path):
                 await send_for_ever(ours, b"x")
 
 
-async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkeypatch):
+async def test_stalled_stream_is_reset(tmp_path, monkeypatch):
     monkeypatch.setattr(streams_module, "STALL_SECONDS", 0.3)
     monkeypatch.setattr(streams_module, "WATCH_SECONDS", 0.02)
     async with joined(tmp_path) as (_, client, theirs, ours):
@@ -161,7 +160,7 @@ async def test_a_stream_that_stands_still_both_ways_is_given_up(tmp_path, monkey
         await until(lambda: client.streams.statistics().stalled == 1)
 
 
-async def test_who_opens_too_many_is_refused_and_others_are_not_kept_waiting(tmp_path):
+async def test_excess_streams_are_refused_at_once(tmp_path):
     async with joined(tmp_path, per_peer=1) as (server, client, theirs, ours):
         # before or after both have agreed on a protocol
         with trio.fail_after(30), pytest.raises(PeerError):
@@ -181,7 +180,7 @@ async def test_who_opens_too_many_is_refused_and_others_are_not_kept_waiting(tmp
         await until(lambda: server.streams.statistics().accepted == {PROTOCOL: 2})
 
 
-async def test_opening_to_nobody_fails_in_time(tmp_path):
+async def test_opening_to_an_unknown_peer_fails(tmp_path):
     async with hosts(tmp_path, 2) as (server, client):
         with pytest.raises(PeerError):
             await client.streams.open(
@@ -193,14 +192,14 @@ async def test_opening_to_nobody_fails_in_time(tmp_path):
             await client.streams.open(server.peer_id, PROTOCOL, deadline=0.0)
 
 
-async def test_whom_somebody_depends_on_is_dialled_again_and_not_pruned(tmp_path, monkeypatch):
+async def test_pinned_peer_is_redialled_and_not_pruned(tmp_path, monkeypatch):
     monkeypatch.setattr(network_module, "TARGET_PEERS", 1)
     async with hosts(tmp_path, 2) as (server, client):
-        client.hold([server.peer_id, "not a peer id", client.peer_id])
+        client.pin([server.peer_id, "not a peer id", client.peer_id])
         tags = client.host.library.get_network().tag_store
         assert [each.to_base58() for each in tags.get_protected_peers()] == [server.peer_id]
         client.disconnect(server.peer_id)
         await until(lambda: not client.connected())
         await until(lambda: client.connected() == [server.peer_id])
-        client.hold([])
+        client.pin([])
         assert not tags.get_protected_peers()

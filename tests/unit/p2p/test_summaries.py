@@ -1,5 +1,4 @@
-"""Summaries of other nodes: what is kept of them, what a liar can fill, and what they tell about
-our clock."""
+"""Summaries of other nodes: storage, limits against liars, and the clock offset."""
 
 import itertools
 import random
@@ -15,11 +14,18 @@ from swarmnode.errors import BadMessage, PeerError
 from swarmnode.link.messages import Report
 from swarmnode.observe.snapshot import NodeInfo
 from swarmnode.p2p import summaries
-from swarmnode.p2p.summaries import CLAIMS, PASSED_ON, Claims, Clocks, Summaries, SummaryStatistics
+from swarmnode.p2p.summaries import (
+    MAX_CLAIMS,
+    MAX_FORWARDED,
+    Claims,
+    Clocks,
+    Summaries,
+    SummaryStatistics,
+)
 from swarmnode.wire import codec, limits
 from swarmnode.wire.envelope import peer_id
 from swarmnode.wire.messages import Summary, SummaryRequest, SummaryResponse
-from swarmnode.wire.summary import open_summary, seal_summary
+from swarmnode.wire.signed import open_summary, seal_summary
 
 NOW = 1_790_000_000.0
 
@@ -44,7 +50,7 @@ def take(claims, signer="p", at=NOW, by=None, now=NOW, **changes):
 
 
 class Wire:
-    """Requests without a network: what was asked, and answers to give."""
+    """Requests without a network: records requests and returns prepared responses."""
 
     def __init__(self, answers=()):
         self.asked = []
@@ -90,7 +96,7 @@ def test_a_peer_has_one_summary_the_latest():
     assert [(claim.peer, claim.summary.step) for claim in claims.all()] == [("p", 7)]
 
 
-def test_a_peer_is_heard_once_in_thirty_seconds_and_never_backwards():
+def test_summaries_per_peer_are_thirty_seconds_apart():
     claims = Claims("me")
     assert take(claims) == "taken"
     assert take(claims, at=NOW + 29.9, now=NOW + 30) == "known"
@@ -105,7 +111,7 @@ def test_a_summary_is_neither_old_nor_from_the_future(at, outcome):
     assert take(Claims("me"), at=NOW + at) == outcome
 
 
-def test_our_own_coming_back_is_not_taken():
+def test_own_summary_is_not_stored():
     assert take(Claims("me"), "me", by="p") == "own"
 
 
@@ -118,25 +124,25 @@ def test_what_grows_old_is_dropped_and_not_passed_on():
 
 def test_one_that_passes_on_fills_only_its_share():
     claims = Claims("me")
-    outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(PASSED_ON + 50)]
-    assert outcomes == ["taken"] * PASSED_ON + ["full"] * 50
+    outcomes = [take(claims, f"sybil {i}", by="liar") for i in range(MAX_FORWARDED + 50)]
+    assert outcomes == ["taken"] * MAX_FORWARDED + ["full"] * 50
     assert take(claims, "somebody", by="honest") == "taken"
 
 
-def test_memory_is_bounded_and_who_speaks_for_itself_finds_room():
+def test_memory_is_bounded_and_signers_find_room():
     claims = Claims("me")
-    for i in range(CLAIMS):
+    for i in range(MAX_CLAIMS):
         take(claims, f"p{i}", at=NOW - i / 10, by=f"teller {i % 8}")
-    assert len(claims) == CLAIMS
+    assert len(claims) == MAX_CLAIMS
     assert take(claims, "late", by="another") == "full"
     assert take(claims, "direct") == "taken"
-    assert len(claims) == CLAIMS
+    assert len(claims) == MAX_CLAIMS
     assert claims.all()[0].peer == "direct"
     # the oldest that was passed on
-    assert f"p{CLAIMS - 1}" not in [claim.peer for claim in claims.all()]
+    assert f"p{MAX_CLAIMS - 1}" not in [claim.peer for claim in claims.all()]
 
 
-def test_those_that_told_us_themselves_come_first():
+def test_direct_summaries_come_first():
     claims = Claims("me")
     take(claims, "heard of", at=NOW, by="teller")
     take(claims, "direct", at=NOW - 60)
@@ -146,7 +152,7 @@ def test_those_that_told_us_themselves_come_first():
     ]
 
 
-def test_a_requester_is_not_told_of_itself():
+def test_requester_does_not_receive_its_own_summary():
     claims = Claims("me")
     take(claims, "a")
     take(claims, "b")
@@ -156,33 +162,33 @@ def test_a_requester_is_not_told_of_itself():
 # ---- the clock
 
 
-def test_one_peer_does_not_tell_the_time_and_two_must_agree():
+def test_clock_offset_needs_two_peers():
     clocks = Clocks()
-    clocks.note("a", 500.0, 0.0)
+    clocks.record("a", 500.0, 0.0)
     assert clocks.offset(0.0) is None
-    clocks.note("b", 0.5, 0.0)
+    clocks.record("b", 0.5, 0.0)
     assert clocks.offset(0.0) == 0.5
 
 
 def test_a_minority_of_liars_does_not_move_the_clock():
     clocks = Clocks()
     for i, offset in enumerate((1e15, 1e15, 90.2, 90.0, 89.8)):
-        clocks.note(f"p{i}", offset, 0.0)
+        clocks.record(f"p{i}", offset, 0.0)
     assert clocks.offset(0.0) == 90.2
     assert clocks.offset(summaries.CLOCK_SECONDS + 1) is None
 
 
 def test_clocks_are_bounded():
     clocks = Clocks()
-    for i in range(summaries.CLOCKS + 10):
-        clocks.note(f"p{i}", 0.0, 0.0)
-    assert len(clocks._told) == summaries.CLOCKS
+    for i in range(summaries.MAX_CLOCKS + 10):
+        clocks.record(f"p{i}", 0.0, 0.0)
+    assert len(clocks._told) == summaries.MAX_CLOCKS
 
 
 # ---- telling and asking
 
 
-async def test_a_peer_is_told_at_most_once_in_thirty_seconds(autojump_clock):
+async def test_peer_is_asked_at_most_every_thirty_seconds(autojump_clock):
     wire = Wire()
     with trio.move_on_after(200):
         await ours(wire, [OTHER_PEER]).run()
@@ -192,7 +198,7 @@ async def test_a_peer_is_told_at_most_once_in_thirty_seconds(autojump_clock):
     assert min(b - a for a, b in itertools.pairwise(times)) >= limits.SUMMARY_SECONDS
 
 
-async def test_of_many_peers_those_not_asked_for_longest_are_next(autojump_clock):
+async def test_least_recently_asked_peers_come_first(autojump_clock):
     peers = [f"p{i}" for i in range(8)]
     wire = Wire()
     node = ours(wire, peers)
@@ -201,7 +207,7 @@ async def test_of_many_peers_those_not_asked_for_longest_are_next(autojump_clock
     assert sorted(peer for peer, _, _ in wire.asked) == peers
 
 
-async def test_what_is_told_is_signed_for_this_swarm():
+async def test_summary_is_signed_for_this_swarm():
     wire = Wire()
     await ours(wire).round([OTHER_PEER])
     frame = codec.decode(wire.asked[0][2], SummaryRequest, limits.SUMMARY_REQUEST_BYTES).summary
@@ -210,7 +216,7 @@ async def test_what_is_told_is_signed_for_this_swarm():
         open_summary(frame, OTHER_SWARM)
 
 
-async def test_who_shares_nothing_still_hears():
+async def test_node_without_summary_still_receives():
     wire = Wire({OTHER_PEER: response(seal_summary(summary(), OTHER_KEY, SWARM))})
     node = ours(wire, clock=lambda: NOW)
     node.own_summary = lambda created_at: None
@@ -229,7 +235,7 @@ async def test_who_shares_nothing_still_hears():
     )
 
 
-async def test_an_answer_has_our_own_summary_and_those_of_others():
+async def test_response_has_own_and_other_summaries():
     wire = Wire()
     node = ours(wire, clock=lambda: NOW)
     third = Ed25519PrivateKey.from_private_bytes(b"\x07" * 32)
@@ -286,7 +292,7 @@ async def test_a_hostile_request_is_malformed_and_leaves_nothing(request_bytes):
         (None, {"failed": 1}),
     ],
 )
-async def test_a_hostile_answer_is_counted_and_the_rest_goes_on(answer, heard):
+async def test_invalid_response_is_counted(answer, heard):
     node = ours(Wire({OTHER_PEER: answer} if answer else {}), clock=lambda: NOW)
     await node.round([OTHER_PEER])
     assert {outcome: n for outcome, n in node.statistics().heard.items() if n} == heard
@@ -294,7 +300,7 @@ async def test_a_hostile_answer_is_counted_and_the_rest_goes_on(answer, heard):
 
 async def test_a_summary_of_a_banned_peer_is_not_shown():
     wire = Wire({"x": response(seal_summary(summary(), OTHER_KEY, SWARM))})
-    node = ours(wire, clock=lambda: NOW, welcome=lambda peer: peer != OTHER_PEER)
+    node = ours(wire, clock=lambda: NOW, is_allowed=lambda peer: peer != OTHER_PEER)
     await node.round(["x"])
     assert (node.statistics().rows, node.statistics().heard["unwelcome"]) == ([], 1)
 
@@ -302,15 +308,15 @@ async def test_a_summary_of_a_banned_peer_is_not_shown():
 async def test_a_peer_that_asks_too_often_is_not_answered(autojump_clock):
     wire = Wire()
     ours(wire)
-    for _ in range(summaries.ANSWERS):
+    for _ in range(summaries.REQUEST_BURST):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
-    with pytest.raises(PeerError, match="too often"):
+    with pytest.raises(PeerError, match="too many requests"):
         await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
     await trio.sleep(30)
     await wire.handler(OTHER_PEER, codec.encode(SummaryRequest(b"")))
 
 
-async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
+async def test_clock_offset_uses_rejected_summaries():
     wire = Wire()
     node = ours(wire, clock=lambda: NOW - 400)
     for number in range(3):
@@ -326,14 +332,14 @@ async def test_a_clock_that_is_off_is_seen_though_the_summaries_are_not_taken():
 # ---- what is shown of it
 
 
-def test_a_name_is_shown_short_and_without_what_turns_the_text_around():
+def test_displayed_name_is_short_and_printable():
     assert (
         summaries.plain_name("Küche\u202e\u2066\u200b" + "x" * 60)
         == "Küche" + "\ufffd" * 3 + "x" * 24
     )
 
 
-def test_our_own_summary_is_within_every_bound():
+def test_own_summary_is_within_bounds():
     report = Report(phase="training", step=3, policy_version=2, reward_held_out=1.0000001)
     told = own_summary(
         NodeInfo(name="🦋\x1b" * 40, version="1" * 50, started_at=NOW + 5),
@@ -347,14 +353,14 @@ def test_our_own_summary_is_within_every_bound():
     assert own_summary(NodeInfo(version="1"), None, 0, published=0, peers=0).reward == -1
 
 
-def test_the_panel_is_bounded_and_its_medians_are_not_moved_by_one_liar():
+def test_one_liar_cannot_move_the_medians():
     claims = Claims("me")
     for i in range(300):
         take(claims, f"p{i}", reward=0.4, policy_version=10)
     take(claims, "liar", reward=1.0, policy_version=2**63 - 1)
     take(claims, "new", reward=-1.0)
-    shown = summaries.summed_up(claims.all(), {}, None, NOW + 5)
-    assert (shown.reporting, len(shown.rows)) == (302, summaries.ROWS)
+    shown = summaries.aggregate(claims.all(), {}, None, NOW + 5)
+    assert (shown.reporting, len(shown.rows)) == (302, summaries.MAX_ROWS)
     assert (shown.reward_median, shown.policy_version_median) == (0.4, 10)
     assert shown.rows[0].age_seconds == 5
     assert next(row for row in shown.rows if row.peer == "p0").reward == 0.4

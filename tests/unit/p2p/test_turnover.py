@@ -1,5 +1,4 @@
-"""Whom a node lets go of, whom it meets instead, and what many hostile identities make of it.
-Pure."""
+"""Dropped and replaced peers, and the effect of many hostile identities. Pure."""
 
 import math
 import random
@@ -10,12 +9,13 @@ from benchmarks.eclipse import Attack, Swarm
 from swarmnode.p2p import peers
 from swarmnode.p2p.addresses import PUBLIC
 from swarmnode.p2p.peers import PeerTable
-from swarmnode.p2p.turnover import SETTLED_SECONDS, Link, exchanged, make_room
+from swarmnode.p2p.turnover import SETTLED_SECONDS, PeerLink, peer_to_replace, peers_to_drop
 
 
 def links(count, *, inbound=True, since=0.0, group=None, spare=True, name="p"):
     return [
-        Link(f"{name}{number}", inbound, since + number, group, spare) for number in range(count)
+        PeerLink(f"{name}{number}", inbound, since + number, group, spare)
+        for number in range(count)
     ]
 
 
@@ -28,68 +28,72 @@ def table(target=16):
 
 
 def connect(known, peer, *, inbound=False, now=0.0):
-    known.connected_to(peer, inbound=inbound, now=now)
+    known.record_connected(peer, inbound=inbound, now=now)
     if not inbound:
-        known.dialed_ok(peer, known.get(peer).addresses[0], now)
+        known.record_dialled(peer, known.get(peer).addresses[0], now)
 
 
-def test_full_bootstrap_replaces_its_oldest_peers():
-    assert make_room(links(75), 100, 1000.0) == []
-    assert make_room(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
+def test_full_bootstrap_drops_its_oldest_inbound_peers():
+    assert peers_to_drop(links(75), 100, 1000.0) == []
+    assert peers_to_drop(links(80), 100, 1000.0) == ["p0", "p1", "p2", "p3", "p4"]
     # whoever has just come has not been told of others yet
-    assert make_room(links(80), 100, SETTLED_SECONDS) == ["p0"]
+    assert peers_to_drop(links(80), 100, SETTLED_SECONDS) == ["p0"]
 
 
-def test_whom_something_depends_on_and_whom_we_dialled_is_kept():
-    assert make_room(
+def test_needed_and_outbound_peers_are_kept():
+    assert peers_to_drop(
         [*links(90, spare=False), *links(3, since=500.0, name="guest")], 100, 1000.0
     ) == ["guest0", "guest1", "guest2"]
-    assert make_room(links(90, inbound=False), 100, 1000.0) == []
+    assert peers_to_drop(links(90, inbound=False), 100, 1000.0) == []
 
 
-def test_those_that_come_in_numbers_from_one_network_go_first():
-    gone = make_room(
+def test_largest_group_is_dropped_first():
+    gone = peers_to_drop(
         [*links(60), *links(30, since=100.0, group="20.0.0.0/24", name="many")], 100, 1000.0
     )
     assert gone == [f"many{number}" for number in range(15)]
 
 
-def test_half_of_the_dialled_peers_are_anchors():
+def test_oldest_outbound_half_is_never_replaced():
     ours, theirs = links(8, inbound=False, name="ours"), links(20, name="theirs")
-    gone = {exchanged([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)}
+    gone = {
+        peer_to_replace([*theirs, *ours], 16, 1000.0, random.Random(seed)) for seed in range(100)
+    }
     assert gone == {"ours4", "ours5", "ours6", "ours7"}
     # not before there are enough
-    assert exchanged([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None
-    assert exchanged([*ours], 16, 1000.0, random.Random(0)) is None
+    assert peer_to_replace([*theirs, *ours[:7]], 16, 1000.0, random.Random(0)) is None
+    assert peer_to_replace([*ours], 16, 1000.0, random.Random(0)) is None
     assert (
-        exchanged([*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0))
+        peer_to_replace(
+            [*theirs, *links(8, inbound=False, spare=False)], 16, 1000.0, random.Random(0)
+        )
         is None
     )
 
 
-def test_a_peer_that_was_let_go_rests_while_there_are_others():
+def test_dropped_peer_cools_down():
     known = table(target=2)
     for number in range(3):
         known.add(f"p{number}", address(number), "exchange", 0.0)
     connect(known, "p0")
     connect(known, "p1")
-    assert known.has_others(100.0)
-    known.rest("p0", 100.0, "exchanged")
-    assert known.statistics().let_go == {"exchanged": 1, "full": 0}
-    known.disconnected("p0", 100.0)
+    assert known.has_fresh_peers(100.0)
+    known.cool_down("p0", 100.0, "exchanged")
+    assert known.statistics().dropped == {"exchanged": 1, "full": 0}
+    known.record_disconnected("p0", 100.0)
     assert [dial.peer for dial in known.to_dial(200.0)] == ["p2"]
-    known.failed("p2", 200.0)
-    assert not known.has_others(201.0)
-    assert "p0" in [dial.peer for dial in known.to_dial(100.0 + peers.REST_SECONDS + 1)]
+    known.record_failed("p2", 200.0)
+    assert not known.has_fresh_peers(201.0)
+    assert "p0" in [dial.peer for dial in known.to_dial(100.0 + peers.COOL_DOWN_SECONDS + 1)]
 
 
-def test_connected_member_does_not_redial_a_full_bootstrap():
+def test_member_with_enough_peers_redials_bootstrap_late():
     known = table(target=1)
     known.add("boot", address(0), "bootstrap", 0.0)
     known.add("p", address(1), "exchange", 0.0)
     connect(known, "boot")
     connect(known, "p")
-    known.disconnected("boot", 100.0)
+    known.record_disconnected("boot", 100.0)
     assert known.to_dial(200.0) == []
     assert [dial.peer for dial in known.to_dial(100.0 + 2 * peers.IDLE_BOOTSTRAP_BACKOFF)] == [
         "boot"
@@ -97,68 +101,70 @@ def test_connected_member_does_not_redial_a_full_bootstrap():
     alone = table(target=1)
     alone.add("boot", address(0), "bootstrap", 0.0)
     connect(alone, "boot")
-    alone.disconnected("boot", 100.0)
+    alone.record_disconnected("boot", 100.0)
     assert [dial.peer for dial in alone.to_dial(120.0)] == ["boot"]  # but with nobody else it does
 
 
-def test_prefers_dialled_peers_for_peer_exchange():
+def test_only_outbound_peers_are_believed_once_enough():
     known = table()
     for number in range(9):
         known.add(f"p{number}", address(number), "exchange", 0.0)
     connect(known, "p8", inbound=True)
     for number in range(7):
         connect(known, f"p{number}")
-    assert known.heeds("p8")
+    assert known.accepts_reports("p8")
     connect(known, "p7")
-    assert not known.heeds("p8")
-    assert known.heeds("p0")
-    assert not known.heeds("unknown")
+    assert not known.accepts_reports("p8")
+    assert known.accepts_reports("p0")
+    assert not known.accepts_reports("unknown")
 
 
-def test_rejected_node_uses_inbound_peers_last():
+def test_rejected_newcomer_does_not_believe_inbound_peers():
     known = table()
     for name in ("boot", "other"):
         known.add(name, address(len(name)), "bootstrap", 0.0)
     known.add("finder", address(9), "exchange", 0.0)
     connect(known, "finder", inbound=True)
     for _ in range(peers.TRIES_TO_GET_IN):
-        assert not known.heeds("finder")
-        known.failed("boot", 0.0)
-    assert known.heeds("finder")  # whoever cannot be reached at all shall not keep a node alone
+        assert not known.accepts_reports("finder")
+        known.record_failed("boot", 0.0)
+    assert known.accepts_reports(
+        "finder"
+    )  # whoever cannot be reached at all shall not keep a node alone
     known.add("third", address(7), "bootstrap", 0.0)
     connect(known, "other")
-    assert known.heeds("finder")
+    assert known.accepts_reports("finder")
 
 
 def crowded():
-    """A table with eight peers of its own choosing, and ninety guests."""
+    """Return a table with eight outbound and ninety inbound peers."""
     known = table()
     for number in range(8):
         known.add(f"ours{number}", address(number), "exchange", 0.0)
         connect(known, f"ours{number}")
     for number in range(90):
-        known.connected_to(f"guest{number}", inbound=True, now=0.0)
-        known.claim(f"guest{number}", address(100 + number), 0.0)
+        known.record_connected(f"guest{number}", inbound=True, now=0.0)
+        known.add_self_reported(f"guest{number}", address(100 + number), 0.0)
     return known
 
 
-def test_whoever_dials_everybody_is_not_told_of_by_all():
+def test_peer_that_dials_all_is_not_shared_by_all():
     known = crowded()
     known.add("boot", address(200), "bootstrap", 0.0)
-    told = [peer for peer, _ in known.good(32, apart_from="x", scope=PUBLIC)]
+    told = [peer for peer, _ in known.peers_to_share(32, exclude="x", scope=PUBLIC)]
     assert sum(peer.startswith("ours") for peer in told) == 8
     assert sum(peer.startswith("guest") for peer in told) == 8 // peers.GUEST_SHARE
     for number in range(8):
-        known.disconnected(f"ours{number}", 100.0)
-    assert len(known.good(32, apart_from="x", scope=PUBLIC)) == 32  # there is nobody else
+        known.record_disconnected(f"ours{number}", 100.0)
+    assert len(known.peers_to_share(32, exclude="x", scope=PUBLIC)) == 32  # there is nobody else
 
 
-def test_who_has_no_bootstrap_peer_is_one_and_tells_of_its_guests():
-    told = [peer for peer, _ in crowded().good(32, apart_from="x", scope=PUBLIC)]
+def test_node_without_bootstrap_shares_inbound_peers():
+    told = [peer for peer, _ in crowded().peers_to_share(32, exclude="x", scope=PUBLIC)]
     assert sum(peer.startswith("guest") for peer in told) > 20
 
 
-def test_full_table_samples_addresses_without_repetition_bias():
+def test_full_table_is_a_uniform_sample_of_reports():
     known = table()
     for number in range(peers.MAX_PEERS):
         known.add(f"honest{number}", address(number), "exchange", 0.0)
@@ -178,18 +184,18 @@ def test_those_of_one_network_are_dialled_last():
     for _ in range(16):
         (dial,) = known.to_dial(10.0, 1)
         connect(known, dial.peer, now=10.0)
-        known.undialled(dial.peer)
+        known.cancel_dial(dial.peer)
     assert sum(peer.startswith("liar") for peer in known.connected()) == 2
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_large_crowd_is_rarely_eclipsed(share):
+def test_few_nodes_are_surrounded_with_a_full_bootstrap(share):
     outcome = Swarm(Attack(nodes=160, share=share, networks=4, minutes=40, places=40)).run()
     assert outcome.surrounded < 0.05  # half of them were, once
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5])
-def test_nobody_is_surrounded_by_hostile_identities(share):
+def test_hostile_identities_surround_no_node(share):
     outcome = Swarm(Attack(nodes=80, share=share, networks=4, minutes=60)).run()
     assert outcome.surrounded == 0
     assert outcome.hostile_dialled < share

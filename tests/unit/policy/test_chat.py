@@ -94,16 +94,17 @@ def test_a_swarm_agrees_on_the_chat_settings() -> None:
         "policy.chat"
     ] == chat
     assert requirements.can_honour(opened.manifest, Config()) == []
-    config, changes = manifest.agreed(Config(), opened)
+    config, changes = manifest.apply_terms(Config(), opened)
     assert config.policy.chat == chat
     assert "policy.chat" in [change.key for change in changes]
     plain = founded({})
     own = Config.model_validate({"policy": {"chat": chat}})
     without = msgspec.structs.replace(plain.manifest, settings=[])
     assert (
-        manifest.agreed(own, msgspec.structs.replace(plain, manifest=without))[0].policy.chat == {}
+        manifest.apply_terms(own, msgspec.structs.replace(plain, manifest=without))[0].policy.chat
+        == {}
     )
-    assert manifest.agreed(own, plain)[0].policy.chat == {}, (
+    assert manifest.apply_terms(own, plain)[0].policy.chat == {}, (
         "members of a swarm without one have none"
     )
     with pytest.raises(ConfigError, match=r"policy\.chat takes \d+ bytes in the manifest, of 1024"):

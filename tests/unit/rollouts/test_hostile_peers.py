@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from swarmnode.wire import codec, limits
-from swarmnode.wire.listings import Listed, ListingResponse
+from swarmnode.wire.listings import ListedGroup, ListingResponse
 from tests.support.pulling import Holder, PullSwarm, clock, never
 
 HONEST = 10
@@ -29,7 +29,7 @@ class Liar(Holder):
 
     async def list(self, peer, data):
         groups = [
-            Listed(
+            ListedGroup(
                 self._rng.randbytes(32),
                 self._rng.randbytes(32),
                 self.author.tasks[0],

@@ -655,7 +655,7 @@ async def test_a_liar_is_not_asked_any_more(lone, autojump_clock):
         liar.answers[liar.listed[-1].content] = b"\xc1" * 300
     for step in range(20):
         await lone.step(0, version=step)
-    assert not lone.networks[0].welcome(liar.peer)
+    assert not lone.networks[0].is_allowed(liar.peer)
     assert len(liar.fetched) < 20
     polled = len(liar.polled_at)
     await lone.step(0, version=20)

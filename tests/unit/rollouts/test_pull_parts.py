@@ -11,13 +11,13 @@ from swarmnode.rollouts.offers import Offers
 from swarmnode.rollouts.puller import Puller, PullTimer
 from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
-from swarmnode.wire.listings import GroupsRequest, Listed, ListingRequest, ListingResponse
+from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
 
 SWARM, LIFE, NOW = b"s" * 32, b"l" * 8, 1_800_000_000.0
 
 
 def listed(number, author="a", *, size=100, age=0.0, spread=0.5):
-    return Listed(
+    return ListedGroup(
         number.to_bytes(32, "big"),
         author.encode() * 32,
         "builtin/copy",
@@ -465,7 +465,7 @@ def pulled_among_liars(share, lie, seed, steps=100):
                 number += 1
                 author = rng.randbytes(32) if holder in liars else holder.encode().ljust(32, b"-")
                 groups.append(
-                    Listed(
+                    ListedGroup(
                         number.to_bytes(32, "big"),
                         author,
                         "builtin/copy",

@@ -2,6 +2,7 @@
 that it fetches."""
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -66,7 +67,7 @@ def question(author, sequence, name, difficulty):
 @pytest.mark.parametrize(("chooses", "outcome"), [(False, "seed"), (True, "unregenerable")])
 async def test_chosen_difficulty_determines_the_seed(nursery, autojump_clock, chooses, outcome):
     """The builtin tasks have one difficulty, so that no scorer can ask for another."""
-    rules = GroupRules(BUILTIN_TASKS, members_choose=chooses)
+    rules = GroupRules(BUILTIN_TASKS, members_choose_difficulty=chooses)
     swarm = await PullSwarm(1, rules=rules).start(nursery)
     holder, author = Holder(swarm.medium), Author(SWARM, seed=78)
     for sequence, name in enumerate(BUILTIN_TASKS):
@@ -202,7 +203,7 @@ async def test_only_groups_that_others_would_take_are_published(
     own = msgspec.structs.replace(swarm.authors[0].own_group(0), **change)
     assert swarm.exchanges[0].publish(own) == outcome
     statistics = swarm.exchanges[0].statistics()
-    assert (statistics.published, statistics.unpublished) == (
+    assert (statistics.published, +Counter(statistics.unpublished)) == (
         (1, {}) if outcome == "published" else (0, {outcome: 1})
     )
 
@@ -292,7 +293,7 @@ async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange.authors.judged(Judged(liar, "forged_ids"))
     assert exchange.authors.trust(liar) < 0.25
     assert exchange.authors.belief(liar) == 0.5
-    assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
+    assert +Counter(exchange.statistics().judged) == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):

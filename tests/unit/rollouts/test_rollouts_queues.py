@@ -1,4 +1,6 @@
 import pytest
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +16,11 @@ from swarmnode.rollouts.scoring import (
     STRIKE_SECONDS,
     STRIKES,
     CandidateQueue,
+    ScoringQueue,
     Strikes,
 )
+from swarmnode.tasks.frames import Scored, ScorerFailed
+from swarmnode.tasks.seeds import is_evaluation
 from tests.support.groups import external_group
 
 
@@ -125,3 +130,39 @@ def test_strikes_expire_after_ten_minutes():
     for seconds in (0.0, 500.0, 1000.0):
         strikes.add("b", began + seconds)
     assert not strikes.is_out("b", began + 1000.0)
+
+
+class FailingScorer:
+    """Fails for every group; for this node's own questions as it is told."""
+
+    def __init__(self, works):
+        self.works, self.probes = works, 0
+
+    async def score_many(self, items):
+        await trio.lowlevel.checkpoint()
+        results = []
+        for ref, completions in items:
+            own = is_evaluation(ref.seed) and not completions
+            self.probes += own
+            works = self.works and own
+            results.append(Scored("?", []) if works else ScorerFailed("it took too long"))
+        return results
+
+
+@pytest.mark.parametrize("works", [True, False])
+async def test_an_author_alone_in_its_batches_gets_strikes_only_if_the_scorer_works(
+    works, autojump_clock
+):
+    scorer, failed = FailingScorer(works), []
+    queue = ScoringQueue(scorer, lambda *_: None, lambda *told: failed.append(told), lambda: 0.0)
+    async with trio.open_nursery() as nursery:
+        queue.start(nursery)
+        for number in range(STRIKES):
+            assert queue.put(candidate("a", number)) is None
+            await trio.testing.wait_all_tasks_blocked()
+        assert queue.put(candidate("a", 9)) == ("scorer" if works else None)
+        assert queue.put(candidate("b", 9)) is None
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert failed[:STRIKES] == [("scorer", "a")] * STRIKES
+    assert scorer.probes == STRIKES + 1

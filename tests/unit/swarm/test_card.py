@@ -1,4 +1,4 @@
-"""The model card of an export, and its way to the Hub: a Hub of our own on loopback answers."""
+"""The model card of an export and its upload to a fake Hub on loopback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import yaml
 
 from swarmnode import cli
 from swarmnode.errors import ConfigError, Refused, Unavailable
-from swarmnode.swarm.card import TrainedOn, card, check_target, push
+from swarmnode.swarm.card import CardTask, card, check_target, push
 from tests.support import hub
 
 TOLD = {
@@ -22,10 +22,10 @@ TOLD = {
     "external_groups": 300,
 }
 TASKS = [
-    TrainedOn(
+    CardTask(
         "data/gsm8k", "0123456789abcdef", '{"verifier": "numeric", "rows": 7473}', "openai/gsm8k"
     ),
-    TrainedOn("rg/gcd", "ff" * 8, "{}"),
+    CardTask("rg/gcd", "ff" * 8, "{}"),
 ]
 
 
@@ -34,7 +34,7 @@ def front(text):
     return yaml.safe_load(head), body
 
 
-def test_the_card_says_what_was_trained_on_what() -> None:
+def test_card_lists_tasks_and_training_terms() -> None:
     head, body = front(card(TOLD, TASKS, {"training.learning_rate": 1e-5}))
     assert head["base_model"] == "Qwen/Qwen2.5-1.5B-Instruct"
     assert head["datasets"] == ["openai/gsm8k"]
@@ -52,7 +52,7 @@ def test_the_card_says_what_was_trained_on_what() -> None:
         assert value in body, value
 
 
-def test_what_is_not_known_is_said_and_a_local_base_is_no_model_of_the_hub() -> None:
+def test_card_omits_unknown_values_and_local_base() -> None:
     head, body = front(
         card(
             {**TOLD, "kind": "weights", "base": "embedded", "reward_held_out": None, "swarm": ""},
@@ -69,7 +69,7 @@ def test_no_text_of_a_task_becomes_markup() -> None:
     evil = '|\n---\n# x <script>alert(1)</script> [y](javascript:z) `a` ![b](http://e) \x1b[2J "'
     text = card(
         {**TOLD, "base": evil, "swarm": evil},
-        [TrainedOn(evil, evil, evil)],
+        [CardTask(evil, evil, evil)],
         {"training.options": evil},
     )
     head, body = front(text)
@@ -116,7 +116,7 @@ def export(tmp_path):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, export, public) -> None:
+def test_push_is_one_private_commit_by_default(ours, export, public) -> None:
     check_target("me/model")
     url = push(export, "me/model", public=public, message="step 120")
     assert url.startswith(ours.url)
@@ -130,9 +130,10 @@ def test_an_export_is_pushed_as_one_commit_and_is_private_unless_told(ours, expo
 
 
 @pytest.mark.parametrize(
-    ("status", "why"), [(401, "the token is not valid"), (403, "the token may not write there")]
+    ("status", "why"),
+    [(401, "the token is not valid"), (403, "the token has no write permission there")],
 )
-def test_what_the_hub_refuses_is_one_line_and_the_export_stays(ours, export, status, why) -> None:
+def test_hub_refusal_is_one_line(ours, export, status, why) -> None:
     ours.status = status
     with pytest.raises(Unavailable, match=why) as raised:
         push(export, "me/model", public=False, message="")
@@ -144,7 +145,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, export) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        Unavailable, match=r"could not be pushed to me/model: .*try again with `hf upload me/model"
+        Unavailable, match=r"to me/model: .*try again with `hf upload me/model"
     ) as raised:
         push(export, "me/model", public=False, message="")
     assert "\n" not in str(raised.value)

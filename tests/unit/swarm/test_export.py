@@ -1,4 +1,4 @@
-"""What is exported loads with transformers alone and says the same as the trained policy."""
+"""An export loads with transformers alone and computes the same as the trained policy."""
 
 import json
 import os
@@ -23,7 +23,7 @@ IDS = torch.tensor([[5, 9, 17, 3, 8]])
 
 
 def trained(tmp_path, lora: int = 0) -> Policy:
-    """A policy whose weights have moved, saved as the trainer saves it."""
+    """Save a changed policy as the trainer does."""
     torch.set_num_threads(1)
     policy = load_policy(PolicyConfig.model_validate({"lora": {"r": lora}, "devices": "cpu"}))
     config = Config.model_validate({"policy": {"lora": {"r": lora}}})
@@ -45,14 +45,14 @@ def trained(tmp_path, lora: int = 0) -> Policy:
 
 
 def command(tmp_path, *arguments):
-    """The whole of `swarmnode export`, which starts a process: seconds."""
+    """Run `swarmnode export` as a process; takes seconds."""
     return cli.run(
         ["export", str(tmp_path / "out"), "--data-dir", str(tmp_path / "data"), *arguments]
     )
 
 
 def export(tmp_path, lora=0, merge=False):
-    """What that process does."""
+    """Run the child's work in this process."""
     config = Config.model_validate(
         {"node": {"data_dir": tmp_path / "data"}, "policy": {"lora": {"r": lora}}}
     )
@@ -82,7 +82,7 @@ def test_full_weights_load_back_to_identical_logits(tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".partial")] == []
 
 
-def test_an_adapter_loads_on_its_base_and_merged_without_one(tmp_path):
+def test_adapter_needs_base_and_merged_export_does_not(tmp_path):
     policy = trained(tmp_path, lora=4)
     assert export(tmp_path, lora=4).kind == "adapter"
     adapter = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out").eval()
@@ -130,7 +130,7 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 200])
-def test_a_damaged_state_is_said_to_be_damaged(tmp_path, damage):
+def test_damaged_state_is_reported(tmp_path, damage):
     trained(tmp_path)
     (tmp_path / "data" / "trainer" / state.FILE).write_bytes(damage)
     with pytest.raises(StateError, match="is damaged"):

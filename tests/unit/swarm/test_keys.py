@@ -1,4 +1,4 @@
-"""Backing up, bringing in and replacing a node's key."""
+"""Backup, import and replacement of a node's key."""
 
 import os
 
@@ -20,7 +20,7 @@ def mode(path):
     return path.stat().st_mode & 0o777
 
 
-def test_a_backup_is_the_key_for_ones_own_eyes_and_overwrites_nothing(tmp_path):
+def test_backup_is_private_and_overwrites_nothing(tmp_path):
     peer = node(tmp_path / "a")
     file = tmp_path / "backup.key"
     assert keys.backup(tmp_path / "a", file) == peer
@@ -31,37 +31,37 @@ def test_a_backup_is_the_key_for_ones_own_eyes_and_overwrites_nothing(tmp_path):
         keys.backup(tmp_path / "a", tmp_path / "stick" / "node.key")
 
 
-def test_there_is_nothing_to_back_up_before_there_is_a_key(tmp_path):
+def test_backup_without_a_key_fails(tmp_path):
     with pytest.raises(Unavailable, match="no key"):
         keys.backup(tmp_path, tmp_path / "backup.key")
 
 
-def test_a_backup_brought_into_another_directory_is_the_same_node(tmp_path):
+def test_imported_backup_is_the_same_node(tmp_path):
     peer = node(tmp_path / "a")
     keys.backup(tmp_path / "a", tmp_path / "backup.key")
-    assert keys.bring(tmp_path / "b", tmp_path / "backup.key") == (peer, None)
+    assert keys.import_key(tmp_path / "b", tmp_path / "backup.key") == (peer, None)
     assert node(tmp_path / "b") == peer
     assert mode(tmp_path / "b" / "identity.key") == 0o600
 
 
-def test_a_key_that_others_can_read_is_not_brought_in(tmp_path):
+def test_key_readable_by_others_is_not_imported(tmp_path):
     node(tmp_path / "a")
     keys.backup(tmp_path / "a", tmp_path / "backup.key")
     (tmp_path / "backup.key").chmod(0o644)
     with pytest.raises(Refused, match="chmod 600"):
-        keys.bring(tmp_path / "b", tmp_path / "backup.key")
+        keys.import_key(tmp_path / "b", tmp_path / "backup.key")
     assert not (tmp_path / "b" / "identity.key").exists()
 
 
-def test_another_key_is_replaced_only_when_asked_and_then_kept(tmp_path):
+def test_key_is_replaced_only_on_request(tmp_path):
     peer, own = node(tmp_path / "a"), node(tmp_path / "b")
     keys.backup(tmp_path / "a", tmp_path / "backup.key")
     with pytest.raises(Refused, match="--replace"):
-        keys.bring(tmp_path / "b", tmp_path / "backup.key")
+        keys.import_key(tmp_path / "b", tmp_path / "backup.key")
     assert node(tmp_path / "b") == own
-    brought, kept = keys.bring(tmp_path / "b", tmp_path / "backup.key", replace=True)
+    brought, kept = keys.import_key(tmp_path / "b", tmp_path / "backup.key", replace=True)
     assert (brought, node(tmp_path / "b")) == (peer, peer)
-    assert keys.peer_of(kept.read_bytes(), kept) == own
+    assert keys.peer_id_of(kept.read_bytes(), kept) == own
     assert mode(kept) == 0o600
 
 
@@ -73,14 +73,14 @@ def test_what_is_no_key_is_not_brought_in(tmp_path, data):
     file.write_bytes(data)
     file.chmod(0o600)
     with pytest.raises(StateError, match="not a PEM key"):
-        keys.bring(tmp_path / "b", file)
+        keys.import_key(tmp_path / "b", file)
 
 
-def test_rotation_gives_a_new_key_and_keeps_the_old_one(tmp_path):
+def test_rotation_keeps_the_old_key(tmp_path):
     peer = node(tmp_path)
     before, after, kept = keys.rotate(tmp_path)
     assert before == peer != after == node(tmp_path)
-    assert keys.peer_of(kept.read_bytes(), kept) == peer
+    assert keys.peer_id_of(kept.read_bytes(), kept) == peer
     assert mode(kept) == mode(tmp_path / "identity.key") == 0o600
 
 

@@ -1,4 +1,4 @@
-"""What a manifest says, what stands against honouring it, and what it makes of a configuration."""
+"""Content of a manifest, reasons against honouring it, and its effect on a configuration."""
 
 import json
 import random
@@ -47,11 +47,11 @@ def test_every_flipped_bit_is_another_swarm_or_none():
             open_manifest(bytes(data))
 
 
-def test_equal_content_of_another_founder_is_another_swarm():
+def test_founder_is_part_of_the_swarm_id():
     assert founded(KEY).swarm != founded(OTHER_KEY).swarm
 
 
-def test_the_swarm_id_is_the_hash_of_the_exact_payload():
+def test_swarm_id_is_the_payload_hash():
     opened = founded()
     payload = msgspec.msgpack.decode(opened.signed, type=Envelope).payload
     assert opened.swarm == manifest_id(payload)
@@ -78,7 +78,7 @@ def test_members_in_another_order_cannot_be_signed():
         (lambda first: founded(created_at=first.manifest.created_at + 1), False),
     ],
 )
-def test_successor_is_newer_and_of_the_same_founder(successor, expected):
+def test_successor_rules(successor, expected):
     first = founded()
     assert follows(successor(first), first) is expected
 
@@ -86,15 +86,15 @@ def test_successor_is_newer_and_of_the_same_founder(successor, expected):
 # ---- drafting
 
 
-def test_draft_is_valid_for_its_own_founder():
+def test_founder_can_honour_its_own_draft():
     opened = founded()
     assert problems(opened) == []
-    config, changes = manifest.agreed(CONFIG, opened)
+    config, changes = manifest.apply_terms(CONFIG, opened)
     assert [change.key for change in changes] == ["swarm.id"]
     assert config.swarm.id == opened.swarm.hex()
 
 
-def test_a_draft_takes_group_sizes_from_half_to_twice_ones_own():
+def test_draft_allows_half_to_twice_the_group_size():
     rules = founded().manifest.rollouts
     assert (rules.min_completions, rules.max_completions) == (4, 16)
     with pytest.raises(ConfigError, match="outside"):
@@ -125,11 +125,11 @@ def test_the_minimum_version_is_compared_by_numbers(minimum, ok):
     ("task", "says"),
     [
         (TaskEntry("builtin/copy", "0000000000000000", ""), "version"),
-        (TaskEntry("rg/unheard_of", "00", ""), "not one of this version's"),
+        (TaskEntry("rg/unheard_of", "00", ""), "unknown to this version"),
         (TaskEntry("rg/countdown", "00", ""), "could run code"),
     ],
 )
-def test_a_task_that_this_node_does_not_have_alike_is_named(task, says):
+def test_different_tasks_are_named(task, says):
     (problem,) = problems(founded(tasks=[task]))
     assert task.id in problem
     assert says in problem
@@ -146,7 +146,7 @@ def test_a_task_that_this_node_does_not_have_alike_is_named(task, says):
         Setting("training.loss_type", "1e999"),
     ],
 )
-def test_invalid_manifest_setting_is_never_applied(setting):
+def test_unknown_settings_are_problems(setting):
     opened = founded(settings=[setting])
     assert setting.key in problems(opened)[0]
 
@@ -165,11 +165,11 @@ def test_model_is_embedded_or_on_the_hub(model, name, ok):
     assert (problems(founded(models=[model]), changed(policy={"model": name})) == []) is ok
 
 
-def test_a_directory_of_ones_own_stands_in_for_the_model(tmp_path):
+def test_local_directory_replaces_the_model(tmp_path):
     opened = founded(models=[ModelRef("my-model", "", bytes(32), bytes(32))])
     config = changed(policy={"model": str(tmp_path)})
     assert problems(opened, config) == []
-    assert manifest.agreed(config, opened)[0].policy.model == str(tmp_path)
+    assert manifest.apply_terms(config, opened)[0].policy.model == str(tmp_path)
 
 
 def test_the_hashes_decide_whether_the_model_is_the_swarms():
@@ -182,7 +182,7 @@ def test_the_hashes_decide_whether_the_model_is_the_swarms():
     manifest.check_model(founded(models=[]).manifest, bytes(32), bytes(32))
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_together():
     opened = founded(
         minimum_version="9",
         tasks=[TaskEntry("builtin/copy", "00", ""), TaskEntry("builtin/zzz", "00", "")],
@@ -193,7 +193,7 @@ def test_all_problems_are_told_at_once():
 # ---- private swarms
 
 
-def test_members_are_those_listed_the_founder_and_the_bootstrap_peers():
+def test_members_include_founder_and_bootstrap_peers():
     bootstrap = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
     opened = founded(
         access=Access([OTHER_PEER], b""),
@@ -201,18 +201,18 @@ def test_members_are_those_listed_the_founder_and_the_bootstrap_peers():
     )
     assert manifest.members(opened.manifest) == {OTHER_PEER, PEER, bootstrap}
     assert problems(opened, peer=OTHER_PEER) == []
-    assert "not on its list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
+    assert "not on its member list" in problems(opened, peer="12D3KooWSomebodyElse")[0]
     assert manifest.members(founded().manifest) is None
 
 
-def test_a_secret_is_needed_and_must_be_the_right_one(tmp_path):
+def test_correct_secret_is_required(tmp_path):
     opened = founded(secret=SECRET)
     config = changed(node={"data_dir": tmp_path})
     assert "--secret-file" in problems(opened, config)[0]
     file = tmp_path / "swarm.secret"
     file.write_text(bytes(32).hex())
     file.chmod(0o600)
-    assert "another swarm's" in problems(opened, config)[0]
+    assert "belongs to another swarm" in problems(opened, config)[0]
     file.write_text(SECRET.hex() + "\n")
     assert problems(opened, config) == []
     assert SECRET not in opened.signed
@@ -229,13 +229,13 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
 # ---- agreeing
 
 
-def test_what_must_agree_replaces_what_was_set_and_is_told():
+def test_terms_replace_settings_and_are_reported():
     opened = founded()
     own = changed(
         training={"temperature": 0.5, "top_p": 0.9, "num_generations": 32, "advantage": "dr_grpo"},
         task={"names": ["rg/gcd"]},
     )
-    config, changes = manifest.agreed(own, opened)
+    config, changes = manifest.apply_terms(own, opened)
     assert (config.training.temperature, config.training.top_p, config.training.advantage) == (
         1.0,
         1.0,
@@ -251,7 +251,7 @@ def test_what_must_agree_replaces_what_was_set_and_is_told():
 @pytest.mark.parametrize(("own", "agreed"), [(2, 4), (4, 4), (9, 9), (16, 16), (64, 16)])
 def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
     assert (
-        manifest.agreed(changed(training={"num_generations": own}), founded())[
+        manifest.apply_terms(changed(training={"num_generations": own}), founded())[
             0
         ].training.num_generations
         == agreed
@@ -262,7 +262,7 @@ def test_ones_own_group_size_stays_within_the_swarms_bounds(own, agreed):
 def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
     opened = founded(config=changed(training={"max_completion_length": 512}))
     assert (
-        manifest.agreed(changed(training={"max_completion_length": own}), opened)[
+        manifest.apply_terms(changed(training={"max_completion_length": own}), opened)[
             0
         ].training.max_completion_length
         == agreed
@@ -274,7 +274,7 @@ def test_a_length_that_is_set_stays_below_the_swarms(own, agreed):
 def test_an_unset_length_is_the_swarms(model, length):
     opened = founded(config=changed(training={"max_completion_length": length}), models=[])
     config = Config.model_validate({"policy": {"model": model}})
-    assert manifest.agreed(config, opened)[0].training.max_completion_length == length
+    assert manifest.apply_terms(config, opened)[0].training.max_completion_length == length
 
 
 def test_what_is_a_nodes_own_business_is_left_alone():
@@ -283,7 +283,7 @@ def test_what_is_a_nodes_own_business_is_left_alone():
         http={"port": 1},
         network={"initial_peers": ["x"]},
     )
-    config, _ = manifest.agreed(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
+    config, _ = manifest.apply_terms(own, founded(bootstrap=[f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]))
     assert (config.training.learning_rate, config.training.groups_per_step, config.http.port) == (
         0.5,
         3,
@@ -292,23 +292,23 @@ def test_what_is_a_nodes_own_business_is_left_alone():
     assert config.network.initial_peers == ["x", f"/ip4/192.0.2.7/tcp/1/p2p/{PEER}"]
 
 
-def test_the_model_is_the_manifests_where_ones_own_is_not_among_them():
+def test_manifest_model_is_used_by_default():
     hub = ModelRef("org/model", "abc", bytes(32), bytes(32))
-    assert manifest.agreed(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
-    assert manifest.agreed(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
-    assert manifest.agreed(CONFIG, founded(models=[]))[0].policy.model == "embedded"
+    assert manifest.apply_terms(CONFIG, founded(models=[hub]))[0].policy.model == "org/model"
+    assert manifest.apply_terms(CONFIG, founded(models=[hub, MODEL]))[0].policy.model == "embedded"
+    assert manifest.apply_terms(CONFIG, founded(models=[]))[0].policy.model == "embedded"
 
 
 @pytest.mark.parametrize(("own", "agreed"), [(4, 4), (16, 15), (64, 15)])
-def test_mc_grpo_samples_one_more_and_still_stays_within_the_swarms_bounds(own, agreed):
+def test_mc_grpo_stays_within_group_bounds(own, agreed):
     opened = founded(config=changed(training={"advantage": "mc_grpo"}))
-    config, _ = manifest.agreed(changed(training={"num_generations": own}), opened)
+    config, _ = manifest.apply_terms(changed(training={"num_generations": own}), opened)
     assert (config.training.num_generations, config.training.advantage) == (agreed, "mc_grpo")
 
 
 def test_what_is_shown_is_json():
     assert (
-        json.loads(json.dumps(manifest.shown(founded().manifest)))["founder"]
+        json.loads(json.dumps(manifest.displayable(founded().manifest)))["founder"]
         == KEY.public_key().public_bytes_raw().hex()
     )
 

@@ -1,4 +1,4 @@
-"""The manifests in a data directory: chains, choices, damage."""
+"""The manifests in a data directory: successors, choice, damage."""
 
 import pytest
 from structlog.testing import capture_logs
@@ -36,7 +36,7 @@ def test_an_empty_directory_has_no_manifest(tmp_path):
     assert store.current() is None
     assert store.get(FIRST.swarm) is None
     assert store.lookup(FIRST.swarm) == (b"", b"")
-    assert manifest_store.honoured(config_in(tmp_path)) == (config_in(tmp_path), [])
+    assert manifest_store.apply_stored(config_in(tmp_path)) == (config_in(tmp_path), [])
 
 
 def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
@@ -44,43 +44,43 @@ def test_what_was_chosen_is_what_a_node_runs_by(tmp_path):
     store.add(FIRST)
     store.choose(FIRST.swarm)
     assert ManifestStore(tmp_path).current() == FIRST.swarm
-    config, _ = manifest_store.honoured(config_in(tmp_path))
+    config, _ = manifest_store.apply_stored(config_in(tmp_path))
     assert config.swarm.id == FIRST.swarm.hex()
     assert config.task.names == ["builtin/copy", "builtin/sum"]
 
 
-def test_where_the_invite_led_is_tried_beside_the_manifests_own_peers(tmp_path):
+def test_invite_peers_are_added_to_bootstrap(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     opened = founded(bootstrap=[f"/ip4/192.0.2.2/tcp/1/p2p/{PEER}"])
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
     store.keep_peers([there])
-    assert manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers == [
+    assert manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers == [
         there,
         *opened.manifest.bootstrap,
     ]
     (tmp_path / "manifest" / "peers").write_text("nonsense")
     assert (
-        manifest_store.honoured(config_in(tmp_path))[0].network.initial_peers
+        manifest_store.apply_stored(config_in(tmp_path))[0].network.initial_peers
         == opened.manifest.bootstrap
     )
 
 
-def test_a_chosen_manifest_that_cannot_be_honoured_is_refused_in_one_line(tmp_path):
+def test_unsupported_manifest_is_refused_in_one_line(tmp_path):
     opened = founded(minimum_version="99")
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
     with pytest.raises(Refused, match=r"cannot honour .*99.*upgrade") as raised:
-        manifest_store.honoured(config_in(tmp_path))
+        manifest_store.apply_stored(config_in(tmp_path))
     assert "\n" not in str(raised.value)
 
 
-def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_path):
+def test_missing_current_manifest_is_an_error(tmp_path):
     ManifestStore(tmp_path).choose(FIRST.swarm)
     with pytest.raises(StateError, match="join again"):
-        manifest_store.stored(tmp_path)
+        manifest_store.load_current(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_chosen_manifest_that_is_gone_is_an_error_and_not_another_swarm(tmp_pa
         lambda data: SECOND.signed,
     ],
 )
-def test_a_damaged_file_is_an_error_and_not_another_swarm(tmp_path, damage):
+def test_damaged_manifest_is_an_error(tmp_path, damage):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
     store.path(FIRST.swarm).write_bytes(damage(FIRST.signed))
@@ -101,7 +101,7 @@ def test_a_damaged_file_is_an_error_and_not_another_swarm(tmp_path, damage):
     assert store.lookup(FIRST.swarm) == (b"", b"")
 
 
-def test_a_current_file_that_is_no_id_is_an_error(tmp_path):
+def test_invalid_current_file_is_an_error(tmp_path):
     ManifestStore(tmp_path).choose(FIRST.swarm)
     (tmp_path / "manifest" / "current").write_text("../../etc/passwd")
     with pytest.raises(StateError):
@@ -118,7 +118,7 @@ def test_the_chain_of_successors_is_followed_to_its_end(tmp_path):
     assert not store.descends(FIRST.swarm, THIRD.swarm)
 
 
-def test_of_two_successors_the_younger_counts_and_the_other_is_dropped(tmp_path):
+def test_newer_successor_replaces_the_older(tmp_path):
     store = ManifestStore(tmp_path)
     younger = succeeding(FIRST, later=2)
     store.add(FIRST)
@@ -130,7 +130,7 @@ def test_of_two_successors_the_younger_counts_and_the_other_is_dropped(tmp_path)
     assert store.get(SECOND.swarm) is None
 
 
-def test_a_successor_that_a_node_already_runs_by_is_kept(tmp_path):
+def test_adopted_successor_is_kept(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
     store.add_successor(FIRST, SECOND)
@@ -139,7 +139,7 @@ def test_a_successor_that_a_node_already_runs_by_is_kept(tmp_path):
     assert store.get(SECOND.swarm) == SECOND
 
 
-def test_a_successor_of_somebody_else_is_none(tmp_path):
+def test_successor_of_another_founder_is_ignored(tmp_path):
     store = ManifestStore(tmp_path)
     store.add(FIRST)
     store.add(succeeding(FIRST, OTHER_KEY))
@@ -155,9 +155,9 @@ def test_a_successor_of_somebody_else_is_none(tmp_path):
         ({"policy": {"model": "./"}}, 1e-6),
     ],
 )
-def test_a_real_model_has_a_suitable_rate_where_none_is_set(tmp_path, sections, rate):
+def test_real_model_gets_a_suitable_learning_rate(tmp_path, sections, rate):
     chosen(tmp_path, founded(models=[HUB]))
-    agreed, changes = manifest_store.honoured(config_in(tmp_path, **sections))
+    agreed, changes = manifest_store.apply_stored(config_in(tmp_path, **sections))
     assert agreed.training.learning_rate == rate
     assert "training.learning_rate" not in {change.key for change in changes}
 
@@ -169,7 +169,7 @@ def test_an_order_that_the_manifest_changes_is_not_logged(tmp_path):
     assert "task.names" not in {line.get("key") for line in logged}
 
 
-def test_what_the_owner_has_set_and_the_manifest_overrules_is_a_warning(tmp_path):
+def test_overruled_setting_is_a_warning(tmp_path):
     there = f"/ip4/192.0.2.1/tcp/1/p2p/{PEER}"
     chosen(tmp_path, founded(bootstrap=[there]))
     said = {

@@ -16,7 +16,7 @@ SWARM = bytes(32)
 
 
 class NewerRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request that has one more field than `ManifestRequest`."""
+    """A request with one field more than `ManifestRequest`."""
 
     swarm: bytes
     known: bytes
@@ -31,7 +31,7 @@ def serve(server, protocol, request):
 
 
 async def ask(client, server, request, *protocols):
-    """Ask by the first of `protocols` that the server speaks."""
+    """Send a request with the first of `protocols` that the server supports."""
     for protocol in protocols:
         try:
             return await client.requests.request(
@@ -64,4 +64,6 @@ async def test_one_node_serves_two_ordinals_and_names_a_third(tmp_path):
     third = "/swarmnode/listing/99"
     protocols = sorted({third, *founded().manifest.protocols} - {ids.LISTING_PROTOCOL})
     (problem,) = requirements.can_honour(founded(protocols=protocols).manifest, CONFIG)
-    assert problem == f"its members speak {third}, this version of swarmnode does not: upgrade"
+    assert (
+        problem == f"it requires the protocol {third}, which this version does not support: upgrade"
+    )

@@ -521,7 +521,9 @@ def test_a_member_that_lacks_the_dataset_or_has_another_is_told(tmp_path):
     assert "rows.jsonl" in problem
     registry._TASKS.pop(NAME)
     (problem,) = requirements.task_problems(entry)
-    assert "is a dataset, which this node lacks: get it and name it in task.datasets" in problem
+    assert (
+        "is a dataset that this node does not have: get it and name it in task.datasets" in problem
+    )
     assert founded().manifest.tasks, "other manifests are as they were"
 
 

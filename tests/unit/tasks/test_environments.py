@@ -359,15 +359,15 @@ def test_tls_where_there_is_none_says_how_the_server_is_named(tmp_path, server):
 def test_only_a_private_swarm_may_have_one(tmp_path, server):
     installed(tmp_path, f"{server}/sums")
     config = Config.model_validate({"task": {"names": [NAME]}, "node": {"data_dir": tmp_path}})
-    with pytest.raises(ConfigError, match="unless it is founded with --private or --member"):
+    with pytest.raises(ConfigError, match="unless the swarm is founded with --private or --member"):
         founded(config=config)
     with pytest.raises(
         ConfigError,
-        match=r"unless it is private \(init --private\); sharing\.enabled = false trains alone",
+        match=r"unless the swarm is private \(init --private\); sharing\.enabled = false trains",
     ):
-        manifest_store.honoured(config)
+        manifest_store.apply_stored(config)
     alone = Config.model_validate({**config.model_dump(), "sharing": {"enabled": False}})
-    assert manifest_store.honoured(alone)[0] == alone
+    assert manifest_store.apply_stored(alone)[0] == alone
     private = founded(config=config, secret=bytes(32))
     (tmp_path / manifest.SECRET_FILE).write_text("00" * 32)
     (tmp_path / manifest.SECRET_FILE).chmod(0o600)
@@ -385,6 +385,6 @@ def test_a_member_without_the_server_or_with_another_is_told(tmp_path, server):
     assert server not in entry.settings, "where it runs is nobody's business"
     assert requirements.task_problems(entry) == []
     installed(tmp_path, f"{server}/other")
-    assert "an environment that asks otherwise" in requirements.task_problems(entry)[0]
+    assert "an environment with other content" in requirements.task_problems(entry)[0]
     (problem,) = requirements.task_problems(TaskEntry("env/absent", entry.version, entry.settings))
-    assert "which this node lacks: run it and name its URL in task.datasets" in problem
+    assert "that this node does not have: run it and set its URL in task.datasets" in problem

@@ -1,14 +1,12 @@
-"""Tasksets of verifiers: rows from their data, rewards from their functions. With a stand-in
-package of the same signatures.
+"""Tasksets of verifiers: rows from their data, rewards from their functions. With
+verifiers where it is installed, else with a stand-in of the same signatures.
 
 pytest tests/unit/tasks/test_tasksets.py
 """
 
 import importlib
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -17,8 +15,8 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import dataset, registry, taskset
 from swarmnode.tasks.frames import Question
 from swarmnode.tasks.scorer import judge
+from tests.support.tasksets import IS_REAL, STAND_IN
 
-STAND_IN = Path(__file__).parents[2] / "support" / "standin"
 NAME = "data/sums"
 SOURCE = "verifiers:sums-of-mine"
 SUMS = """
@@ -56,29 +54,16 @@ class Sums(vf.Taskset[SumTask]):
 __all__ = ["Sums"]
 """
 
-pytestmark = pytest.mark.usefixtures("tasks_as_before")
-
 
 @pytest.fixture
-def written(tmp_path, monkeypatch):
-    """Writes the taskset, with changes; the stand-in is where a package is looked for, in this
-    process and in children."""
-    site = tmp_path / "site"
-    site.mkdir()
-    monkeypatch.syspath_prepend(str(STAND_IN))
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(STAND_IN)]))
+def written(site):
+    """Writes the taskset, with changes."""
 
     def write(was="", now=""):
         assert was in SUMS
         (site / "sums_of_mine.py").write_text(SUMS.replace(was, now) if was else SUMS)
 
-    yield write
-    for name in [
-        name for name in sys.modules if name.partition(".")[0] in ("verifiers", "sums_of_mine")
-    ]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
+    return write
 
 
 def installed(tmp_path, **settings):
@@ -187,13 +172,13 @@ def test_a_taskset_that_cannot_be_trained_on_is_one_line(tmp_path, written, was,
         (
             "return float(trace",
             "await Waiting(); return float(trace",
-            "a reward waits for something",
+            "it waits for something",
         ),
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
         (
-            "import verifiers.v1 as vf",
-            "import verifiers.v1 as vf\nvf.Task.plugged_judges = lambda task: ['gpt']",
+            "class SumTask(vf.Task[SumData]):",
+            "class SumTask(vf.Task[SumData]):\n    plugged_judges = lambda task: ['gpt']",
             "a judge is a model",
         ),
     ],
@@ -227,10 +212,14 @@ def test_what_a_taskset_says_itself_cannot_be_set(tmp_path, written, settings):
         installed(tmp_path, **settings)
 
 
-def test_what_is_not_installed_is_named(tmp_path, written, monkeypatch):
+def test_a_taskset_that_is_not_installed_is_named(tmp_path, site):
     with pytest.raises(ConfigError, match="no module 'sums_of_mine' is installed"):
         installed(tmp_path)
+
+
+@pytest.mark.skipif(IS_REAL, reason="verifiers is installed here")
+def test_without_verifiers_the_remedy_is_named(tmp_path, site, written, monkeypatch):
     written()
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.setenv("PYTHONPATH", str(site))
     with pytest.raises(ConfigError, match="pip install 'verifiers>="):
         installed(tmp_path)

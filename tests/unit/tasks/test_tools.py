@@ -15,6 +15,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, registry
 from swarmnode.tasks.client import Scorer, ScorerFailed
 from swarmnode.tasks.determinism import transcript_hash
+from swarmnode.tool_prompt import split
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
 
@@ -78,6 +79,32 @@ class Undocumented(Shop):
         return "no"
 
 
+class Elsewhere(Shop):
+    """Its models write calls in another form."""
+
+    response_template = {
+        "start_anchor": "x",
+        "fields": {
+            "tool_calls": {
+                "open": "[CALL]",
+                "close": "[/CALL]",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"content": "text"},
+        },
+    }
+
+
+class Malformed(Shop):
+    response_template = {"fields": {"tool_calls": {"open_pattern": "("}}, "start_anchor": "x"}
+
+
+class Callless(Shop):
+    response_template = {"fields": {"content": {"content": "text"}}, "start_anchor": "x"}
+
+
 def riddle(prompt, answer, turns):
     """A function over the columns of a dataset."""
     left = turns
@@ -133,7 +160,7 @@ def test_the_first_text_names_the_tools_and_the_form_of_a_call(scorer):
     prompt = scorer.prompt(ref(NAME))
     assert prompt.startswith(" Buy tea for its price.\nYou can call functions")
     assert '<tool_call>{"name": "...", "arguments": {...}}</tool_call>' in prompt
-    described = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"desc')]
+    described = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"name')]
     assert [each["name"] for each in described] == ["buy", "eat", "price"]
     assert described[0]["parameters"]["properties"]["money"]["type"] == "integer"
 
@@ -194,7 +221,15 @@ def test_a_tool_that_allocates_without_bound_costs_its_episode(scorer):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("NoTools", "it needs public methods"), ("Undocumented", "its tools: DocstringParsingExc")],
+    [
+        ("NoTools", "it needs public methods"),
+        ("Undocumented", "its tools: DocstringParsingExc"),
+        (
+            "Malformed",
+            "its response_template: ValueError: Field 'tool_calls': invalid open_pattern",
+        ),
+        ("Callless", "its response_template: ValueError: it has no field tool_calls"),
+    ],
 )
 def test_a_class_that_is_no_environment_is_one_line(shop, name, said):
     task = f"shop_of_mine:{name}"
@@ -202,6 +237,24 @@ def test_a_class_that_is_no_environment_is_one_line(shop, name, said):
     with pytest.raises(ScorerFailed) as failed, Scorer():
         pass
     assert said in str(failed.value)
+
+
+def test_a_class_may_name_another_form_of_a_call(shop, monkeypatch):
+    task = "shop_of_mine:Elsewhere"
+    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
+    registry.install([task], {task: {"turns": TURNS}})
+    theirs = lambda *names, **given: (
+        call(*names, **given).replace("tool_call>", "CALL]").replace("<", "[")
+    )
+    with Scorer() as scorer:
+        first = split(scorer.prompt(ref(task)))
+        played = scorer.score(
+            ref(task), [[theirs("price", item="tea")], [call("price", item="tea")]]
+        ).episodes
+    assert json.loads(first.form)["fields"]["tool_calls"]["open"] == "[CALL]"
+    assert [tool["function"]["name"] for tool in first.tools] == ["buy", "eat", "price"]
+    assert played[0].observations[0].isdecimal()
+    assert (played[1].observations, played[1].done) == ([""], True)
 
 
 def dataset(shop, verifier, **changes):

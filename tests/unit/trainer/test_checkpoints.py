@@ -301,7 +301,7 @@ def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
         write(saver, source, minute)
         clock[0] += 60.0
     saver.close()
-    ages = sorted(60 * 12 - 1 - kept.numbers.step for kept in rollback.states(tmp_path))
+    ages = sorted(60 * 12 - 1 - kept.counters.step for kept in rollback.list_states(tmp_path))
     assert len(ages) == 1 + checkpoints.SLOTS
     assert ages[0] == 0
     assert ages[1] <= 2 * 15 + 1
@@ -353,7 +353,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
 
 def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
     assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
-    assert "of these steps there is one: 2" in capsys.readouterr().err
+    assert "available steps: 2" in capsys.readouterr().err
     with held_data_dir(data_dir):
         assert cli.run(["rollback", "2", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "in use by another node" in capsys.readouterr().err
@@ -365,7 +365,7 @@ def test_published_numbers_are_read_from_every_state(data_dir):
     (data_dir / "trainer" / "history" / "9.safetensors").write_bytes(os.urandom(100))
     (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")
     (data_dir / "trainer" / "history" / "7.safetensors").write_bytes(b"")
-    numbers = [kept.numbers for kept in rollback.states(data_dir / "trainer")]
+    numbers = [kept.counters for kept in rollback.list_states(data_dir / "trainer")]
     assert (
         max(each.sequence for each in numbers) == max(each.policy_version for each in numbers) == 3
     )

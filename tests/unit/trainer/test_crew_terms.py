@@ -5,7 +5,7 @@ import pytest
 
 from swarmnode.config import Config
 from swarmnode.stages.pipeline import gradient_codec
-from swarmnode.swarm.manifest import AGREED
+from swarmnode.swarm.manifest import AGREED_KEYS
 from tests.support.crew_models import terms_of
 
 BASE = bytes(32)
@@ -47,7 +47,7 @@ def test_another_base_is_another_model():
 
 
 def test_a_swarm_agrees_on_how_its_crews_train():
-    assert {"stages.codec", "stages.recovery"} <= set(AGREED)
+    assert {"stages.codec", "stages.recovery"} <= set(AGREED_KEYS)
 
 
 def test_gradients_are_rounded_to_bfloat16_at_most():

@@ -1,12 +1,16 @@
 """Episodes: only what the policy sampled is learnt from, a turn goes on from the tokens before it,
 and a peer's episode is rebuilt from its actions."""
 
+import contextlib
 import copy
+import importlib.resources
+import json
 from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 
 from swarmnode.config import PolicyConfig, TrainingConfig
@@ -19,15 +23,16 @@ from swarmnode.policy.generate import GroupSample, Sampled, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
-from swarmnode.policy.text import around_observations
+from swarmnode.policy.text import TOOL, Chat, around_observations, shows_tools
 from swarmnode.policy.ways import Row
 from swarmnode.rl.objectives import Objective
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.frames import Episode, Scored, ScorerFailed
+from swarmnode.tool_prompt import FORM, FirstText, describe, split
 from swarmnode.trainer import episodes as module
 from swarmnode.trainer import sampler as sampler_module
 from swarmnode.trainer.batch import assemble, episode_row, own_group
-from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all
+from swarmnode.trainer.episodes import Episodes, PlayedEpisode, answer_all, check_template
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.sampler import Sampler
 from swarmnode.trainer.state import Counters
@@ -48,6 +53,16 @@ STRIPS_THINKING = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+STRIPS_THINKING_BEFORE_A_USER = STRIPS_THINKING.replace(
+    "and not keep", "and messages[loop.index0:] | selectattr('role', 'eq', 'user') | list"
+)
+CALL = (
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments":'
+    " {{ c.function.arguments | tojson }}}</tool_call>"
+)
+SHOWN = "{% for t in tools or [] %}<tool> {{ t.function.name }}\n{% endfor %}"
+CALLS = "{% for c in m.tool_calls or [] %}" + CALL + "{% endfor %}<|im_end|>"
+WITH_TOOLS = SHOWN + QWEN2.replace("<|im_end|>", CALLS)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +94,8 @@ class Walk:
     """An environment that ends after the third action, or after an empty one; the reward of an
     episode is the share of its actions that are not empty."""
 
-    def __init__(self, fails=()):
-        self.calls, self.fails = 0, fails
+    def __init__(self, fails=(), prompt=PROMPT):
+        self.calls, self.fails, self.prompt = 0, fails, prompt
 
     def score_many(self, items):
         self.calls += 1
@@ -103,7 +118,7 @@ class Walk:
             sum(map(bool, actions)) / TURNS if each.done else 0.0
             for actions, each in zip(episodes, played, strict=True)
         ]
-        return Scored(PROMPT, rewards, episodes=played)
+        return Scored(self.prompt, rewards, episodes=played)
 
 
 def continuous(policy, generations=4, tokens=6, batch=16384):
@@ -155,8 +170,6 @@ def test_a_template_that_strips_thinking_is_refused_with_the_remedy(policy):
     tokenizer.chat_template = STRIPS_THINKING
     with pytest.raises(Unavailable, match=r"policy\.chat"):
         around_observations(tokenizer)
-    from swarmnode.policy.text import Chat
-
     around_observations(tokenizer, Chat(arguments=(("keep", True),)))
 
 
@@ -165,6 +178,157 @@ def test_special_tokens_in_an_observation_stay_text(policy):
     ids = policy.observation_ids(f"a{eos}b", policy.eos_id)
     assert policy.eos_id not in ids
     assert policy.decode(ids) == f"\na{eos}b\n"
+
+
+def template(policy, text):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = text
+    return tokenizer
+
+
+def test_a_template_that_writes_calls_so_shows_the_tools(policy):
+    text = replace(policy, tokenizer=template(policy, WITH_TOOLS))
+    prompt = describe("What is 3 + 4?", [TOOL])
+    assert shows_tools(text.tokenizer)
+    assert text.has_tools(prompt)
+    assert not text.has_tools("What is 3 + 4?")
+    assert text.tokenizer.decode(text.encode_prompt(prompt)) == (
+        "<tool> look_at\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert around_observations(text.tokenizer, tools=True) == (
+        "<|im_end|>\n<|im_start|>tool\n",
+        "<|im_end|>\n<|im_start|>assistant\n",
+    )
+
+
+OTHERS = {
+    "shows no tools": QWEN2,
+    "writes another form": WITH_TOOLS.replace("<tool_call>", "[CALL]"),
+    "names arguments otherwise": WITH_TOOLS.replace('"arguments"', '"parameters"'),
+    "writes no calls": SHOWN + QWEN2,
+    "refuses results": WITH_TOOLS.replace(
+        "{% for m in", "{% if messages[2] %}{{ raise_exception('no') }}{% endif %}{% for m in"
+    ),
+    "changes earlier turns": SHOWN + STRIPS_THINKING.replace("<|im_end|>", CALLS),
+    "no template": None,
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_without_such_a_template_the_tools_are_text(policy, kind):
+    text = replace(policy, tokenizer=template(policy, OTHERS[kind]))
+    prompt = describe("What is 3 + 4?", [TOOL])
+    assert not text.has_tools(prompt)
+    shown = text.tokenizer.decode(text.encode_prompt(prompt))
+    assert "What is 3 + 4?\nYou can call functions" in shown
+    assert '{"name": "look_at", "description"' in shown
+
+
+RULES = describe("What?", []).removeprefix("What?")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What is 3 + 4?",
+        f"What?{RULES}",
+        f"What?{RULES}not JSON",
+        f"What?{RULES}[1]",
+        f'What?{RULES}{{"name": 3}}',
+        f"What?{RULES}" + "[" * 100_000,
+        f'What?{RULES}{{"name": "f"}}'.replace("Write a call as", "Call"),
+        f'{RULES}{{"name": "f"}}'.removeprefix("\n"),
+    ],
+)
+def test_a_text_that_names_no_tools_is_itself(text):
+    assert split(text) == FirstText(text)
+
+
+@pytest.mark.parametrize("form", [FORM, '{"fields": {"tool_calls": {"open": "<"}}}'])
+def test_a_first_text_is_split_into_what_it_was_made_of(form):
+    found = split(describe("What?\nNow.", [TOOL, TOOL], form))
+    assert found == FirstText("What?\nNow.", form, (TOOL, TOOL))
+
+
+def test_the_first_text_of_a_task_decides_whether_a_template_can_be_used(policy, monkeypatch):
+    monkeypatch.setattr(module, "task_version", lambda name: "v")
+    strips = SHOWN + STRIPS_THINKING_BEFORE_A_USER.replace("<|im_end|>", CALLS)
+    text = replace(policy, tokenizer=template(policy, strips))
+    with structlog.testing.capture_logs() as logs:
+        check_template(text, Walk(prompt=describe("What?", [TOOL])), [REF.id])
+    assert [(line["task"], line["shown_in"]) for line in logs] == [(REF.id, "chat template")]
+    with pytest.raises(Unavailable, match="changes earlier turns"):
+        check_template(text, Walk(), [REF.id])
+    scorer = Walk(prompt=describe("What?", [TOOL], '{"fields": {}}'))
+    with pytest.raises(
+        Unavailable, match=r"changes .* tools of own:walk: set .* response_template"
+    ):
+        check_template(text, scorer, [REF.id])
+    check_template(text, SimpleNamespace(score_many=lambda items: [ScorerFailed("died")]), [])
+
+
+def test_the_form_of_another_model_is_not_compiled(policy):
+    """It may have been written to hang who compiles it."""
+    tokenizer = template(policy, WITH_TOOLS.replace("<tool_call>", "[CALL]"))
+    form = {
+        "start_anchor": "x",
+        "fields": {
+            "tool_calls": {
+                "open": "[CALL]",
+                "close": "<",
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+                "repeats": True,
+            }
+        },
+    }
+    text = replace(policy, tokenizer=tokenizer)
+    prompt = describe("What?", [TOOL], json.dumps(form))
+    assert not text.has_tools(prompt)
+    tokenizer = template(policy, tokenizer.chat_template)
+    tokenizer.response_template = form
+    assert replace(policy, tokenizer=tokenizer).has_tools(prompt)
+
+
+@pytest.mark.parametrize(
+    ("name", "shows", "with_own", "plain"),
+    [
+        ("qwen2_5", True, True, True),
+        ("qwen3", True, True, False),
+        ("qwen3_instruct_2507", True, True, True),
+        ("qwen3_6", False, True, False),
+        ("llama3_1", False, True, True),
+        ("gemma3", False, False, True),
+        ("gptoss", False, False, False),
+    ],
+)
+def test_templates_of_real_models(policy, name, shows, with_own, plain):
+    """`with_own`: where the task names the form of this model's calls. `plain`: without tools,
+    whether earlier turns stay. Qwen3 keeps its thinking between tools."""
+    trl = pytest.importorskip("trl")
+    folder = importlib.resources.files(trl) / "chat_templates"
+    tokenizer = template(policy, (folder / f"{name}.jinja").read_text())
+    tokenizer.bos_token = tokenizer.bos_token or tokenizer.eos_token
+    assert shows_tools(tokenizer) is shows
+    with contextlib.suppress(ValueError):  # it knows none
+        trl.chat_template_utils.add_response_schema(tokenizer)
+    shows_tools.cache_clear()
+    form = json.dumps(tokenizer.response_template)
+    assert shows_tools(tokenizer, Chat(), form) is with_own
+    if plain:
+        around_observations(tokenizer)
+    else:
+        with pytest.raises(Unavailable, match="changes earlier turns"):
+            around_observations(tokenizer)
+
+
+def test_a_template_that_opens_the_thought_is_tested_with_the_rest(policy):
+    trl = pytest.importorskip("trl")
+    folder = importlib.resources.files(trl) / "chat_templates"
+    tokenizer = template(policy, (folder / "qwen3_6.jinja").read_text())
+    before, after = around_observations(tokenizer, Chat(arguments=(("preserve_thinking", True),)))
+    assert before == "<|im_end|>\n<|im_start|>user\n"
+    assert after == "<|im_end|>\n<|im_start|>assistant\n<think>\n"
 
 
 # ---- what is learnt from -------------------------------------------------------------------------
@@ -300,7 +464,7 @@ def test_a_group_whose_environment_fails_is_given_up_and_others_go_on(policy):
     drops = TrainerDrops()
     experience = sampler_of(policy, engine, Walk(fails=(2,)), drops)(2)
     assert len(experience.groups) == 2
-    assert drops.group.statistics().dropped == {"not_scored": 1}
+    assert +Counter(drops.group.statistics().dropped) == {"not_scored": 1}
     assert not engine._kept
 
 
@@ -375,7 +539,7 @@ def published(policy):
     return experience.groups[0], experience.messages[0], experience.observations[0]
 
 
-def external(policy, message, observations, tokenizer=None):
+def external(policy, message, observations, tokenizer=None, prompt=PROMPT):
     group = RolloutGroup(
         REF,
         policy.fingerprint,
@@ -387,7 +551,7 @@ def external(policy, message, observations, tokenizer=None):
         message.completions,
     )
     rewards = [float(i == 0) for i in range(len(message.completions))]
-    return ExternalGroup(b"c" * 32, "peer", group, PROMPT, rewards, 0, observations=observations)
+    return ExternalGroup(b"c" * 32, "peer", group, prompt, rewards, 0, observations=observations)
 
 
 def judged(policy, group):
@@ -405,6 +569,21 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
     for row, old, recorded in zip(group.rows, group.old_logprobs, own.old_logprobs, strict=True):
         assert old == pytest.approx(recorded, abs=1e-4)
         assert len(row.sampled) == len(row.completion)
+
+
+def test_a_peers_episode_with_tools_is_rebuilt_as_its_author_wrote_it(policy):
+    tokenizer = copy.deepcopy(policy.tokenizer)
+    tokenizer.chat_template = WITH_TOOLS
+    policy = replace(policy, tokenizer=tokenizer)
+    scorer = Walk(prompt=describe("What is 3 + 4?", [TOOL]))
+    experience = sampler_of(policy, continuous(policy), scorer)(1)
+    (own,), (message,) = experience.groups, experience.messages
+    assert "<tool> look_at" in policy.tokenizer.decode(own.rows[0].prompt)
+    assert any("tool\nsaw" in policy.tokenizer.decode(row.completion) for row in own.rows)
+    group = external(policy, message, experience.observations[0], prompt=scorer.prompt)
+    (judged_group,) = judged(policy, group).accepted
+    assert [row.completion for row in judged_group.rows] == [row.completion for row in own.rows]
+    assert [row.prompt for row in judged_group.rows] == [row.prompt for row in own.rows]
 
 
 def test_a_peers_episode_in_another_tokenizer_is_read_as_text(policy, published):

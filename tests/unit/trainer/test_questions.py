@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.swarm.manifest import members_choose, protocols_of
+from swarmnode.swarm.manifest import members_choose_difficulty, required_protocols
 from swarmnode.tasks import registry
 from swarmnode.tasks.seeds import choose_task, is_address, is_evaluation, task_seed
 from swarmnode.trainer.questions import Questions
@@ -76,12 +76,12 @@ def test_curriculum_without_choice_selects_tasks_at_difficulty_0():
 
 
 def test_choice_requires_difficulties_or_a_founder_curriculum():
-    assert protocols_of(["rg/lcm"], ["cosine"]) == PROTOCOLS
-    assert protocols_of(NAMES, []) == CHOICE_PROTOCOLS
-    assert protocols_of(["rg/lcm"], ["curriculum"]) == CHOICE_PROTOCOLS
-    assert not members_choose(None, ["rg/lcm"], [])
-    assert members_choose(None, NAMES, [])
+    assert required_protocols(["rg/lcm"], ["cosine"]) == PROTOCOLS
+    assert required_protocols(NAMES, []) == CHOICE_PROTOCOLS
+    assert required_protocols(["rg/lcm"], ["curriculum"]) == CHOICE_PROTOCOLS
+    assert not members_choose_difficulty(None, ["rg/lcm"], [])
+    assert members_choose_difficulty(None, NAMES, [])
     assert founded().manifest.protocols == sorted(PROTOCOLS)
     chosen = founded(config=Config.model_validate({"task": {"names": NAMES}}))
     assert chosen.manifest.protocols == sorted(CHOICE_PROTOCOLS)
-    assert members_choose(chosen, ["rg/lcm"], [])  # its manifest decides
+    assert members_choose_difficulty(chosen, ["rg/lcm"], [])  # its manifest decides

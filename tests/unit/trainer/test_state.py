@@ -361,7 +361,7 @@ def test_another_models_state_is_not_replaced_by_a_kept_one(tmp_path):
 def test_group_numbers_of_a_damaged_state_stay_used(tmp_path):
     kept_and_last(tmp_path, set_to("first.0.bias", math.inf))
     state.restore(tmp_path, *make(seed=1), "f")
-    assert max(numbers.sequence for numbers in rollback.numbers_used(tmp_path)) == 16
+    assert max(numbers.sequence for numbers in rollback.used_counters(tmp_path)) == 16
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf])

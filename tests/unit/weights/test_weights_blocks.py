@@ -37,7 +37,7 @@ class StubNetwork:
     def connected(self):
         return self._peers
 
-    def welcome(self, peer):
+    def is_allowed(self, peer):
         return True
 
 
@@ -65,7 +65,12 @@ class Party:
         config = WeightsConfig(rule="gossip", fragments=FRAGMENTS, sync_every=sync_every)
         directory.mkdir()
         self.replica = Replica(
-            self.tensors, config, self.counters, directory, send=self.said.append, probe=self.probe
+            self.tensors,
+            config,
+            self.counters,
+            directory,
+            send=self.said.append,
+            probe=self.probe,
         )
         self.facts = self.replica.facts(False)
         self._generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Decoding: what comes back, what is refused, and that nothing but BadMessage gets out."""
+"""Decoding: results, refusals, and that only BadMessage is raised."""
 
 import msgspec
 import pytest
@@ -29,7 +29,7 @@ def test_group_round_trips():
     assert codec.encode(GROUP) == frames.pack(frames.GROUP)
 
 
-def test_the_tag_comes_first_and_nothing_is_skipped_to_find_it():
+def test_message_tag_must_come_first():
     late = frames.pack({"deep": [[[]]] * 9, **dict(reversed(frames.GROUP.items()))})
     for kind in (RolloutGroup, RolloutGroup | Offer):
         with pytest.raises(BadMessage, match="first field") as caught:
@@ -58,7 +58,7 @@ def test_payload_limit_holds_for_what_was_decompressed():
 
 
 def test_field_at_its_default_must_still_be_sent():
-    """Otherwise one group would have two encodings, and two content ids."""
+    """Otherwise one group would have two encodings and two content ids."""
     assert (
         reason_of(
             codec.decode,
@@ -89,7 +89,7 @@ def test_compression_declares_its_size_and_asks_for_little_history():
     assert parameters.window_size <= limits.ZSTD_WINDOW_BYTES
 
 
-def test_a_compressor_that_does_not_declare_its_size_is_refused():
+def test_zstd_frame_without_declared_size_is_refused():
     compressor = zstandard.ZstdCompressor().compressobj()
     assert (
         reason_of(codec.decompress, compressor.compress(b"abc") + compressor.flush(), 100)
@@ -97,13 +97,13 @@ def test_a_compressor_that_does_not_declare_its_size_is_refused():
     )
 
 
-def test_group_made_here_is_checked_like_one_that_was_received():
+def test_own_groups_pass_the_same_checks():
     one = msgspec.structs.replace(GROUP, completions=GROUP.completions[:1])
     assert reason_of(codec.check_group, one) == "bounds"
     assert codec.check_group(GROUP) is None
 
 
-def test_lone_surrogate_of_a_local_tokenizer_is_found_before_signing():
+def test_lone_surrogate_is_found_before_signing():
     broken = msgspec.structs.replace(GROUP.completions[0], text="\ud800")
     assert (
         reason_of(codec.check_group, msgspec.structs.replace(GROUP, completions=[broken, broken]))
@@ -119,8 +119,8 @@ def test_response_with_the_most_groups_fits_its_cap():
     assert codec.decode(frame, GroupsResponse, limits.GROUPS_RESPONSE_BYTES) == response
 
 
-def test_decoder_that_runs_out_of_stack_is_a_bad_message(monkeypatch):
-    """No message of today nests deeply enough; one of tomorrow might."""
+def test_stack_overflow_in_decoder_is_a_bad_message(monkeypatch):
+    """No present message nests deeply enough; a future one might."""
 
     class Deep:
         def decode(self, data):
@@ -130,7 +130,7 @@ def test_decoder_that_runs_out_of_stack_is_a_bad_message(monkeypatch):
     assert reason_of(codec.decode, b"\x80", Envelope, 10) == "malformed"
 
 
-def test_reason_of_every_error_is_one_of_the_closed_set():
+def test_error_reasons_are_a_closed_set():
     hostile = [
         b"",
         b"\xc1",

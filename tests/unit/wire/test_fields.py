@@ -1,4 +1,4 @@
-"""Each check of one value, on both sides of each of its bounds."""
+"""Every check of a single value on both sides of its bounds."""
 
 import math
 
@@ -13,7 +13,7 @@ NAN, INF = math.nan, math.inf
 
 
 def reason(check, *arguments):
-    """Why `check` refuses, None where it does not."""
+    """Return the reason for which `check` refuses; None if it accepts."""
     try:
         check(*arguments)
     except BadMessage as error:
@@ -55,7 +55,7 @@ def test_both_sides_of_each_bound(check, bounds, good, bad):
         (fields.check_finite, ()),
     ],
 )
-def test_a_number_that_is_none_is_told_apart(check, bounds):
+def test_nan_and_infinity_are_not_finite(check, bounds):
     assert [reason(check, "x", value, *bounds) for value in (NAN, INF, -INF)] == ["not_finite"] * 3
 
 
@@ -74,6 +74,6 @@ class Message(msgspec.Struct):
         (b"12", 0, "bounds"),
     ],
 )
-def test_fields_are_checked_by_name_where_a_message_has_them(key, count, expected):
+def test_fields_are_checked_by_name(key, count, expected):
     tables = {"key": 2, "other": 7}, {"count": (1, 3), "more": (8, 9)}
     assert reason(fields.check_fields, Message(key, count), *tables) == expected

@@ -1,5 +1,4 @@
-"""Whatever a stranger writes: a message, or BadMessage; never another exception, never much
-memory."""
+"""Any bytes of a stranger give a message or BadMessage, never another exception or much memory."""
 
 import random
 import struct
@@ -44,11 +43,11 @@ MESSAGES = [
     (PeersResponse, frames.pack(PEERS)),
 ]
 HEADERS = bytes([0x80, 0x8F, 0x90, 0x9F, 0xA0, 0xBF, *range(0xC0, 0xE0)])
-"""First bytes of every kind of msgpack value: the mutations that hurt."""
+"""First bytes of every kind of msgpack value, for effective mutations."""
 
 
 def attempt(function, *arguments) -> bool:
-    """Whether it was accepted. Any exception but BadMessage fails the test."""
+    """Return True if the bytes were accepted. Any exception but BadMessage fails the test."""
     reason = None
     try:
         function(*arguments)
@@ -59,7 +58,7 @@ def attempt(function, *arguments) -> bool:
 
 
 def mutated(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """`data` with one to four wounds."""
+    """Return `data` with one to four mutations."""
     wounded = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(wounded) + 1)
@@ -160,7 +159,7 @@ PATHS = [
 
 @settings(max_examples=1500, derandomize=True, database=None, deadline=None)
 @given(st.sampled_from(PATHS), VALUES)
-def test_any_value_in_any_place_is_refused_or_comes_back(path, value):
+def test_fuzzed_values_are_refused_or_round_trip(path, value):
     payload = msgpack.packb(frames.changed(frames.GROUP, path, value))
     envelope = Envelope(b"", payload, b"")
     if attempt(codec.decode_payload, envelope):
@@ -241,8 +240,7 @@ def test_bomb_is_refused_in_little_python_memory(name):
 
 
 def test_bombs_are_refused_in_little_memory_of_any_kind():
-    """The C libraries' memory as well: in a child whose address space may grow by 32 MiB and no
-    more."""
+    """Includes the memory of C libraries: a child whose address space may grow by 32 MiB."""
     child = """
 import resource, sys, msgpack
 from swarmnode.errors import BadMessage

@@ -1,4 +1,4 @@
-"""The swarm id: equal for those who can work together, different for all others."""
+"""The swarm id: equal for nodes that can work together, different for all others."""
 
 import pytest
 

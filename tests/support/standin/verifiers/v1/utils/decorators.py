@@ -31,6 +31,14 @@ def reward(func: Any = None, weight: float = 1.0, priority: int = 0) -> Any:
     return _marked(func, reward=True, _vf_weight=weight)
 
 
+def stop(func: Any = None, priority: int = 0) -> Any:
+    return _marked(func, stop=True)
+
+
+def intercept(func: Any = None, priority: int = 0) -> Any:
+    return _marked(func, intercept=True)
+
+
 def _marked(func: Any, **marks: object) -> Any:
     def mark(function: Any) -> Any:
         vars(function).update(marks)

@@ -1,0 +1,32 @@
+"""The benchmark of peers' episodes that must not be trained on: each way has one reason."""
+
+import pytest
+import trio
+
+from benchmarks import episodes_hostile
+from benchmarks.episodes_hostile import HONEST, NEW_KEYS, WAYS
+
+
+def test_each_way_has_one_reason_and_the_honest_author_none(monkeypatch):
+    quick = {**WAYS, "takes all CPU": WAYS["ends late"], NEW_KEYS: WAYS["ends early"]}
+    monkeypatch.setattr(episodes_hostile, "WAYS", quick)
+    with episodes_hostile.game():
+        found = trio.run(episodes_hostile.run, 2)
+    trajectory = {"trajectory": 2}
+    assert found["outcomes"] == {
+        HONEST: {"admitted": 2},
+        "ends early": trajectory,
+        "ends late": trajectory,
+        "never ends": trajectory,
+        "another reward": {"zero_advantage": 2},
+        "takes all CPU": trajectory,
+        NEW_KEYS: trajectory,
+    }
+    assert (found["internal_errors"], found["scorer"]["failures"]) == (0, 0)
+    assert "| honest" in episodes_hostile.show(found)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_way_is_one_group_of_four_episodes(way):
+    assert len(WAYS[way]) == 4
+    assert all(len(actions) <= episodes_hostile.TURNS for actions in WAYS[way])

@@ -1,0 +1,303 @@
+"""Environments of verifiers whose policy only takes turns, played as episodes. With verifiers where
+it is installed, else with a stand-in of the same signatures.
+
+pytest tests/unit/tasks/test_taskset_episodes.py
+"""
+
+import pytest
+
+from swarmnode.config import DatasetConfig
+from swarmnode.errors import ConfigError
+from swarmnode.tasks import dataset, determinism, episodes, registry, sandbox
+from swarmnode.tasks.client import Scorer, ScorerFailed
+from swarmnode.tasks.frames import Episode, Question
+from swarmnode.wire.messages import TaskRef
+from tests.support.fakes.scorer import InProcessScorer
+
+NAME, SOURCE = "data/guess", "verifiers:guess-of-mine"
+GUESS = """
+from __future__ import annotations
+
+import random
+
+import verifiers.v1 as vf
+
+
+class GuessState(vf.State):
+    guesses: list[int] = []
+
+
+class GuessData(vf.TaskData):
+    secret: int
+
+
+class GuessTask(vf.Task[GuessData, GuessState]):
+    async def setup(self, trace, runtime) -> None:
+        trace.state.guesses = []
+
+    @vf.stop
+    async def found(self, trace: vf.Trace) -> bool:
+        return self.data.secret in trace.state.guesses
+
+    @vf.metric
+    async def asked(self, trace) -> float:
+        return float(trace.num_turns)
+
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(self.data.secret in trace.state.guesses)
+
+
+class GuessConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class GuessEnv(vf.Env[GuessConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as interaction:
+            segment = await interaction.turn()
+            while not segment.terminated:
+                number = int(segment.last_reply) if segment.last_reply.isdigit() else 0
+                interaction.trace.state.guesses.append(number)
+                said = "Right." if number == task.data.secret else f"Not {number}."
+                segment = await interaction.turn(said)
+
+    async def finalize(self, task, episode):
+        (trace,) = episode.traces
+        turns = max(1.0, trace.metrics["asked"])
+        trace.record_reward("quick", trace.rewards["right"].score / turns, 0.25)
+
+
+class Guesses(vf.Taskset[GuessTask]):
+    def load(self):
+        for number in range(20):
+            secret = random.Random(number).randint(1, 9)
+            yield GuessTask(
+                GuessData(prompt=f"Guess number {number}.", system_prompt="Play.", secret=secret)
+            )
+
+
+__all__ = ["Guesses", "GuessEnv"]
+"""
+AGENTS = "player: vf.AgentConfig = vf.AgentConfig()"
+FIRST_TURN = "segment = await interaction.turn()"
+
+
+@pytest.fixture
+def written(site):
+    """Writes the environment, with changes."""
+
+    def write(*changes):
+        text = GUESS
+        for was, now in changes:
+            assert was in text
+            text = text.replace(was, now)
+        (site / "guess_of_mine.py").write_text(text)
+
+    return write
+
+
+def installed(tmp_path, turns=4, **settings):
+    config = DatasetConfig(source=SOURCE, turns=turns, **settings)
+    registry.install_datasets({NAME: config}, tmp_path / "datasets")
+    return registry.TASKS[NAME]
+
+
+def played(tmp_path, *histories, **settings):
+    """The first question, played in this process as the child plays it."""
+    spec = installed(tmp_path, **settings)
+    task = dataset.with_code(NAME, spec.rows, dataset.Settings.of(spec.settings), spec.source)
+    question = Question(NAME, 4 << 20, 0, [], actions=[list(history) for history in histories])
+    return episodes.Player().play(task, question)
+
+
+GUESSES = [[str(number)] * 4 for number in range(1, 10)]
+"""One of them is right with its first action."""
+
+
+def test_an_environment_is_played_turn_by_turn_and_scored_at_its_end(tmp_path, written):
+    written()
+    right = str(1 + played(tmp_path, *GUESSES).rewards.index(1.0))
+    scored = played(tmp_path, [right], ["0", right], ["0"], ["0"] * 4, ["0", right, right])
+    assert scored.prompt.startswith("Play.\n\nGuess number ")
+    assert scored.rewards == pytest.approx([1.0, 0.9, 0.0, 0.0, 0.9]), "weights 1 and 0.25"
+    assert scored.episodes == [
+        Episode(["Right."], True),
+        Episode(["Not 0.", "Right."], True),
+        Episode(["Not 0."], False),
+        Episode(["Not 0."] * 4, True),
+        Episode(["Not 0.", "Right."], True),
+    ]
+    assert scored.errors == 0
+
+
+async def test_the_sandbox_plays_the_same_as_this_process(tmp_path, written):
+    written()
+    installed(tmp_path)
+    ref = TaskRef(NAME, registry.task_version(NAME), 4 << 20, 0)
+    with Scorer() as scorer:
+        scored = scorer.score(ref, GUESSES)
+        assert set(scorer.statistics().layers) >= {"rlimits", "audit"}
+        assert set(scorer.statistics().layers) <= set(sandbox.LAYERS)
+    assert sorted(scored.rewards) == [0.0] * 8 + [1.0]
+    (found,) = await InProcessScorer().score_many([(ref, GUESSES)])
+    assert found == scored
+
+
+def test_its_code_and_its_turns_are_part_of_the_version(tmp_path, written, monkeypatch):
+    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
+    written()
+    installed(tmp_path)
+    versions = [registry.task_version(NAME)]
+    installed(tmp_path, turns=5)
+    versions.append(registry.task_version(NAME))
+    written(("randint(1, 9)", "randint(1, 8)"))
+    installed(tmp_path)
+    versions.append(registry.task_version(NAME))
+    assert len(set(versions)) == 3
+
+
+def test_an_agents_own_limit_of_turns_ends_the_episode(tmp_path, written):
+    written((AGENTS, "player: vf.AgentConfig = vf.AgentConfig(max_turns=2)"))
+    assert played(tmp_path, ["0"] * 4).episodes == [Episode(["Not 0."] * 2, True)]
+
+
+def test_an_environment_can_open_the_conversation(tmp_path, written):
+    written(
+        ('prompt=f"Guess number {number}.", ', ""),
+        (FIRST_TURN, 'segment = await interaction.turn("Guess.")'),
+    )
+    scored = played(tmp_path, ["0"], template="<{prompt}>")
+    assert (scored.prompt, scored.errors) == ("<Play.\n\nGuess.>", 0)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "problem"),
+    [
+        (
+            AGENTS,
+            AGENTS + "\n    user: vf.AgentConfig = vf.AgentConfig()",
+            "GuessEnv has the agents player, user: one is the policy, the others are models",
+        ),
+        (
+            AGENTS,
+            "player: vf.AgentConfig = vf.AgentConfig(model='theirs')",
+            "its agent player is a model of its own, not the policy",
+        ),
+        (
+            AGENTS,
+            "player: vf.AgentConfig = vf.AgentConfig(max_total_tokens=99)",
+            "has a limit of tokens: set max_turns instead",
+        ),
+        (
+            "class Guesses(",
+            "GuessTask.toolsets = classmethod(lambda cls, config: ['search'])\nclass Guesses(",
+            "GuessEnv has tool servers, which need a network",
+        ),
+        ('__all__ = ["Guesses", "GuessEnv"]', '__all__ = ["Guesses"]', "leave turns out"),
+        (
+            "trace: vf.Trace) -> bool",
+            "request: vf.Request) -> bool",
+            "has hooks on a model's requests or responses",
+        ),
+        ("    @vf.stop", "    @vf.intercept", "has hooks on a model's requests or responses"),
+        (
+            "class GuessEnv(vf.Env[GuessConfig]):",
+            "class GuessEnv(vf.Env[GuessConfig]):\n    async def start(self):"
+            "\n        import asyncio; await asyncio.sleep(1)",
+            "no running event loop",
+        ),
+        (
+            "async with agents.player.interaction(task) as interaction:",
+            "await agents.player.run(task)\n        if True:",
+            "agents.player.run: the policy can only take turns",
+        ),
+        (
+            FIRST_TURN,
+            FIRST_TURN + "; await agents.player.provision(task)",
+            "agents.player.provision: the policy can only take turns",
+        ),
+        (
+            FIRST_TURN,
+            FIRST_TURN + "; await interaction.steer('go')",
+            "interaction.steer: the sandbox has turn(message) and trace alone",
+        ),
+        (
+            "trace.state.guesses = []",
+            "await runtime.run(['ls'], {})",
+            "runtime.run: the sandbox has no container and no process",
+        ),
+        (
+            FIRST_TURN,
+            FIRST_TURN + "\n            async with agents.player.interaction(task): pass",
+            "a second conversation: an episode is one",
+        ),
+        (
+            FIRST_TURN,
+            FIRST_TURN + "; import asyncio; await asyncio.sleep(1)",
+            "no running event loop",
+        ),
+        (
+            FIRST_TURN,
+            FIRST_TURN + "\n            class Waiting:\n                def __await__(self):"
+            "\n                    yield\n            await Waiting()",
+            "it waits for something else than a turn",
+        ),
+        (
+            "interaction.turn(said)",
+            'interaction.turn([{"role": "system", "content": said}])',
+            "a turn has texts of the role user alone",
+        ),
+        ("not segment.terminated", "True", "RuntimeError: the conversation is over"),
+        (FIRST_TURN, "return  # no turn", "the environment ended before its first turn"),
+        (FIRST_TURN, 'segment = await interaction.turn("Go")', "turn() without a message is for"),
+    ],
+)
+def test_an_environment_that_needs_more_than_turns_is_refused(tmp_path, written, was, now, problem):
+    written((was, now))
+    with pytest.raises(ConfigError) as refused:
+        played(tmp_path)
+    assert problem in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "problem"),
+    [
+        ("float(self", "9 * float(self", "a reward of "),
+        ("segment.last_reply.isdigit()", "segment.last_reply", "ValueError: invalid literal"),
+    ],
+)
+def test_a_failing_environment_costs_its_episode_alone(tmp_path, written, was, now, problem):
+    written((was, now))
+    scored = played(tmp_path, *GUESSES, ["a"])
+    assert problem in scored.error
+    assert scored.errors == 1
+    assert set(scored.rewards) <= {0.0, 1.0}
+
+
+def test_a_multi_turn_environment_without_turns_says_so(tmp_path, written):
+    written()
+    with pytest.raises(ConfigError, match="GuessEnv plays several turns: set turns"):
+        played(tmp_path, turns=1)
+
+
+def test_the_check_at_start_finds_an_environment_that_is_not_deterministic(tmp_path, written):
+    written((FIRST_TURN, "import time; " + FIRST_TURN), ('"Right."', "str(time.time_ns())"),
+            ('f"Not {number}."', "str(time.time_ns())"))  # fmt: skip
+    installed(tmp_path)
+    with pytest.raises(ConfigError, match="data/guess is not deterministic"):
+        registry.task_version(NAME)
+
+
+def test_an_endless_environment_costs_its_question_and_a_child(tmp_path, written, monkeypatch):
+    monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
+    written(("if segment.last_reply.isdigit() else 0", "if segment.last_reply.isdigit() else 0\n"
+             "                while number == 77: pass"))  # fmt: skip
+    installed(tmp_path)
+    version = registry.task_version(NAME)
+    refs = [TaskRef(NAME, version, 4 << 20, index) for index in range(2)]
+    with Scorer(cpu_seconds=1) as scorer:
+        hung, fine = scorer.score_many([(refs[0], [["77"]]), (refs[1], [["0"] * 4])])
+    assert isinstance(hung, ScorerFailed)
+    assert fine.episodes[0].done
