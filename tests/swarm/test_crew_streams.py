@@ -79,7 +79,7 @@ async def exactly(stream, count):
 
 
 async def ended(stream):
-    """Wait up to five seconds for the end of the stream."""
+    """Wait up to a minute for the end of the stream."""
     with trio.fail_after(60), contextlib.suppress(trio.BrokenResourceError):
         while await stream.receive_some(2**20):
             pass
