@@ -84,8 +84,9 @@ class Shape:
 
 
 SMALL = Shape("1.6 M", hidden=160, layers=5, intermediate=448, tokenizer="pairs")
+BYTES = Shape("1.6 M, bytes", hidden=160, layers=5, intermediate=448, tokenizer="bytes")
 LARGE = Shape("4 M", hidden=256, layers=5, intermediate=704, tokenizer="bytes", peak=1e-3)
-SHAPES = {shape.name: shape for shape in (SMALL, LARGE)}
+SHAPES = {shape.name: shape for shape in (SMALL, BYTES, LARGE)}
 
 
 @dataclass(frozen=True)

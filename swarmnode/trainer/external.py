@@ -12,6 +12,7 @@ from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.endings import Rescore
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
 from swarmnode.trainer.plan import StepPlan
@@ -35,12 +36,14 @@ class ExternalGroups:
         sharing: SharingConfig,
         temperature: float,
         drops: DropTally | None = None,
+        rescore: Rescore | None = None,
     ) -> None:
         self._link = link
         self._engine = engine
         self._plan = plan
         self._sharing = sharing
         self._temperature = temperature
+        self._rescore = rescore
         self._backlog: list[ExternalGroup] = []
         self._drops = drops or TrainerDrops().external
         self.quota = TokenQuota()
@@ -72,7 +75,12 @@ class ExternalGroups:
 
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
         return judge(
-            groups, self._engine.text, self._engine.score, self._temperature, quota=self.quota
+            groups,
+            self._engine.text,
+            self._engine.score,
+            self._temperature,
+            quota=self.quota,
+            rescore=self._rescore,
         )
 
     def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:

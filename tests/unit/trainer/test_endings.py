@@ -1,0 +1,107 @@
+"""Endings that a reward does not need are not trained on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from swarmnode.policy.ways import Row
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.frames import Scored, ScorerFailed
+from swarmnode.tasks.verifiers import MAJORITY
+from swarmnode.trainer import endings
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.endings import without_endings
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
+
+END = 0
+TEXT = SimpleNamespace(eos_ids={END}, decode=lambda ids: "".join(map(chr, ids)))
+"""A tokenizer with one token per character."""
+
+
+def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
+    """A group as it was admitted, and as `judge` accepted it."""
+    completions = [
+        Completion(text, len(text) + 1, -1.0, "eos", b"", b"", turns=turns or []) for text in texts
+    ]
+    group = RolloutGroup(
+        TaskRef(task, "v", 0, 0), b"", b"", 0, 0, 0, SamplingParams(1.0, 1.0, 64), completions
+    )
+    external = ExternalGroup(b"c" * 32, "peer", group, "?", list(rewards), 0)
+    rows = [Row([1], [*map(ord, text), END]) for text in texts]
+    counts = learnt or [len(row.completion) for row in rows]
+    logprobs = [[-1.0] * len(row.completion) for row in rows]
+    accepted = TrainingGroup(
+        rows, logprobs, list(rewards), [1.0] * len(rows), "peer", learnt=counts
+    )
+    return external, accepted
+
+
+class Verifier:
+    """Pays for a text that begins with the answer, and counts the texts that it sees."""
+
+    def __init__(self, answer):
+        self.answer, self.texts = answer, 0
+
+    def __call__(self, items):
+        self.texts += sum(len(texts) for _, texts in items)
+        return [
+            Scored("?", [float(t.startswith(self.answer)) for t in texts]) for _, texts in items
+        ]
+
+
+def learnt(text, verifier):
+    external, accepted = group_of([text, "?"], [1.0, 0.0])
+    return without_endings(external, accepted, TEXT, verifier).learnt
+
+
+@pytest.mark.parametrize("mark", [".", " ", "..", " !", "...", "x" * 7, "y" * 40])
+def test_a_mark_of_any_length_behind_the_answer_is_not_learnt(mark):
+    count, other = learnt("12" + mark, Verifier("12"))
+    assert 1 <= count <= 2
+    assert other == 2, "an answer that earned nothing is left alone"
+
+
+def test_an_answer_without_an_ending_is_learnt_with_its_end_token():
+    verifier = Verifier("12")
+    assert learnt("12", verifier) == [3, 2]
+    assert verifier.texts == 1, "one text for each rewarded answer"
+
+
+def test_an_answer_of_one_token_is_learnt():
+    assert learnt("7", Verifier("7")) == [2, 2]
+    assert learnt("7.", Verifier("7"))[0] == 1
+
+
+def test_a_shorter_cut_of_the_judge_stays():
+    external, accepted = group_of(["1234..", "?"], [1.0, 0.0], learnt=[1, 2])
+    assert without_endings(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
+
+
+def test_a_long_answer_costs_a_number_of_texts_that_grows_with_its_logarithm():
+    verifier = Verifier("1")
+    learnt("1" + "a" * 1000, verifier)
+    assert verifier.texts <= 11
+
+
+def test_a_reward_that_is_lower_without_the_ending_needs_it():
+    def partial(items):
+        return [Scored("?", [0.5] * len(texts)) for _, texts in items]
+
+    assert learnt("12!", partial)[0] == 4
+
+
+def test_votes_and_episodes_are_not_scored_in_part(monkeypatch):
+    monkeypatch.setattr(endings, "TASKS", {"vote": SimpleNamespace(generator=MAJORITY)})
+    verifier = Verifier("12")
+    for external, accepted in (
+        group_of(["12.", "?"], [1.0, 0.0], task="vote"),
+        group_of(["12.", "?"], [1.0, 0.0], turns=[Turn(3, 4)]),
+    ):
+        assert without_endings(external, accepted, TEXT, verifier) is accepted
+    assert verifier.texts == 0
+
+
+def test_a_scorer_that_fails_is_no_permission_to_learn():
+    external, accepted = group_of(["12.", "?"], [1.0, 0.0])
+    with pytest.raises(ScorerFailed):
+        without_endings(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])
