@@ -36,8 +36,8 @@ def without_endings(
 ) -> TrainingGroup:
     """Return a group without training on endings that its rewards do not need.
 
-    Episodes and votes are returned as they are: the reward of an episode needs its environment, and
-    a vote needs the whole group.
+    Votes, episodes and answers to an environment are returned as they are. A vote needs the whole
+    group, and an environment may take seconds for each answer.
 
     Raises:
         ScoreError: The scorer failed for an answer that it had scored before.
@@ -64,9 +64,11 @@ def without_endings(
 
 
 def _has_endings(group: ExternalGroup) -> bool:
+    """Return True if shortened answers of this group can be scored at little cost."""
     spec = TASKS.get(group.group.task.id)
-    is_vote = spec is not None and spec.generator == MAJORITY
-    return not is_vote and not any(completion.turns for completion in group.group.completions)
+    if spec is None or spec.generator == MAJORITY or spec.environment is not None:
+        return False
+    return not any(completion.turns for completion in group.group.completions)
 
 
 def _kept(

@@ -18,6 +18,17 @@ TEXT = SimpleNamespace(eos_ids={END}, decode=lambda ids: "".join(map(chr, ids)))
 """A tokenizer with one token per character."""
 
 
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch):
+    """An ordinary task, one that is judged by vote, and one of an environment."""
+    known = {
+        "t": SimpleNamespace(generator="sum", environment=None),
+        "vote": SimpleNamespace(generator=MAJORITY, environment=None),
+        "game": SimpleNamespace(generator="sum", environment=object()),
+    }
+    monkeypatch.setattr(endings, "TASKS", known)
+
+
 def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
     """A group as it was admitted, and as `judge` accepted it."""
     completions = [
@@ -90,11 +101,12 @@ def test_a_reward_that_is_lower_without_the_ending_needs_it():
     assert learnt("12!", partial)[0] == 4
 
 
-def test_votes_and_episodes_are_not_scored_in_part(monkeypatch):
-    monkeypatch.setattr(endings, "TASKS", {"vote": SimpleNamespace(generator=MAJORITY)})
+def test_votes_episodes_and_environments_are_not_scored_in_part():
     verifier = Verifier("12")
     for external, accepted in (
         group_of(["12.", "?"], [1.0, 0.0], task="vote"),
+        group_of(["12.", "?"], [1.0, 0.0], task="game"),
+        group_of(["12.", "?"], [1.0, 0.0], task="unknown"),
         group_of(["12.", "?"], [1.0, 0.0], turns=[Turn(3, 4)]),
     ):
         assert without_endings(external, accepted, TEXT, verifier) is accepted
