@@ -540,11 +540,12 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
     parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
+    parser.add_argument("--eval-every", type=int, default=Size.eval_every)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    size = Size(steps=args.steps, learning_rate=args.learning_rate)
+    size = Size(steps=args.steps, learning_rate=args.learning_rate, eval_every=args.eval_every)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
     left = [(arm, seed) for arm in args.arms for seed in seeds if (arm, seed) not in done]
