@@ -85,9 +85,9 @@ MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
 """Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
 AVERAGE_ROUNDS = 5
 """Rounds between two outer steps where the attack is on averaging."""
-DEFENCES = ("product", "no endings", "no quota", "undefended")
-"""How the honest nodes of the part `marks` learn. no endings: the end of an answer is learnt
-although its reward does not need it; no quota: nor are strangers' tokens bounded by what own
+DEFENCES = ("product", "quota alone", "no quota", "undefended")
+"""How the honest nodes of the part `marks` learn. quota alone: tokens are learnt that the
+reward of an answer does not need; no quota: nor are strangers' tokens bounded by what own
 rewarded answers have; undefended: nor by their probability, completions that earned little are
 learnt from as well, and shares are counted by key."""
 
@@ -137,8 +137,8 @@ def play(
     checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
     sharing = Sharing(
         checks,
-        quota=defence in ("product", "no endings"),
-        endings=defence == "product",
+        quota=defence in ("product", "quota alone"),
+        needed_only=defence == "product",
         by_connection=defence != "undefended",
     )
     average = AVERAGE_ROUNDS if attack.endswith(", adapter") else 0

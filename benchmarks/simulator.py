@@ -46,9 +46,9 @@ from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
-from swarmnode.trainer.endings import Rescore
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
+from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
@@ -79,8 +79,8 @@ class Sharing:
     """Drawn uniformly from what was made in this round."""
     quota: bool = True
     """Tokens of strangers' answers are learnt about as often as own ones have them."""
-    endings: bool = True
-    """Ends of rewarded answers that the reward does not need are not learnt."""
+    needed_only: bool = True
+    """Tokens at both ends of an answer that its reward does not need are not learnt."""
     by_connection: bool = True
     """A source's share is counted by the connection its groups come by, else by author."""
     useful_only: bool = True
@@ -592,7 +592,7 @@ class Swarm:
         self.nodes = [
             Node(i, p, arm, self.training_of(p), self.swarm, seed) for i, p in enumerate(policies)
         ]
-        if arm.sharing.endings:
+        if arm.sharing.needed_only:
             for node in self.nodes:
                 node.rescore = scorer.score_many
         self.now = START_TIME

@@ -12,9 +12,9 @@ from swarmnode.link.client import Link
 from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, OwnGroup
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.endings import Rescore
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
+from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.messages import Completion

@@ -14,7 +14,8 @@ Steps, with the reasons for refusal on the right:
               completion's most surprising stretch
     cut       drop each completion's tokens from the first one on that the own policy almost never
               samples
-    shorten   drop the end of a rewarded answer that its reward does not need (`trainer.endings`)
+    shorten   drop tokens at either end of a rewarded answer that its reward does not need
+              (`trainer.needed`)
     bound     drop answers with a token that peers write much more often than this node
               (`trainer.quota`)                                  `drift`
 
@@ -53,7 +54,7 @@ from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
 from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
-from swarmnode.trainer.endings import Rescore, without_endings
+from swarmnode.trainer.needed import Rescore, needed_only
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
@@ -154,8 +155,7 @@ def judge(
 
     Args:
         quota: Bounds how often peers' answers teach a token; None is no bound.
-        rescore: Scores shortened answers to find needless endings; None: all endings are trained
-            on.
+        rescore: Scores shortened answers to find needless tokens; None: they are trained on.
     """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
@@ -171,7 +171,7 @@ def judge(
             with contained():
                 accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
                 if rescore is not None:
-                    accepted = without_endings(group, accepted, policy, rescore)
+                    accepted = needed_only(group, accepted, policy, rescore)
                 accepted = _within_quota(accepted, group.group.task.id, quota)
         except GroupRefused as refused:
             judgement.refuse(group, refused)

@@ -1,4 +1,4 @@
-"""Endings that a reward does not need are not trained on."""
+"""Tokens that a reward does not need are not trained on."""
 
 from types import SimpleNamespace
 
@@ -8,9 +8,9 @@ from swarmnode.policy.ways import Row
 from swarmnode.rollouts.groups import ExternalGroup
 from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.tasks.verifiers import MAJORITY
-from swarmnode.trainer import endings
+from swarmnode.trainer import needed
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.endings import without_endings
+from swarmnode.trainer.needed import MOST_BEGINNING, needed_only
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
 
 END = 0
@@ -26,7 +26,7 @@ def tasks(monkeypatch):
         "vote": SimpleNamespace(generator=MAJORITY, environment=None),
         "game": SimpleNamespace(generator="sum", environment=object()),
     }
-    monkeypatch.setattr(endings, "TASKS", known)
+    monkeypatch.setattr(needed, "TASKS", known)
 
 
 def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
@@ -48,50 +48,78 @@ def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
 
 
 class Verifier:
-    """Pays for a text that begins with the answer, and counts the texts that it sees."""
+    """Pays for a text that contains the answer, and counts the texts that it sees."""
 
     def __init__(self, answer):
         self.answer, self.texts = answer, 0
 
     def __call__(self, items):
         self.texts += sum(len(texts) for _, texts in items)
-        return [
-            Scored("?", [float(t.startswith(self.answer)) for t in texts]) for _, texts in items
-        ]
+        return [Scored("?", [float(self.answer in t) for t in texts]) for _, texts in items]
 
 
 def learnt(text, verifier):
+    """The number of tokens of an answer that are trained on, and the text of its row."""
     external, accepted = group_of([text, "?"], [1.0, 0.0])
-    return without_endings(external, accepted, TEXT, verifier).learnt
+    after = needed_only(external, accepted, TEXT, verifier)
+    row = after.rows[0]
+    assert row.prompt + row.completion == [1, *map(ord, text), END]
+    assert len(after.old_logprobs[0]) == len(row.completion)
+    assert after.learnt[1] == 2, "an answer that earned nothing is left alone"
+    return after.learnt[0], "".join(map(chr, row.completion[: after.learnt[0]]))
 
 
 @pytest.mark.parametrize("mark", [".", " ", "..", " !", "...", "x" * 7, "y" * 40])
 def test_a_mark_of_any_length_behind_the_answer_is_not_learnt(mark):
-    count, other = learnt("12" + mark, Verifier("12"))
-    assert 1 <= count <= 2
-    assert other == 2, "an answer that earned nothing is left alone"
+    count, taught = learnt("12" + mark, Verifier("12"))
+    assert count >= 1
+    assert not set(taught) & set(mark)
 
 
-def test_an_answer_without_an_ending_is_learnt_with_its_end_token():
+@pytest.mark.parametrize("mark", ["+", " ", "$ ", "= "])
+def test_a_short_mark_before_the_answer_is_not_learnt(mark):
+    for answer in ("7", "12", "1234567"):
+        count, taught = learnt(mark + answer, Verifier(answer))
+        assert not set(taught) & set(mark)
+        assert count >= 1 or len(mark) > 1, "the exact boundary is known for one token"
+
+
+def test_marks_at_both_ends_are_not_learnt():
+    count, taught = learnt("+12345.", Verifier("12345"))
+    assert (count, taught) == (5, "12345")
+
+
+def test_reasoning_before_an_answer_is_learnt():
+    text = "4+8=12, so it is " + "12"
+    read = lambda items: [Scored("?", [float(t.endswith("12")) for t in ts]) for _, ts in items]
+    external, accepted = group_of([text, "?"], [1.0, 0.0])
+    after = needed_only(external, accepted, TEXT, read)
+    assert after.rows == accepted.rows
+    assert after.learnt == accepted.learnt
+    assert len(text) - 2 > MOST_BEGINNING
+
+
+def test_an_answer_that_is_needed_is_learnt_with_its_end_token():
     verifier = Verifier("12")
-    assert learnt("12", verifier) == [3, 2]
-    assert verifier.texts == 1, "one text for each rewarded answer"
+    assert learnt("12", verifier) == (3, "12\0")
+    assert verifier.texts == 2, "two texts for each rewarded answer"
 
 
 def test_an_answer_of_one_token_is_learnt():
-    assert learnt("7", Verifier("7")) == [2, 2]
-    assert learnt("7.", Verifier("7"))[0] == 1
+    assert learnt("7", Verifier("7"))[0] == 2
+    assert learnt("7.", Verifier("7")) == (1, "7")
+    assert learnt("+7", Verifier("7")) == (2, "7\0")
 
 
 def test_a_shorter_cut_of_the_judge_stays():
     external, accepted = group_of(["1234..", "?"], [1.0, 0.0], learnt=[1, 2])
-    assert without_endings(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
+    assert needed_only(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
 
 
 def test_a_long_answer_costs_a_number_of_texts_that_grows_with_its_logarithm():
     verifier = Verifier("1")
     learnt("1" + "a" * 1000, verifier)
-    assert verifier.texts <= 11
+    assert verifier.texts <= 2 + 10
 
 
 def test_a_reward_that_is_lower_without_the_ending_needs_it():
@@ -109,11 +137,11 @@ def test_votes_episodes_and_environments_are_not_scored_in_part():
         group_of(["12.", "?"], [1.0, 0.0], task="unknown"),
         group_of(["12.", "?"], [1.0, 0.0], turns=[Turn(3, 4)]),
     ):
-        assert without_endings(external, accepted, TEXT, verifier) is accepted
+        assert needed_only(external, accepted, TEXT, verifier) is accepted
     assert verifier.texts == 0
 
 
 def test_a_scorer_that_fails_is_no_permission_to_learn():
     external, accepted = group_of(["12.", "?"], [1.0, 0.0])
     with pytest.raises(ScorerFailed):
-        without_endings(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])
+        needed_only(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])
