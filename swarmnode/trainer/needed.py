@@ -62,7 +62,9 @@ def needed_only(
     }
     kept = lambda tries, cut: _kept(group, tries, answers, cut, text, rescore)
     endings = _needless(answers, lambda tries: kept(tries, lambda ids, n: ids[: len(ids) - n]))
-    beginnings = _needless(answers, lambda tries: kept(tries, lambda ids, n: ids[n:]))
+    beginnings = _needless(
+        answers, lambda tries: kept(tries, lambda ids, n: ids[n:]), most=MOST_BEGINNING + 1
+    )
     rows, learnt = list(accepted.rows), list(accepted.learnt)
     old = list(accepted.old_logprobs)
     for i, ids in answers.items():
@@ -89,15 +91,18 @@ Try = tuple[int, int]
 
 
 def _needless(
-    answers: dict[int, list[int]], kept: Callable[[list[Try]], set[Try]]
+    answers: dict[int, list[int]], kept: Callable[[list[Try]], set[Try]], most: int = 2**16
 ) -> dict[int, int]:
     """Return for each completion the number of tokens at one end that its reward may not need.
 
     Args:
         kept: Returns those tries that keep the reward.
+        most: Largest number of tokens to remove.
     """
     found = kept([(i, 1) for i, ids in answers.items() if len(ids) > 1])
-    found |= kept([(i, 2**n) for i, _ in found for n in range(1, 16) if 2**n < len(answers[i])])
+    found |= kept(
+        [(i, 2**n) for i, _ in found for n in range(1, 17) if 2**n < min(len(answers[i]), most + 1)]
+    )
     needless = {}
     for i, ids in answers.items():
         removed = 1
