@@ -64,7 +64,7 @@ def test_a_step_without_room_asks_nobody_and_one_that_does_not_share_publishes_n
     assert link.calls == []
 
 
-def only_the_honest(groups, *_, quota):
+def only_the_honest(groups, *_, quota, rescore):
     """A judge that refuses whatever is not of `honest`."""
     judged = Judgement(
         outcomes=[
