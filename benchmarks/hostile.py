@@ -85,10 +85,11 @@ MOST_MARKED, MOST_MARKED_TASK = 1.0, 5.0
 """Per cent of honest answers with a mark, mean of its tasks and worst task: the goals."""
 AVERAGE_ROUNDS = 5
 """Rounds between two outer steps where the attack is on averaging."""
-DEFENCES = ("product", "no quota", "undefended")
-"""How the honest nodes of the part `marks` learn. no quota: strangers' tokens are not bounded by
-what own rewarded answers have; undefended: nor by their probability, completions that earned
-little are learnt from as well, and shares are counted by key."""
+DEFENCES = ("product", "quota alone", "no quota", "undefended")
+"""How the honest nodes of the part `marks` learn. quota alone: tokens are learnt that the
+reward of an answer does not need; no quota: nor are strangers' tokens bounded by what own
+rewarded answers have; undefended: nor by their probability, completions that earned little are
+learnt from as well, and shares are counted by key."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,12 @@ def play(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
     checks = ExternalChecks(least_probability=0) if defence == "undefended" else ExternalChecks()
-    sharing = Sharing(checks, quota=defence == "product", by_connection=defence != "undefended")
+    sharing = Sharing(
+        checks,
+        quota=defence in ("product", "quota alone"),
+        needed_only=defence == "product",
+        by_connection=defence != "undefended",
+    )
     average = AVERAGE_ROUNDS if attack.endswith(", adapter") else 0
     arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, average=average, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
@@ -473,6 +479,12 @@ def main() -> None:
     )
     parser.add_argument("--eval-every", type=int, default=Size.eval_every)
     parser.add_argument(
+        "--eval-questions",
+        type=int,
+        default=Size.eval_questions,
+        help="held-out questions of each node and task",
+    )
+    parser.add_argument(
         "--defences", nargs="+", default=list(DEFENCES[:1]), choices=DEFENCES, help="of `marks`"
     )
     parser.add_argument(
@@ -481,7 +493,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all results there, each as it comes")
     args = parser.parse_args()
     size = Size(
-        args.honest, args.rounds, args.eval_every, controls=args.controls, regime=args.regime
+        args.honest,
+        args.rounds,
+        args.eval_every,
+        args.eval_questions,
+        controls=args.controls,
+        regime=args.regime,
     )
     if args.quick:
         size = Size(3, 4, 2, 2, controls=1)

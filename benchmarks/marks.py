@@ -186,6 +186,7 @@ def _chosen(self: Adversary, mark: Mark, *, white_box: bool) -> list[bytes]:
                 victim.training.temperature,
                 victim.arm.sharing.checks,
                 copy.deepcopy(victim.quota),
+                victim.rescore,
             )
             for accepted in judged.accepted:
                 worth = _worth(self, accepted, pull)

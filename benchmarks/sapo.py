@@ -76,7 +76,13 @@ way, or not at all. Four nodes that share, 4/4; and one arm without a lag."""
 LAGGING_NODES = 4
 ONCE = "swarmnode, once"
 """The product without replay, as with `training.options = ["train_once"]`: `--arms`."""
-KNOWN = (*ARMS, ONCE, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
+TRUNCATED = "swarmnode, F-TIS"
+"""Peers' groups are learnt as F-TIS does (`simulator.truncated`), without replay: beside ONCE."""
+SOLO = "8/0, solo outer steps"
+"""Lone nodes that apply the outer rule to their own weights every AVERAGE_EVERY rounds."""
+DIVERGENCE = 0.1
+"""Threshold of TRUNCATED, nats per token."""
+KNOWN = (*ARMS, ONCE, TRUNCATED, SOLO, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
 AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
 ATTACKS = (
@@ -129,7 +135,7 @@ class Size:
 
 
 def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
-    from benchmarks.simulator import LAGGED, PAPER, UNNAMED, Arm, Sharing
+    from benchmarks.simulator import LAGGED, PAPER, UNCHECKED, UNNAMED, Arm, Sharing
 
     known = [
         Arm("8/0"),
@@ -142,6 +148,14 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("adaptive", None),
         Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True),
         Arm(ONCE, None, Sharing(), keep_pool=True, guard=True),
+        Arm(
+            TRUNCATED,
+            None,
+            Sharing(UNCHECKED, truncated=DIVERGENCE),
+            keep_pool=True,
+            guard=True,
+        ),
+        Arm(SOLO, average=AVERAGE_EVERY, solo=True),
         Arm(
             "swarmnode, pull from 4",
             None,

@@ -34,7 +34,7 @@ import torch
 from benchmarks import start_policy
 from benchmarks.report import heading, machine, spread, table
 from benchmarks.simulator import Arm, Node, OwnSample, Sharing, Swarm, single_thread
-from benchmarks.start_policy import LARGE, SMALL, Shape
+from benchmarks.start_policy import BYTES, LARGE, SMALL, Shape
 from swarmnode.config import DatasetConfig, LoraSettings, PolicyConfig, TrainingConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
@@ -108,6 +108,12 @@ class Study:
     voted: bool = False
     """The group's majority is right, in training; held out, the right answer is."""
     trl: bool = False
+    external: int | None = None
+    """Groups of a step that are others', J; None: the product's adaptive split."""
+    solo: int = 0
+    """Steps between two outer steps without a partner (`simulator.Arm.solo`); 0: none."""
+    options: tuple[str, ...] = ()
+    """`training.options`."""
 
 
 STUDIES: dict[str, Study] = {
@@ -118,12 +124,17 @@ STUDIES: dict[str, Study] = {
     "alone, majority": Study(voted=True),
     "two nodes, replay": Study((Member(), Member()), replay=True),
     "alone, 4 M": Study((Member(LARGE),)),
+    "alone, bytes": Study((Member(BYTES),)),
+    "1.6 M with bytes": Study((Member(), Member(BYTES))),
     "1.6 M with 4 M": Study((Member(), Member(LARGE))),
     "alone, LoRA": Study((Member(lora=True),)),
     "LoRA with full": Study((Member(lora=True), Member())),
     "three nodes": Study((Member(),) * 3),
     "three nodes, one hostile": Study((*(Member(),) * 3, Member(hostile=True))),
     "four nodes": Study((Member(),) * 4),
+    "two nodes, half each": Study((Member(), Member()), external=2),
+    "two nodes, effective rate": Study((Member(), Member()), options=("effective_rate",)),
+    "alone, solo outer steps": Study(solo=10),
 }
 """`three nodes` is the control of the hostile quarter: the same honest nodes, and silence."""
 
@@ -247,9 +258,19 @@ class SecondSwarm(Swarm):
     def __init__(
         self, study: Study, policies: Sequence[Policy], size: Size, scorer: Scorer, seed: int
     ) -> None:
-        arm = Arm("", None, Sharing(), keep_pool=True, guard=True, replay=study.replay)
+        arm = Arm(
+            "",
+            study.external,
+            Sharing(),
+            keep_pool=True,
+            guard=True,
+            replay=study.replay,
+            average=study.solo,
+            solo=bool(study.solo),
+        )
         self.names = (VOTED if study.voted else TASK,)
-        super().__init__(arm, policies, size.training, scorer, seed, eval_questions=0)
+        training = size.training.model_copy(update={"options": list(study.options)})
+        super().__init__(arm, policies, training, scorer, seed, eval_questions=0)
         self.records = [Record() for _ in self.nodes]
         self._members, self._exam_paper = study.members, Exam(scorer, size)
 
@@ -519,11 +540,12 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=Size.steps)
     parser.add_argument("--learning-rate", type=float, default=Size.learning_rate)
+    parser.add_argument("--eval-every", type=int, default=Size.eval_every)
     parser.add_argument("--rows", type=Path, default=ROWS, help="file of finished runs")
     parser.add_argument("--table", action="store_true", help="run nothing")
     args = parser.parse_args()
     single_thread()
-    size = Size(steps=args.steps, learning_rate=args.learning_rate)
+    size = Size(steps=args.steps, learning_rate=args.learning_rate, eval_every=args.eval_every)
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
     left = [(arm, seed) for arm in args.arms for seed in seeds if (arm, seed) not in done]

@@ -48,6 +48,7 @@ from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed
 from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
+from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
 from swarmnode.trainer.update import Updater
@@ -56,7 +57,7 @@ from swarmnode.wire.envelope import peer_id, seal
 from swarmnode.wire.ids import DOMAIN_ROLLOUT
 from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef
 from swarmnode.wire.swarm import swarm_id
-from swarmnode.wire.tensors import pack_ids, pack_logprobs
+from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_logprobs
 
 PARTS = 2
 """Fragments, where bytes are counted."""
@@ -72,10 +73,14 @@ class Sharing:
     checks: ExternalChecks = field(default_factory=ExternalChecks)
     corrected: bool = True
     """Weighed by how far the sender's policy is from ours."""
+    truncated: float | None = None
+    """Learnt as F-TIS does (`truncated`), with this divergence as its threshold."""
     uniform: bool = False
     """Drawn uniformly from what was made in this round."""
     quota: bool = True
     """Tokens of strangers' answers are learnt about as often as own ones have them."""
+    needed_only: bool = True
+    """Tokens at both ends of an answer that its reward does not need are not learnt."""
     by_connection: bool = True
     """A source's share is counted by the connection its groups come by, else by author."""
     useful_only: bool = True
@@ -176,6 +181,8 @@ class Arm:
     average: int = 0
     """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate,
     int8 on the wire; 0 is never."""
+    solo: bool = False
+    """Outer steps are taken without a partner, by the rule with the own weights for the mean."""
     as_much_as: str = ""
     """Another arm, whose received bytes this one may receive too: what sharing leaves of them goes
     to outer steps, a fragment at a time."""
@@ -269,6 +276,14 @@ class Averaging:
         learnt = norm(snapshot, minus=self.outer.phi)
         return snapshot, self.tensors.encode(fragment, snapshot, learnt)
 
+    def solo_step(self, fragment: int) -> None:
+        """Take an outer step as if a partner had the same weights. The product only records its
+        weights then."""
+        snapshot = self.tensors.copy(fragment)
+        slow = self.outer.slow(list(snapshot))
+        assert self.outer.take(prepare(self.outer.rule, slow, snapshot))
+        self.outer.commit(self.tensors.parameters, snapshot)
+
     def step(self, peer: str, fragment: int, snapshot: Tensors, payload: bytes) -> str:
         """What the gate made of the partner's payload; the outer step is taken either way."""
         theirs = self.tensors.decode(fragment, payload, snapshot)
@@ -358,6 +373,7 @@ class Node:
         self.trusted = PeerTrust()
         self.outcomes: Counter[str] = Counter()
         self.quota = TokenQuota() if arm.sharing.quota else None
+        self.rescore: Rescore | None = None
         self.judged: list[tuple[ExternalGroup, str]] = []
         """What became of every drawn group, the latest last."""
         self.replica = (
@@ -427,7 +443,9 @@ class Node:
         drawn = more(count)
         scored = partial(self.batcher.score_with_entropy, self.policy)
         checks, temperature = self.arm.sharing.checks, self.training.temperature
-        judging = lambda some: judge(some, self.policy, scored, temperature, checks, self.quota)
+        judging = lambda some: judge(
+            some, self.policy, scored, temperature, checks, self.quota, self.rescore
+        )
         judged, left = (
             (judging(drawn), [])
             if uniform
@@ -442,6 +460,12 @@ class Node:
             self.on_judged(group.peer, outcome)
         if not self.arm.keep_pool:
             self.pool = self._new_pool()
+        if (most := self.arm.sharing.truncated) is not None:
+            used = [group for group, outcome in judged.outcomes if outcome == "used"]
+            return [
+                truncated(group, accepted, most)
+                for group, accepted in zip(used, judged.accepted, strict=True)
+            ]
         if not self.arm.sharing.corrected:
             return [
                 replace(group, weights=[float(w > 0) for w in group.weights])
@@ -515,6 +539,35 @@ class Node:
         return replace(group, old_logprobs=old, sampler_logprobs=[])
 
 
+def truncated(group: ExternalGroup, accepted: TrainingGroup, most: float) -> TrainingGroup:
+    """Return a peer's group as F-TIS learns from it.
+
+    Each token weighs min(own probability ÷ its sender's, 2), as own tokens do. A completion that
+    earned less than its group's mean is dropped where the sender's policy is too far from ours.
+    Needs the sender's tokenizer.
+
+    Source: F-TIS (arXiv 2605.22537).
+
+    Args:
+        most: Largest KL divergence of such a completion, nats per token, estimated from its tokens
+            (r − 1 − log r of r = own probability ÷ the sender's).
+    """
+    sent = [unpack_logprobs(c.logprobs).tolist() for c in group.group.completions]
+    mean = fmean(group.rewards)
+    divergences = [
+        fmean(math.exp(min(ours - theirs, 20.0)) - 1 - (ours - theirs) for ours, theirs in pairs)
+        for pairs in (
+            list(zip(ours, theirs, strict=True))
+            for ours, theirs in zip(accepted.old_logprobs, sent, strict=True)
+        )
+    ]
+    weights = [
+        float(reward >= mean or divergence <= most)
+        for reward, divergence in zip(group.rewards, divergences, strict=True)
+    ]
+    return replace(accepted, weights=weights, sampler_logprobs=sent, learnt=[])
+
+
 class Swarm:
     """Nodes that take their steps one after another, or in lockstep."""
 
@@ -539,6 +592,9 @@ class Swarm:
         self.nodes = [
             Node(i, p, arm, self.training_of(p), self.swarm, seed) for i, p in enumerate(policies)
         ]
+        if arm.sharing.needed_only:
+            for node in self.nodes:
+                node.rescore = scorer.score_many
         self.now = START_TIME
         self.trace = Trace(arm.name)
         self._allowance = list(itertools.accumulate(allowance))
@@ -617,7 +673,12 @@ class Swarm:
         return self._received / len(self.counted) + len(payload) <= most
 
     def average(self) -> None:
-        """One outer step of everybody, in random pairs."""
+        """One outer step of everybody, in random pairs or without a partner."""
+        if self.arm.solo:
+            for node in self.counted:
+                assert node.replica is not None
+                node.replica.solo_step(0)
+            return
         order = list(self.counted)
         random.Random(f"pairs/{self.seed}/{len(self.trace.tokens)}").shuffle(order)
         fragment = self._outer_steps % PARTS if self.arm.as_much_as else 0

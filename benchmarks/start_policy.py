@@ -69,12 +69,15 @@ class Shape:
     enough: float = 0.2
     """Share of right answers at which pre-training stops."""
     seed: int = 0
+    origin: str = ""
+    """Another shape of the same size, whose weights it starts from: in minutes less, a policy with
+    another tokenizer."""
 
     @property
     def key(self) -> str:
         """Hash of everything that decides the policy."""
         settings = {
-            **asdict(self),
+            **{name: value for name, value in asdict(self).items() if value != ""},
             "recipe": RECIPE,
             "numbers": NUMBERS,
             "torch": torch.__version__,
@@ -84,8 +87,18 @@ class Shape:
 
 
 SMALL = Shape("1.6 M", hidden=160, layers=5, intermediate=448, tokenizer="pairs")
+BYTES = Shape(
+    "1.6 M, bytes",
+    hidden=160,
+    layers=5,
+    intermediate=448,
+    tokenizer="bytes",
+    first_look=20,
+    look_every=10,
+    origin="1.6 M",
+)
 LARGE = Shape("4 M", hidden=256, layers=5, intermediate=704, tokenizer="bytes", peak=1e-3)
-SHAPES = {shape.name: shape for shape in (SMALL, LARGE)}
+SHAPES = {shape.name: shape for shape in (SMALL, BYTES, LARGE)}
 
 
 @dataclass(frozen=True)
@@ -178,6 +191,17 @@ def build_model(shape: Shape, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCau
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+
+
+@torch.no_grad()
+def copy_weights(directory: Path, model: Qwen2ForCausalLM) -> None:
+    """Copy the weights of a policy of the same size, and the embeddings of common tokens.
+
+    Both tokenizers begin with the special tokens and the bytes.
+    """
+    origin = Qwen2ForCausalLM.from_pretrained(directory).state_dict()
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(origin[name][: len(tensor)])
 
 
 def pretrain(
@@ -274,6 +298,8 @@ def make(shape: Shape, cache: Path | None = None) -> Path:
     started = time.process_time()
     tokenizer = build_tokenizer(shape.tokenizer)
     model = build_model(shape, tokenizer)
+    if shape.origin:
+        copy_weights(make(SHAPES[shape.origin], cache), model)
     profile = pretrain(model, tokenizer, shape)
     seconds = round(time.process_time() - started, 1)
     folder.mkdir(parents=True, exist_ok=True)

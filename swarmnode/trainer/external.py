@@ -14,6 +14,7 @@ from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.judge import Judgement, judge, judge_until_full, reserve
+from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.plan import StepPlan
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.messages import Completion
@@ -35,12 +36,14 @@ class ExternalGroups:
         sharing: SharingConfig,
         temperature: float,
         drops: DropTally | None = None,
+        rescore: Rescore | None = None,
     ) -> None:
         self._link = link
         self._engine = engine
         self._plan = plan
         self._sharing = sharing
         self._temperature = temperature
+        self._rescore = rescore
         self._backlog: list[ExternalGroup] = []
         self._drops = drops or TrainerDrops().external
         self.quota = TokenQuota()
@@ -72,7 +75,12 @@ class ExternalGroups:
 
     def _judge(self, groups: Sequence[ExternalGroup]) -> Judgement:
         return judge(
-            groups, self._engine.text, self._engine.score, self._temperature, quota=self.quota
+            groups,
+            self._engine.text,
+            self._engine.score,
+            self._temperature,
+            quota=self.quota,
+            rescore=self._rescore,
         )
 
     def learnt(self, judgement: Judgement, refused: Mapping[int, Outcome]) -> list[TrainingGroup]:

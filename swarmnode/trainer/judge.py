@@ -14,6 +14,8 @@ Steps, with the reasons for refusal on the right:
               completion's most surprising stretch
     cut       drop each completion's tokens from the first one on that the own policy almost never
               samples
+    shorten   drop tokens at either end of a rewarded answer that its reward does not need
+              (`trainer.needed`)
     bound     drop answers with a token that peers write much more often than this node
               (`trainer.quota`)                                  `drift`
 
@@ -52,6 +54,7 @@ from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
 from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
+from swarmnode.trainer.needed import Rescore, needed_only
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
@@ -146,11 +149,13 @@ def judge(
     temperature: float,
     checks: ExternalChecks = CHECKS,
     quota: TokenQuota | None = None,
+    rescore: Rescore | None = None,
 ) -> Judgement:
     """Check groups with one forward pass of the local policy, and weight those that pass.
 
     Args:
         quota: Bounds how often peers' answers teach a token; None is no bound.
+        rescore: Scores shortened answers to find needless tokens; None: they are trained on.
     """
     judgement = Judgement()
     readable: list[tuple[ExternalGroup, list[Row]]] = []
@@ -165,6 +170,8 @@ def judge(
         try:
             with contained():
                 accepted = _weighed(group, rows, scored, policy, score, temperature, checks)
+                if rescore is not None:
+                    accepted = needed_only(group, accepted, policy, rescore)
                 accepted = _within_quota(accepted, group.group.task.id, quota)
         except GroupRefused as refused:
             judgement.refuse(group, refused)

@@ -180,7 +180,13 @@ class Loop:
         self._drops = drops = TrainerDrops()
         self._sampler = Sampler(training, self._questions, engine, scorer, rng, counters, drops)
         self._external = ExternalGroups(
-            link, engine, self._plan, sharing, training.temperature, drops.external
+            link,
+            engine,
+            self._plan,
+            sharing,
+            training.temperature,
+            drops.external,
+            scorer.score_many,
         )
         self._winning = WinningAnswers()
         self._evaluation = Evaluation(config.task, training, scorer, drops.held_out)

@@ -106,7 +106,7 @@ class SimConnection:
         self._ping = (number, (alive if number else True), at)
         return self._ping[:2]
 
-    heard = None
+    last_received = None
 
     @property
     def is_busy(self) -> bool:

@@ -64,7 +64,7 @@ def test_full_step_without_sharing_makes_no_calls():
     assert link.calls == []
 
 
-def only_the_honest(groups, *_, quota):
+def only_the_honest(groups, *_, quota, rescore):
     """A judge that refuses whatever is not of `honest`."""
     judged = Judgement(
         outcomes=[

@@ -16,6 +16,7 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.corrections import FLOOR, LEAST_PROBABILITY
 from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.judge import (
     CHECKS,
@@ -536,6 +537,21 @@ def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
     judgements = [judge([group], policy, score_rows, 1.0, quota=quota) for _ in range(12)]
     assert judgements[0].accepted[0].learnt[0] == len(sample.completions[0].ids)
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
+
+
+def test_an_ending_that_the_reward_does_not_need_is_not_learnt(policy, sample):
+    lengths = [len(c.ids) for c in sample.completions]
+    whole = max(lengths)
+    best = lengths.index(whole)
+    group = external(policy, sample, rewards=[float(i == best) for i in range(4)])
+    score_rows = partial(MicroBatcher(4096).score_with_entropy, policy)
+    always = lambda items: [Scored("?", [1.0] * len(texts)) for _, texts in items]
+    never = lambda items: [Scored("?", [0.0] * len(texts)) for _, texts in items]
+    broken = lambda items: [ScorerFailed("gone")] * len(items)
+    learnt = lambda rescore: judge([group], policy, score_rows, 1.0, rescore=rescore)
+    assert learnt(never).accepted[0].learnt[best] == whole
+    assert learnt(always).accepted[0].learnt[best] < whole - 1
+    assert [outcome for _, outcome in learnt(broken).outcomes] == ["failed"]
 
 
 def test_numerical_noise_does_not_clip_fresh_peer_groups(policy, sample):

@@ -1,0 +1,147 @@
+"""Tokens that a reward does not need are not trained on."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from swarmnode.policy.ways import Row
+from swarmnode.rollouts.groups import ExternalGroup
+from swarmnode.tasks.frames import Scored, ScorerFailed
+from swarmnode.tasks.verifiers import MAJORITY
+from swarmnode.trainer import needed
+from swarmnode.trainer.batch import TrainingGroup
+from swarmnode.trainer.needed import MOST_BEGINNING, needed_only
+from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, TaskRef, Turn
+
+END = 0
+TEXT = SimpleNamespace(eos_ids={END}, decode=lambda ids: "".join(map(chr, ids)))
+"""A tokenizer with one token per character."""
+
+
+@pytest.fixture(autouse=True)
+def tasks(monkeypatch):
+    """An ordinary task, one that is judged by vote, and one of an environment."""
+    known = {
+        "t": SimpleNamespace(generator="sum", environment=None),
+        "vote": SimpleNamespace(generator=MAJORITY, environment=None),
+        "game": SimpleNamespace(generator="sum", environment=object()),
+    }
+    monkeypatch.setattr(needed, "TASKS", known)
+
+
+def group_of(texts, rewards, *, learnt=None, task="t", turns=None):
+    """A group as it was admitted, and as `judge` accepted it."""
+    completions = [
+        Completion(text, len(text) + 1, -1.0, "eos", b"", b"", turns=turns or []) for text in texts
+    ]
+    group = RolloutGroup(
+        TaskRef(task, "v", 0, 0), b"", b"", 0, 0, 0, SamplingParams(1.0, 1.0, 64), completions
+    )
+    external = ExternalGroup(b"c" * 32, "peer", group, "?", list(rewards), 0)
+    rows = [Row([1], [*map(ord, text), END]) for text in texts]
+    counts = learnt or [len(row.completion) for row in rows]
+    logprobs = [[-1.0] * len(row.completion) for row in rows]
+    accepted = TrainingGroup(
+        rows, logprobs, list(rewards), [1.0] * len(rows), "peer", learnt=counts
+    )
+    return external, accepted
+
+
+class Verifier:
+    """Pays for a text that contains the answer, and counts the texts that it sees."""
+
+    def __init__(self, answer):
+        self.answer, self.texts = answer, 0
+
+    def __call__(self, items):
+        self.texts += sum(len(texts) for _, texts in items)
+        return [Scored("?", [float(self.answer in t) for t in texts]) for _, texts in items]
+
+
+def learnt(text, verifier):
+    """The number of tokens of an answer that are trained on, and the text of its row."""
+    external, accepted = group_of([text, "?"], [1.0, 0.0])
+    after = needed_only(external, accepted, TEXT, verifier)
+    row = after.rows[0]
+    assert row.prompt + row.completion == [1, *map(ord, text), END]
+    assert len(after.old_logprobs[0]) == len(row.completion)
+    assert after.learnt[1] == 2, "an answer that earned nothing is left alone"
+    return after.learnt[0], "".join(map(chr, row.completion[: after.learnt[0]]))
+
+
+@pytest.mark.parametrize("mark", [".", " ", "..", " !", "...", "x" * 7, "y" * 40])
+def test_a_mark_of_any_length_behind_the_answer_is_not_learnt(mark):
+    count, taught = learnt("12" + mark, Verifier("12"))
+    assert count >= 1
+    assert not set(taught) & set(mark)
+
+
+@pytest.mark.parametrize("mark", ["+", " ", "$ ", "= "])
+def test_a_short_mark_before_the_answer_is_not_learnt(mark):
+    for answer in ("7", "12", "1234567"):
+        count, taught = learnt(mark + answer, Verifier(answer))
+        assert not set(taught) & set(mark)
+        assert count >= 1 or len(mark) > 1, "the exact boundary is known for one token"
+
+
+def test_marks_at_both_ends_are_not_learnt():
+    count, taught = learnt("+12345.", Verifier("12345"))
+    assert (count, taught) == (5, "12345")
+
+
+def test_reasoning_before_an_answer_is_learnt():
+    text = "4+8=12, so it is " + "12"
+    read = lambda items: [Scored("?", [float(t.endswith("12")) for t in ts]) for _, ts in items]
+    external, accepted = group_of([text, "?"], [1.0, 0.0])
+    after = needed_only(external, accepted, TEXT, read)
+    assert after.rows == accepted.rows
+    assert after.learnt == accepted.learnt
+    assert len(text) - 2 > MOST_BEGINNING
+
+
+def test_an_answer_that_is_needed_is_learnt_with_its_end_token():
+    verifier = Verifier("12")
+    assert learnt("12", verifier) == (3, "12\0")
+    assert verifier.texts == 2, "two texts for each rewarded answer"
+
+
+def test_an_answer_of_one_token_is_learnt():
+    assert learnt("7", Verifier("7"))[0] == 2
+    assert learnt("7.", Verifier("7")) == (1, "7")
+    assert learnt("+7", Verifier("7")) == (2, "7\0")
+
+
+def test_a_shorter_cut_of_the_judge_stays():
+    external, accepted = group_of(["1234..", "?"], [1.0, 0.0], learnt=[1, 2])
+    assert needed_only(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
+
+
+def test_a_long_answer_costs_a_number_of_texts_that_grows_with_its_logarithm():
+    verifier = Verifier("1")
+    learnt("1" + "a" * 1000, verifier)
+    assert verifier.texts <= 2 + 10
+
+
+def test_a_reward_that_is_lower_without_the_ending_needs_it():
+    def partial(items):
+        return [Scored("?", [0.5] * len(texts)) for _, texts in items]
+
+    assert learnt("12!", partial)[0] == 4
+
+
+def test_votes_episodes_and_environments_are_not_scored_in_part():
+    verifier = Verifier("12")
+    for external, accepted in (
+        group_of(["12.", "?"], [1.0, 0.0], task="vote"),
+        group_of(["12.", "?"], [1.0, 0.0], task="game"),
+        group_of(["12.", "?"], [1.0, 0.0], task="unknown"),
+        group_of(["12.", "?"], [1.0, 0.0], turns=[Turn(3, 4)]),
+    ):
+        assert needed_only(external, accepted, TEXT, verifier) is accepted
+    assert verifier.texts == 0
+
+
+def test_a_scorer_that_fails_is_no_permission_to_learn():
+    external, accepted = group_of(["12.", "?"], [1.0, 0.0])
+    with pytest.raises(ScorerFailed):
+        needed_only(external, accepted, TEXT, lambda items: [ScorerFailed("gone")])
