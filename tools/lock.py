@@ -23,9 +23,9 @@ UNUSED = {
     "grpcio": "libp2p demands it for a generated file that nothing imports",
     "importlib-metadata": "trio-typing demands it for a test of its own",
     "lru-dict": "libp2p demands it and never imports it",
-    "markdown-it-py": "rich demands it for Markdown, which we do not print",
+    "markdown-it-py": "rich demands it for Markdown, which is not printed",
     "mypy-protobuf": "libp2p demands it to generate files that it ships",
-    "rich-rst": "cyclopts demands it for help in reStructuredText; ours is plain text",
+    "rich-rst": "cyclopts demands it for help in reStructuredText; this help is plain text",
     "rpcudp": "libp2p demands it and never imports it",
     "typer": "transformers demands it for its own command",
     "types-requests": "libp2p demands it for type checks",
@@ -57,20 +57,20 @@ def main() -> None:
     known = [path.read_text() for path in lists.values() if path.exists()]
     kept = "\n".join(re.findall(r"^[^#-].*", "\n".join(known), re.M))
     left_out = [*UNUSED, *SEPARATE]
-    # The largest comes first: the others take its versions.
+    # The largest list comes first, and the others use its versions.
     test = resolve(["train", "test", "check"], left_out, kept, sys.argv[1:])
     trainer = resolve(["train"], [*left_out, *UNUSED_BY_TASKS], "\n".join(test))
     bootstrap = resolve([], left_out, "\n".join(test))
-    write(lists["bootstrap"], "All that a bootstrap node needs.", [], bootstrap)
+    write(lists["bootstrap"], "Sufficient for a bootstrap node.", [], bootstrap)
     write(
         lists["trainer"],
-        "What a node needs that trains, besides torch (torch.txt, which comes first).",
+        "Needed by a training node, besides torch (torch.txt, installed first).",
         ["-r bootstrap.txt"],
         [pin for pin in trainer if pin not in bootstrap],
     )
     write(
         lists["test"],
-        "What `make test` and `make check` need.",
+        "Needed by `make test` and `make check`.",
         ["-r trainer.txt"],
         [pin for pin in test if pin not in bootstrap + trainer],
     )

@@ -150,9 +150,7 @@ class FailingScorer:
 
 
 @pytest.mark.parametrize("works", [True, False])
-async def test_an_author_alone_in_its_batches_gets_strikes_only_if_the_scorer_works(
-    works, autojump_clock
-):
+async def test_lone_author_gets_strikes_only_if_the_scorer_works(works, autojump_clock):
     scorer, failed = FailingScorer(works), []
     queue = ScoringQueue(scorer, lambda *_: None, lambda *told: failed.append(told), lambda: 0.0)
     async with trio.open_nursery() as nursery:

@@ -116,7 +116,7 @@ def test_a_shorter_cut_of_the_judge_stays():
     assert needed_only(external, accepted, TEXT, Verifier("1234")).learnt[0] == 1
 
 
-def test_a_long_answer_costs_a_number_of_texts_that_grows_with_its_logarithm():
+def test_rescored_texts_grow_with_the_log_of_the_length():
     verifier = Verifier("1")
     learnt("1" + "a" * 1000, verifier)
     assert verifier.texts <= 2 + 10
