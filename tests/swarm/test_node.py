@@ -186,7 +186,7 @@ def test_sigterm_drains_within_its_bound_and_a_restart_resumes(swarm):
 def test_finish_ends_the_node_after_its_step(swarm):
     node = swarm[1]
     before = status(node)["trainer"]["report"]["step"]
-    assert told(node, "finish").stdout == "the node has ended\n"
+    assert told(node, "finish").stdout == "the node has stopped\n"
     until(lambda: not node.alive(), "it has ended", 5.0)
     assert node.exit_code() == 0
     states = told(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))

@@ -331,7 +331,7 @@ def test_rollback_lists_states_and_goes_back_to_one_and_forth_again(data_dir, ca
     assert cli.run(["rollback", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "step        3" in lines[0]
-    assert "(present)" in lines[0]
+    assert "(current)" in lines[0]
     assert "0.400" in "".join(lines)
     bad = (data_dir / "trainer" / state.FILE).read_bytes()
 
@@ -349,7 +349,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
     arguments = ["--data-dir", str(data_dir)]
     assert cli.run(["rollback", *arguments]) == 0
     assert [
-        line.split()[1] for line in capsys.readouterr().out.splitlines() if "(present)" in line
+        line.split()[1] for line in capsys.readouterr().out.splitlines() if "(current)" in line
     ] == ["4"]
     assert cli.run(["rollback", "2", *arguments]) == 0
     assert saved(data_dir / "trainer")[0].step == 2
