@@ -19,7 +19,7 @@ from pathlib import Path
 CHANGES_SEMANTICS = (
     "PYTHONOPTIMIZE",  # transformers needs its docstrings
     "PYTHONINSPECT",  # waits for a prompt at the end
-    "PYTHONHASHSEED",  # peers choose many of our dictionaries' keys
+    "PYTHONHASHSEED",  # peers choose keys of many dictionaries
     "PYTHONDEVMODE",
     "PYTHONDEBUG",
     "PYTHONVERBOSE",
@@ -37,9 +37,12 @@ LIBRARIES = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_
 
 
 def restart_if_needed() -> None:
-    """Execute this process again with a clean environment if the interpreter started with variables
-    that a node must not obey, or would read files in another encoding than UTF-8. Do nothing if
-    another program than `swarmnode` has imported this module."""
+    """Restart this process with a clean environment if necessary.
+
+    A restart is necessary if the environment contains variables that a node must not obey, or if
+    Python would read files in another encoding than UTF-8. Other programs that import this module
+    are never restarted.
+    """
     program = Path(sys.argv[0])
     if program.name != "swarmnode" and program.parts[-2:] != ("swarmnode", "__main__.py"):
         return

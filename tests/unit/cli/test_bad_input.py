@@ -173,7 +173,7 @@ def test_a_newer_directory_is_not_changed(node, capsys, words):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
     before = tree(node.parent)
     assert run(words, node) == 69
-    check_error(capsys, "is of a newer version", "upgrade, or name another directory with -d")
+    check_error(capsys, "belongs to a newer version", "upgrade, or use another directory with -d")
     assert tree(node.parent) == before
 
 
@@ -181,7 +181,7 @@ def test_doctor_reports_a_newer_directory(node, capsys):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
     assert run("doctor --json", node) == 69
     (check,) = json.loads(capsys.readouterr().out)["checks"]
-    assert "is of a newer version" in check["what"]
+    assert "belongs to a newer version" in check["what"]
 
 
 def test_a_directory_states_its_format(node, capsys):

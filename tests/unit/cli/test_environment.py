@@ -14,7 +14,7 @@ import pytest
 from swarmnode import cli, environment
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.files import held_data_dir
+from swarmnode.files import locked_data_dir
 
 PYTHON = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
 
@@ -36,7 +36,7 @@ def shell(line: str, tmp_path: Path, **variables: str) -> subprocess.CompletedPr
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_closed_descriptors_do_not_change_exit_codes(tmp_path, closed) -> None:
     data_dir = tmp_path / "node"
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         ran = shell(f"$SN run -d {data_dir} {closed}", tmp_path)
         assert ran.returncode == Unavailable.exit_code
     assert shell(f"$SN key show -d {data_dir} {closed}", tmp_path).returncode == 0

@@ -90,7 +90,7 @@ def test_the_group_may_read_a_systemd_credential(tmp_path, locked, capsys, monke
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(words.parent))
     monkeypatch.setenv(FILE_VARIABLE, str(words))
     assert key(tmp_path, "show") == code
-    assert ("others can read the passphrase file" in capsys.readouterr().err) is (code != 0)
+    assert ("other users can read the passphrase file" in capsys.readouterr().err) is (code != 0)
 
 
 def test_reads_the_passphrase_from_environment_or_file(tmp_path, locked, capsys, monkeypatch):
@@ -106,7 +106,9 @@ def test_reads_the_passphrase_from_environment_or_file(tmp_path, locked, capsys,
     (tmp_path / "words").chmod(0o640)
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "words"))
     assert key(tmp_path, "show") == 77
-    assert "others can read the passphrase file (mode 0640): chmod 600" in capsys.readouterr().err
+    assert (
+        "other users can read the passphrase file (mode 0640): chmod 600" in capsys.readouterr().err
+    )
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "other"))
     assert key(tmp_path, "show") == 77
     (tmp_path / "words").chmod(0o600)

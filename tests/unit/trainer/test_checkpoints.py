@@ -11,7 +11,7 @@ import torch
 
 from swarmnode import cli
 from swarmnode.errors import Unavailable
-from swarmnode.files import held_data_dir
+from swarmnode.files import locked_data_dir
 from swarmnode.swarm import rollback
 from swarmnode.trainer import checkpoints, state
 from swarmnode.trainer.checkpoints import Checkpoints, Saver
@@ -358,7 +358,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
 def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
     assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "available steps: 2" in capsys.readouterr().err
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         assert cli.run(["rollback", "2", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "in use by another node" in capsys.readouterr().err
     assert saved(data_dir / "trainer")[0].step == 3
