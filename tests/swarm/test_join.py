@@ -66,7 +66,7 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
         bootstrap = ["-m", "swarmnode", "bootstrap", invite, "--config", str(d.config_file)]
         d.launch(*bootstrap)
         d.wait_for_address(time.monotonic() + 180)
-        until(lambda: status(d)["network"]["peers"]["connected"], d.last_words())
+        until(lambda: status(d)["network"]["peers"]["connected"], d.last_log_line())
         told = status(d)["node"]
         assert told["swarm"] == invite.rpartition("/")[2]
         assert told["swarm_name"] == "trial"
@@ -74,7 +74,7 @@ def test_a_member_leads_a_bootstrap_node_in_and_finds_out_a_twin_of_it(tmp_path,
         assert set(status(d)["processes"]) == {"network"}
         until(
             lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]},
-            f"it shows the swarm: {d.last_words()}",
+            f"it shows the swarm: {d.last_log_line()}",
         )
 
         # a second process with its key is found out by the member that is connected to both

@@ -47,7 +47,7 @@ def status(node):
 
 
 def trained_on_peers(node):
-    node.ask()
+    node.poll()
     return node.view.used > 0
 
 
@@ -74,7 +74,7 @@ def swarm(tmp_path_factory):
         for node in nodes:
             until(
                 lambda node=node: trained_on_peers(node),
-                f"{node.name} trains on its peer's groups: {node.last_words()}",
+                f"{node.name} trains on its peer's groups: {node.last_log_line()}",
             )
         yield nodes
     finally:

@@ -105,7 +105,7 @@ class Watched:
 
     def look(self):
         for node in self.nodes:
-            node.ask()
+            node.poll()
         found = [(node, state) for node in self.nodes if (state := saved(node)) is not None]
         # a newcomer is where others have got in theirs
         self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)
