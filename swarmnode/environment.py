@@ -46,13 +46,13 @@ def restart_if_needed() -> None:
     program = Path(sys.argv[0])
     if program.name != "swarmnode" and program.parts[-2:] != ("swarmnode", "__main__.py"):
         return
-    clean = cleaned(os.environ, locale.getpreferredencoding(False))
+    clean = clean_variables(os.environ, locale.getpreferredencoding(False))
     if clean != dict(os.environ):
         with contextlib.suppress(OSError):
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], clean)
 
 
-def cleaned(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
+def clean_variables(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
     """Return `environment` without variables that a node must not obey.
 
     Args:
@@ -120,6 +120,6 @@ def provide_directories(data_dir: Path) -> None:
             os.environ["TMPDIR"] = str(temporary)
 
 
-def obeyed() -> list[str]:
+def library_variables() -> list[str]:
     """Return the names of the set variables that torch and transformers may obey."""
     return sorted(name for name in os.environ if name.startswith(LIBRARIES))

@@ -259,7 +259,7 @@ class CrewSwarm:
         )
 
     def _kill_text(self) -> str:
-        return "; ".join(kill_text(kill) for kill in self.kills[-4:])
+        return "; ".join(format_kill(kill) for kill in self.kills[-4:])
 
 
 def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table:
@@ -294,7 +294,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     return out
 
 
-def kill_text(kill: StageKill) -> str:
+def format_kill(kill: StageKill) -> str:
     """Return a line about a kill and the return of the stage."""
     result = (
         f"restored from {kill.source or '?'}, next step after {kill.seconds:.1f} s"
@@ -339,7 +339,7 @@ def judge_crew(
             and kill.step_after >= kill.step_before + 1 - LOST_STEPS
             and bool(kill.source)
         )
-        findings.append(Finding(kill_text(kill), back))
+        findings.append(Finding(format_kill(kill), back))
     return [*findings, *(Finding(text, False) for text in crashed)]
 
 

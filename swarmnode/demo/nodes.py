@@ -224,7 +224,7 @@ class Liar(DemoNode):
         self.launch("-m", "swarmnode.demo.liar", "--config", str(config))
 
     def poll(self) -> None:
-        self.view.phase = "lying" if self.alive() else "down"
+        self.view.phase = "attacking" if self.alive() else "down"
 
     def peer_id(self) -> str:
         from swarmnode.p2p.identity import load_or_create  # imports libp2p

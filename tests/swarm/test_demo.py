@@ -1,4 +1,4 @@
-"""The demo as a user runs it: a liar, a kill -9, a verdict."""
+"""`swarmnode demo` with a liar and a killed node."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def demo(tmp_path, *arguments):
     )
 
 
-def test_a_swarm_learns_with_a_liar_in_it_and_a_node_killed(tmp_path):
+def test_learns_with_a_liar_and_a_killed_node(tmp_path):
     result = demo(tmp_path, "--byzantine", "1", "--kill", "1", "--minutes", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     for line in (

@@ -33,7 +33,7 @@ from swarmnode.wire.swarm import swarm_id
 REQUESTS_PER_SECOND = 40.0
 REQUEST_TIMEOUT_SECONDS = 2.0
 GARBAGE_INTERVAL_SECONDS = 2.0
-LIES = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
+WEIGHT_ATTACKS = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
 """Attacks on averaging, in turn; see `weights`."""
 
 
@@ -48,7 +48,7 @@ async def attack(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
         ListingLiar(author, time.time, random.Random(0)).serve(network.requests)
         nursery.start_soon(_flood_requests, network, swarm)
         nursery.start_soon(_send_garbage, network)
-        nursery.start_soon(partial(WeightLiar(network, LIES).run, proposes=True))
+        nursery.start_soon(partial(WeightLiar(network, WEIGHT_ATTACKS).run, proposes=True))
 
 
 async def _flood_requests(network: Libp2pNetwork, swarm: bytes) -> None:

@@ -95,12 +95,12 @@ def test_escapes_text_beyond_the_encoding(tmp_path) -> None:
 
 
 def test_reads_files_as_utf_8_in_any_locale() -> None:
-    assert environment.cleaned({"PYTHONUTF8": "0"}, "ISO-8859-9") == {
+    assert environment.clean_variables({"PYTHONUTF8": "0"}, "ISO-8859-9") == {
         "PYTHONUTF8": "1",
         "PYTHONIOENCODING": "ISO-8859-9:backslashreplace",
     }
     kept = {"PYTHONPATH": "x", "PYTHONWARNINGS": "ignore", "HOME": "/h"}
-    assert environment.cleaned({**kept, "PYTHONOPTIMIZE": "2"}, "utf-8") == kept
+    assert environment.clean_variables({**kept, "PYTHONOPTIMIZE": "2"}, "utf-8") == kept
 
 
 NO_USER_ENTRY = """
