@@ -3,10 +3,10 @@
 
 Four whole nodes hold the embedded policy, eight layers deep, as four stages. The line of each takes
 50 Mbit/s each way (tbf at both ends), and everything that is sent to a node arrives so many
-milliseconds later (`swarmnode.demo.delay.forward_delayed`). Measured from outside, ten times a second:
-seconds between steps of all stages; then, stage after stage, the trainer is killed -9 with its own
-checkpoint deleted, so that its state crosses the lines: seconds from the kill to the next step, and
-from the assignment to the restored weights.
+milliseconds later (`swarmnode.demo.delay.forward_delayed`). Measured from outside, ten times a
+second: seconds between steps of all stages; then, stage after stage, the trainer is killed -9 with
+its own checkpoint deleted, so that its state crosses the lines: seconds from the kill to the next
+step, and from the assignment to the restored weights.
 
 The state of this policy is small. Below it stands what a 7 B policy would take, computed from the
 product's own message sizes.
