@@ -84,7 +84,7 @@ def measure(
     with crew(directory, STAGES, "always") as split:
         if split.wait(split.running, FORM_SECONDS) is None:
             raise SystemExit(
-                f"the crew did not form: {[node.last_words() for node in split.nodes]}"
+                f"the crew did not form: {[node.last_log_line() for node in split.nodes]}"
             )
         speeds.append(split.speed(f"in {STAGES} stages"))
         for kind, stages in wanted:

@@ -3,10 +3,10 @@
 
 Four whole nodes hold the embedded policy, eight layers deep, as four stages. The line of each takes
 50 Mbit/s each way (tbf at both ends), and everything that is sent to a node arrives so many
-milliseconds later (`swarmnode.demo.distance.join`). Measured from outside, ten times a second:
-seconds between steps of all stages; then, stage after stage, the trainer is killed -9 with its own
-checkpoint deleted, so that its state crosses the lines: seconds from the kill to the next step, and
-from the assignment to the restored weights.
+milliseconds later (`swarmnode.demo.delay.forward_delayed`). Measured from outside, ten times a
+second: seconds between steps of all stages; then, stage after stage, the trainer is killed -9 with
+its own checkpoint deleted, so that its state crosses the lines: seconds from the kill to the next
+step, and from the assignment to the restored weights.
 
 The state of this policy is small. Below it stands what a 7 B policy would take, computed from the
 product's own message sizes.
@@ -31,7 +31,7 @@ from benchmarks import report
 from benchmarks.lib.crews import FORM_SECONDS, RETURN_SECONDS, STAGES, Crew, Recovery
 from swarmnode.config import StagesConfig
 from swarmnode.demo.crew import crew_settings, write_model
-from swarmnode.demo.distance import join
+from swarmnode.demo.delay import forward_delayed
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.run import DemoOptions
 from swarmnode.stages.pipeline import WorkerSettings
@@ -120,7 +120,7 @@ class Delay:
             async with near:
                 far = await trio.open_tcp_stream(self._address, BEHIND)
                 far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._under_way)
-                await join(near, far, self._seconds, self._under_way)
+                await forward_delayed(near, far, self._seconds, self._under_way)
 
 
 @contextlib.contextmanager
@@ -174,7 +174,7 @@ def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Dist
     ):
         formed = crew.wait(crew.running, FORM_SECONDS)
         if formed is None:
-            words = [node.last_words() for node in crew.nodes]
+            words = [node.last_log_line() for node in crew.nodes]
             print(f"{milliseconds} ms: the crew did not form: {words}", flush=True)
             return Distance(milliseconds, None)
         times = step_times(crew, steps)
@@ -184,7 +184,7 @@ def measure_at(milliseconds: int, steps: int, losses: int, copies: bool) -> Dist
             before = max(node.view.stage_step for node in crew.nodes)
             ready = lambda before=before: crew.running() and min(crew.steps()) >= before + 2
             if crew.wait(ready, RETURN_SECONDS) is None:
-                words = [node.last_words() for node in crew.nodes]
+                words = [node.last_log_line() for node in crew.nodes]
                 print(f"{milliseconds} ms: the crew did not continue: {words}", flush=True)
                 break
             recoveries.append(crew.lose("disk", (stage % STAGES,)))

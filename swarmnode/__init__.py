@@ -1,3 +1,3 @@
-"""swarmnode: strangers post-train a language model together by reinforcement learning."""
+"""swarmnode: peer-to-peer reinforcement-learning post-training of language models."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Entry point of `swarmnode`. Imports nothing heavy: see cli.py."""
+"""Entry point of `swarmnode`. It imports no large package, see `swarmnode.cli`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Counters of dropped groups, updates, completions and messages, by reason. Each reason is logged
-once."""
+"""Counters of dropped groups, updates, completions and messages, by reason.
+
+The first drop of each reason is logged.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ log = structlog.get_logger("swarmnode.drops")
 
 
 class DropCounts(msgspec.Struct, frozen=True):
-    """Totals since the process started. Reasons are a closed set, chosen by our own code."""
+    """Totals since the process started. Reasons are a closed set of constants."""
 
     kept: int = 0
     dropped: dict[str, int] = {}
@@ -23,16 +25,16 @@ class DropCounts(msgspec.Struct, frozen=True):
 
 
 class DropTally:
-    """Counter of one kind of thing that is either kept or dropped."""
+    """Counter of one kind of item, each of which is kept or dropped."""
 
     def __init__(
         self, event: str, quiet: Collection[str] = (), *, reasons: Collection[str] = ()
     ) -> None:
         """
         Args:
-            event: log event of the first drop for each reason.
-            quiet: reasons that are logged at level info; all others are warnings.
-            reasons: reasons that are counted from 0, so that a metric shows their first drop.
+            event: Log event of the first drop of each reason.
+            quiet: Reasons that are logged at level info. All others are warnings.
+            reasons: Reasons that are counted from 0, so that a metric shows their first drop.
         """
         self._event = event
         self._quiet = frozenset(quiet)
@@ -41,13 +43,13 @@ class DropTally:
         self._since_kept: Counter[str] = Counter()
 
     def keep(self, count: int = 1) -> None:
-        """Count `count` things that were kept."""
+        """Count `count` kept items."""
         if count > 0:
             self._kept += count
             self._since_kept.clear()
 
     def drop(self, reason: str, count: int = 1, **details: object) -> None:
-        """Count `count` things that were dropped for `reason`; the first time, log it."""
+        """Count `count` items that were dropped for `reason`, and log the first."""
         if count <= 0:
             return
         if not self._dropped[reason]:
@@ -61,7 +63,7 @@ class DropTally:
 
 
 class TrainerDrops:
-    """One tally for each kind of thing that the trainer keeps or drops."""
+    """One tally for each kind of item that the trainer keeps or drops."""
 
     def __init__(self) -> None:
         self.update = DropTally(
@@ -71,7 +73,7 @@ class TrainerDrops:
         )
         """`no_signal`: no row had an advantage. `not_finite`: the gradient was not finite.
         `overflow`: the gradient overflowed float16, and the loss scale was lowered. `refused`: the
-        crew took no step."""
+        crew rejected the step."""
         self.question = DropTally("question not asked", reasons=("no_question", "too_long"))
         """`no_question`: the task made no question. `too_long`: the question leaves no room for an
         answer in the model's context."""

@@ -19,7 +19,7 @@ from pathlib import Path
 CHANGES_SEMANTICS = (
     "PYTHONOPTIMIZE",  # transformers needs its docstrings
     "PYTHONINSPECT",  # waits for a prompt at the end
-    "PYTHONHASHSEED",  # peers choose many of our dictionaries' keys
+    "PYTHONHASHSEED",  # peers choose keys of many dictionaries
     "PYTHONDEVMODE",
     "PYTHONDEBUG",
     "PYTHONVERBOSE",
@@ -37,19 +37,22 @@ LIBRARIES = ("CUDA_", "HF_", "MKL_", "OMP_", "PYTORCH_", "TORCH", "TRANSFORMERS_
 
 
 def restart_if_needed() -> None:
-    """Execute this process again with a clean environment if the interpreter started with variables
-    that a node must not obey, or would read files in another encoding than UTF-8. Do nothing if
-    another program than `swarmnode` has imported this module."""
+    """Restart this process with a clean environment if necessary.
+
+    A restart is necessary if the environment contains variables that a node must not obey, or if
+    Python would read files in another encoding than UTF-8. Other programs that import this module
+    are never restarted.
+    """
     program = Path(sys.argv[0])
     if program.name != "swarmnode" and program.parts[-2:] != ("swarmnode", "__main__.py"):
         return
-    clean = cleaned(os.environ, locale.getpreferredencoding(False))
+    clean = clean_variables(os.environ, locale.getpreferredencoding(False))
     if clean != dict(os.environ):
         with contextlib.suppress(OSError):
             os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], clean)
 
 
-def cleaned(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
+def clean_variables(environment: Mapping[str, str], encoding: str) -> dict[str, str]:
     """Return `environment` without variables that a node must not obey.
 
     Args:
@@ -117,6 +120,6 @@ def provide_directories(data_dir: Path) -> None:
             os.environ["TMPDIR"] = str(temporary)
 
 
-def obeyed() -> list[str]:
+def library_variables() -> list[str]:
     """Return the names of the set variables that torch and transformers may obey."""
     return sorted(name for name in os.environ if name.startswith(LIBRARIES))

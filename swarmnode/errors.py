@@ -1,83 +1,81 @@
-"""What can go wrong, and whose fault it is.
+"""Exceptions, by cause.
 
     SwarmNodeError
-    ├── ConfigError            a person's configuration (exit 78)
+    ├── ConfigError            the operator's configuration (exit 78)
     ├── LocalError             this machine
-    │   ├── Unavailable        something this node needs is not there: port, directory, device (exit
-    69)
-    │   ├── Refused            this node must not go on: key permissions, incompatible swarm (exit
-    77)
+    │   ├── Unavailable        a port, directory or package is missing (exit 69)
+    │   ├── Refused            continuing would be unsafe (exit 77)
     │   ├── DeviceError        the accelerator failed or is too small (exit 75)
-    │   │   └── RankLost       a process on another device of this machine ended
-    │   └── StateError         the files in the data directory are unusable (exit 69)
-    └── PeerError              a peer, or the world between us; never ends the process
+    │   │   └── RankLost       a rank on another device of this machine ended
+    │   └── StateError         files in the data directory are unusable (exit 69)
+    └── PeerError              a peer or the network; never ends the process
         ├── BadMessage         bytes that are not a valid message
-        ├── PeerTimeout        no answer within the deadline
+        ├── PeerTimeout        no response within the deadline
         └── Incompatible       an honest peer of another swarm, version or policy
 
-`PeerError` stops at the handler that caused it and is counted there. The others reach `main`, which
-prints one line and exits with `exit_code`.
+The handler of a request catches and counts its `PeerError`. The others reach `main`, which prints
+one line and exits with `exit_code`.
 """
 
 
 class SwarmNodeError(Exception):
-    """Base of everything raised on purpose. `exit_code` is what the process ends with when it
-    reaches `main`."""
+    """Base of all errors that this program raises. `exit_code` is the exit code of a process that
+    does not catch it."""
 
     exit_code = 70
 
 
 class ConfigError(SwarmNodeError):
-    """Raised when a configuration value, key or file is wrong."""
+    """Raised if a configuration value, key or file is invalid."""
 
     exit_code = 78
 
 
 class LocalError(SwarmNodeError):
-    """Raised when this machine, not a peer, is the cause."""
+    """Raised if this machine, not a peer, is the cause."""
 
 
 class Unavailable(LocalError):
-    """Raised when a port, directory or file that the node needs cannot be had."""
+    """Raised if a port, directory, file or package that the node needs is not available."""
 
     exit_code = 69
 
 
 class Refused(LocalError):
-    """Raised when going on would be unsafe: a key others can read, a swarm this node cannot
-    honour."""
+    """Raised if continuing would be unsafe: other users can read the key, or the node cannot follow
+    the swarm's manifest."""
 
     exit_code = 77
 
 
 class DeviceError(LocalError):
-    """Raised when the device is lost or too small; a restart may help."""
+    """Raised if the device is lost or too small. A restart may help."""
 
     exit_code = 75
 
 
 class StateError(LocalError):
-    """Raised when the files of an earlier run cannot be used."""
+    """Raised if the files of an earlier run cannot be used."""
 
     exit_code = 69
 
 
 class EngineGone(Exception):
-    """Raised by an engine that this node does not train any more, as when another has become the
-    head of its crew. Not an error."""
+    """Raised by an engine that this node no longer trains, for example because another node has
+    become the head of the crew. Not an error."""
 
 
 class RankLost(EngineGone, DeviceError):
-    """Raised when a process that computes on another device of this machine has ended or hangs. The
-    trainer saves what it has and starts again."""
+    """Raised if the process of another device of this machine has ended or hangs. The trainer saves
+    its state and restarts."""
 
 
 class PeerError(SwarmNodeError):
-    """Raised when a peer, or the network between us, is the cause."""
+    """Raised if a peer, or the network to it, is the cause."""
 
 
 class BadMessage(PeerError):
-    """Raised by a decoder. `reason` is one of a closed set, so that it can be a metric label."""
+    """Raised by a decoder. `reason` comes from a closed set, so that it can be a metric label."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else reason)
@@ -85,8 +83,8 @@ class BadMessage(PeerError):
 
 
 class PeerTimeout(PeerError):
-    """Raised when a peer did not answer before the deadline."""
+    """Raised if a peer has not responded before the deadline."""
 
 
 class Incompatible(PeerError):
-    """Raised when a peer belongs to another swarm, wire version or policy."""
+    """Raised if a peer belongs to another swarm, wire version or policy."""

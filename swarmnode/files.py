@@ -1,5 +1,4 @@
-"""Files that are replaced whole or not at all, the data directory and who holds it, and Unix
-sockets whose path is too long for one."""
+"""Atomic writes of files, the data directory and its lock, and Unix sockets with long paths."""
 
 from __future__ import annotations
 
@@ -16,23 +15,23 @@ from pathlib import Path
 from swarmnode.errors import Refused, StateError, Unavailable
 
 FORMAT = 1
-"""How the files of a data directory are written. A version that an earlier one would misread counts
-on."""
+"""Version of the file formats in a data directory. Incremented if earlier versions of swarmnode
+would misread the files."""
 FORMAT_FILE = "format"
 PUBLIC_FILE, PUBLIC_DIRECTORY = 0o644, 0o755
-"""Modes of what other users may read."""
+"""Modes of files and directories that other users may read."""
 SOCKET_PATH_BYTES = 100
-"""A Unix socket's path may have about 107 bytes; a data directory may be deeper than that."""
+"""Longest path of a Unix socket. The kernel allows about 107 bytes."""
 
 
 def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write to a temporary name beside `path`, sync, rename. A crash leaves the old file or the new
-    one.
+    """Write a file under a temporary name, sync it, and rename it to `path`. A crash leaves the old
+    or the new file.
 
-    The directory is made (0700) if need be.
+    The directory is created with mode 0700 if it does not exist.
 
     Raises:
-        OSError: the disk is full or the directory is not writable; the old file is untouched.
+        OSError: The disk is full or the directory is not writable. The old file is unchanged.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -50,8 +49,11 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def make_readable(directory: Path) -> None:
-    """Let other users read a directory and everything in it, whatever wrote the files: an export is
-    for them, too. Raises OSError."""
+    """Let other users read a directory and its content, for an export.
+
+    Raises:
+        OSError: A mode cannot be changed.
+    """
     for path in (directory, *directory.rglob("*")):
         path.chmod(PUBLIC_DIRECTORY if path.is_dir() else PUBLIC_FILE)
 
@@ -66,32 +68,46 @@ def sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[str]:
-    """Another name for the file that `path` names now, whatever takes its place: for safetensors,
-    which opens a name twice, and would have the header of one file and the tensors of the next.
-    Raises OSError."""
+def pinned(path: Path) -> Iterator[str]:
+    """Yield a path that stays bound to the current file even if another file replaces `path`.
+
+    safetensors opens a path twice. Without this, it could read the header of one file and the
+    tensors of the next.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
     with open(path, "rb") as file:
         yield f"/dev/fd/{file.fileno()}"
 
 
-def read_private(path: Path, what: str, limit: int) -> bytes | None:
-    """At most `limit` bytes of a file that only its owner may read; None if there is none. `what`:
-    named in errors, e.g. "key file". Of systemd's credentials the group may be one that reads: with
-    DynamicUser they are root's, with an ACL for the service alone.
+def read_private(path: Path, name: str, limit: int) -> bytes | None:
+    """Read a file that only its owner may read. Return None if it does not exist.
 
-    The descriptor that is read is checked, not the name, so that nothing can be swapped between.
-    Raises Refused when others can read it, Unavailable when we cannot.
+    The permissions are those of the open descriptor, so that the file cannot be exchanged between
+    check and read. The group may read credentials of systemd: with DynamicUser these belong to
+    root, and an ACL admits only the service.
+
+    Args:
+        name: Name of the file in errors, for example "key file".
+        limit: Largest number of bytes to read.
+
+    Raises:
+        Refused: Other users can read the file.
+        Unavailable: This process cannot read the file.
     """
     try:
         with open(path, "rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
             if mode & (0o037 if _is_credential(path) else 0o077):
-                raise Refused(f"others can read the {what} (mode {mode:04o}): chmod 600 {path}")
+                raise Refused(
+                    f"other users can read the {name} (mode {mode:04o}): chmod 600 {path}"
+                )
             return file.read(limit)
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Unavailable(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise Unavailable(f"cannot read the {name} {path}: {error.strerror}") from None
 
 
 def _is_credential(path: Path) -> bool:
@@ -100,31 +116,40 @@ def _is_credential(path: Path) -> bool:
 
 
 def socket_address(path: Path) -> tuple[str, int | None]:
-    """Address of a Unix socket at `path`, and a descriptor to close when done with it.
+    """Return the address of a Unix socket, and a descriptor that the caller closes afterwards.
 
-    A path that is too long is reached through a descriptor of its directory (Linux).
-    Raises Unavailable where that does not exist.
+    On Linux, a socket with a long path is addressed through a descriptor of its directory.
+
+    Raises:
+        Unavailable: The path is too long on this system.
     """
     if len(os.fsencode(path)) <= SOCKET_PATH_BYTES:
         return str(path), None
     if not sys.platform.startswith("linux"):
         raise Unavailable(
-            f"{path} is too deep for a Unix socket: choose a data directory that keeps it under"
-            f" {SOCKET_PATH_BYTES} bytes"
+            f"{path} is too long for a Unix socket (limit {SOCKET_PATH_BYTES} bytes): choose a data"
+            " directory with a shorter path"
         )
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     return f"/proc/self/fd/{directory}/{path.name}", directory
 
 
 @contextmanager
-def listening(path: Path, backlog: int, name: str) -> Iterator[socket.socket]:
-    """A Unix socket that listens at `path`, to this user alone. Raises Unavailable, with its
-    `name`, where it cannot be made."""
+def unix_listener(path: Path, backlog: int, name: str) -> Iterator[socket.socket]:
+    """Yield a listening Unix socket that only this user can connect to.
+
+    Args:
+        name: Name of the socket in errors.
+
+    Raises:
+        Unavailable: The socket cannot be created.
+    """
     address, directory = socket_address(path)
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             with suppress(FileNotFoundError):
-                # of an earlier process: the data directory's lock is held by our supervisor
+                # A socket of an earlier process. The lock of the data directory excludes another
+                # running node.
                 os.unlink(address)
             try:
                 listener.bind(address)
@@ -139,27 +164,34 @@ def listening(path: Path, backlog: int, name: str) -> Iterator[socket.socket]:
 
 
 def check_format(data_dir: Path) -> None:
-    """Raises StateError for a data directory of a version that is newer than this one, of which
-    nothing else may be read or written."""
+    """Check the format of a data directory. Call it before reading or writing any other file.
+
+    Raises:
+        StateError: A newer version of swarmnode has written the directory.
+    """
     try:
         with open(data_dir / FORMAT_FILE, "rb") as file:
             text = file.read(32)
     except OSError:
-        return  # A new directory. Unreadable files are reported where they are used.
+        return  # A new directory. Readers of other files report unreadable files.
     if not text.strip().isdigit():
         raise StateError(
             f"{data_dir / FORMAT_FILE} is damaged: copy the directory again, or remove that file"
         )
     if int(text) > FORMAT:
         raise StateError(
-            f"data directory {data_dir} is of a newer version of swarmnode (format {int(text)},"
-            f" this one knows {FORMAT}): upgrade, or name another directory with -d"
+            f"data directory {data_dir} belongs to a newer version of swarmnode (format"
+            f" {int(text)}, supported: {FORMAT}): upgrade, or use another directory with -d"
         )
 
 
 def make_data_dir(data_dir: Path) -> None:
-    """The directory, and the one in it that lives as long as a run. Raises Unavailable,
-    StateError."""
+    """Create the data directory, and `run` in it for files that last as long as a run.
+
+    Raises:
+        Unavailable: The directory cannot be created.
+        StateError: A newer version of swarmnode has written the directory.
+    """
     check_format(data_dir)
     try:
         data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -171,13 +203,16 @@ def make_data_dir(data_dir: Path) -> None:
     except OSError as error:
         raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
     if not (data_dir / FORMAT_FILE).exists():
-        with suppress(OSError):  # a directory that is full or read-only may do for what comes
+        with suppress(OSError):  # a full or read-only directory may suffice for the command
             write_atomically(data_dir / FORMAT_FILE, f"{FORMAT}\n".encode())
 
 
 def lock_data_dir(data_dir: Path) -> int:
-    """Create the directory and hold it: one node per directory. Returns the descriptor that holds
-    the lock."""
+    """Create the data directory and lock it for one node. Return the descriptor of the lock.
+
+    Raises:
+        Unavailable: Another node uses the directory, or it cannot be created.
+    """
     make_data_dir(data_dir)
     try:
         fd = os.open(data_dir / "run" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -191,16 +226,19 @@ def lock_data_dir(data_dir: Path) -> int:
         raise Unavailable(
             f"data directory {data_dir} is in use by another node (pid {owner or 'unknown'})"
         ) from None
-    with suppress(OSError):  # on a full disk it is held all the same
+    with suppress(OSError):  # the lock works even if the disk is full
         os.truncate(fd, 0)
         os.write(fd, str(os.getpid()).encode())
     return fd
 
 
 @contextmanager
-def held_data_dir(data_dir: Path) -> Iterator[None]:
-    """Nobody else runs with this directory and its key meanwhile. Raises Unavailable where somebody
-    does."""
+def locked_data_dir(data_dir: Path) -> Iterator[None]:
+    """Lock the data directory and its key, so that no node can start with them.
+
+    Raises:
+        Unavailable: A node uses the directory.
+    """
     lock = lock_data_dir(data_dir)
     try:
         yield

@@ -39,7 +39,7 @@ EXTRAS = {
 }
 """Packages of each extra. `train` also needs `REASONING_GYM`."""
 REASONING_GYM = "reasoning-gym==0.1.25"
-"""Installed without its dependencies: of these, the tasks import only PyYAML."""
+"""Installed without its dependencies. The tasks import only PyYAML, which `train` contains."""
 LISTS = Path(__file__).resolve().parents[1] / "requirements"
 """The pinned lists. They exist in a checkout only."""
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

@@ -39,7 +39,7 @@ class ModelDefaults:
     """Sampled tokens."""
     spoiling_rate: float = math.inf
     """Smallest learning rate at which reinforcement learning spoils the model. Published recipes
-    have 1e-6 for all weights, and 1e-5 to 1e-4 for an adapter."""
+    use 1e-6 for all weights, and 1e-5 to 1e-4 for an adapter."""
     shortest_answer: int = 1
     """Smallest sensible `max_completion_length`: a chat model writes some words before its
     answer."""

@@ -1,12 +1,11 @@
-"""Why a node rests though it could train, and the file by which the supervisor tells the node's
-other processes.
+"""Reasons to pause training, and the file through which the supervisor reports them to the other
+processes of the node.
 
-    owner      `swarmnode pause`, until `swarmnode resume`; kept over restarts of the node
-    battery    the machine runs on its battery                    (node.rest_on_battery)
-    busy       other programs want the machine's processors       (node.rest_above_load)
+    owner      `swarmnode pause`, until `swarmnode resume`; outlasts restarts of the node
+    battery    the machine runs on battery                        (node.rest_on_battery)
+    busy       other programs use the machine's processors        (node.rest_above_load)
 
-Quiet hours, the part of a day in which a node leaves machine and line to its owner, are not among
-them: each process knows the time.
+Quiet hours are not in this file: each process compares them with its clock.
 """
 
 from __future__ import annotations
@@ -24,18 +23,24 @@ REASONS = ("owner", "battery", "busy")
 FILE = "pauses.json"
 FILE_BYTES = 4096
 POLL_INTERVAL = 1.0
-"""Between two readings of the file."""
+"""Interval between reads of the file, in seconds."""
 DAY_MINUTES = 24 * 60
 
 
 def write(data_dir: Path, since: Mapping[str, float]) -> None:
-    """Say why the node rests: reason of REASONS → since when, in Unix seconds. Raises OSError: a
-    full disk."""
+    """Write the current pauses.
+
+    Args:
+        since: Reason of `REASONS` → start of the pause, Unix seconds.
+
+    Raises:
+        OSError: The disk is full.
+    """
     write_atomically(data_dir / FILE, msgspec.json.encode(dict(since)))
 
 
 def read(data_dir: Path) -> dict[str, float]:
-    """What was written; empty where nothing was, or what is there is none of ours. Never raises."""
+    """Return the current pauses; empty if the file is missing or damaged. Never raises."""
     try:
         with (data_dir / FILE).open("rb") as file:
             found = msgspec.json.decode(file.read(FILE_BYTES), type=dict[str, float])
@@ -49,8 +54,7 @@ def read(data_dir: Path) -> dict[str, float]:
 
 
 class PauseFlags:
-    """Reasons for which this node rests, as the supervisor says them. Call it as often as you
-    like."""
+    """Current reasons to pause, cached for `POLL_INTERVAL`."""
 
     def __init__(self, data_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._data_dir = data_dir
@@ -59,7 +63,7 @@ class PauseFlags:
         self._reasons: tuple[str, ...] = ()
 
     def __call__(self) -> tuple[str, ...]:
-        """In the order of REASONS; none while the node may train."""
+        """Return the reasons in the order of `REASONS`; empty if the node may train."""
         now = self._clock()
         if now - self._read_at >= POLL_INTERVAL:
             self._read_at, self._reasons = now, tuple(read(self._data_dir))
@@ -67,10 +71,11 @@ class PauseFlags:
 
 
 def is_quiet(hours: str, minute: int) -> bool:
-    """Whether `minute` (of the local day, 0 to 1439) lies in `hours`, "22:00-07:00"; the end is no
-    longer part of it. Empty is never.
+    """Return True if a minute lies in the quiet hours.
 
-    Equal ends mean the whole day: whoever writes "00:00-00:00" wants no work at all.
+    Args:
+        hours: "22:00-07:00", without the last minute. Empty: never. Equal ends: the whole day.
+        minute: Minute of the local day, 0 to 1439.
     """
     if not hours:
         return False

@@ -1,5 +1,5 @@
-"""What the network process and the trainer owe their supervisor: signs of progress, and not
-outliving it."""
+"""Helpers for child processes of the supervisor: progress reports, exit with the parent, and exit
+codes."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator
 from swarmnode.errors import SwarmNodeError
 
 PROGRESS_FD = "SWARMNODE_PROGRESS_FD"
+"""Environment variable with the descriptor of the progress pipe."""
 ALIVE_SECONDS = 1.0
+"""Shortest interval between repeated reports."""
 
 
 class Progress:
-    """Writes one JSON line per sign of progress to the pipe that the supervisor reads.
+    """Reports progress to the supervisor, as JSON lines in a pipe.
 
-    Does nothing when the process was started by hand. Never blocks and never raises: a supervisor
-    that has gone must not end its child here, `die_with_parent` does that.
+    It does nothing if the process was started by hand. It never blocks and never raises; if the
+    supervisor has ended, `die_with_parent` ends this process.
     """
 
     def __init__(self) -> None:
@@ -34,12 +36,17 @@ class Progress:
         self._status = "starting"
         self._reported_at = float("-inf")
         if self._fd is not None:
-            os.set_inheritable(self._fd, False)  # the scorer must not keep the pipe open
+            os.set_inheritable(self._fd, False)  # the scorer must not inherit the pipe
             os.set_blocking(self._fd, False)
 
     def __call__(self, status: str, step_seconds: float | None = None) -> None:
-        """Report progress. `step_seconds` is the length of a finished step, the basis of the stall
-        deadline."""
+        """Report progress.
+
+        Args:
+            status: Current activity.
+            step_seconds: Duration of a finished step. The supervisor derives its stall deadline
+                from it.
+        """
         self._count += 1
         self._status, self._reported_at = status, time.monotonic()
         if self._fd is None:
@@ -52,32 +59,32 @@ class Progress:
             os.write(self._fd, line.encode())
 
     def alive(self) -> None:
-        """Report the last status again, at most once in ALIVE_SECONDS: for the middle of what takes
-        long. Costs nothing in between."""
+        """Repeat the last status, at most once per `ALIVE_SECONDS`. Call it during long
+        computations."""
         if time.monotonic() - self._reported_at >= ALIVE_SECONDS:
             self(self._status)
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel to send a signal when the parent ends, however it ends (Linux; elsewhere
-    nothing)."""
+    """Let the kernel send a signal to this process when its parent ends. Does nothing on systems
+    other than Linux."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, number)
-    if os.getppid() != parent:  # it ended before we asked
+    if os.getppid() != parent:  # the parent ended before the call
         os.kill(os.getpid(), number)
 
 
 @contextlib.contextmanager
 def loading_modules() -> Iterator[None]:
-    """Import large packages without the garbage collector, and keep it from what they made for
-    good.
+    """Disable the garbage collector during imports of large packages, and exclude their objects
+    from all later collections.
 
-    Their objects stay as long as the process: looking for garbage among them again and again is a
-    fifth of the time in which torch and transformers load, and a tenth of a second in each later
-    full collection. Not even once at the end: that would be 0.4 s for a megabyte.
+    The objects live as long as the process. Collections take a fifth of the time in which torch and
+    transformers load, and would take 0.1 s in each later full collection. A collection at the end
+    is left out too: it takes 0.4 s and frees a megabyte.
     """
     gc.disable()
     try:
@@ -88,13 +95,14 @@ def loading_modules() -> Iterator[None]:
 
 
 def run_main(name: str, main: Callable[[], int]) -> int:
-    """Run `main` and turn our own errors into one line on stderr and their exit code."""
+    """Run `main` and return its exit code. A `SwarmNodeError` becomes one line on stderr."""
     try:
         return main()
     except SwarmNodeError as error:
         first = error
     except BaseExceptionGroup as group:
-        # what a nursery makes of one error; anything else in it is a defect and keeps its traceback
+        # A nursery wraps errors in a group. Any other exception in it is a bug and keeps its
+        # traceback.
         leaf = next(leaves(group))
         if not isinstance(leaf, SwarmNodeError):
             return _crashed(name, group)
@@ -111,8 +119,8 @@ def run_main(name: str, main: Callable[[], int]) -> int:
 
 
 def _crashed(name: str, error: BaseException) -> int:
-    """A defect of ours, in the log: one line, and the traceback in the log's file. Without a log as
-    Python does it."""
+    """Log an exception that indicates a bug, and return exit code 1. Raise it if logging is not
+    configured."""
     if not logging.getLogger().handlers:
         raise error
     logging.getLogger(name).critical("crashed", exc_info=error)
@@ -120,7 +128,7 @@ def _crashed(name: str, error: BaseException) -> int:
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions inside nested groups, our own first."""
+    """Yield the exceptions inside nested groups, with `SwarmNodeError` first."""
     if not isinstance(error, BaseExceptionGroup):
         yield error
         return

@@ -85,7 +85,7 @@ class Crew:
         started = time.monotonic()
         while time.monotonic() - started < seconds:
             for node in self.nodes:
-                node.ask()
+                node.poll()
             with contextlib.suppress(LookupError):
                 if true():
                     return time.monotonic() - started

@@ -35,7 +35,7 @@ class Watched:
         self._phase = "starting"
 
     def look(self) -> None:
-        self.node.ask()
+        self.node.poll()
         now, phase, status = time.monotonic(), self.node.view.phase, snapshot(self.node)
         self.step = max(self.step, self.node.view.step, self.node.view.stage_step)
         if status is not None:

@@ -1,6 +1,6 @@
-"""argv to command: one file for each group of commands, and what they share in `options`.
+"""The command line: one module per group of commands, with shared options in `options`.
 
-Nothing heavy is imported before the command that needs it, so that `--help` answers at once.
+Commands import large packages only when they run, so that `--help` answers in half a second.
 """
 
 from __future__ import annotations
@@ -69,35 +69,34 @@ OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO
 
 
 def run(argv: list[str]) -> int:
-    """Run one command and return the process's exit code; our own errors become one line on
-    stderr."""
+    """Run one command and return the exit code. A `SwarmNodeError` becomes one line on stderr."""
     try:
         result = app(argv, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except CycloptsError as error:
         command = " ".join(["swarmnode", *(error.command_chain or ())])
-        what = " ".join(str(error).partition("Available commands:")[0].split()).rstrip(".")
-        _complain(f"{what}; `{command} --help` tells what there is")
+        problem = " ".join(str(error).partition("Available commands:")[0].split()).rstrip(".")
+        _print_error(f"{problem}; see `{command} --help`")
         return USAGE_EXIT_CODE
     except SwarmNodeError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except OSError as error:
         if error.errno not in OUTPUT_ERRORS or error.filename is not None:
             raise
-        # the interpreter flushes once more when it ends
+        # The interpreter flushes standard output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if isinstance(error, BrokenPipeError):  # `swarmnode config show | head`
             return 0
-        _complain(f"cannot write to standard output: {error.strerror}")
+        _print_error(f"cannot write to standard output: {error.strerror}")
         return Unavailable.exit_code
 
 
-def _complain(text: str) -> None:
-    """Write one error to standard error; what a peer or a server has put into it stays inert."""
+def _print_error(text: str) -> None:
+    """Print an error to standard error, without control characters of a peer or server."""
     from swarmnode.observe.logs import clean_text
 
     text = "\n".join(clean_text(line) for line in f"swarmnode: {text}".split("\n"))

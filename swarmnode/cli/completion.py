@@ -1,4 +1,4 @@
-"""Completion of the command line in a shell."""
+"""`swarmnode completion`: shell completion."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from swarmnode.errors import ConfigError, Unavailable
 def completion(
     shell: Literal["bash", "zsh", "fish"] | None = None, *, install: Flag = False
 ) -> int:
-    """Print what makes a shell complete this program's commands and options, or install it.
+    """Print the completion script of a shell, or install it.
 
     Parameters
     ----------
     shell
-        Without it, the shell that this was typed in.
+        By default the current shell.
     install
-        Write it where the shell looks for it, and for bash and zsh one line into ~/.bashrc or
-        ~/.zshrc. Again after an upgrade.
+        Write the script to the shell's completion directory. For bash and zsh, also add one line to
+        ~/.bashrc or ~/.zshrc. Repeat this after an upgrade.
     """
     from cyclopts.completion.detect import ShellDetectionError, detect_shell
 
@@ -31,7 +31,9 @@ def completion(
         except ShellDetectionError:
             found = "powershell"
         if found == "powershell":
-            raise ConfigError("completion: which shell? `swarmnode completion bash`, zsh or fish")
+            raise ConfigError(
+                "completion: unknown shell: run `swarmnode completion bash`, zsh or fish"
+            )
         shell = found
     if not install:
         print(app.generate_completion(shell=shell), end="")
@@ -40,5 +42,5 @@ def completion(
         written = app.install_completion(shell=shell)
     except OSError as error:
         raise Unavailable(f"completion: cannot write {error.filename}: {error.strerror}") from None
-    print(f"written: {written}; it counts from the next {shell} on")
+    print(f"wrote {written}; completion works in new {shell} sessions")
     return 0

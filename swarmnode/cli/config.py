@@ -1,4 +1,4 @@
-"""Commands about configuration."""
+"""`swarmnode config`: show and change the configuration."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from typing import TYPE_CHECKING
 
 from cyclopts import App
 
-from swarmnode.cli.options import NODE, AsJson, NodeOptions, Peer, load, say
+from swarmnode.cli.options import (
+    NODE,
+    AsJson,
+    NodeOptions,
+    Peer,
+    load,
+    load_data_dir,
+    print_result,
+)
 from swarmnode.errors import ConfigError, SwarmNodeError, Unavailable
 
 if TYPE_CHECKING:
     from swarmnode.settings import Resolved
 
-config_app = App(name="config", help="Configuration: what is set, and by what.")
+config_app = App(name="config", help="Show and change the configuration.")
 
 
 @config_app.command(name="show")
 def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = False) -> int:
-    """Every key with its value and where that was set."""
-    rows = list(by_manifest(load(node, peers=peer)).rows())
+    """Print all settings with their values and origins."""
+    rows = list(apply_manifest(load(node, peers=peer)).rows())
     if json:
         print(
             json_module.dumps(
@@ -41,11 +49,11 @@ def config_show(*, node: NodeOptions = NODE, peer: Peer = None, json: AsJson = F
 
 @config_app.command(name="path")
 def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """The files that are read, those that are not there included; of two that set a key the later
-    one counts."""
+    """Print the configuration files, including those that do not exist. Later files override
+    earlier ones."""
     from swarmnode import settings
 
-    data_dir = load(node, tasks=False).config.node.data_dir
+    data_dir = load_data_dir(node)
     named = node.config or (
         Path(os.environ["SWARMNODE_CONFIG"]) if os.environ.get("SWARMNODE_CONFIG") else None
     )
@@ -54,52 +62,53 @@ def config_path(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
         if named is not None
         else [settings.default_file(), settings.kept_file(data_dir)]
     )
-    lines = [f"{file}{'' if file.exists() else '  (not there)'}" for file in files]
-    return say({"files": [str(file) for file in files]}, "\n".join(lines), json)
+    lines = [f"{file}{'' if file.exists() else '  (absent)'}" for file in files]
+    return print_result({"files": [str(file) for file in files]}, "\n".join(lines), json)
 
 
 @config_app.command(name="set")
 def config_set(
     *setting: str, recipe: str | None = None, node: NodeOptions = NODE, json: AsJson = False
 ) -> int:
-    """Keep settings for this data directory; a node that runs takes them at its next start.
+    """Save settings in the data directory. A running node uses them from its next start.
 
     Parameters
     ----------
     setting
-        key=value, any key of docs/configuration.md. May be repeated.
+        key=value with a key of docs/configuration.md. May be repeated.
     recipe
-        Keep all that it sets too; `swarmnode recipes` lists them.
+        Save the settings of this recipe too. `swarmnode recipes` lists the recipes.
     """
     from swarmnode import settings
-    from swarmnode.cli.node import check_before_processes
+    from swarmnode.cli.node import check_values
     from swarmnode.tasks.registry import check_names
 
-    asked = [*(node.set_ or []), *setting]
-    if not asked and recipe is None:
+    overrides = [*(node.set_ or []), *setting]
+    if not overrides and recipe is None:
         raise ConfigError("config set: nothing to set; write KEY=VALUE")
-    if any(text.partition("=")[0].strip().replace("-", "_") == "node.data_dir" for text in asked):
+    keys = [text.partition("=")[0].strip().replace("-", "_") for text in overrides]
+    if "node.data_dir" in keys:
         raise ConfigError(
-            "config set: node.data_dir cannot be kept in the directory itself: name it with -d, or"
+            "config set: node.data_dir cannot be saved in the directory itself: use -d, or set it"
             " in the user's config.toml"
         )
-    of_tasks = any(text.strip().startswith("task.") for text in asked)
-    resolved = load(replace(node, set_=asked), tasks=of_tasks, recipe=recipe)
-    check_before_processes(resolved)
-    if of_tasks:
+    sets_tasks = any(key.startswith("task.") for key in keys)
+    resolved = load(replace(node, set_=overrides), tasks=sets_tasks, recipe=recipe)
+    check_values(resolved)
+    if sets_tasks:
         check_names(resolved.config.task.names)
-    file = settings.keep(resolved.config.node.data_dir, asked, recipe)
-    return say({"file": str(file)}, f"kept in {file}", json)
+    file = settings.keep(resolved.config.node.data_dir, overrides, recipe)
+    return print_result({"file": str(file)}, f"saved in {file}", json)
 
 
 @config_app.command(name="init")
 def config_init(file: Path | None = None, *, json: AsJson = False) -> int:
-    """Write a configuration file with every setting, all commented out, to begin with.
+    """Write a configuration file in which all settings are commented out.
 
     Parameters
     ----------
     file
-        Must not exist yet. Without it, config.toml in the user's configuration directory.
+        A new file; by default config.toml in the user's configuration directory.
     """
     from swarmnode import settings
 
@@ -114,19 +123,19 @@ def config_init(file: Path | None = None, *, json: AsJson = False) -> int:
         ) from None
     except OSError as error:
         raise Unavailable(f"cannot write {target}: {error.strerror}") from None
-    return say({"file": str(target)}, f"written: {target}", json)
+    return print_result({"file": str(target)}, f"wrote {target}", json)
 
 
-def by_manifest(resolved: Resolved) -> Resolved:
-    """What a node would run with: values of the manifest in place of what was set, and said to be
-    from there."""
+def apply_manifest(resolved: Resolved) -> Resolved:
+    """Return the configuration that a node would run with: the manifest's values replace those of
+    the node, and the origins name the manifest."""
     from swarmnode.settings import Resolved
     from swarmnode.swarm import manifest_store
 
     try:
         agreed, changes = manifest_store.apply_stored(resolved.config)
     except SwarmNodeError as error:
-        print(f"swarmnode: without the manifest: {error}", file=sys.stderr)
+        print(f"swarmnode: the manifest is ignored: {error}", file=sys.stderr)
         return resolved
-    said = {change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}
-    return Resolved(agreed, resolved.origins | said)
+    origins = {change.key: f"manifest {agreed.swarm.id[:16]}…" for change in changes}
+    return Resolved(agreed, resolved.origins | origins)

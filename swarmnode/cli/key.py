@@ -1,4 +1,4 @@
-"""Commands about this node's identity. None of them prints the key."""
+"""`swarmnode key`: the node's identity. No command prints the private key."""
 
 from __future__ import annotations
 
@@ -6,59 +6,61 @@ from pathlib import Path
 
 from cyclopts import App
 
-from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, load, say
+from swarmnode.cli.options import NODE, AsJson, Flag, NodeOptions, load_data_dir, print_result
 
-key_app = App(name="key", help="This node's identity.")
+key_app = App(name="key", help="Manage the node's identity.")
 
 
 @key_app.command(name="show")
 def key_show(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Print this node's peer id, making a key if there is none. Never prints the key."""
-    data_dir = _data_dir(node)
+    """Print the node's peer id. Create a key if there is none."""
+    data_dir = load_data_dir(node)
     from swarmnode.files import make_data_dir
     from swarmnode.p2p.identity import load_or_create
 
     make_data_dir(data_dir)
     peer = load_or_create(data_dir / "identity.key").peer_id
-    return say({"peer": peer}, peer, json)
+    return print_result({"peer": peer}, peer, json)
 
 
 @key_app.command(name="backup")
 def key_backup(file: Path, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Copy this node's key to a new file that only you can read. Keep it off this machine: whoever
-    has it is this node.
+    """Copy the node's key to a new file that only its owner can read. Store it on another machine,
+    in a safe place: anyone with the key can impersonate the node.
 
     Parameters
     ----------
     file
-        Must not exist yet.
+        A new file.
     """
-    data_dir = _data_dir(node)
+    data_dir = load_data_dir(node)
     from swarmnode.swarm import keys
 
     peer = keys.backup(data_dir, file)
-    return say({"peer": peer, "file": str(file)}, f"{peer} is backed up in {file}", json)
+    return print_result(
+        {"peer": peer, "file": str(file)}, f"copied the key of {peer} to {file}", json
+    )
 
 
 @key_app.command(name="import")
 def key_import(
     file: Path, *, node: NodeOptions = NODE, replace: Flag = False, json: AsJson = False
 ) -> int:
-    """Make the key in a file this node's. The node it came from must not run any more.
+    """Use the key in a file as the node's key. No other node may run with the same key.
 
     Parameters
     ----------
     file
-        An Ed25519 key, PEM, that nobody else can read.
+        An Ed25519 key in PEM format. Other users must not be able to read it.
     replace
-        Also when this node has another key already, which is kept beside it.
+        Replace an existing key. The former key is kept in the data directory.
     """
-    data_dir = _data_dir(node)
+    data_dir = load_data_dir(node)
     from swarmnode.swarm import keys
 
-    peer, kept = keys.import_key(data_dir, file, replace)
-    text = f"this node is {peer} now" + (f"; its former key is in {kept}" if kept else "")
-    return say({"peer": peer, "former_key": str(kept) if kept else None}, text, json)
+    peer, former = keys.import_key(data_dir, file, replace)
+    text = f"this node is now {peer}" + (f"; its former key is in {former}" if former else "")
+    return print_result({"peer": peer, "former_key": str(former) if former else None}, text, json)
 
 
 @key_app.command(name="passphrase")
@@ -69,27 +71,28 @@ def key_passphrase(
     remove: Flag = False,
     json: AsJson = False,
 ) -> int:
-    """Give this node's key a passphrase, or another one. The node must not run meanwhile; backups
-    from before are as they were.
+    """Set or change the passphrase of the node's key. Stop the node first. Earlier backups keep
+    their passphrase.
 
-    Asked for at the terminal. Unattended nodes say it in SWARMNODE_KEY_PASSPHRASE, or name a file
-    that only they can read in SWARMNODE_KEY_PASSPHRASE_FILE.
+    The passphrase is read from the terminal. For unattended nodes, set SWARMNODE_KEY_PASSPHRASE, or
+    set SWARMNODE_KEY_PASSPHRASE_FILE to a file that only the node's user can read.
 
     Parameters
     ----------
     new_file
-        Holds the new passphrase, for a script; readable by nobody else.
+        Read the new passphrase from this file, for scripts. Other users must not be able to read
+        it.
     remove
-        The key shall have none any more.
+        Remove the passphrase.
     """
-    data_dir = _data_dir(node)
+    data_dir = load_data_dir(node)
     from swarmnode.errors import ConfigError
     from swarmnode.files import read_private
     from swarmnode.p2p import passphrase
     from swarmnode.swarm import keys
 
     if remove and new_file is not None:
-        raise ConfigError("key passphrase: --remove and --new-file: which?")
+        raise ConfigError("key passphrase: --remove and --new-file exclude each other")
 
     def new() -> bytes | None:
         if remove:
@@ -103,28 +106,25 @@ def key_passphrase(
 
     peer = keys.set_passphrase(data_dir, new)
     text = (
-        f"the key of {peer} has no passphrase any more"
+        f"removed the passphrase from the key of {peer}"
         if remove
-        else f"the key of {peer} has that passphrase now"
+        else f"set the passphrase of the key of {peer}"
     )
-    return say({"peer": peer, "passphrase": not remove}, text, json)
+    return print_result({"peer": peer, "passphrase": not remove}, text, json)
 
 
 @key_app.command(name="rotate")
 def key_rotate(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Give this node a new key. Peers meet it as a stranger; the old key is kept beside the new
-    one."""
-    data_dir = _data_dir(node)
+    """Create a new key, and with it a new peer id that no peer knows. The former key is kept in the
+    data directory."""
+    data_dir = load_data_dir(node)
     from swarmnode.swarm import keys
 
-    before, after, kept = keys.rotate(data_dir)
+    before, after, former = keys.rotate(data_dir)
     text = (
-        f"this node was {before} and is {after} now; its former key is in {kept}\ntell whoever has"
-        " the old peer id: invites, members' lists, bootstrap addresses; a founder signs"
-        " successors with the old key"
+        f"this node was {before} and is now {after}; its former key is in {former}\nupdate the peer"
+        " id in invites, lists of members and bootstrap addresses; a founder signs successors with"
+        " the former key"
     )
-    return say({"peer": after, "former_peer": before, "former_key": str(kept)}, text, json)
-
-
-def _data_dir(node: NodeOptions) -> Path:
-    return load(node, tasks=False).config.node.data_dir
+    result = {"peer": after, "former_peer": before, "former_key": str(former)}
+    return print_result(result, text, json)

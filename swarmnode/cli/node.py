@@ -1,4 +1,4 @@
-"""Commands that run a node, examine one, or take out what it has learnt."""
+"""Commands that run and check nodes, and export and revert policies."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from swarmnode.cli.options import (
     Peer,
     SecretFile,
     load,
-    needs_trainer,
-    say,
+    load_data_dir,
+    print_result,
+    require_trainer,
 )
 from swarmnode.errors import ConfigError
 from swarmnode.install import check_torch, install_command
@@ -44,83 +45,79 @@ def run_node(
     stage_capacity: Capacity = None,
     recipe: str | None = None,
 ) -> int:
-    """Run a node until it is told to stop. The first Ctrl-C drains, the second aborts.
+    """Run a node until it receives a signal. The first Ctrl-C drains, the second aborts.
 
     Parameters
     ----------
     recipe
-        Begin with settings for a machine and a size of model; `swarmnode recipes` lists them.
-        What else is set counts for more.
+        Name of a set of defaults for a machine and a model size. `swarmnode recipes` lists them.
+        Other settings override them.
     """
     return run_resolved(load(node, peers=peer, stage_capacity=stage_capacity, recipe=recipe))
 
 
 recipes_app = App(
     name="recipes",
-    help="List the recipes for `run --recipe`: settings for a machine and a size of model.",
+    help="List recipes for `run --recipe`: defaults for a machine and a model size.",
 )
 
 
 @recipes_app.default
 def recipes(*, json: AsJson = False) -> int:
-    """List the recipes for `run --recipe`: settings for a machine and a size of model."""
+    """List recipes for `run --recipe`: defaults for a machine and a model size."""
     from swarmnode import settings
 
     found = settings.recipes()
-    return say(
-        {"recipes": [asdict(each) for each in found]}, "\n".join(map(_recipe_line, found)), json
-    )
+    text = "\n".join(map(_format_recipe, found))
+    return print_result({"recipes": [asdict(each) for each in found]}, text, json)
 
 
 @recipes_app.command(name="show")
 def recipes_show(name: str, *, json: AsJson = False) -> int:
-    """Print what a recipe sets.
+    """Print the settings of a recipe.
 
     Parameters
     ----------
     name
-        One that `swarmnode recipes` lists.
+        A name from `swarmnode recipes`.
     """
     from swarmnode import settings
 
-    return say(
-        {"recipe": name, "set": settings.recipe_values(name)},
-        settings.recipe_text(name).rstrip(),
-        json,
-    )
+    result = {"recipe": name, "set": settings.recipe_values(name)}
+    return print_result(result, settings.recipe_text(name).rstrip(), json)
 
 
-def _recipe_line(recipe: Recipe) -> str:
+def _format_recipe(recipe: Recipe) -> str:
     needs = f" Needs: {install_command(recipe.needs)}" if recipe.needs else ""
     return f"{recipe.name:<16} {recipe.what}{needs}"
 
 
 def run_resolved(resolved: Resolved) -> int:
-    """Run a node by the manifest that is chosen, if any, else by its configuration alone."""
+    """Run a node with the manifest that it has joined, or with its configuration alone."""
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
-    needs_trainer("training")
-    check_before_processes(resolved)
+    require_trainer("training")
+    check_values(resolved)
     task = resolved.config.task
     check_names(task.names, crew=resolved.config.stages.mode == "always")
     prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
-    return _supervise(resolved, None)
+    return _run_supervisor(resolved, None)
 
 
-def check_before_processes(resolved: Resolved) -> None:
-    """Check the values whose rules the configuration itself does not know, before anything starts
-    or is kept.
+def check_values(resolved: Resolved) -> None:
+    """Check values that `Config` cannot check: model, addresses, invite, trackers. Commands call
+    this before they start a process or write a file.
 
     Raises:
-        ConfigError: one line that names what set the value, the key, and what is wrong.
+        ConfigError: One line with the origin of the value, its key and the problem.
     """
     from swarmnode.settings import check_trackers
     from swarmnode.swarm import invite as invites
 
     config = resolved.config
-    for key, why in [*_model_problems(config.policy), *_address_problems(config)]:
-        raise ConfigError(f"{resolved.origins.get(key, 'default')}: {key}: {why}")
+    for key, problem in [*_find_model_problems(config.policy), *_find_address_problems(config)]:
+        raise ConfigError(f"{resolved.origins.get(key, 'default')}: {key}: {problem}")
     if config.swarm.invite:
         try:
             invites.parse(config.swarm.invite)
@@ -130,7 +127,7 @@ def check_before_processes(resolved: Resolved) -> None:
     check_trackers(config.log.trackers)
 
 
-def _model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
+def _find_model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
     """Yield (key, problem)."""
     from swarmnode.model_defaults import EMBEDDED
 
@@ -139,8 +136,8 @@ def _model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
         if (directory / "adapter_config.json").is_file():
             yield (
                 "policy.model",
-                f"{model} holds an adapter, which is trained on from a whole model: write one with"
-                " `swarmnode export --merge`",
+                f"{model} contains an adapter, but training starts from a whole model: write one"
+                " with `swarmnode export --merge`",
             )
         elif not (directory / "config.json").is_file():
             yield "policy.model", f"{model}: no config.json in this directory"
@@ -152,18 +149,18 @@ def _model_problems(policy: PolicyConfig) -> Iterator[tuple[str, str]]:
         if not HUB_NAME.fullmatch(model):
             yield (
                 "policy.model",
-                f"{model[:120]!r} is neither a directory that is there nor a Hub name such as"
+                f"{model[:120]!r} is neither an existing directory nor a Hub name such as"
                 " Qwen/Qwen2.5-0.5B-Instruct",
             )
     if policy.device.partition(":")[0] not in ("auto", "cuda"):
-        elsewhere = f"needs a CUDA device, and policy.devices = {policy.devices}"
+        problem = f"needs a CUDA device, but policy.devices is {policy.devices}"
         if policy.quantization != "none":
-            yield "policy.quantization", elsewhere
+            yield "policy.quantization", problem
         if policy.optim != "adamw":
-            yield "policy.optim", elsewhere
+            yield "policy.optim", problem
 
 
-def _address_problems(config: Config) -> Iterator[tuple[str, str]]:
+def _find_address_problems(config: Config) -> Iterator[tuple[str, str]]:
     """Yield (key, problem)."""
     from swarmnode.p2p import addresses
 
@@ -178,24 +175,24 @@ def _address_problems(config: Config) -> Iterator[tuple[str, str]]:
             try:
                 address, peer = addresses.parse_any(text)
             except ValueError as error:
-                why = str(error)
+                problem = str(error)
                 if key != "network.initial_peers":
-                    why = why.removesuffix("/p2p/<peer id>")
-                yield key, f"{shown}: {why}"
+                    problem = problem.removesuffix("/p2p/<peer id>")
+                yield key, f"{shown}: {problem}"
                 continue
             direct = address if isinstance(address, addresses.Address) else None
             if key == "network.initial_peers" and peer is None:
                 yield key, f"{shown} does not end in /p2p/<peer id>"
             if key == "network.listen_addrs" and (direct is None or direct.ip is None):
-                yield key, f"{shown}: not the IP address of an interface: 0.0.0.0 is all of them"
+                yield key, f"{shown}: not the IP address of an interface (0.0.0.0: all interfaces)"
             if (
                 key != "network.listen_addrs"
                 and direct is not None
                 and (direct.port == 0 or (direct.ip is not None and direct.ip.is_unspecified))
             ):
-                yield key, f"{shown} is not an address that anybody could dial"
+                yield key, f"{shown}: peers cannot dial this address"
     if not network.listen_addrs:
-        yield "network.listen_addrs", 'no address; ["/ip4/127.0.0.1/tcp/0"] is this machine only'
+        yield "network.listen_addrs", 'empty; write ["/ip4/127.0.0.1/tcp/0"] for this machine only'
     for peer in config.stages.allowed:
         try:
             addresses.check_peer_id(peer)
@@ -211,15 +208,15 @@ def bootstrap_node(
     manifest: Path | None = None,
     secret_file: SecretFile = None,
 ) -> int:
-    """Help others to meet: serves the manifest and tells peers of each other, without a trainer.
-    For whoever hosts a swarm.
+    """Run a bootstrap node, for the host of a swarm. It serves the manifest, introduces peers to
+    each other, and does not train.
 
     Parameters
     ----------
     invite
-        To the swarm; not needed when the data directory has a manifest.
+        Invite of the swarm. Not needed if the data directory contains a manifest.
     manifest
-        A signed manifest, for a swarm that nobody runs yet: the file that `init` stored.
+        The manifest that `init` has stored, for a swarm without running nodes.
     """
     resolved = load(node, peers=peer)
     from swarmnode.observe import logs
@@ -227,7 +224,7 @@ def bootstrap_node(
     from swarmnode.swarm import keys
     from swarmnode.swarm.membership import Membership
 
-    check_before_processes(resolved)
+    check_values(resolved)
     keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor", data_dir=resolved.config.node.data_dir)
     membership = Membership(resolved.config, trains=False)
@@ -239,14 +236,18 @@ def bootstrap_node(
         membership.join(invites.parse(invite))
     if membership.store.current() is None and not resolved.config.swarm.invite:
         raise ConfigError(
-            "bootstrap: no swarm yet; give an invite, a --manifest file, or the data directory of a"
-            " founder"
+            "bootstrap: no swarm: add an invite, --manifest FILE, or -d with a founder's data"
+            " directory"
         )
-    return _supervise(resolved, {"network": "swarmnode.daemon.bootstrap"})
+    return _run_supervisor(resolved, {"network": "swarmnode.daemon.bootstrap"})
 
 
-def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
-    """commands: process name to module; None is a node that trains."""
+def _run_supervisor(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
+    """Run the supervisor and return its exit code.
+
+    Args:
+        commands: Process name → module to run; None for a node that trains.
+    """
     from swarmnode.daemon import supervisor
     from swarmnode.daemon.machine import Rules
     from swarmnode.observe import logs
@@ -277,17 +278,17 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
 def doctor(
     *, node: NodeOptions = NODE, peer: Peer = None, bundle: Flag = False, json: AsJson = False
 ) -> int:
-    """Will this node run? Checks configuration, directory, key, ports, clock, peers, device and
-    model, and says what to do.
+    """Check whether this node will run: configuration, directory, key, ports, clock, peers, device
+    and model. Print remedies.
 
-    Exits with 0, or with what the node itself would: 69 something is missing, 75 the model does not
-    fit, 77 refused, 78 configuration.
+    The exit code is 0 or that of the node: 69 something is missing, 75 the model does not fit, 77
+    refused, 78 configuration error.
 
     Parameters
     ----------
     bundle
-        Write swarmnode-bundle-….tar.gz for whoever helps: versions, settings, logs, status and
-        these checks, without secrets.
+        Write swarmnode-bundle-….tar.gz for a bug report: versions, settings, logs, status and these
+        checks, without secrets.
     """
     from swarmnode.doctor.command import doctor as examine
 
@@ -295,25 +296,22 @@ def doctor(
 
 
 def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Let the trainer go on from a former state, e.g. of before its reward collapsed. Without a
-    step: list the states that are kept.
+    """Revert the trainer to an earlier state, for example from before a collapse of the reward.
+    Without a step, list the saved states.
 
     Parameters
     ----------
     step
-        Of the state to go back to. The node must not run meanwhile; the state that it replaces is
-        kept too.
+        Step of the earlier state. Stop the node first. The current state is kept too.
     """
-    data_dir = load(node).config.node.data_dir
+    data_dir = load_data_dir(node)
     from swarmnode.swarm import rollback as states
 
     if step is not None:
         kept = states.roll_back(data_dir, step)
-        return say(
-            {"step": step, "saved_at": kept.saved_at},
-            f"the trainer goes on from step {step} when the node starts",
-            json,
-        )
+        result = {"step": step, "saved_at": kept.saved_at}
+        text = f"the trainer will continue from step {step} when the node starts"
+        return print_result(result, text, json)
     found = states.list_states(data_dir / "trainer")
     present = states.current_state(found)
     rows = [
@@ -325,20 +323,17 @@ def rollback(step: int | None = None, *, node: NodeOptions = NODE, json: AsJson 
         }
         for each in found
     ]
-    return say(
-        {"states": rows},
-        "\n".join(_state_line(each, each is present) for each in found)
-        or f"no state in {data_dir} yet: the node has not trained",
-        json,
-    )
+    text = "\n".join(_format_state(each, each is present) for each in found)
+    text = text or f"no saved state in {data_dir}: the node has not trained"
+    return print_result({"states": rows}, text, json)
 
 
-def _state_line(kept: StoredState, is_present: bool) -> str:
+def _format_state(kept: StoredState, is_present: bool) -> str:
     saved = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.saved_at))
     reward = (
         "–" if kept.counters.reward_held_out is None else f"{kept.counters.reward_held_out:.3f}"
     )
-    present = "   (present)" if is_present else ""
+    present = "   (current)" if is_present else ""
     return f"step {kept.counters.step:>8}   saved {saved}   held-out reward {reward}{present}"
 
 
@@ -351,40 +346,40 @@ def export_policy(
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """Write the policy as it was last saved to a directory that transformers loads. The node may go
-    on running.
+    """Export the last saved policy to a directory that transformers can load. The node may run
+    meanwhile.
 
     Parameters
     ----------
     directory
-        Must not exist yet, or be empty.
+        A new or empty directory.
     merge
-        With LoRA, whole weights instead of an adapter.
+        With LoRA: write whole weights instead of an adapter.
     push
-        Upload it to the Hub as well: USER/NAME, which is made if it is not there. Needs a token
-        that may write.
+        Also upload it to this Hub repository, USER/NAME. It is created if it does not exist. Needs
+        a token with write permission.
     public
-        Make that repository for everybody to read; otherwise it is private.
+        Create the repository as public instead of private.
     """
     resolved = load(node)
     from swarmnode.swarm import card, manifest_store
     from swarmnode.swarm.export import export
 
-    needs_trainer("export")
+    require_trainer("export")
     check_torch()
     if push is not None:
         card.check_target(push)
-    told = export(manifest_store.apply_stored(resolved.config)[0], directory, merge)
+    result = export(manifest_store.apply_stored(resolved.config)[0], directory, merge)
     text = (
-        f"{told['kind']} of step {told['step']} (policy version {told['policy_version']}) in"
-        f" {directory}"
+        f"exported to {directory}: {result['kind']} of step {result['step']} (policy version"
+        f" {result['policy_version']})"
     )
     if push is not None:
-        told["url"] = card.push(
+        result["url"] = card.push(
             directory,
             push,
             public=public,
-            message=f"step {told['step']}, policy version {told['policy_version']}",
+            message=f"step {result['step']}, policy version {result['policy_version']}",
         )
-        text += f", pushed to {told['url']}"
-    return say(told, text, json)
+        text += f", pushed to {result['url']}"
+    return print_result(result, text, json)

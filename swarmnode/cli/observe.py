@@ -1,4 +1,4 @@
-"""Commands that show the state of a node."""
+"""Commands that show a node's status and samples."""
 
 from __future__ import annotations
 
@@ -8,43 +8,42 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
+from swarmnode.cli.options import NODE, AsJson, NodeOptions, load, load_data_dir
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
     from swarmnode.observe.address import NodeAddress
     from swarmnode.observe.samples import Answer, Sample
 
-Where = Annotated[
+StatusUrl = Annotated[
     str | None,
     Parameter(
         name="--url",
         help=(
-            "HOST:PORT or http://HOST:PORT of a status page. Without it, the node of this data"
-            " directory."
+            "HOST:PORT or http://HOST:PORT of a status page; by default that of the data"
+            " directory's node."
         ),
     ),
 ]
 
 
-def status(where: Where = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Print the state of a running node. Exit code: 0 if it is ready, 1 if not, 69 without an
-    answer."""
+def status(where: StatusUrl = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
+    """Show the status of a running node. Exit code 0: ready; 1: not ready; 69: no response."""
     from swarmnode.observe.top import status_command
 
     return status_command(_address("status", where, node), json)
 
 
-def top(where: Where = None, *, node: NodeOptions = NODE) -> int:
-    """Show the state of a running node, updated every second. q quits; arrow keys scroll."""
+def top(where: StatusUrl = None, *, node: NodeOptions = NODE) -> int:
+    """Show a live view of a running node in the terminal. q quits, arrow and page keys scroll."""
     from swarmnode.observe.live import top_command
 
     top_command(_address("top", where, node))
     return 0
 
 
-LINE = 100
-"""Most characters of a text in the table."""
+MAX_TEXT_CHARACTERS = 100
+"""Length of a shortened text in the table."""
 
 
 def samples(
@@ -53,85 +52,85 @@ def samples(
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """Print recent answers of the policy and its peers, with reward and surprise. They are read
-    from disk, so the node need not run.
+    """Show recent completions of the policy and its peers, with rewards and surprise. The node need
+    not run.
 
     Parameters
     ----------
     count
-        Number of groups, newest first. With --json, each text is printed as it was stored;
-        otherwise one line of it.
+        Number of groups, newest first. The table shortens texts, --json does not.
     """
     import msgspec
 
     from swarmnode.errors import Unavailable
     from swarmnode.observe import address as addresses
-    from swarmnode.observe import samples as kept
-    from swarmnode.observe import top as answers
+    from swarmnode.observe import samples as sample_files
+    from swarmnode.observe import top as summaries
 
-    data_dir = load(node, tasks=False).config.node.data_dir
-    found = kept.newest(data_dir, max(count, 0))
+    data_dir = load_data_dir(node)
+    found = sample_files.newest(data_dir, max(count, 0))
     if json:
-        # ASCII: all other characters of a text are escaped
+        # JSON escapes all characters beyond ASCII, and with them control characters.
         print(json_module.dumps([msgspec.to_builtins(sample) for sample in found]))
         return 0
     names: Mapping[str, str] = {}
     address = addresses.read_address(data_dir)
     if address is not None and any(sample.peer for sample in found):
         try:
-            names = answers.names_of(answers.fetch(address, points=0)["snapshot"])
-        except Unavailable:  # the list shows peer ids
-            names = {}
+            names = summaries.names_of(summaries.fetch(address, points=0)["snapshot"])
+        except Unavailable:
+            names = {}  # the table shows peer ids
     print(
-        "\n".join(line for sample in found for line in _sample_lines(sample, names))
-        or f"no answers in {data_dir} yet"
+        "\n".join(line for sample in found for line in _format_sample(sample, names))
+        or f"no samples in {data_dir} yet"
     )
     return 0
 
 
-def _sample_lines(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
+def _format_sample(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
+    """Return the lines of a group: author, prompt, completions."""
     from swarmnode.observe.top import peer_label
 
-    who = peer_label(sample.peer, names).plain if sample.peer else "own"
+    author = peer_label(sample.peer, names).plain if sample.peer else "own"
     refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
     head = (
-        f"{who}{refused} · {sample.task} · step {sample.step}, policy version"
+        f"{author}{refused} · {sample.task} · step {sample.step}, policy version"
         f" {sample.policy_version}"
     )
     return [
-        _one_line(head),
-        f"  asked                        {_one_line(sample.prompt)}",
-        *map(_answer_line, sample.completions),
-        *([f"  {_one_line(sample.drift)}"] if sample.drift else []),
+        _shorten(head),
+        f"  prompt                       {_shorten(sample.prompt)}",
+        *map(_format_completion, sample.completions),
+        *([f"  {_shorten(sample.drift)}"] if sample.drift else []),
     ]
 
 
-def _answer_line(answer: Answer) -> str:
+def _format_completion(answer: Answer) -> str:
     number = lambda value: "   –" if value is None else f"{value:4.2f}"
-    made_of = "".join(
-        f" {_one_line(name)} {value:.2f}" for name, value in answer.components.items()
+    components = "".join(
+        f" {_shorten(name)} {value:.2f}" for name, value in answer.components.items()
     )
     cut = "cut" if answer.finish == "length" else ""
     return (
-        f"  reward {number(answer.reward)}{made_of} surprise {number(answer.surprise)} {cut:3}"
-        f" {_one_line(answer.text)}"
+        f"  reward {number(answer.reward)}{components} surprise {number(answer.surprise)} {cut:3}"
+        f" {_shorten(answer.text)}"
     )
 
 
-def _one_line(text: str) -> str:
-    """Return a text in one line that is safe for a terminal."""
+def _shorten(text: str) -> str:
+    """Return a text as one line, cut in the middle, without control characters of the terminal."""
     from swarmnode.observe.samples import visible
 
-    line = visible(" ".join(text.split()))
-    return line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}"
+    line, half = visible(" ".join(text.split())), MAX_TEXT_CHARACTERS // 2
+    return line if len(line) <= MAX_TEXT_CHARACTERS else f"{line[:half]} … {line[-half:]}"
 
 
 def _address(command: str, where: str | None, node: NodeOptions) -> NodeAddress:
-    """Return the address of the node to ask.
+    """Return the address of the node that the options select.
 
     Raises:
-        ConfigError: two nodes are named, or an invalid address.
-        Unavailable: no node has run in the data directory.
+        ConfigError: The options select two nodes, or `where` is not an address.
+        Unavailable: No node has run in the data directory.
     """
     from swarmnode.observe import address as addresses
 

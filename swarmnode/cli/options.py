@@ -1,5 +1,4 @@
-"""What the commands share: their common options, and the way from options to a resolved
-configuration."""
+"""Options that commands share, and functions that load the configuration and print results."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ if TYPE_CHECKING:
 @Parameter(name="*")
 @dataclass(frozen=True)
 class NodeOptions:
-    """Which node a command is about, and how it is configured."""
+    """Options that select and configure a node."""
 
     config: Annotated[
         Path | None,
         Parameter(
             name=["--config", "-c"],
             help=(
-                "TOML file. Without it, SWARMNODE_CONFIG or config.toml in the user's configuration"
+                "TOML file; by default SWARMNODE_CONFIG, or config.toml in the user's configuration"
                 " directory."
             ),
         ),
@@ -43,7 +42,7 @@ class NodeOptions:
         Parameter(
             name=["--set", "-s"],
             negative=(),
-            help="key=value, any key of docs/configuration.md, or an entry of a table:"
+            help="key=value with a key of docs/configuration.md, or an entry of a table:"
             """ 'task.settings."games:guess".turns=6'. May be repeated.""",
         ),
     ] = None
@@ -51,7 +50,7 @@ class NodeOptions:
         Path | None,
         Parameter(
             name=["--data-dir", "-d"],
-            help="Where this node keeps its identity and state. Short for --set node.data_dir=…",
+            help="Directory of the node's identity and state. Short for --set node.data_dir=…",
         ),
     ] = None
 
@@ -62,7 +61,7 @@ Peer = Annotated[
     Parameter(
         name=["--peer", "-p"],
         negative=(),
-        help="Multiaddr of a peer to join through, ending in /p2p/<peer id>. May be repeated.",
+        help="Multiaddr of a bootstrap peer, ending in /p2p/<peer id>. May be repeated.",
     ),
 ]
 Capacity = Annotated[
@@ -70,15 +69,18 @@ Capacity = Annotated[
     Parameter(
         name="--stage-capacity",
         help=(
-            "Memory that a stage of a crew may take here, e.g. 6GiB or a number of bytes. Short for"
-            " --set stages.capacity=…"
+            "Memory for a stage of a crew, e.g. 6GiB or a number of bytes. Short for --set"
+            " stages.capacity=…"
         ),
     ),
 ]
 SecretFile = Annotated[
-    Path | None, Parameter(help="A private swarm's secret. It is copied into the data directory.")
+    Path | None,
+    Parameter(
+        help="File with the secret of a private swarm. It is copied into the data directory."
+    ),
 ]
-AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="As JSON, for a script.")]
+AsJson = Annotated[bool, Parameter(name="--json", negative=(), help="Print JSON.")]
 Flag = Annotated[bool, Parameter(negative=())]
 Texts = Annotated[list[str] | None, Parameter(negative=())]
 
@@ -93,7 +95,7 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
-TRAINER = {
+TRAINER_PACKAGES = {
     "accelerate": "accelerate",
     "numpy": "numpy",
     "peft": "peft",
@@ -103,7 +105,7 @@ TRAINER = {
     "transformers": "transformers",
     "yaml": "pyyaml",
 }
-"""What the extra `train` brings, by the module to import: a bootstrap node does without."""
+"""Module to import → package, for the packages of the extra `train`."""
 
 
 def load(
@@ -114,19 +116,25 @@ def load(
     tasks: bool = True,
     recipe: str | None = None,
 ) -> Resolved:
-    """The configuration of a command; its tasks are known then, those of the node's owner too,
-    unless the command has nothing to do with them. Raises ConfigError; StateError for a data
-    directory of a newer version."""
+    """Load the configuration of a command and register its tasks.
+
+    Args:
+        tasks: False for a command that needs no tasks.
+
+    Raises:
+        ConfigError: The configuration is invalid.
+        StateError: A newer version of swarmnode has written the data directory.
+    """
     from swarmnode import settings
     from swarmnode.tasks import registry
 
     overrides = list(node.set_ or [])
     if node.data_dir is not None:
-        overrides.append(f"node.data_dir={quoted(node.data_dir.absolute())}")
+        overrides.append(f"node.data_dir={toml_string(node.data_dir.absolute())}")
     if peers:
-        overrides.append(f"network.initial_peers=[{', '.join(quoted(peer) for peer in peers)}]")
+        overrides.append(f"network.initial_peers=[{', '.join(map(toml_string, peers))}]")
     if stage_capacity is not None:
-        overrides.append(f"stages.capacity={size_bytes(stage_capacity)}")
+        overrides.append(f"stages.capacity={parse_size(stage_capacity)}")
     resolved = settings.load(node.config, os.environ, overrides, recipe)
     environment.provide_directories(resolved.config.node.data_dir)
     check_format(resolved.config.node.data_dir)
@@ -137,41 +145,55 @@ def load(
     return resolved
 
 
-def keep_said(data_dir: Path, node: NodeOptions) -> None:
-    """What was given with --set need not be typed again: the data directory keeps it. Raises
-    Unavailable."""
+def load_data_dir(node: NodeOptions) -> Path:
+    """Return the data directory of a command that needs no tasks."""
+    return load(node, tasks=False).config.node.data_dir
+
+
+def save_overrides(data_dir: Path, node: NodeOptions) -> None:
+    """Save the settings of `--set` in the data directory.
+
+    Raises:
+        Unavailable: The file cannot be written.
+    """
     from swarmnode import settings
 
     if node.set_:
         settings.keep(data_dir, node.set_)
 
 
-def needs_trainer(command: str) -> None:
-    """Raises Unavailable, saying what to install, where packages are missing that only training
-    needs."""
+def require_trainer(command: str) -> None:
+    """Raise Unavailable if packages for training are missing. A bootstrap node does not need
+    them."""
     missing = [
-        package for module, package in TRAINER.items() if importlib.util.find_spec(module) is None
+        package
+        for module, package in TRAINER_PACKAGES.items()
+        if importlib.util.find_spec(module) is None
     ]
     if missing:
         raise Unavailable(
             f"{command} needs {', '.join(missing)}: {install_command('train')} (`swarmnode"
-            " bootstrap` does without)"
+            " bootstrap` does not need them)"
         )
 
 
-def say(told: Mapping[str, object], text: str, as_json: bool) -> int:
-    """Print what a command did, for a script or for a person; the exit code of having done it."""
-    print(json.dumps(told) if as_json else text)
+def print_result(result: Mapping[str, object], text: str, as_json: bool) -> int:
+    """Print the result of a command as JSON or as text, and return exit code 0."""
+    print(json.dumps(result) if as_json else text)
     return 0
 
 
-def quoted(value: object) -> str:
-    """A text as TOML has it."""
+def toml_string(value: object) -> str:
+    """Return a value as a TOML string."""
     return '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
-def size_bytes(text: str) -> int:
-    """`6GiB`, `500 MB` or `1048576` in bytes. Raises ConfigError."""
+def parse_size(text: str) -> int:
+    """Return the number of bytes in `6GiB`, `500 MB` or `1048576`.
+
+    Raises:
+        ConfigError: `text` is not a size, or a small number without a unit.
+    """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,9})?)\s*([A-Za-z]*)", text.strip())
     if found is None or found[2].upper() not in UNITS:
         raise ConfigError(
@@ -180,6 +202,6 @@ def size_bytes(text: str) -> int:
     count = int(float(found[1]) * UNITS[found[2].upper()])
     if not found[2] and 0 < count < UNITS["MB"]:
         raise ConfigError(
-            f"command line: {text} is {count} bytes; write {text}GB or {text}GiB if that is meant"
+            f"command line: {text} means {count} bytes; write {text}GB or {text}GiB for more"
         )
     return count

@@ -1,4 +1,4 @@
-"""Commands about a swarm as such: found one, join one, see and follow what it agrees on."""
+"""Commands that found and join a swarm, and show and follow its manifest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from swarmnode.cli.node import check_before_processes, run_resolved
+from swarmnode.cli.node import check_values, run_resolved
 from swarmnode.cli.options import (
     NODE,
     AsJson,
@@ -20,80 +20,86 @@ from swarmnode.cli.options import (
     NodeOptions,
     SecretFile,
     Texts,
-    keep_said,
     load,
-    needs_trainer,
-    quoted,
-    say,
+    print_result,
+    require_trainer,
+    save_overrides,
+    toml_string,
 )
 
 if TYPE_CHECKING:
     from swarmnode.swarm.membership import Draft, FoundingRequest
 
-manifest_app = App(name="manifest", help="What this node's swarm agrees on.")
+manifest_app = App(name="manifest", help="Show and follow the swarm's manifest.")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True)
 class FoundingOptions:
-    """What a founder may say beside the configuration."""
+    """Options of a founder in addition to the configuration."""
 
     bootstrap: Annotated[
         Texts,
         Parameter(
             help=(
-                "Multiaddr that newcomers join through, ending in /p2p/<peer id>. May be repeated."
-                " Without it, this node's own addresses."
+                "Multiaddr of a bootstrap peer, ending in /p2p/<peer id>. May be repeated. By"
+                " default this node's addresses."
             )
         ),
     ] = None
     member: Annotated[
         Texts,
-        Parameter(
-            help="Peer id that may be a member; with this, nobody else may. May be repeated."
-        ),
+        Parameter(help="Admit only this peer id as a member. May be repeated."),
     ] = None
     private: Annotated[
         Flag,
         Parameter(
             help=(
-                "Only who has the secret may be a member: swarm.secret in the data directory, made"
-                " if there is none."
+                "Admit only members with a secret: the file swarm.secret in the data directory,"
+                " which is created if it does not exist."
             )
         ),
     ] = False
-    any_model: Annotated[Flag, Parameter(help="Members may train different models.")] = False
+    any_model: Annotated[Flag, Parameter(help="Allow members to train different models.")] = False
     min_completions: Annotated[
         int | None,
-        Parameter(help="Of a group, at least. Without it, half of training.num_generations."),
+        Parameter(help="Least size of a group; by default half of training.num_generations."),
     ] = None
     max_completions: Annotated[
         int | None,
-        Parameter(help="Of a group, at most. Without it, twice training.num_generations."),
+        Parameter(help="Largest size of a group; by default twice training.num_generations."),
     ] = None
     successor: Annotated[
         Flag,
         Parameter(
             help=(
-                "Follow this data directory's manifest by one that says the same, but for what is"
-                " said now. Members move there."
+                "Replace the swarm's manifest by a successor that differs only in the options of"
+                " this call. Members move to it."
             )
         ),
     ] = False
     public: Annotated[
-        Flag, Parameter(help="With --successor: neither a list of members nor a secret any more.")
+        Flag, Parameter(help="With --successor: remove the list of members and the secret.")
     ] = False
-    yes: Annotated[Flag, Parameter(help="With --successor: sign it without asking.")] = False
+    yes: Annotated[Flag, Parameter(help="With --successor: sign without confirmation.")] = False
 
-    def checked(self, said: Mapping[str, str]) -> FoundingRequest:
-        """The same for `Membership.draft`. said: keys that are set, and where. Raises ConfigError
-        for one bound without the other."""
+    def to_founding(self, origins: Mapping[str, str]) -> FoundingRequest:
+        """Return the options as `Membership.draft` takes them.
+
+        Args:
+            origins: Key → origin of each setting that is not a default.
+
+        Raises:
+            ConfigError: Only one of the two bounds of the group size is given.
+        """
         from swarmnode.errors import ConfigError
         from swarmnode.swarm.membership import FoundingRequest
 
         low, high = self.min_completions, self.max_completions
         if (low is None) != (high is None):
-            raise ConfigError("init: --min-completions and --max-completions come together")
+            raise ConfigError(
+                "init: --min-completions and --max-completions must be given together"
+            )
         completions = (low, high) if low is not None and high is not None else None
         return FoundingRequest(
             self.bootstrap or (),
@@ -103,79 +109,82 @@ class FoundingOptions:
             completions,
             self.successor,
             self.public,
-            said,
+            origins,
         )
 
 
-NOTHING_SAID = FoundingOptions()
+NO_FOUNDING_OPTIONS = FoundingOptions()
 
 
 def init(
     *,
     name: str | None = None,
-    founding: FoundingOptions = NOTHING_SAID,
+    founding: FoundingOptions = NO_FOUNDING_OPTIONS,
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """Found a swarm: sign a manifest of this configuration with this node's key, and print its
-    invite.
+    """Found a swarm: sign a manifest with this node's key, and print the invite.
 
-    Model, tasks and training of the configuration become the swarm's. A --successor keeps what
-    nobody has set, and is shown first.
+    The manifest contains the model, the tasks and the training settings of the configuration. A
+    --successor keeps all other values of its predecessor; the command shows the changes first.
 
     Parameters
     ----------
     name
-        Of the swarm. Short for --set swarm.name=…
+        Name of the swarm. Short for --set swarm.name=…
     """
-    named = [f"swarm.name={quoted(name)}"] if name else []
-    told = load(NodeOptions(node.config, [*(node.set_ or []), *named], node.data_dir))
-    resolved = told.config
+    overrides = [f"swarm.name={toml_string(name)}"] if name else []
+    resolved = load(NodeOptions(node.config, [*(node.set_ or []), *overrides], node.data_dir))
+    config = resolved.config
     from swarmnode.settings import unsuited
     from swarmnode.swarm.membership import Membership
     from swarmnode.tasks.client import prove_own
     from swarmnode.tasks.registry import check_names
 
-    needs_trainer("init")
-    check_before_processes(told)
-    check_names(resolved.task.names)
-    task = resolved.task
+    require_trainer("init")
+    check_values(resolved)
+    check_names(config.task.names)
+    task = config.task
     prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
-    membership = Membership(resolved)
-    draft = membership.draft(founding.checked(told.origins))
+    membership = Membership(config)
+    draft = membership.draft(founding.to_founding(resolved.origins))
     for line in unsuited(draft.config.policy, draft.config.training):
         print(f"swarmnode: warning: {line}", file=sys.stderr)
-    changes = _agreed_to(draft, founding.yes) if draft.before is not None else []
+    changes = _confirm_successor(draft, founding.yes) if draft.before is not None else []
     opened, invite = membership.found(draft)
-    keep_said(resolved.node.data_dir, node)
+    save_overrides(config.node.data_dir, node)
     if json:
         path = membership.store.path(opened.swarm)
-        told_of = {
+        result = {
             "swarm": opened.swarm.hex(),
             "invite": str(invite),
             "manifest": str(path),
             "changes": changes,
         }
-        return say(told_of, "", as_json=True)
+        return print_result(result, "", as_json=True)
     where = f" -d {shlex.quote(str(node.data_dir))}" if node.data_dir is not None else ""
     print(
-        f"founded {opened.manifest.name!r}; `swarmnode run{where}` runs this node, `swarmnode join"
-        " INVITE` others:",
+        f"founded {opened.manifest.name!r}. Start this node with `swarmnode run{where}`, other"
+        " nodes with `swarmnode join INVITE`. The invite:",
         file=sys.stderr,
     )
     if all(address.startswith(("/ip4/127.", "/ip6/::1/")) for address in invite.addresses):
         print(
-            "only this machine can use this invite: set network.listen_addrs, or name a --bootstrap"
-            " address",
+            "only this machine can use this invite: set network.listen_addrs or add --bootstrap"
+            " ADDRESS",
             file=sys.stderr,
         )
     print(invite)
     return 0
 
 
-def _agreed_to(draft: Draft, yes: bool) -> list[str]:
-    """What a successor changes, shown, and agreed to by whoever sits there. Raises ConfigError
-    where nobody does, Refused by a no."""
+def _confirm_successor(draft: Draft, yes: bool) -> list[str]:
+    """Print the changes of a successor, ask the operator to confirm them, and return them.
+
+    Raises:
+        ConfigError: There are no changes, or there is no terminal.
+        Refused: The operator declines.
+    """
     from swarmnode.errors import ConfigError, Refused
     from swarmnode.swarm.successor import differences
 
@@ -183,8 +192,8 @@ def _agreed_to(draft: Draft, yes: bool) -> list[str]:
     changes = [str(difference) for difference in differences(before, draft.manifest)]
     if not changes:
         raise ConfigError(
-            f"init: this successor of {before.name!r} would change nothing: say what shall, e.g."
-            " --set task.names=…"
+            f"init: this successor of {before.name!r} would change nothing: add options, e.g. --set"
+            " task.names=…"
         )
     print(
         f"this successor of {before.name!r} changes",
@@ -195,9 +204,11 @@ def _agreed_to(draft: Draft, yes: bool) -> list[str]:
     if yes:
         return changes
     if not sys.stdin.isatty():
-        raise ConfigError("init: nobody is here to be asked whether to sign that: --yes signs it")
+        raise ConfigError(
+            "init: a successor needs confirmation, but there is no terminal: add --yes"
+        )
     print(
-        "everything else stays. Sign it? Members move to it, or are told. [y/N] ",
+        "Everything else stays the same. Sign it? Members move to it or are notified. [y/N] ",
         end="",
         file=sys.stderr,
         flush=True,
@@ -215,17 +226,17 @@ def join(
     no_run: Flag = False,
     json: AsJson = False,
 ) -> int:
-    """Join a swarm: fetch its manifest, verify it, check that this node can honour it, then run.
-    Afterwards `run` is enough.
+    """Join a swarm: fetch and verify its manifest, check that this node can follow it, and run the
+    node. Later starts need only `swarmnode run`.
 
-    What was given with --set is kept in the data directory.
+    Settings of --set are saved in the data directory.
 
     Parameters
     ----------
     invite
-        /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>, as `init` printed it.
+        /ip4/<address>/tcp/<port>/p2p/<peer id>/swarm/<swarm id>, as printed by `init`.
     no_run
-        Only join.
+        Do not run the node.
     """
     resolved = load(node)
     from swarmnode.observe import logs
@@ -234,25 +245,25 @@ def join(
     from swarmnode.swarm.membership import Membership
 
     parsed = invites.parse(invite)
-    needs_trainer("training")
-    check_before_processes(resolved)
+    require_trainer("training")
+    check_values(resolved)
     keys.unlock(resolved.config.node.data_dir)
     logs.configure(resolved.config.log, "supervisor")
     membership = Membership(resolved.config)
     if secret_file is not None:
         membership.keep_secret(secret_file)
     opened = membership.join(parsed)
-    keep_said(resolved.config.node.data_dir, node)
+    save_overrides(resolved.config.node.data_dir, node)
     if no_run:
-        told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
-        return say(told, f"joined {opened.manifest.name!r}, swarm {opened.swarm.hex()}", json)
+        result = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
+        text = f"joined {opened.manifest.name!r}, swarm {opened.swarm.hex()}"
+        return print_result(result, text, json)
     return run_resolved(resolved)
 
 
 @manifest_app.command(name="show")
 def manifest_show(*, node: NodeOptions = NODE) -> int:
-    """Print the manifest that this node runs by, its invite, and a successor if one is known, as
-    JSON."""
+    """Print this node's manifest, its invite, and its successor if there is one, as JSON."""
     data_dir: Path = load(node).config.node.data_dir
     from swarmnode.errors import Unavailable
     from swarmnode.swarm import manifest_store, membership
@@ -261,14 +272,16 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
 
     opened = manifest_store.load_current(data_dir)
     if opened is None:
-        raise Unavailable("this node has no manifest: found a swarm with `init` or join one")
+        raise Unavailable(
+            "this node has no manifest: run `swarmnode init` or `swarmnode join INVITE`"
+        )
     successor = manifest_store.ManifestStore(data_dir).successor(opened)
     changes = (
         [str(difference) for difference in differences(opened.manifest, successor.manifest)]
         if successor is not None
         else []
     )
-    known = {
+    result = {
         "swarm": opened.swarm.hex(),
         "invite": str(membership.make_invite(opened)) if opened.manifest.bootstrap else "",
         "manifest": displayable(opened.manifest),
@@ -282,18 +295,17 @@ def manifest_show(*, node: NodeOptions = NODE) -> int:
             else None
         ),
     }
-    print(json_module.dumps(known, indent=1, ensure_ascii=False))
+    print(json_module.dumps(result, indent=1, ensure_ascii=False))
     return 0
 
 
 @manifest_app.command(name="follow")
 def manifest_follow(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """Move to the founder's latest successor. A running node starts again with it by itself."""
-    resolved = load(node).config
+    """Move this node to the latest successor of its manifest. A running node restarts itself."""
+    config = load(node).config
     from swarmnode.swarm.membership import Membership
 
-    opened = Membership(resolved).follow()
-    told = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
-    return say(
-        told, f"this node is of swarm {opened.manifest.name!r} now, {opened.swarm.hex()}", json
-    )
+    opened = Membership(config).follow()
+    result = {"swarm": opened.swarm.hex(), "name": opened.manifest.name}
+    text = f"this node is now a member of {opened.manifest.name!r}, swarm {opened.swarm.hex()}"
+    return print_result(result, text, json)

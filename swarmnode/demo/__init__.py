@@ -1,5 +1,5 @@
-"""`swarmnode demo`: a real swarm on this machine, a table to watch it by, and a verdict. Nothing
-here that `swarmnode run` does not use."""
+"""`swarmnode demo`: runs a swarm on this machine, shows it in a table, and judges the result. Its
+nodes are ordinary `swarmnode run` processes."""
 
 from swarmnode.demo.run import DemoOptions, run_demo
 

@@ -1,5 +1,5 @@
-"""`swarmnode demo --crew`: one policy in stages on several nodes. Every twenty seconds the trainer
-of a stage is killed -9, in turn."""
+"""`swarmnode demo --crew`: one policy in stages on several nodes. Every 20 seconds the demo kills
+the trainer of the next stage with SIGKILL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from swarmnode.demo.distance import Distance, free_port
+from swarmnode.demo.delay import DelayProxy, free_port
 from swarmnode.demo.nodes import DemoNode, View
 from swarmnode.demo.table import node_and_peer, reward, slim_table
 from swarmnode.demo.verdict import RISE, Finding
@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from swarmnode.demo.run import DemoOptions
 
 LAYERS = 8
-"""The embedded policy has two; those added begin as nothing (`policy.build_deep`)."""
+"""Layers of the policy. The embedded policy has two; `policy.build_deep` adds identity layers."""
 FORM_SECONDS = 120.0
-KILL_EVERY_SECONDS = 20.0
+KILL_INTERVAL = 20.0
 RETURN_SECONDS = 60.0
-ASK_EVERY_SECONDS = 0.5
-LINE_EVERY_SECONDS = 10.0
+POLL_INTERVAL = 0.5
+"""Seconds between polls of the nodes."""
+LINE_INTERVAL = 10.0
+"""Seconds between lines, if the output is not a terminal."""
 LOST_STEPS = 1
-"""Steps of work that may be lost with a stage."""
+"""Steps that the crew may lose with a stage."""
 
 
 @dataclass(frozen=True)
@@ -45,23 +47,22 @@ class StageKill:
     stage: int
     name: str
     step_before: int
-    """Steps of the whole crew."""
+    """Steps of the crew before the kill."""
     at: float
-    """Seconds since the demo began."""
+    """Time of the kill, in seconds since the start of the demo."""
     step_after: int | None = None
-    """First step of the crew that was taken after the stage was back; None if it never was."""
+    """First step of the crew after the stage returned; None if it has not returned."""
     seconds: float | None = None
-    """From the kill to that step, seen twice a second."""
+    """Seconds from the kill to that step, with an error of `POLL_INTERVAL`."""
     source: str = ""
 
 
 def crew_settings(
-    options: DemoOptions, number: int, model: Path, distance: Distance | None = None
+    options: DemoOptions, number: int, model: Path, proxy: DelayProxy | None = None
 ) -> dict[str, dict[str, object]]:
-    """Configuration of node `number`. It is reached through a line of `distance`, where there is
-    one."""
-    port = free_port() if distance is not None else 0
-    announced = [f"/ip4/127.0.0.1/tcp/{distance.line_to(port)}"] if distance is not None else []
+    """Return the configuration of node `number`. With a proxy, peers reach the node through it."""
+    port = free_port() if proxy is not None else 0
+    announced = [f"/ip4/127.0.0.1/tcp/{proxy.add_proxy(port)}"] if proxy is not None else []
     return {
         "swarm": {"name": "demo"},
         "network": {
@@ -77,7 +78,11 @@ def crew_settings(
 
 
 def write_model(directory: Path) -> Path:
-    """The policy of the demo's crew, made by a child: no torch here. Raises Unavailable."""
+    """Write the policy of the demo's crew to a directory, in a child process that loads torch.
+
+    Raises:
+        Unavailable: The child failed.
+    """
     command = [
         sys.executable,
         "-m",
@@ -89,21 +94,21 @@ def write_model(directory: Path) -> Path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise Unavailable(
-            f"the demo's policy was not made: {done.stderr.strip().splitlines()[-1:]}"
+            f"cannot create the demo's policy: {done.stderr.strip().splitlines()[-1:]}"
         )
     return directory
 
 
 class CrewSwarm:
-    """The nodes of one demo, each to hold a stage."""
+    """The nodes of a demo, each with one stage of the policy."""
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
         self._options = options
         model = write_model(directory / "model")
-        self._distance = Distance(options.delay / 1000) if options.delay else None
+        self._proxy = DelayProxy(options.delay / 1000) if options.delay else None
         self.nodes = [
             DemoNode(
-                f"node{i}", directory / f"node{i}", crew_settings(options, i, model, self._distance)
+                f"node{i}", directory / f"node{i}", crew_settings(options, i, model, self._proxy)
             )
             for i in range(options.nodes)
         ]
@@ -116,52 +121,53 @@ class CrewSwarm:
         self._started = time.monotonic()
 
     def start(self, console: Console) -> None:
-        """The first node, and when it listens the others, which join through it."""
-        if self._distance is not None:
-            self._distance.open()
+        """Start the first node, wait until it listens, and start the other nodes, which join
+        through it."""
+        if self._proxy is not None:
+            self._proxy.open()
         self.nodes[0].start([])
         first = self.nodes[0].wait_for_address(time.monotonic() + FORM_SECONDS)
         for node in self.nodes[1:]:
             node.start(first)
         console.print(
-            f"{len(self.nodes)} nodes for one policy on this machine; status page of the first:"
+            f"started {len(self.nodes)} nodes with stages of one policy; status page of the first:"
             f" {self.nodes[0].url}/",
             soft_wrap=True,
         )
 
     def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the crew until the time is over, a node ends, or `stop` is set; kill a stage now and
-        then."""
+        """Show the crew and kill stages, until the time is over, a node ends, or `stop` is set."""
         printed = 0.0
         live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
         with live or nullcontext():
-            while not stop.wait(ASK_EVERY_SECONDS):
+            while not stop.wait(POLL_INTERVAL):
                 for node in self.nodes:
-                    node.ask()
+                    node.poll()
                 now = time.monotonic() - self._started
-                self._note(now)
+                self._update(now)
                 if live is not None:
                     live.update(self.table(now))
-                elif now - printed >= LINE_EVERY_SECONDS:
+                elif now - printed >= LINE_INTERVAL:
                     printed = now
                     console.print(self.line(now), soft_wrap=True)
-                if not all(node.alive() for node in self.nodes) or self._over(now):
+                if not all(node.alive() for node in self.nodes) or self._is_over(now):
                     return
 
     def end(self) -> None:
+        """Stop all nodes, and record those that have ended before."""
         for node in self.nodes:
             if node.started and not node.alive():
                 self._crashed.append(
-                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}"
+                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_log_line()}"
                 )
             node.stop()
         for node in self.nodes:
             node.wait(30.0)
-        if self._distance is not None:
-            self._distance.close()
+        if self._proxy is not None:
+            self._proxy.close()
 
     def findings(self) -> list[Finding]:
-        held_out = self._held_out if self._distance is None else None
+        held_out = self._held_out if self._proxy is None else None
         return judge_crew(
             [(node.name, node.view) for node in self.nodes],
             self._formed_at,
@@ -170,14 +176,16 @@ class CrewSwarm:
             self._crashed,
         )
 
-    # ---- what happens ----------------------------------------------------------------------------
+    # ---- progress and kills ----------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Steps that the crew has taken, as far as anybody says."""
+        """Number of steps of the crew: the largest that a node reports."""
         return max(node.view.stage_step for node in self.nodes)
 
-    def _note(self, now: float) -> None:
+    def _update(self, now: float) -> None:
+        """Update the state of the demo from the views of the nodes, and kill a stage if it is
+        time."""
         stages = {node.view.stage for node in self.nodes if node.view.stage_phase == "active"}
         whole = stages == set(range(len(self.nodes)))
         if self._formed_at is None and whole and self.step:
@@ -205,12 +213,12 @@ class CrewSwarm:
             self._kill(now)
 
     def _kill_is_due(self, now: float) -> bool:
-        """Not so late that its return would not be seen."""
+        """Return True if a kill is due, and the demo lasts long enough to see the stage return."""
         if self._formed_at is None or (
-            not self._options.keep_running and now > self._end() - KILL_EVERY_SECONDS / 2
+            not self._options.keep_running and now > self._end() - KILL_INTERVAL / 2
         ):
             return False
-        return now - max([self._formed_at, *(kill.at for kill in self.kills)]) >= KILL_EVERY_SECONDS
+        return now - max([self._formed_at, *(kill.at for kill in self.kills)]) >= KILL_INTERVAL
 
     def _kill(self, now: float) -> None:
         stage = len(self.kills) % len(self.nodes)
@@ -224,7 +232,7 @@ class CrewSwarm:
     def _end(self) -> float:
         return (self._formed_at or 0.0) + self._options.minutes * 60
 
-    def _over(self, now: float) -> bool:
+    def _is_over(self, now: float) -> bool:
         if self._formed_at is None:
             return now > FORM_SECONDS
         if self._options.keep_running:
@@ -232,14 +240,14 @@ class CrewSwarm:
         waiting = bool(self.kills) and self.kills[-1].step_after is None
         return now >= self._end() + (RETURN_SECONDS if waiting else 0.0)
 
-    # ---- what a person sees ----------------------------------------------------------------------
+    # ---- output ----------------------------------------------------------------------------------
 
     def table(self, now: float) -> Table:
-        """One row per node, by stage; under it what was killed, and how it came back."""
+        """Return a table with one row per node, sorted by stage, and the last kills below."""
         return crew_table(self.nodes, now, self._kill_text())
 
     def line(self, now: float) -> str:
-        """The same in one line."""
+        """Return the same facts as one line."""
         head = next((node.view for node in self.nodes if node.view.stage == 0), View())
         stages = " | ".join(
             f"stage {n.view.stage}: {n.view.stage_phase or n.view.phase} {n.view.source}".rstrip()
@@ -251,11 +259,11 @@ class CrewSwarm:
         )
 
     def _kill_text(self) -> str:
-        return "; ".join(kill_text(kill) for kill in self.kills[-4:])
+        return "; ".join(format_kill(kill) for kill in self.kills[-4:])
 
 
 def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table:
-    """One row per node, by stage. It is readable on 80 columns."""
+    """Return a table with one row per node, sorted by stage. It fits into 80 columns."""
     head = next((node.view for node in nodes if node.view.stage == 0), View())
     rise = f"{reward(head.held_out_start)} → {reward(head.held_out)}"
     out = slim_table(
@@ -277,22 +285,23 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
             v.stage_phase or v.phase,
             str(v.stage_step),
             v.source or "–",
-            _some(v.source_seconds, ".1f"),
-            _some(v.checkpoint_age, "d"),
-            _some(v.gate_kl, ".4f"),
-            _some(v.tokens_per_second, ".0f"),
+            _format_optional(v.source_seconds, ".1f"),
+            _format_optional(v.checkpoint_age, "d"),
+            _format_optional(v.gate_kl, ".4f"),
+            _format_optional(v.tokens_per_second, ".0f"),
             str(v.restarts),
         )
     return out
 
 
-def kill_text(kill: StageKill) -> str:
-    how = (
-        f"by {kill.source or '?'}, next step after {kill.seconds:.1f} s"
+def format_kill(kill: StageKill) -> str:
+    """Return a line about a kill and the return of the stage."""
+    result = (
+        f"restored from {kill.source or '?'}, next step after {kill.seconds:.1f} s"
         if kill.seconds is not None
-        else "not back"
+        else "not restored"
     )
-    return f"stage {kill.stage} killed at step {kill.step_before}: {how}"
+    return f"stage {kill.stage} killed at step {kill.step_before}: {result}"
 
 
 def judge_crew(
@@ -302,12 +311,19 @@ def judge_crew(
     held_out: tuple[float | None, float | None] | None,
     crashed: list[str],
 ) -> list[Finding]:
-    """Everything that has to be true. Pure. `held_out`: None where a few steps are all that there
-    is time for."""
+    """Judge a demo of a crew.
+
+    Args:
+        views: (name, view) of each node.
+        formed_at: Seconds until the crew was complete; None if it never was.
+        held_out: First and last held-out reward; None to skip this finding, because latency leaves
+            time for only a few steps.
+        crashed: One line for each node that ended before the demo.
+    """
     step = max((view.stage_step for _, view in views), default=0)
     findings = [
         Finding(
-            f"the crew formed after {_some(formed_at, '.0f')} s and took {step} steps",
+            f"the crew formed after {_format_optional(formed_at, '.0f')} s and took {step} steps",
             formed_at is not None and step > 0,
         )
     ]
@@ -315,17 +331,17 @@ def judge_crew(
         start, end = held_out
         rose = start is not None and end is not None and end - start >= RISE
         findings.append(Finding(f"held-out reward {reward(start)} → {reward(end)}", rose))
-    findings.append(Finding(f"{len(kills)} stages were killed -9", bool(kills)))
+    findings.append(Finding(f"killed {len(kills)} stages with SIGKILL", bool(kills)))
     for kill in kills:
-        # The crew goes on with the step that was under way: what it had taken stays taken.
+        # The crew continues with the step in progress. Completed steps must not be lost.
         back = (
             kill.step_after is not None
             and kill.step_after >= kill.step_before + 1 - LOST_STEPS
             and bool(kill.source)
         )
-        findings.append(Finding(kill_text(kill), back))
+        findings.append(Finding(format_kill(kill), back))
     return [*findings, *(Finding(text, False) for text in crashed)]
 
 
-def _some(value: float | None, spec: str) -> str:
+def _format_optional(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec)

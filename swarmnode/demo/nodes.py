@@ -1,5 +1,4 @@
-"""The demo's nodes: each a `swarmnode run` of its own, with its own directory, asked over its own
-HTTP server."""
+"""The demo's nodes: `swarmnode run` processes with their own data directories, polled over HTTP."""
 
 from __future__ import annotations
 
@@ -23,23 +22,23 @@ import psutil
 from swarmnode.config import Config
 from swarmnode.errors import Unavailable
 
-ANSWER_SECONDS = 2.0
+STATUS_TIMEOUT_SECONDS = 2.0
 START = (
     "import sys, swarmnode.cli, swarmnode.process as p; p.die_with_parent();"
     " sys.exit(swarmnode.cli.run(sys.argv[1:]))"
 )
-"""`swarmnode run` that does not outlive the demo, however that ends."""
+"""Python code of a `swarmnode run` that ends with the demo, even if the demo is killed."""
 
 
 @dataclass
 class View:
-    """What the table and the verdict need of one node. Zeros and None until it has answered."""
+    """Status of one node for the table and the verdict. Defaults until the node has responded."""
 
     peer: str = ""
     phase: str = "starting"
     step: int = 0
     saved_step: int = 0
-    """Step of the state on disk, since it was started."""
+    """Step of the last saved state, since the start of the node."""
     peers: int = 0
     reward_own: float | None = None
     reward_external: float | None = None
@@ -54,20 +53,20 @@ class View:
     restarts: int = 0
     peers_used: dict[str, int] = field(default_factory=dict)
     distance: float | None = None
-    """From the last partner's weights, relative to the norm of its own."""
+    """Distance from the last partner's weights, relative to the norm of its own weights."""
     distances: list[float] = field(default_factory=list)
     """Every distance seen so far, oldest first."""
     exchanges: int = 0
     outer_step: int = 0
     solo_steps: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    """Partners' weights that were not taken, by cause."""
+    """Numbers of rejected partner weights, by cause."""
     trainer_pid: int | None = None
     crew_state: str = "none"
     peer_seconds: float = 0.0
-    """To its usual peer, one way, as it has measured."""
+    """Measured one-way latency to its usual peer."""
     stage: int | None = None
-    """Stage that it holds, of which what follows tells; None without a crew."""
+    """Stage of the crew; None without a crew. The following fields describe this stage."""
     stage_phase: str = ""
     stage_step: int = 0
     source: str = ""
@@ -76,41 +75,42 @@ class View:
     gate_kl: float | None = None
     tokens_per_second: float | None = None
     state_bytes: int = 0
-    """Sent to other members beside activations."""
+    """Bytes sent to other members, without activations."""
 
 
 class DemoNode:
     """One node of the demo.
 
-    `view` is the node's last answer. When a poll fails, only its phase changes: `starting` until
-    the process has answered once, then `no answer`, and `down` when the process has ended.
+    `view` is the node's last status. If a poll fails, only `view.phase` changes: `starting` until
+    the first response, `no answer` afterwards, and `down` if the process has ended.
     """
 
     def __init__(self, name: str, directory: Path, settings: dict[str, dict[str, object]]) -> None:
         self.name = name
         self.directory = directory
         self.prefix: tuple[str, ...] = ()
-        """What its processes are started by, where that is not the system."""
+        """Command that starts the node's process, for example in a network namespace."""
         self.view = View()
-        self.answered = False
-        """Whether the process that runs now has answered yet."""
+        self.has_responded = False
+        """True if the current process has responded to a poll."""
         self.log_file = directory / "node.log"
         self._process: subprocess.Popen[bytes] | None = None
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # not config.toml, which a data directory keeps for itself
+        # config.toml is the file of `swarmnode config set`.
         self.config_file = directory / "demo.toml"
         self.config_file.write_text(
-            toml_of({**settings, "node": {"data_dir": str(directory), "name": name}})
+            to_toml({**settings, "node": {"data_dir": str(directory), "name": name}})
         )
 
     def start(self, initial_peers: Sequence[str]) -> None:
-        """Start it, joining through `initial_peers`; the first node has none."""
-        self.answered = False
+        """Start the node. It joins through `initial_peers`; the first node has none."""
+        self.has_responded = False
         peers = [argument for peer in initial_peers for argument in ("--peer", peer)]
         self.launch("-c", START, "run", "--config", str(self.config_file), *peers)
 
     def launch(self, *arguments: str) -> None:
-        """Start Python with `arguments` as this node; what it says goes to the node's log."""
+        """Start Python with `arguments` as the node's process. Its output goes to the node's
+        log."""
         environment = {
             key: value for key, value in os.environ.items() if not key.startswith("SWARMNODE_")
         }
@@ -127,8 +127,14 @@ class DemoNode:
             )
 
     def wait_for_address(self, deadline: float) -> list[str]:
-        """Multiaddrs of this node. Raises Unavailable when it ends, or says nothing before
-        `deadline` (monotonic)."""
+        """Wait until the node listens, and return its multiaddrs.
+
+        Args:
+            deadline: Time of `time.monotonic`.
+
+        Raises:
+            Unavailable: The node has ended, or does not listen before the deadline.
+        """
         path = self.directory / "run" / "addresses.json"
         while time.monotonic() < deadline:
             if path.exists():
@@ -136,26 +142,27 @@ class DemoNode:
             if self._process is None or self._process.poll() is not None:
                 break
             time.sleep(0.05)
-        raise Unavailable(f"{self.name} did not start: {self.last_words()}")
+        raise Unavailable(f"{self.name} did not start: {self.last_log_line()}")
 
     @property
     def url(self) -> str:
+        """URL of the status page; empty before the node listens."""
         path = self.directory / "run" / "addresses.json"
         return json.loads(path.read_bytes())["http"] if path.exists() else ""
 
-    def ask(self) -> None:
-        """Refresh `view` from the node's /status."""
+    def poll(self) -> None:
+        """Update `view` from the node's /status."""
         try:
             with urllib.request.urlopen(
-                f"{self.url}/status?points=1", timeout=ANSWER_SECONDS
-            ) as answer:
-                self.view = view_of(json.load(answer)["snapshot"], self.view.distances)
-                self.answered = True
+                f"{self.url}/status?points=1", timeout=STATUS_TIMEOUT_SECONDS
+            ) as response:
+                self.view = parse_snapshot(json.load(response)["snapshot"], self.view.distances)
+                self.has_responded = True
         except (OSError, ValueError, http.client.HTTPException):
             if self.started and not self.alive():
                 self.view.phase = "down"
             else:
-                self.view.phase = "no answer" if self.answered else "starting"
+                self.view.phase = "no answer" if self.has_responded else "starting"
 
     @property
     def started(self) -> bool:
@@ -163,7 +170,7 @@ class DemoNode:
 
     @property
     def pid(self) -> int | None:
-        """Process id of what was started last."""
+        """Id of the process that was started last."""
         return None if self._process is None else self._process.pid
 
     def alive(self) -> bool:
@@ -173,7 +180,7 @@ class DemoNode:
         return None if self._process is None else self._process.poll()
 
     def kill(self) -> None:
-        """kill -9 of the supervisor and everything that it started."""
+        """Kill the supervisor and all its children with SIGKILL."""
         if self._process is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -185,11 +192,12 @@ class DemoNode:
         self.view.phase = "killed"
 
     def stop(self) -> None:
-        """Ask it to drain; `wait` for the end."""
+        """Send SIGTERM, so that the node drains. `wait` waits for its end."""
         if self.alive():
             self._process.send_signal(signal.SIGTERM)  # type: ignore[union-attr]
 
     def wait(self, seconds: float) -> None:
+        """Wait for the end of the node, and kill it after `seconds`."""
         if self._process is None:
             return
         try:
@@ -197,8 +205,8 @@ class DemoNode:
         except subprocess.TimeoutExpired:
             self.kill()
 
-    def last_words(self) -> str:
-        """The last line of the node's log."""
+    def last_log_line(self) -> str:
+        """Return the last line of the node's log."""
         with contextlib.suppress(OSError):
             lines = self.log_file.read_text(errors="replace").strip().splitlines()
             return lines[-1] if lines else "no log"
@@ -206,7 +214,7 @@ class DemoNode:
 
 
 class Liar(DemoNode):
-    """A Byzantine node: no supervisor, no trainer, no status page."""
+    """A Byzantine node. It has no supervisor, no trainer and no status page."""
 
     def start(self, initial_peers: Sequence[str]) -> None:
         settings = tomllib.loads(self.config_file.read_text())
@@ -215,20 +223,25 @@ class Liar(DemoNode):
         config.write_text(Config.model_validate(settings).model_dump_json())
         self.launch("-m", "swarmnode.demo.liar", "--config", str(config))
 
-    def ask(self) -> None:
-        self.view.phase = "lying" if self.alive() else "down"
+    def poll(self) -> None:
+        self.view.phase = "attacking" if self.alive() else "down"
 
     def peer_id(self) -> str:
-        from swarmnode.p2p.identity import load_or_create  # late: it loads libp2p
+        from swarmnode.p2p.identity import load_or_create  # imports libp2p
 
         return load_or_create(self.directory / "identity.key").peer_id
 
 
-TAKEN = ("accepted", "clipped", "probation", "lagging")
+ACCEPTED_OUTCOMES = ("accepted", "clipped", "probation", "lagging")
+"""Outcomes of exchanges in which the node used the partner's weights."""
 
 
-def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
-    """From a /status answer's snapshot. before: distances seen earlier."""
+def parse_snapshot(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
+    """Return the view of a node from the snapshot in its /status.
+
+    Args:
+        before: Earlier distances.
+    """
     averaging = (snapshot["trainer"].get("report") or {}).get("weights") or {}
     distance = averaging.get("distance")
     new = [distance] if distance is not None and [distance] != list(before[-1:]) else []
@@ -261,7 +274,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         refused={
             cause: n
             for cause, n in snapshot["weights"]["judged"].items()
-            if n and cause not in TAKEN
+            if n and cause not in ACCEPTED_OUTCOMES
         },
         trainer_pid=snapshot["trainer"]["pid"],
         crew_state=crew["state"],
@@ -278,9 +291,9 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
     )
 
 
-def toml_of(settings: dict[str, dict[str, object]]) -> str:
-    """Sections of plain values as TOML; JSON's notation of texts, numbers, booleans and lists is
-    TOML's too."""
+def to_toml(settings: dict[str, dict[str, object]]) -> str:
+    """Return sections of plain values as TOML. Strings, numbers, booleans and lists have the same
+    notation in JSON."""
     lines = []
     for section, values in settings.items():
         lines.append(f"[{section}]")

@@ -1,4 +1,4 @@
-"""Starts the nodes, shows them, ends them, judges them."""
+"""`swarmnode demo`: starts the nodes, shows them, stops them, and judges the run."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ from rich.live import Live
 
 from swarmnode.demo.crew import CrewSwarm
 from swarmnode.demo.nodes import DemoNode, Liar
-from swarmnode.demo.table import line, print_verdict, table
+from swarmnode.demo.table import print_verdict, status_line, table
 from swarmnode.demo.verdict import Finding, Kill, judge
 from swarmnode.errors import Unavailable
 
 START_SECONDS = 90.0
 RETURN_SECONDS = 60.0
-ASK_EVERY_SECONDS = 1.0
-LINE_EVERY_SECONDS = 10.0
+POLL_INTERVAL = 1.0
+"""Seconds between polls of the nodes."""
+LINE_INTERVAL = 10.0
+"""Seconds between lines, if the output is not a terminal."""
 STEP_SECONDS = 0.6
-"""A step of the embedded policy takes some 30 ms alone. Paced, three trainers fit on two cores and
-a person can watch."""
-
+"""Least duration of a step. The embedded policy needs 30 ms; the pause lets three trainers share
+two cores, and the user see the progress."""
 SYNC_EVERY = 10
-"""Steps between outer steps: fifty, as by default, would leave a demo of a hundred steps two of
-them."""
+"""Inner steps per outer step. With the default of 50, a demo of 100 steps would have only two outer
+steps."""
 
 
 @dataclass(frozen=True)
 class DemoOptions:
+    """Options of `swarmnode demo`, see `swarmnode.cli.demo`."""
+
     nodes: int = 3
     minutes: float = 1.0
     keep_running: bool = False
@@ -46,11 +49,12 @@ class DemoOptions:
     http_port: int = 9464
     crew: bool = False
     delay: float = 0.0
-    """Milliseconds, one way, between the nodes of a crew."""
+    """One-way latency between the nodes of a crew, milliseconds."""
 
 
-def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
-    """Configuration of node `number`: the embedded default, paced, on loopback."""
+def node_settings(options: DemoOptions, number: int) -> dict[str, dict[str, object]]:
+    """Return the configuration of node `number`: the embedded policy, with paced steps, on
+    loopback."""
     return {
         "swarm": {"name": "demo"},
         "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
@@ -68,10 +72,10 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
 
 
 def run_demo(options: DemoOptions) -> int:
-    """Run the demo and return 0 if everything that it is to show was true, else 1.
+    """Run the demo and return 0 if all findings are good, else 1.
 
     Raises:
-        Unavailable: the first node did not start, or there is no directory for them.
+        Unavailable: The first node did not start, or the directory cannot be created.
     """
     console = Console()
     temporary = options.data_dir is None
@@ -97,21 +101,21 @@ def run_demo(options: DemoOptions) -> int:
     if ok and temporary:
         shutil.rmtree(directory, ignore_errors=True)
     else:
-        console.print(f"logs and state: {directory}", soft_wrap=True)
+        console.print(f"logs and state are in {directory}", soft_wrap=True)
     return 0 if ok else 1
 
 
 class Swarm:
-    """The nodes of one demo, honest ones first."""
+    """The nodes of a demo: honest nodes, then liars."""
 
     def __init__(self, options: DemoOptions, directory: Path) -> None:
         self._options = options
         self.nodes = [
-            DemoNode(f"node{i}", directory / f"node{i}", settings_of(options, i))
+            DemoNode(f"node{i}", directory / f"node{i}", node_settings(options, i))
             for i in range(options.nodes)
         ]
         self.liars = [
-            Liar(f"liar{i}", directory / f"liar{i}", settings_of(options, 100 + i))
+            Liar(f"liar{i}", directory / f"liar{i}", node_settings(options, 100 + i))
             for i in range(options.byzantine)
         ]
         self._first: list[str] = []
@@ -120,50 +124,49 @@ class Swarm:
         self._started = time.monotonic()
 
     @property
-    def everybody(self) -> list[DemoNode]:
+    def all_nodes(self) -> list[DemoNode]:
         return [*self.nodes, *self.liars]
 
     def start(self, console: Console) -> None:
-        """The first node, and when it listens the others, which join through it."""
+        """Start the first node, wait until it listens, and start the other nodes, which join
+        through it."""
         self.nodes[0].start([])
         self._first = self.nodes[0].wait_for_address(time.monotonic() + START_SECONDS)
         for node in self.nodes[1:]:
             node.start(self._first)
-        if (
-            self.liars
-        ):  # at everybody's door: the peer exchange would not name a peer that is banned
-            everywhere = [
+        if self.liars:
+            # Liars dial all nodes, because peer exchange does not share banned peers.
+            addresses = [
                 address
                 for node in self.nodes
                 for address in node.wait_for_address(time.monotonic() + START_SECONDS)
             ]
             for liar in self.liars:
-                liar.start(everywhere)
+                liar.start(addresses)
         console.print(
-            f"{len(self.nodes)} nodes on this machine; status page of the first:"
-            f" {self.nodes[0].url}/",
+            f"started {len(self.nodes)} nodes; status page of the first: {self.nodes[0].url}/",
             soft_wrap=True,
         )
 
     def watch(self, console: Console, stop: threading.Event) -> None:
-        """Show the nodes until the time is over, somebody ends, or `stop` is set; kill and bring
-        back on the way."""
-        whole = self._options.minutes * 60
+        """Show the nodes until the time is over, a node ends, or `stop` is set. Meanwhile, kill and
+        restart nodes."""
+        duration = self._options.minutes * 60
         learning_since = None
         printed = 0.0
         live = Live(console=console, refresh_per_second=2) if console.is_terminal else None
         with live or nullcontext():
-            while not stop.wait(ASK_EVERY_SECONDS):
-                for node in self.everybody:
-                    node.ask()
-                self._note_returns()
+            while not stop.wait(POLL_INTERVAL):
+                for node in self.all_nodes:
+                    node.poll()
+                self._record_returns()
                 now = time.monotonic()
                 if live is not None:
-                    live.update(table(self.everybody, now - self._started, console.width))
-                elif now - printed >= LINE_EVERY_SECONDS:
+                    live.update(table(self.all_nodes, now - self._started, console.width))
+                elif now - printed >= LINE_INTERVAL:
                     printed = now
-                    console.print(line(self.everybody, now - self._started), soft_wrap=True)
-                if not all(node.alive() for node in self.everybody):
+                    console.print(status_line(self.all_nodes, now - self._started), soft_wrap=True)
+                if not all(node.alive() for node in self.all_nodes):
                     return
                 if learning_since is None and (
                     all(node.view.step for node in self.nodes)
@@ -172,20 +175,20 @@ class Swarm:
                     learning_since = now
                 if learning_since is None or self._options.keep_running:
                     continue
-                if self._options.kill and not self._kills and now - learning_since >= whole / 3:
+                if self._options.kill and not self._kills and now - learning_since >= duration / 3:
                     self._kill()
                 waiting = any(kill.step_after is None for kill in self._kills.values())
-                if now - learning_since >= whole + (RETURN_SECONDS if waiting else 0.0):
+                if now - learning_since >= duration + (RETURN_SECONDS if waiting else 0.0):
                     return
 
     def end(self) -> None:
-        """Ask every node once more, then end them all."""
-        for node in self.everybody:
+        """Poll all nodes once more, then stop them."""
+        for node in self.all_nodes:
             if node.alive():
-                node.ask()
+                node.poll()
             elif node.started:
                 self._crashed.append(
-                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_words()}"
+                    f"{node.name} ended with exit code {node.exit_code()}: {node.last_log_line()}"
                 )
         for liar in self.liars:
             liar.kill()
@@ -205,8 +208,8 @@ class Swarm:
         )
 
     def _kill(self) -> None:
-        """kill -9 the last nodes, all their processes, and start them again from what is on
-        disk."""
+        """Kill all processes of the last nodes with SIGKILL, and restart the nodes from their saved
+        state."""
         for node in self.nodes[-min(self._options.kill, len(self.nodes) - 1) :]:
             self._kills[node.name] = Kill(
                 node.name, node.view.peer, node.view.step, node.view.saved_step
@@ -214,13 +217,14 @@ class Swarm:
             node.kill()
             node.start(self._first)
 
-    def _note_returns(self) -> None:
+    def _record_returns(self) -> None:
+        """Record the first step after the restart of each killed node."""
         for node in self.nodes:
             kill = self._kills.get(node.name)
             if (
                 kill is not None
                 and kill.step_after is None
-                and node.answered
+                and node.has_responded
                 and node.view.step > 0
             ):
                 self._kills[node.name] = replace(

@@ -1,5 +1,4 @@
-"""What a person sees of the demo: a live table on a terminal, a line now and then elsewhere, and
-the verdict."""
+"""Output of the demo: a live table on a terminal, otherwise lines, and the verdict."""
 
 from __future__ import annotations
 
@@ -15,13 +14,16 @@ from swarmnode.demo.verdict import Finding
 from swarmnode.observe.top import short_id
 
 WIDE = 120
-"""Columns of a terminal from which on everything is shown; below, what an evening's spectator can
-do without is left out."""
+"""Least width of a terminal for all columns. Narrower terminals show the important ones."""
 
 
 def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table:
-    """One row per node. width: columns of the terminal; 80 are enough for the columns that
-    matter."""
+    """Return a table with one row per node.
+
+    Args:
+        seconds: Seconds since the start of the demo.
+        width: Width of the terminal, at least 80.
+    """
     wide = width >= WIDE
     out = slim_table(f"swarmnode demo, {seconds:.0f} s")
     out.add_column("node")
@@ -32,25 +34,25 @@ def table(nodes: Sequence[DemoNode], seconds: float, width: int = WIDE) -> Table
         out.add_column(heading, justify="right")
     for node in nodes:
         v = node.view
-        rise = f"{_two(v.held_out_start)}→{_two(v.held_out)}" if v.held_out is not None else "–"
+        start, end = _format_short(v.held_out_start), _format_short(v.held_out)
         out.add_row(
             node_and_peer(node),
             v.phase,
             str(v.step),
             str(v.peers),
-            _two(v.reward_own),
-            _two(v.reward_external),
-            rise,
+            _format_short(v.reward_own),
+            _format_short(v.reward_external),
+            f"{start}→{end}" if v.held_out is not None else "–",
             str(v.used),
             str(sum(v.rejected.values())),
-            _share(v.distance),
+            _format_percent(v.distance),
             *((str(v.published), str(v.admitted), str(v.exchanges)) if wide else ()),
         )
     return out
 
 
 def slim_table(title: str, caption: str = "") -> Table:
-    """A table whose frame takes no room from its columns."""
+    """Return a table without a frame around its columns."""
     return Table(
         title=title,
         title_justify="left",
@@ -64,15 +66,15 @@ def slim_table(title: str, caption: str = "") -> Table:
 
 
 def node_and_peer(node: DemoNode) -> str:
-    """Name and the end of the peer id, as elsewhere."""
+    """Return the name of a node and the end of its peer id."""
     return f"{node.name} {short_id(node.view.peer)}" if node.view.peer else node.name
 
 
-def line(nodes: Sequence[DemoNode], seconds: float) -> str:
-    """The same in one line."""
+def status_line(nodes: Sequence[DemoNode], seconds: float) -> str:
+    """Return the status of all nodes as one line."""
     parts = [
         f"{node.name} {node.view.phase} step {node.view.step} held-out {reward(node.view.held_out)}"
-        f" used {node.view.used} apart {_share(node.view.distance)}"
+        f" used {node.view.used} apart {_format_percent(node.view.distance)}"
         for node in nodes
     ]
     return f"{seconds:4.0f} s  " + " | ".join(parts)
@@ -94,14 +96,16 @@ def print_verdict(console: Console, findings: Sequence[Finding]) -> None:
         else:
             console.print(mark + Text(finding.text), soft_wrap=True)
     ok = all(finding.ok for finding in findings)
-    console.print(Text("the swarm learned" if ok else "not as it should be", "bold"))
+    console.print(
+        Text("the swarm learned" if ok else "the demo failed, see the lines marked FAIL", "bold")
+    )
 
 
-def _share(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return "–" if value is None else f"{value:.1%}"
 
 
-def _two(value: float | None) -> str:
+def _format_short(value: float | None) -> str:
     return "–" if value is None else f"{value:.2f}"
 
 

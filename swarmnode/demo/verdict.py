@@ -1,4 +1,4 @@
-"""Did the demo show what it is there to show? Pure: views in, findings out."""
+"""Verdict of the demo: findings from the views of the nodes. Pure."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ SHRINK = 2 / 3
 share of the largest distance. The share is 0.64 at most in the recorded runs after half of their
 exchanges. In every run without averaging it is above 0.75 on some node."""
 FEW = 5
-"""So many distances or fewer are judged by the last one; twice as many, or fewer, by the median of
-the last three; more by the least of them."""
+"""Up to `FEW` distances, the last one is judged. Up to `2 * FEW`, the median of the last three, and
+beyond that the smallest of the last three."""
 RISE = 0.05
-"""Least rise of held-out reward on every node. Sampling 576 answers leaves a standard error of at
+"""Least rise of the held-out reward on every node. The standard error of 576 sampled answers is at
 most 0.02."""
 LOST_STEPS = 6
-"""Steps that a killed node may lose: those of two writes of the state, of less than two seconds
-each on a busy disk."""
+"""Steps that a killed node may lose: the time of two saves of the state, each less than two seconds
+on a busy disk."""
 
 
 @dataclass(frozen=True)
 class Finding:
+    """One line of the verdict."""
+
     text: str
     ok: bool
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One node that was killed -9: what it had done, and what it was when it had come back."""
+    """A node that was killed with SIGKILL, before the kill and after its restart."""
 
     name: str
     peer_before: str
     step_before: int
     saved_before: int
-    """Step of the state that it said was on disk."""
+    """Step of the last saved state, as reported before the kill."""
     step_after: int | None = None
-    """First step seen after its return; None if it never returned."""
+    """First step after the restart; None if the node has not returned."""
     peer_after: str = ""
 
 
@@ -56,7 +58,15 @@ def judge(
     crashed: Sequence[str] = (),
     averaging: bool = False,
 ) -> list[Finding]:
-    """Everything that has to be true, each with its numbers. `liars`: their peer ids."""
+    """Judge a demo.
+
+    Args:
+        views: (name, view) of each honest node.
+        sharing: True if the nodes share groups.
+        liars: Peer ids of the liars.
+        crashed: One line for each node that ended before the demo.
+        averaging: True if the nodes average weights.
+    """
     killed = {kill.name for kill in kills}
     furthest = max(
         (distance for name, view in views if name not in killed for distance in view.distances),
@@ -88,17 +98,17 @@ def judge(
                 )
                 or "none"
             )
-            believed = sum(view.peers_used.get(liar, 0) for liar in liars)
+            accepted = sum(view.peers_used.get(liar, 0) for liar in liars)
             findings.append(
                 Finding(
-                    f"{name}: rejected from peers: {reasons}; peers ignored: {view.greylisted},"
+                    f"{name}: rejected groups: {reasons}; peers greylisted: {view.greylisted},"
                     f" banned: {view.banned}",
                     bool(view.rejected),
                 )
             )
             findings.append(
                 Finding(
-                    f"{name}: trained on {believed} groups of the Byzantine node", believed == 0
+                    f"{name}: trained on {accepted} groups of the Byzantine node", accepted == 0
                 )
             )
         if averaging:
@@ -109,11 +119,11 @@ def judge(
         kept = kill.step_after is not None and kill.step_after >= max(
             kill.saved_before, kill.step_before - LOST_STEPS
         )
-        came_back = kept and kill.peer_after == kill.peer_before
+        returned = kept and kill.peer_after == kill.peer_before
         after = "never" if kill.step_after is None else f"at step {kill.step_after}"
-        before = f"killed -9 at step {kill.step_before} (on disk: {kill.saved_before})"
+        before = f"killed at step {kill.step_before} (saved: {kill.saved_before})"
         findings.append(
-            Finding(f"{kill.name}: {before}, came back {after} as the same peer", came_back)
+            Finding(f"{kill.name}: {before}, returned {after} with the same key", returned)
         )
     findings += [Finding(f"{line}", False) for line in crashed]
     return findings
@@ -122,21 +132,21 @@ def judge(
 def _consensus(name: str, view: View, furthest: float | None) -> Finding:
     """Check that averaging keeps the replicas together.
 
-    Replicas move apart fastest at the start, when they learn fastest. Averaging then brings them
-    within `CLOSE`, or at least to `SHRINK` of the largest distance. Without averaging the distance
+    Replicas diverge fastest at the start, when they learn fastest. Averaging then brings them
+    within `CLOSE`, or at least to `SHRINK` of the largest distance. Without averaging, the distance
     grows until the end.
 
-    Args:
-        furthest: Largest distance seen by any node that was never killed. None for a node that was
-            killed: it only has to average at all.
-
     The last exchanges may have been with a node that has just restarted and is still far away. With
-    many distances the smallest of the last three is judged, because it belongs to a replica that
-    was there all the time.
+    many distances, the smallest of the last three is judged, because it belongs to a replica that
+    was not restarted.
+
+    Args:
+        furthest: Largest distance of any node that was never killed. None for a killed node, which
+            only needs one exchange.
     """
     seen = view.distances
     if not seen:
-        return Finding(f"{name}: averaged with nobody", False)
+        return Finding(f"{name}: averaged with no peer", False)
     refused = ", ".join(f"{cause} {n}" for cause, n in sorted(view.refused.items())) or "none"
     last = (
         min(seen[-3:])

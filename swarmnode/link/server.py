@@ -10,7 +10,7 @@ from typing import Protocol
 import structlog
 import trio
 
-from swarmnode.files import listening
+from swarmnode.files import unix_listener
 from swarmnode.link.frames import SOCKET, FrameError, Unpacker, pack, to_network
 from swarmnode.link.messages import Draw, Drawn, Hello, Judged, OwnGroup, Report, ToNetwork, Welcome
 from swarmnode.stages import wire
@@ -73,7 +73,7 @@ class LinkServer:
         Raises:
             Unavailable: the socket cannot be created.
         """
-        with listening(self._data_dir / SOCKET, 4, f"link socket in {self._data_dir}") as made:
+        with unix_listener(self._data_dir / SOCKET, 4, f"link socket in {self._data_dir}") as made:
             listener = trio.socket.from_stdlib_socket(made)
             task_status.started()
             async with trio.open_nursery() as nursery:

@@ -65,7 +65,7 @@ from swarmnode.errors import (
     StateError,
     Unavailable,
 )
-from swarmnode.files import held, sync_directory
+from swarmnode.files import pinned, sync_directory
 from swarmnode.policy.load import lora_settings
 from swarmnode.policy.micro import free_memory, is_oom
 from swarmnode.stages import wire
@@ -1456,7 +1456,7 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
         StateError: The file is missing or damaged.
     """
     try:
-        with held(path) as name, safe_open(name, "pt", device="cpu") as file:
+        with pinned(path) as name, safe_open(name, "pt", device="cpu") as file:
             metadata = msgspec.json.decode(file.metadata()["about"], type=CheckpointMetadata)
             if not 0 <= metadata.stage < len(metadata.identity.layers):
                 raise ValueError("no such stage")

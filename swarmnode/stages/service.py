@@ -29,7 +29,7 @@ import trio
 
 from swarmnode.config import StagesConfig
 from swarmnode.errors import BadMessage, PeerError
-from swarmnode.files import listening, write_atomically
+from swarmnode.files import unix_listener, write_atomically
 from swarmnode.histogram import Histogram, HistogramCounter
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
@@ -620,7 +620,7 @@ class StreamProxy:
         Raises:
             Unavailable: the Unix socket cannot be made.
         """
-        with listening(self.path, SOCKET_BACKLOG, f"stage socket {self.path}") as made:
+        with unix_listener(self.path, SOCKET_BACKLOG, f"stage socket {self.path}") as made:
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(made))
             self._streams.serve(
                 ids.STAGE_STREAM_PROTOCOL,

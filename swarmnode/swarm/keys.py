@@ -16,7 +16,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import ConfigError, Refused, Unavailable
-from swarmnode.files import held_data_dir, read_private, write_atomically
+from swarmnode.files import locked_data_dir, read_private, write_atomically
 from swarmnode.p2p import passphrase as passphrases
 from swarmnode.wire.envelope import peer_id
 
@@ -50,7 +50,7 @@ def import_key(data_dir: Path, file: Path, replace: bool = False) -> tuple[str, 
     if data is None:
         raise ConfigError(f"{file}: no such file")
     peer = peer_id_of(data, file)
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         former = read_private(data_dir / IDENTITY, "identity file", MAX_FILE_BYTES)
         if former is None:
             _write(data_dir / IDENTITY, data)
@@ -74,7 +74,7 @@ def rotate(data_dir: Path) -> tuple[str, str, Path]:
     Returns:
         The previous peer id, the new peer id, and the path of the previous key.
     """
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         former = _read_existing(data_dir)
         before = peer_id_of(former, data_dir / IDENTITY)
         stored_path = _store_former(data_dir, former)
@@ -120,7 +120,7 @@ def set_passphrase(data_dir: Path, new: Callable[[], bytes | None]) -> str:
         Refused: the present passphrase is missing or wrong.
         ConfigError: the new passphrase is not acceptable.
     """
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         path = data_dir / IDENTITY
         key = passphrases.open_key(_read_existing(data_dir), path)
         _write(path, passphrases.pem(key, new()))

@@ -25,7 +25,7 @@ import structlog
 from swarmnode import settings
 from swarmnode.config import Config
 from swarmnode.errors import BadMessage, ConfigError, Refused, StateError, Unavailable
-from swarmnode.files import held_data_dir, make_data_dir, read_private, write_atomically
+from swarmnode.files import locked_data_dir, make_data_dir, read_private, write_atomically
 from swarmnode.install import check_torch
 from swarmnode.model_defaults import EMBEDDED
 from swarmnode.swarm import invite as invites
@@ -257,7 +257,7 @@ class Membership:
             Refused: no peer had the manifest, or this node cannot honour it.
         """
         store = self.store
-        with held_data_dir(self._data_dir):
+        with locked_data_dir(self._data_dir):
             before = store.current()
             if (
                 before is not None

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from swarmnode.errors import Unavailable
-from swarmnode.files import held_data_dir, sync_directory
+from swarmnode.files import locked_data_dir, sync_directory
 
 STATE = "state.safetensors"
 WEIGHTS = "weights.safetensors"
@@ -145,7 +145,7 @@ def roll_back(data_dir: Path, step: int) -> StoredState:
         Unavailable: a node is running with this directory, or there is no state of this step.
     """
     trainer = data_dir / "trainer"
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         former = [kept for kept in list_states(trainer) if kept.path.parent.name == HISTORY]
         chosen = next((kept for kept in former if kept.counters.step == step), None)
         if chosen is None:

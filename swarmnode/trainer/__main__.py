@@ -31,9 +31,9 @@ def main() -> int:
             import torch  # noqa: F401
         except Exception as error:
             cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            obeyed = ", ".join(environment.obeyed())
-            if obeyed:
-                cause += f" (set in the environment: {obeyed})"
+            names = ", ".join(environment.library_variables())
+            if names:
+                cause += f" (set in the environment: {names})"
             raise Unavailable(torch_failure(cause)) from error
         from swarmnode.stages.trainer import make_trainer
 

@@ -41,7 +41,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from swarmnode.errors import StateError
-from swarmnode.files import held, sync_directory
+from swarmnode.files import pinned, sync_directory
 from swarmnode.policy.load import check_shapes, overwrite, trainable
 from swarmnode.swarm import rollback
 from swarmnode.weights.revert_monitor import RevertMonitor
@@ -292,7 +292,7 @@ def read_file(path: Path, owner: str) -> Found | None:
     if not path.exists():
         return None
     try:
-        with held(path) as name, safe_open(name, "pt", device="cpu") as file:
+        with pinned(path) as name, safe_open(name, "pt", device="cpu") as file:
             metadata = file.metadata() or {}
             counters = msgspec.json.decode(metadata["counters"], type=Counters)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

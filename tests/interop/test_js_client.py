@@ -93,7 +93,7 @@ def node_state(node):
     return (
         node.outcomes(),
         {name: network[name] for name in ("guards", "reputation", "peers")},
-        node.last_words(),
+        node.last_log_line(),
     )
 
 
@@ -102,7 +102,7 @@ def drawn(node, count):
     groups = []
     until(
         lambda: groups.extend(node.draw()) or len(groups) >= count,
-        lambda: (node.outcomes(), node.last_words()),
+        lambda: (node.outcomes(), node.last_log_line()),
     )
     return groups
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from swarmnode.config import Config
-from swarmnode.demo.nodes import toml_of
+from swarmnode.demo.nodes import to_toml
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.swarm import swarm_id
 from tests.support.nat_process import NatHost, wait_until
@@ -40,7 +40,7 @@ class Node:
         directory.mkdir(mode=0o700)
         config = directory / "nat.toml"
         config.write_text(
-            toml_of(
+            to_toml(
                 {
                     **SETTINGS,
                     "node": {"data_dir": str(directory), "name": name},

@@ -200,8 +200,8 @@ class NetworkProcess:
         """Count charges against peers by reason."""
         return dict(self.status()["network"]["reputation"]["rejected"])
 
-    def last_words(self) -> str:
-        return self._node.last_words()
+    def last_log_line(self) -> str:
+        return self._node.last_log_line()
 
 
 @contextlib.contextmanager

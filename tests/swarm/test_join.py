@@ -66,7 +66,7 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         bootstrap = ["-m", "swarmnode", "bootstrap", invite, "--config", str(d.config_file)]
         d.launch(*bootstrap)
         d.wait_for_address(time.monotonic() + 180)
-        until(lambda: status(d)["network"]["peers"]["connected"], d.last_words())
+        until(lambda: status(d)["network"]["peers"]["connected"], d.last_log_line())
         node_status = status(d)["node"]
         assert node_status["swarm"] == invite.rpartition("/")[2]
         assert node_status["swarm_name"] == "trial"
@@ -74,7 +74,7 @@ def test_member_bootstraps_a_node_and_detects_its_twin(tmp_path, founded_at):
         assert set(status(d)["processes"]) == {"network"}
         until(
             lambda: "a" in {row["name"] for row in status(d)["swarm"]["rows"]},
-            f"it shows the swarm: {d.last_words()}",
+            f"it shows the swarm: {d.last_log_line()}",
         )
 
         # The member connected to both detects a second process with the key.

@@ -47,7 +47,7 @@ def status(node):
 
 
 def trained_on_peers(node):
-    node.ask()
+    node.poll()
     return node.view.used > 0
 
 
@@ -74,7 +74,7 @@ def swarm(tmp_path_factory):
         for node in nodes:
             until(
                 lambda node=node: trained_on_peers(node),
-                f"{node.name} trains on its peer's groups: {node.last_words()}",
+                f"{node.name} trains on its peer's groups: {node.last_log_line()}",
             )
         yield nodes
     finally:
@@ -186,7 +186,7 @@ def test_sigterm_drains_in_time_and_a_restart_resumes(swarm):
 def test_finish_ends_the_node_after_its_step(swarm):
     node = swarm[1]
     before = status(node)["trainer"]["report"]["step"]
-    assert run_command(node, "finish").stdout == "the node has ended\n"
+    assert run_command(node, "finish").stdout == "the node has stopped\n"
     until(lambda: not node.alive(), "it has ended", 5.0)
     assert node.exit_code() == 0
     states = run_command(node, "rollback", "--json", "-c", str(node.directory / "demo.toml"))

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from swarmnode.averaging import codecs, probe
-from swarmnode.demo.liar.weights import MANNERS, PAYLOADS, WeightLiar
+from swarmnode.demo.liar.weights import PAYLOAD_ATTACKS, PROTOCOL_ATTACKS, WeightLiar
 from swarmnode.p2p import identity
 from swarmnode.policy.ways import Row
 from swarmnode.weights import discovery, exchange, local
@@ -83,7 +83,7 @@ def score(victim, liar):
     return victim.network.reputation.score(liar, trio.current_time())
 
 
-@pytest.mark.parametrize("kind", [*PAYLOADS, *MANNERS])
+@pytest.mark.parametrize("kind", [*PAYLOAD_ATTACKS, *PROTOCOL_ATTACKS])
 async def test_false_payload_changes_no_bit(kind, tmp_path):
     async with victim_and_liar(tmp_path, kind) as (victim, _, liar):
         before = victim.weights()

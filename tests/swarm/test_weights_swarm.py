@@ -106,7 +106,7 @@ class Watched:
 
     def look(self):
         for node in self.nodes:
-            node.ask()
+            node.poll()
         found = [(node, state) for node in self.nodes if (state := saved(node)) is not None]
         # A new node is as far as the state it received.
         self.steps = max(self.steps, *(steps for _, (_, steps) in found), 0)

@@ -1,15 +1,15 @@
-"""The demo's liar: a node that joins like any other and then lies about everything that a peer can
-lie about.
+"""The demo's Byzantine node: it joins like any other node and attacks each protocol.
 
-    author     a key, a stream of questions, and valid groups of rollouts, as an honest node would
-    sign them
-    frames     those groups made into lies: malformed, stolen, forged, too large, each with the
-    reason that an honest node refuses it for
-    weights    a partner for averaging that sends weights which are not finite, scaled, turned
-    around, of another shape, or never
-    listings   a holder that lists those lies as the best groups there are, and serves them
-    __main__   the node: joins, does all of this until it is killed, floods its peers with requests
+    author     an author with a key that signs valid groups of rollouts
+    frames     hostile groups: malformed, stolen, forged or oversized, each with the reason for
+               which an honest node rejects it
+    episodes   forged episodes, each with the reason for which an honest node rejects it
+    weights    a partner for averaging that sends no weights, or weights that are not finite,
+               scaled, negated or of another shape
+    listings   a holder that lists hostile groups as the most useful ones, and serves them
+    __main__   the node: joins, does all of the above until it is killed, and floods its peers with
+               requests
 
-Real sockets and a real key, no torch. Tests of what a node refuses use the same author and the same
-lies.
+It uses real sockets and a real key, and no torch. Tests of admission use the same author and the
+same attacks.
 """

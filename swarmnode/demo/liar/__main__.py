@@ -1,8 +1,8 @@
-"""The liar itself: `python -m swarmnode.demo.liar --config FILE`.
+"""The Byzantine node: `python -m swarmnode.demo.liar --config FILE`.
 
-It joins like any node and then, until it is killed, lists and serves hostile groups (`listings`),
-asks for more than it may and with requests that are none, sends weights that are lies, and throws
-raw garbage at its peers' ports.
+It joins like any other node. Until it is killed, it lists and serves hostile groups (`listings`),
+sends too many and malformed requests, sends hostile weights (`weights`), and sends garbage to its
+peers' ports.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from swarmnode.wire.listings import ListingRequest
 from swarmnode.wire.swarm import swarm_id
 
 REQUESTS_PER_SECOND = 40.0
-REQUEST_SECONDS = 2.0
-GARBAGE_SECONDS = 2.0
-LIES = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
-"""About weights, in turn."""
+REQUEST_TIMEOUT_SECONDS = 2.0
+GARBAGE_INTERVAL_SECONDS = 2.0
+WEIGHT_ATTACKS = ("nan", "huge", "flipped", "shape", "truncated", "wrong_hash", "silent")
+"""Attacks on averaging, in turn; see `weights`."""
 
 
-async def lie(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
-    """Lie until the process is killed; a ban by every peer does not stop it from trying."""
+async def attack(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
+    """Attack the peers until the process is killed, even if all peers have banned it."""
     identity = load_or_create(data_dir / "identity.key")
     author = Author(swarm, key=identity.private_key)
     async with (
@@ -46,41 +46,41 @@ async def lie(cfg: NetworkConfig, data_dir: Path, swarm: bytes) -> None:
         trio.open_nursery() as nursery,
     ):
         ListingLiar(author, time.time, random.Random(0)).serve(network.requests)
-        nursery.start_soon(_ask_too_much, network, swarm)
-        nursery.start_soon(_throw_garbage, network)
-        nursery.start_soon(partial(WeightLiar(network, LIES).run, proposes=True))
+        nursery.start_soon(_flood_requests, network, swarm)
+        nursery.start_soon(_send_garbage, network)
+        nursery.start_soon(partial(WeightLiar(network, WEIGHT_ATTACKS).run, proposes=True))
 
 
-async def _ask_too_much(network: Libp2pNetwork, swarm: bytes) -> None:
-    """Ask peers for listings without a pause; every second request is garbage."""
+async def _flood_requests(network: Libp2pNetwork, swarm: bytes) -> None:
+    """Request listings at a high rate. About half of the requests are garbage."""
     rng = random.Random(2)
-    whole = codec.encode(ListingRequest(swarm, b"", 0, limits.PATIENCE_SECONDS))
+    valid = codec.encode(ListingRequest(swarm, b"", 0, limits.PATIENCE_SECONDS))
     async with trio.open_nursery() as nursery:
         while True:
             for peer in network.connected():
-                data = rng.choice((whole, rng.randbytes(len(whole))))
-                nursery.start_soon(_ask, network, peer, data)
+                data = rng.choice((valid, rng.randbytes(len(valid))))
+                nursery.start_soon(_request, network, peer, data)
             await trio.sleep(1.0 / REQUESTS_PER_SECOND)
 
 
-async def _ask(network: Libp2pNetwork, peer: str, data: bytes) -> None:
+async def _request(network: Libp2pNetwork, peer: str, data: bytes) -> None:
     try:
         await network.requests.request(
             peer,
             ids.LISTING_PROTOCOL,
             data,
-            deadline=REQUEST_SECONDS,
+            deadline=REQUEST_TIMEOUT_SECONDS,
             max_response_bytes=limits.LISTING_RESPONSE_BYTES,
         )
     except PeerError:
-        return  # refused, which is what it is there for
+        return  # rejected, as expected
 
 
-async def _throw_garbage(network: Libp2pNetwork) -> None:
-    """Bytes that are no handshake, at every peer's port."""
+async def _send_garbage(network: Libp2pNetwork) -> None:
+    """Send bytes that are not a handshake to the port of each peer."""
     rng = random.Random(1)
     while True:
-        await trio.sleep(GARBAGE_SECONDS)
+        await trio.sleep(GARBAGE_INTERVAL_SECONDS)
         for peer in network.connected():
             known = network.peers.get(peer)
             for address in known.addresses[:1] if known else []:
@@ -99,7 +99,7 @@ def main() -> int:
     config = Config.model_validate_json(Path(sys.argv[sys.argv.index("--config") + 1]).read_bytes())
     config.node.data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     swarm = swarm_id(config.swarm.name, {name: task_version(name) for name in config.task.names})
-    trio.run(lie, config.network, config.node.data_dir, swarm)
+    trio.run(attack, config.network, config.node.data_dir, swarm)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Groups as other nodes see them: an author with a key that signs valid ones.
+"""An author with a key that signs valid groups, as other nodes receive them.
 
 author = Author(swarm)
 frame = author.frame(author.group(sequence=7, created=now))
@@ -28,14 +28,19 @@ SAMPLING = SamplingParams(temperature=1.0, top_p=1.0, max_tokens=limits.TOKENS)
 
 
 def swarm_of(name: str = "test", tasks: Sequence[str] = BUILTIN_TASKS) -> bytes:
-    """The 32-byte id of a swarm that trains on `tasks`."""
+    """Return the 32-byte id of a swarm that trains on `tasks`."""
     return swarm_id(name, {task: task_version(task) for task in tasks})
 
 
 class Author:
-    """A node as others see it: a key, a stream of questions, and completions whose rewards differ.
+    """A node as its peers see it: a key, a stream of questions, and completions with different
+    rewards.
 
-    seed: makes the key, so that tests repeat, unless a key is given.
+    Args:
+        swarm: Id of the swarm.
+        seed: Seed of the key, for reproducible tests.
+        tasks: Names of its tasks.
+        key: The key; by default derived from `seed`.
     """
 
     def __init__(
@@ -53,6 +58,7 @@ class Author:
         self.peer = envelope.peer_id(self.key.public_key().public_bytes_raw())
 
     def task(self, sequence: int) -> TaskRef:
+        """Return the task and seed of question number `sequence`."""
         name = self.tasks[sequence % len(self.tasks)]
         seed, index = task_seed(self.swarm, self.peer, sequence, name)
         return TaskRef(id=name, version=task_version(name), seed=seed, index=index)
@@ -70,8 +76,15 @@ class Author:
         tokenizer: bytes = TOKENIZER,
         size: int = 8,
     ) -> RolloutGroup:
-        """Question number `sequence` made at `created` Unix seconds: `size` completions, the first
-        two right (builtin tasks). episodes: the actions of each, for an episode task."""
+        """Return a group with question number `sequence`. Of a builtin task, the first two
+        completions are right.
+
+        Args:
+            created: Unix seconds.
+            texts: Texts of the completions; by default `size` texts.
+            episodes: Actions of each episode, for an episode task.
+            packed: True to include token ids and log-probabilities.
+        """
         task = task or self.task(sequence)
         if episodes is None and texts is None:
             right = answer(task)
@@ -89,7 +102,7 @@ class Author:
         )
 
     def own_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """The same as the trainer would hand it to the network process."""
+        """Return the group of `group` as the trainer sends it to the network process."""
         group = self.group(sequence, 0.0, **kwargs)  # type: ignore[arg-type]
         rewards = [float(each.text == answer(group.task)) for each in group.completions]
         return OwnGroup(
@@ -102,7 +115,7 @@ class Author:
         )
 
     def long_group(self, sequence: int, **kwargs: object) -> OwnGroup:
-        """A group of about 125 KB as sent: seven of its texts are 12,000 random characters."""
+        """Return a group of about 125 KB. Seven of its texts have 12,000 random characters."""
         rng = random.Random(sequence)
         texts = [
             "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=12_000)) for _ in range(7)
@@ -110,17 +123,21 @@ class Author:
         return self.own_group(sequence, texts=[answer(self.task(sequence)), *texts], **kwargs)
 
     def frame(self, message: msgspec.Struct, swarm: bytes | None = None) -> bytes:
-        """`message` signed, compressed where that is shorter."""
+        """Sign a message, and compress it if that makes it shorter."""
         return envelope.seal(message, self.key, ids.DOMAIN_ROLLOUT, swarm or self.swarm)  # type: ignore[arg-type]
 
     def sign(self, payload: bytes, codec_name: Codec = "raw") -> bytes:
-        """Any bytes signed: what only a hostile author sends."""
+        """Sign any bytes, as only a hostile author would."""
         signed = envelope.sign(payload, self.key, ids.DOMAIN_ROLLOUT, self.swarm, codec_name)
         return codec.encode(signed)
 
 
 def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Completion:
-    """One token per character, each of `logprob` nats."""
+    """Return a completion with one token per character.
+
+    Args:
+        logprob: Log-probability of each token, nats.
+    """
     count = max(1, len(text))
     ids_, logprobs = (
         (tensors.pack_ids([ord(c) for c in text] or [0]), tensors.pack_logprobs([logprob] * count))
@@ -140,8 +157,11 @@ def completion(text: str, *, packed: bool = True, logprob: float = -0.5) -> Comp
 def episode(
     actions: Sequence[str], *, finish: Finish = "eos", packed: bool = True, logprob: float = -0.5
 ) -> Completion:
-    """An episode with these actions: one token per character of each, at least one, and each token
-    of `logprob` nats."""
+    """Return an episode with these actions. Each action has one token per character, at least one.
+
+    Args:
+        logprob: Log-probability of each token, nats.
+    """
     parts = [completion(text, packed=packed, logprob=logprob) for text in actions]
     text, turns = join_turns([part.text for part in parts], [part.tokens for part in parts])
     return Completion(
@@ -156,11 +176,11 @@ def episode(
 
 
 def answer(task: TaskRef) -> str:
-    """The right answer of a builtin task."""
+    """Return the right answer to a question of a builtin task."""
     return question(task).answer
 
 
 def question(task: TaskRef) -> Item:
-    """What a builtin task asks at an address."""
+    """Return a question of a builtin task."""
     spec = TASKS[task.id]
     return GENERATORS[spec.generator](task.seed + task.index, **spec.settings)

@@ -1,5 +1,5 @@
-"""Forged episodes of a hostile author, in groups with valid signatures, each with the reason for
-which a receiver refuses the group."""
+"""Forged episodes in groups with valid signatures, each with the reason for which a receiver
+rejects the group."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from swarmnode.wire.messages import Completion, RolloutGroup, Turn
 
 
 def forged_episodes(group: RolloutGroup) -> dict[str, tuple[RolloutGroup, str]]:
-    """Return name → (group, reason expected for it).
+    """Return name → (group, expected reason).
 
     Args:
-        group: An honest group of an episode task. Its first episode has at least two actions, ends
-            with the last one by itself, and may have one more by the task's turns, which are fewer
-            than 32.
+        group: An honest group of an episode task with fewer than 32 turns. Its first episode has at
+            least two actions, ends with the last one by itself, and is shorter than the task's
+            number of turns.
     """
     replace = msgspec.structs.replace
     first, *others = group.completions

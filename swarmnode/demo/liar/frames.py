@@ -1,5 +1,5 @@
-"""What a hostile author makes of its groups, whose signatures are good: each lie with the reason
-that admission gives for refusing it."""
+"""Hostile groups of an author with a valid key, each with the reason for which admission rejects
+it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from swarmnode.wire.messages import RolloutGroup, Turn
 
 
 def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, tuple[bytes, str]]:
-    """name → (frame, reason expected for it), by an author whose key is good. Takes sequence
-    numbers from `sequence` on."""
+    """Return name → (frame, expected reason).
+
+    Args:
+        author: The author with a valid key.
+        now: Unix seconds.
+        sequence: First sequence number to use.
+    """
     replace = msgspec.structs.replace
     stranger = Author(author.swarm, seed=999)
     other_swarm = Author(swarm_of("another"), seed=0)
@@ -30,7 +35,7 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
         return author.frame(replace(made, task=replace(made.task, **changes)))
 
     def of_task(step: int, name: str) -> bytes:
-        """A group of any task, with the seed of its question."""
+        """Return a group of any task, with a valid seed."""
         seed, index = task_seed(author.swarm, author.peer, sequence + step, name)
         return with_task(step, id=name, seed=seed, index=index)
 
@@ -154,13 +159,13 @@ def hostile_frames(author: Author, now: float, sequence: int = 0) -> dict[str, t
 
 @functools.cache
 def _bomb() -> bytes:
-    """50 MB of zeros in a few kilobytes."""
+    """Return 50 MB of zeros, compressed to a few kilobytes."""
     return codec.compress(b"\0" * 50_000_000)
 
 
 def _duplicated_key(payload: bytes) -> bytes:
-    """The same map with its last key twice: decoders take the last one, parsers elsewhere the
-    first."""
+    """Return the map with its last key twice. Some decoders use the first value, others the
+    last."""
     return bytes([payload[0] + 1]) + payload[1:] + b"\xa8sequence\x01"
 
 

@@ -1,14 +1,14 @@
-"""A hostile holder of groups: lists groups that are worth pulling, and serves lies in their place.
+"""A hostile holder of groups: lists groups as useful, and serves hostile groups instead.
 
-Each listing names a few hostile groups (`frames`) with the highest spread there is. A peer that
-pulls them receives:
+Each listing names some hostile groups of `frames`, with the highest possible spread. A peer that
+pulls them receives one of these:
 
-    a lie of `frames`, with the content id that was listed    refused by admission, with its reason
-    bytes of another group                                    `mismatch`
-    more bytes than were listed                               the response is oversized
-    nothing: the group is `unknown`                           the listing was not true
+    a hostile group with the listed content id    admission rejects it, with its reason
+    bytes of another group                        outcome `mismatch`
+    more bytes than listed                        the response is oversized
+    no group: `unknown`                           the listing was false
 
-Every `GARBAGE_EVERY`th listing is no listing at all. For the demo's liar and for tests.
+Every `GARBAGE_EVERY`th listing is garbage. The demo's liar and tests use this module.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from swarmnode.wire.listings import (
 )
 
 GARBAGE_EVERY = 5
-MOST_LISTED = 1024
-"""Lies that can still be pulled, the newest."""
+MAX_SERVED = 1024
+"""Number of hostile groups that are kept for pulls, newest first."""
 SEQUENCES = 2
-"""Sequence numbers that one call of `hostile_frames` takes."""
+"""Number of sequence numbers that one call of `hostile_frames` uses."""
 
 
 class ListingLiar:
-    """Serves the listing protocols with lies signed by `author`.
+    """Serves the listing protocols with hostile groups of `author`.
 
     Args:
         clock: Unix seconds.
@@ -49,11 +49,11 @@ class ListingLiar:
         self._rng = rng
         self._life = rng.randbytes(limits.LIFE_BYTES)
         self._served: OrderedDict[bytes, bytes | None] = OrderedDict()
-        """Listed content id → bytes sent for it, None for a group that is `unknown`."""
+        """Listed content id → bytes to send; None for the response `unknown`."""
         self._listings = self._sequence = 0
 
     def serve(self, requests: Requests) -> None:
-        """Answer listings and pulls for as long as the network runs."""
+        """Serve listings and pulls until the network closes."""
         requests.serve(
             ids.LISTING_PROTOCOL,
             self._list,
@@ -62,7 +62,7 @@ class ListingLiar:
         )
         requests.serve(
             ids.GROUPS_PROTOCOL,
-            self._give,
+            self._send_groups,
             max_request_bytes=limits.GROUPS_REQUEST_BYTES,
             max_response_bytes=2 * limits.GROUPS_RESPONSE_BYTES,
         )
@@ -71,15 +71,15 @@ class ListingLiar:
         self._listings += 1
         if self._listings % GARBAGE_EVERY == 0:
             return self._rng.randbytes(200)
-        listed = [self._claim(*lie) for lie in self._lies()]
-        while len(self._served) > MOST_LISTED:
+        listed = [self._list_group(*group) for group in self._draw_groups()]
+        while len(self._served) > MAX_SERVED:
             self._served.popitem(last=False)
         position = self._listings * limits.LISTED
         return codec.encode(ListingResponse("ok", self._life, position, listed))
 
-    async def _give(self, peer: str, request: bytes) -> bytes:
-        asked = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
-        bodies = [self._served.get(content) for content in asked.contents]
+    async def _send_groups(self, peer: str, request: bytes) -> bytes:
+        wanted = codec.decode(request, GroupsRequest, limits.GROUPS_REQUEST_BYTES)
+        bodies = [self._served.get(content) for content in wanted.contents]
         return codec.encode(
             GroupsResponse(
                 [
@@ -89,19 +89,19 @@ class ListingLiar:
             )
         )
 
-    def _lies(self) -> list[tuple[bytes, int, bytes | None]]:
-        """Return (content id, size as listed, bytes sent) of each lie of one listing."""
+    def _draw_groups(self) -> list[tuple[bytes, int, bytes | None]]:
+        """Return (content id, listed size, bytes to send) of each group of one listing."""
         frames = hostile_frames(self._author, self._clock(), self._sequence)
         self._sequence += SEQUENCES
         drawn = self._rng.sample([frame for frame, _ in frames.values()], limits.LISTED - 2)
-        lies: list[tuple[bytes, int, bytes | None]] = [
+        groups: list[tuple[bytes, int, bytes | None]] = [
             (envelope.content_id(frame), min(max(1, len(frame)), limits.GROUP_BYTES), frame)
             for frame in drawn
         ]
         absent, other = self._rng.randbytes(32), self._rng.randbytes(32)
-        return [*lies, (absent, 2048, None), (other, len(drawn[0]) or 1, drawn[0])]
+        return [*groups, (absent, 2048, None), (other, len(drawn[0]) or 1, drawn[0])]
 
-    def _claim(self, content: bytes, size: int, body: bytes | None) -> ListedGroup:
+    def _list_group(self, content: bytes, size: int, body: bytes | None) -> ListedGroup:
         self._served[content] = body
         return ListedGroup(
             content,

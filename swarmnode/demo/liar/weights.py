@@ -1,8 +1,7 @@
-"""A hostile partner: speaks the protocol of averaging over a real network, and lies in one way or
-another. For tests and the demo's liar.
+"""A hostile partner for averaging: follows the protocol over a real network, with one deviation.
 
-It needs neither model nor configuration: peers send their fingerprint, and the payload of the
-partner in a swap is the pattern of the lie. No torch.
+Tests and the demo's liar use it. It needs no model, configuration or torch: peers send their
+fingerprint, and it forges its payload from that of the partner.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from swarmnode.weights.messages import (
 from swarmnode.weights.payload import Header, build, checksum
 from swarmnode.wire import ids
 
-PAYLOADS: Final = (
+PAYLOAD_ATTACKS: Final = (
     "nan",
     "infinite",
     "huge",
@@ -55,8 +54,8 @@ PAYLOADS: Final = (
     "fragment",
     "garbage",
 )
-"""Lies that are told in the payload."""
-MANNERS: Final = (
+"""Attacks in the payload."""
+PROTOCOL_ATTACKS: Final = (
     "silent",
     "too_large",
     "other_size",
@@ -67,15 +66,15 @@ MANNERS: Final = (
     "no_answer",
     "other_id",
 )
-"""Lies that are told before."""
-LARGEST: Final = 2**28
-PROPOSE_EVERY_SECONDS: Final = 3.0
-PAYLOAD_SECONDS: Final = 30.0
-"""For a partner to encode its payload."""
+"""Attacks in the messages before the payload."""
+MAX_PAYLOAD_BYTES: Final = 2**28
+PROPOSAL_INTERVAL_SECONDS: Final = 3.0
+PAYLOAD_TIMEOUT_SECONDS: Final = 30.0
+"""Timeout for the partner to encode its payload."""
 
 
-def opened(payload: bytes) -> tuple[Header, list[bytes]]:
-    """Header and bodies of an honest payload."""
+def parse_payload(payload: bytes) -> tuple[Header, list[bytes]]:
+    """Return the header and the bodies of an honest payload."""
     length = int.from_bytes(payload[:4], "big")
     header = msgspec.msgpack.decode(payload[4 : 4 + length], type=Header)
     bodies, start = [], 4 + length
@@ -85,14 +84,18 @@ def opened(payload: bytes) -> tuple[Header, list[bytes]]:
     return header, bodies
 
 
-def lie(payload: bytes, kind: str) -> bytes:
-    """An honest payload made into a lie of PAYLOADS; checksums fit unless the lie is about them."""
-    header, bodies = opened(payload)
+def forge_payload(payload: bytes, kind: str) -> bytes:
+    """Forge a payload from an honest one. The checksums are valid unless they are the attack.
+
+    Args:
+        kind: One of `PAYLOAD_ATTACKS`.
+    """
+    header, bodies = parse_payload(payload)
     replace = msgspec.structs.replace
     tensors = list(header.tensors)
     if kind in ("nan", "infinite", "huge", "flipped"):
         bodies = [
-            _altered(body, math.prod(tensor.shape), header.codec, kind)
+            _alter_body(body, math.prod(tensor.shape), header.codec, kind)
             for tensor, body in zip(tensors, bodies, strict=True)
         ]
     elif kind == "shape":
@@ -116,16 +119,16 @@ def lie(payload: bytes, kind: str) -> bytes:
     ]
     if kind == "checksum":
         tensors[-1] = replace(tensors[-1], checksum=bytes(16))
-    made = build(replace(header, tensors=tensors), bodies)
+    forged = build(replace(header, tensors=tensors), bodies)
     if kind == "truncated":
-        return made[:-100]
+        return forged[:-100]
     if kind == "longer":
-        return made + bytes(100)
-    return secrets.token_bytes(len(made)) if kind == "garbage" else made
+        return forged + bytes(100)
+    return secrets.token_bytes(len(forged)) if kind == "garbage" else forged
 
 
-def _altered(body: bytes, elements: int, codec: str, kind: str) -> bytes:
-    """Values of a body changed: its scales where it has some, else all its floats."""
+def _alter_body(body: bytes, elements: int, codec: str, kind: str) -> bytes:
+    """Alter the values of a body: its scales if the codec has some, otherwise all floats."""
     change: Callable[[NDArray[np.float32]], NDArray[np.float32]] = {
         "nan": lambda x: np.full_like(x, np.nan),
         "infinite": lambda x: np.full_like(x, np.inf),
@@ -136,7 +139,7 @@ def _altered(body: bytes, elements: int, codec: str, kind: str) -> bytes:
     if codec in ("int4", "int8"):
         width, block = (2, SMALL_BLOCK) if codec == "int4" else (4, BLOCK)
         cut = width * -(-elements // block)
-        if kind == "flipped":  # a negative scale would be found out at once
+        if kind == "flipped":  # negate the values, because receivers reject negative scales
             values = np.frombuffer(body[cut:], "u1")
             if codec == "int4":
                 flipped = 16 - (values & 15) | (16 - (values >> 4)) << 4
@@ -151,24 +154,29 @@ def _altered(body: bytes, elements: int, codec: str, kind: str) -> bytes:
 
 
 class WeightLiar:
-    """kinds: the lies it tells, in turn, of PAYLOADS and MANNERS; empty is a partner that returns
-    what it was sent."""
+    """A hostile partner.
+
+    Args:
+        kinds: Attacks of `PAYLOAD_ATTACKS` and `PROTOCOL_ATTACKS`, used in turn. Empty: the partner
+            returns the payload that it received.
+        step: Outer step that it claims; by default that of its partner.
+    """
 
     def __init__(
         self, network: Libp2pNetwork, kinds: Sequence[str], *, step: int | None = None
     ) -> None:
         self._network = network
         self._kinds = list(kinds)
-        self._told = 0
+        self._attacks = 0
         self._step = step
         self._offers: dict[bytes, Ready | None] = {}
-        """By swap; None while the lie is being made, or where nothing will come."""
+        """Id of the swap → its payload; None before it is ready, or if there will be none."""
         self._nursery: trio.Nursery | None = None
         self.fingerprint = b""
         self.blocks = b"\1"
-        """Those of the peer that it has learnt of last."""
+        """Blocks of the last peer that `learn` has asked."""
         self.swaps: list[bytes] = []
-        """Ids of the swaps that were proposed to it."""
+        """Ids of the swaps that peers have proposed."""
 
     async def run(
         self,
@@ -176,7 +184,11 @@ class WeightLiar:
         proposes: bool = False,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Until cancelled. proposes: to everybody, again and again."""
+        """Run until cancelled.
+
+        Args:
+            proposes: True to propose swaps to all peers periodically.
+        """
         self._network.requests.serve(
             ids.WEIGHTS_PROTOCOL,
             self._serve,
@@ -190,13 +202,17 @@ class WeightLiar:
             rng = random.Random(0)
             while True:
                 await trio.sleep(
-                    rng.uniform(0.5, 1.0) * PROPOSE_EVERY_SECONDS if proposes else 3600.0
+                    rng.uniform(0.5, 1.0) * PROPOSAL_INTERVAL_SECONDS if proposes else 3600.0
                 )
                 for peer in self._network.connected():
                     self._nursery.start_soon(self._approach, peer)
 
     async def learn(self, peer: str) -> None:
-        """Ask `peer` what it averages, and claim the same. Raises PeerError."""
+        """Request what `peer` averages, and claim the same.
+
+        Raises:
+            PeerError: The peer did not respond.
+        """
         fingerprint = self.fingerprint or bytes(32)
         answer = await self.ask(peer, Here(fingerprint, self._step or 0, self.blocks))
         if isinstance(answer, Here):
@@ -205,7 +221,11 @@ class WeightLiar:
             await self.ask(peer, Here(self.fingerprint, step, self.blocks))
 
     async def ask(self, peer: str, message: Message) -> Message:
-        """Raises PeerError."""
+        """Send a message and return the response.
+
+        Raises:
+            PeerError: The peer did not respond.
+        """
         data = await self._network.requests.request(
             peer,
             ids.WEIGHTS_PROTOCOL,
@@ -218,13 +238,17 @@ class WeightLiar:
     async def propose(
         self, peer: str, fragment: int = 0, *, follow: bool = True, name: bytes = b""
     ) -> Message:
-        """Propose a swap. follow: continue with a lie when it is accepted; else vanish."""
+        """Propose a swap and return the response.
+
+        Args:
+            follow: True to continue with an attack if the peer accepts, False to vanish.
+        """
         name = name or secrets.token_bytes(ID_BYTES)
         swap = Swap(name, self.fingerprint, fragment, self._step or 0, self.blocks)
         answer = await self.ask(peer, swap)
         if isinstance(answer, Accepted) and follow:
             self._offers[name] = None
-            await self._lie(peer, name)
+            await self._attack(peer, name)
         return answer
 
     async def _approach(self, peer: str) -> None:
@@ -233,7 +257,7 @@ class WeightLiar:
                 await self.learn(peer)
             await self.propose(peer)
         except (PeerError, msgspec.MsgspecError):
-            pass  # It refuses; it is asked again.
+            pass  # The peer refuses. The next round tries again.
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         await trio.lowlevel.checkpoint()
@@ -255,30 +279,31 @@ class WeightLiar:
             name = bytes(ID_BYTES) if kind == "other_id" else message.id
             if kind != "denies":
                 self._offers[message.id] = None
-            self._nursery.start_soon(self._lie, peer, message.id)
+            self._nursery.start_soon(self._attack, peer, message.id)
             step = self._claim(message.outer_step)
             return encode_message(Accepted(name, step, message.blocks))
-        raise PeerError("an answer to nothing")
+        raise PeerError("unexpected message")
 
     def _claim(self, theirs: int) -> int:
+        """Return the outer step to claim to a partner at step `theirs`."""
         return self._step if self._step is not None else theirs
 
     def _kind(self, *, peek: bool = False) -> str:
         if not self._kinds:
             return ""
-        kind = self._kinds[self._told % len(self._kinds)]
-        self._told += not peek
+        kind = self._kinds[self._attacks % len(self._kinds)]
+        self._attacks += not peek
         return kind
 
-    async def _lie(self, peer: str, name: bytes) -> None:
+    async def _attack(self, peer: str, name: bytes) -> None:
         kind = self._kind()
         if kind in ("silent", "denies", "no_answer", "other_id"):
             return
         try:
-            pattern = await self._fetch(peer, name)
+            honest = await self._fetch(peer, name)
         except PeerError:
-            return  # found out
-        content = bytearray(lie(pattern, kind) if kind in PAYLOADS else pattern)
+            return  # the peer has ended the swap
+        content = bytearray(forge_payload(honest, kind) if kind in PAYLOAD_ATTACKS else honest)
         source = BulkSource(content)
         if kind == "wrong_hash":
             struct.pack_into("<Q", content, len(content) // 2, 0x5555555555555555)
@@ -290,17 +315,21 @@ class WeightLiar:
         self._offers[name] = Ready(name, transfer, root, size, self._claim(0))
 
     async def _fetch(self, peer: str, name: bytes) -> bytes:
-        """The partner's payload of a swap. Raises PeerError."""
+        """Fetch the partner's payload of a swap.
+
+        Raises:
+            PeerError: The partner has ended the swap, or has not encoded its payload in time.
+        """
         bulk = self._network.bulk
-        with trio.move_on_after(PAYLOAD_SECONDS):
+        with trio.move_on_after(PAYLOAD_TIMEOUT_SECONDS):
             while True:
                 answer = await self.ask(peer, Payload(name))
                 if isinstance(answer, Ready):
                     manifest = await bulk.manifest(peer, answer.transfer)
-                    sink = MemorySink(manifest, limit=LARGEST)
+                    sink = MemorySink(manifest, limit=MAX_PAYLOAD_BYTES)
                     await bulk.fetch(peer, answer.transfer, manifest, sink, deadline=30.0)
                     return bytes(sink.data)
                 if not isinstance(answer, Busy):
-                    raise PeerError("its swap is over")
+                    raise PeerError("the swap has ended")
                 await trio.sleep(0.1)
-        raise PeerError("it has encoded nothing")
+        raise PeerError("the payload is not ready")

@@ -1,6 +1,5 @@
-"""What a person types wrong, and directories that are not as they should be: one line with cause
-and remedy, the exit code of docs/operations.md, and nothing changed. Each command, in this
-process."""
+"""Wrong arguments and damaged directories: each command prints one line with cause and remedy, has
+the exit code of docs/operations.md, and changes no file."""
 
 import json
 import os
@@ -23,7 +22,7 @@ ADDRESS = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3f
 
 
 def walk(group, path=()):
-    """(words, command) of every command."""
+    """Yield (words, command) of every command."""
     for name in group:
         if not name.startswith("-"):
             if group[name].default_command:
@@ -34,9 +33,9 @@ def walk(group, path=()):
 COMMANDS = dict(walk(app))
 
 
-def misspelt(path):
-    """Calls of a command in which one thing is missing, doubled, of another type, unknown, or too
-    much."""
+def wrong_calls(path):
+    """Yield calls of a command in which one argument is missing, repeated, unknown, surplus or of
+    the wrong type."""
     arguments = [
         each for each in COMMANDS[path].assemble_argument_collection() if each.names != ("*",)
     ]
@@ -61,16 +60,16 @@ def misspelt(path):
 
 
 @pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
-def test_a_call_that_is_wrong_is_one_line_that_names_the_help_and_exit_two(path, capsys):
-    calls = list(misspelt(path))
+def test_a_usage_error_is_one_line_and_exit_two(path, capsys):
+    calls = list(wrong_calls(path))
     assert len(calls) >= 2
     for call in calls:
         with pytest.raises(CycloptsError):  # before anything is done
             app.parse_args(call, exit_on_error=False, print_error=False)
         assert cli.run(call) == 2
-        said = capsys.readouterr()
-        assert (said.out, said.err.count("\n")) == ("", 1), call
-        assert said.err.endswith(f"`swarmnode {' '.join(path)} --help` tells what there is\n"), call
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.count("\n")) == ("", 1), call
+        assert printed.err.endswith(f"see `swarmnode {' '.join(path)} --help`\n"), call
 
 
 # ---- directories
@@ -78,14 +77,14 @@ def test_a_call_that_is_wrong_is_one_line_that_names_the_help_and_exit_two(path,
 
 @pytest.fixture
 def node(tmp_path, monkeypatch):
-    """A founder's data directory, and beside it what commands need."""
+    """Return a founder's data directory, next to the files that commands need."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith("SWARMNODE_")]:
         monkeypatch.delenv(name)
-    return made(tmp_path / "node")
+    return make_founder(tmp_path / "node")
 
 
-def made(data):
+def make_founder(data):
     for command in (
         ["key", "show"],
         ["config", "set", "node.name=mine", 'task.names=["builtin/copy"]'],
@@ -104,22 +103,21 @@ def made(data):
     return data
 
 
-def typed(words, data):
-    """A command about the data directory `data`."""
-    beside = {
+def run(words, data):
+    """Run a command with the data directory `data` and return its exit code."""
+    arguments = {
         "INVITE": f"{ADDRESS}/swarm/{ManifestStore(data).current().hex()}"
         if (data / "manifest" / "current").is_file()
         else ""
     }
-    beside |= {
+    arguments |= {
         name: str(data.parent / name) for name in ("new.key", "old.key", "secret", "m", "policy")
     }
-    return cli.run([*(beside.get(word, word) for word in words.split()), "-d", str(data)])
+    return cli.run([*(arguments.get(word, word) for word in words.split()), "-d", str(data)])
 
 
 def tree(directory):
-    """What is in a directory, byte for byte, but for what lives as long as a run, and what was
-    logged."""
+    """Return path → content of the files in a directory, without `run` and `log`."""
     files = (
         path
         for path in directory.rglob("*")
@@ -131,14 +129,13 @@ def tree(directory):
     }
 
 
-def one_line(capsys, *says):
-    """Of what a command wrote, its last line is what was wrong; above it nothing but what it logged
-    or showed."""
+def check_error(capsys, *phrases):
+    """Check that the last line of stderr is an error with these phrases, and the only error."""
     *shown, error = capsys.readouterr().err.splitlines()
     assert error.startswith("swarmnode: ")
     assert not [line for line in shown if line.startswith(("swarmnode: ", "Traceback"))], shown
     assert "Errno" not in error
-    assert all(word in error for word in says), error
+    assert all(phrase in error for phrase in phrases), error
 
 
 SUCCESSOR = "init --successor --yes --name other"
@@ -172,34 +169,34 @@ READS = [
     "words",
     [*WRITES, *READS, "init", "key show", "key backup old.key", "export policy", "manifest follow"],
 )
-def test_a_directory_of_a_newer_version_is_left_alone(node, capsys, words):
+def test_a_newer_directory_is_not_changed(node, capsys, words):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
     before = tree(node.parent)
-    assert typed(words, node) == 69
-    one_line(capsys, "is of a newer version", "upgrade, or name another directory with -d")
+    assert run(words, node) == 69
+    check_error(capsys, "belongs to a newer version", "upgrade, or use another directory with -d")
     assert tree(node.parent) == before
 
 
-def test_doctor_tells_of_a_newer_version_too(node, capsys):
+def test_doctor_reports_a_newer_directory(node, capsys):
     (node / FORMAT_FILE).write_text(f"{FORMAT + 1}\n")
-    assert typed("doctor --json", node) == 69
+    assert run("doctor --json", node) == 69
     (check,) = json.loads(capsys.readouterr().out)["checks"]
-    assert "is of a newer version" in check["what"]
+    assert "belongs to a newer version" in check["what"]
 
 
 def test_a_directory_states_its_format(node, capsys):
     assert (node / FORMAT_FILE).read_text() == f"{FORMAT}\n"
     (node / FORMAT_FILE).unlink()
-    assert typed("key show", node) == 0
+    assert run("key show", node) == 0
     assert (node / FORMAT_FILE).read_text() == f"{FORMAT}\n"
     (node / FORMAT_FILE).write_text("")
     capsys.readouterr()
-    assert typed("key show", node) == 69
-    one_line(capsys, "format is damaged: copy the directory again")
+    assert run("key show", node) == 69
+    check_error(capsys, "format is damaged: copy the directory again")
 
 
 @pytest.mark.parametrize(
-    ("file", "words", "code", "says"),
+    ("file", "words", "code", "problem"),
     [
         ("identity.key", "run", 69, "is not a PEM key; restore or remove it"),
         ("identity.key", "bootstrap", 69, "is not a PEM key; restore or remove it"),
@@ -218,35 +215,33 @@ def test_a_directory_states_its_format(node, capsys):
         ("trainer/state.safetensors", "rollback 3", 69, "no state of step 3"),
     ],
 )
-def test_a_directory_that_was_copied_by_half_says_which_file_to_bring_back(
-    node, capsys, file, words, code, says
-):
+def test_a_truncated_file_is_named(node, capsys, file, words, code, problem):
     path = node / file if not (node / file).is_dir() else next((node / file).glob("*.manifest"))
     path.write_bytes(path.read_bytes()[: -4 if file == "config.toml" else path.stat().st_size // 2])
     before = tree(node)
-    assert typed(words, node) == code
-    one_line(capsys, says)
+    assert run(words, node) == code
+    check_error(capsys, problem)
     assert tree(node) == before
 
 
-def test_a_manifest_that_was_not_copied_is_asked_for(node, capsys):
+def test_a_missing_manifest_asks_to_join_again(node, capsys):
     next((node / "manifest").glob("*.manifest")).unlink()
     for words in ("run", "bootstrap", "manifest show", SUCCESSOR):
-        assert typed(words, node) == 69
-        one_line(capsys, "join again")
+        assert run(words, node) == 69
+        check_error(capsys, "join again")
 
 
 @needs_mount
 @pytest.mark.parametrize("words", WRITES)
-def test_on_a_read_only_disk_nothing_is_begun(node, capsys, words):
+def test_a_read_only_disk_stops_a_command_first(node, capsys, words):
     with mounted(node.parent / "disk", "8m") as disk:
         data = shutil.copytree(node, disk / "node")
         for name in ("new.key", "secret", "m"):
             shutil.copy2(node.parent / name, disk / name)
         read_only(disk)
         before = tree(disk)
-        assert typed(words, data) == 69
-        one_line(capsys, "Read-only file system")
+        assert run(words, data) == 69
+        check_error(capsys, "Read-only file system")
         assert tree(disk) == before
 
 
@@ -262,23 +257,23 @@ def test_on_a_read_only_disk_nothing_is_begun(node, capsys, words):
         "join INVITE",
     ],
 )
-def test_a_directory_that_cannot_be_made_is_said(node, capsys, words):
+def test_an_impossible_directory_is_reported(node, capsys, words):
     with mounted(node.parent / "disk", "8m") as disk:
         for name in ("new.key", "secret", "m"):
             shutil.copy2(node.parent / name, disk / name)
         read_only(disk)
         words = words.replace("INVITE", f"{ADDRESS}/swarm/{'0' * 64}")
-        assert typed(words, disk / "node") == 69
-        one_line(capsys, "Read-only file system")
+        assert run(words, disk / "node") == 69
+        check_error(capsys, "Read-only file system")
 
 
 @needs_mount
 @pytest.mark.parametrize(
     "words", [words for words in WRITES if words not in ("run", "bootstrap", "rollback 3")]
 )
-def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
+def test_a_full_disk_loses_no_file(node, capsys, words, monkeypatch):
     opened = founded(load_or_create(node / "identity.key").private_key, bootstrap=[ADDRESS])
-    answer = {"peer": "12D3KooWNobody", "manifest": opened.signed.hex(), "successor": ""}
+    answer = {"peer": "12D3KooWAbsent", "manifest": opened.signed.hex(), "successor": ""}
     printed = subprocess.CompletedProcess([], 0, json.dumps(answer), "")
     with mounted(node.parent / "disk", "1m") as disk:
         data = shutil.copytree(node, disk / "node")
@@ -286,11 +281,11 @@ def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
             shutil.copy2(node.parent / name, disk / name)
         fill(disk)
         before = tree(disk)
-        # what `python -m swarmnode.swarm.join` would have printed; mount and umount are real
+        # Only `python -m swarmnode.swarm.join` is replaced; mount and umount are real.
         with monkeypatch.context() as patched:
             patched.setattr(membership.subprocess, "run", lambda *_, **__: printed)
-            assert typed(words, data) == 69
-        one_line(capsys)
+            assert run(words, data) == 69
+        check_error(capsys)
         assert tree(disk) == before
 
 
@@ -298,16 +293,16 @@ def test_on_a_full_disk_nothing_is_lost(node, capsys, words, monkeypatch):
     "words",
     [words for words in WRITES if not words.startswith(("init", "config", "bootstrap --manifest"))],
 )
-def test_a_second_node_on_a_directory_says_who_has_it(node, capsys, words):
+def test_a_second_node_names_the_first(node, capsys, words):
     held = lock_data_dir(node)
     before = tree(node)
-    assert typed(words, node) == 69
-    one_line(capsys, f"in use by another node (pid {os.getpid()})")
+    assert run(words, node) == 69
+    check_error(capsys, f"in use by another node (pid {os.getpid()})")
     assert tree(node) == before
     os.close(held)
 
 
-def manifest_of(tmp_path, opened):
+def write_manifest(tmp_path, opened):
     (tmp_path / "theirs").write_bytes(opened.signed)
     return str(tmp_path / "theirs")
 
@@ -322,16 +317,16 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("words", OTHERS)
-def test_a_directory_of_one_swarm_is_not_taken_to_another(node, capsys, words):
+def test_a_directory_stays_with_its_swarm(node, capsys, words):
     other = founded(name="another")
     invite = f"{ADDRESS}/swarm/{other.swarm.hex()}"
     before = tree(node)
-    assert typed(words.format(invite=invite, file=manifest_of(node.parent, other)), node) == 77
-    one_line(capsys, "belongs to swarm 'test'", "another --data-dir")
+    assert run(words.format(invite=invite, file=write_manifest(node.parent, other)), node) == 77
+    check_error(capsys, "belongs to swarm 'test'", "another --data-dir")
     assert tree(node) == before
 
 
-def test_a_successor_of_somebody_else_is_not_followed(node, capsys):
+def test_a_forged_successor_is_not_followed(node, capsys):
     store = ManifestStore(node)
     present = store.get(store.current())
     # signed by another key
@@ -339,21 +334,21 @@ def test_a_successor_of_somebody_else_is_not_followed(node, capsys):
         predecessor=present.swarm, created_at=present.manifest.created_at + 1, name="theirs"
     )
     before = tree(node)
-    assert typed(f"bootstrap --manifest {manifest_of(node.parent, theirs)}", node) == 77
-    one_line(capsys, "the founder of 'test' did not sign")
+    assert run(f"bootstrap --manifest {write_manifest(node.parent, theirs)}", node) == 77
+    check_error(capsys, "the founder of 'test' did not sign")
     assert tree(node) == before
     store.add(theirs)
-    assert typed("manifest follow", node) == 77
-    one_line(capsys, "no successor is known here")
-    assert typed("manifest show", node) == 0
+    assert run("manifest follow", node) == 77
+    check_error(capsys, "no successor is known here")
+    assert run("manifest show", node) == 0
     assert json.loads(capsys.readouterr().out)["successor"] is None
     assert store.current() == present.swarm
 
 
-def test_nobody_but_the_founder_signs_a_successor(node, capsys):
-    assert typed("key rotate", node) == 0
+def test_only_the_founder_signs_a_successor(node, capsys):
+    assert run("key rotate", node) == 0
     before = tree(node)
     capsys.readouterr()
-    assert typed("init --successor --yes --name other", node) == 77
-    one_line(capsys, "only the founder's key can sign a successor")
+    assert run("init --successor --yes --name other", node) == 77
+    check_error(capsys, "only the founder's key can sign a successor")
     assert tree(node) == before

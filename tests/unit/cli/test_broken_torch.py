@@ -91,7 +91,7 @@ def test_doctor_advises_to_install_torch_again(broken, tmp_path):
     assert "pip install --force-reinstall torch" in device["todo"]
 
 
-def test_join_reports_that_nobody_answers_and_not_torch(broken, tmp_path):
+def test_join_reports_the_unreachable_peer_before_torch(broken, tmp_path):
     peer = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
     invite = f"/ip4/127.0.0.1/tcp/1/p2p/{peer}/swarm/{'0' * 64}"
     result = broken(MISSING_LIBRARY, "join", invite, "--data-dir", tmp_path / "node")

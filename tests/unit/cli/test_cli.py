@@ -1,5 +1,4 @@
-"""The command line as a person meets it: fast help, one-line errors, exit codes; and nothing heavy
-loaded for either."""
+"""The command line: fast help, one-line errors, exit codes, and no import of large packages."""
 
 import contextlib
 import json
@@ -40,9 +39,9 @@ def swarmnode(*arguments, **kwargs):
     )
 
 
-def test_help_answers_within_half_a_second_and_names_the_commands():
+def test_help_answers_within_half_a_second():
     times = []
-    # CPU seconds, the best of five: that others keep the machine busy is not the command's fault
+    # CPU seconds, the best of five, so that load of the machine does not count.
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         result = swarmnode("--help")
@@ -54,7 +53,7 @@ def test_help_answers_within_half_a_second_and_names_the_commands():
     assert min(times) < 0.5
 
 
-def test_help_loads_nothing_heavy():
+def test_help_loads_no_large_package():
     code = (
         "import sys\nfrom swarmnode.cli import run\nrun(['--help'])\nprint('\\nMODULES ' + '"
         " '.join(sys.modules))"
@@ -75,7 +74,7 @@ def test_help_loads_nothing_heavy():
         ("swarmnode.link.server", {"torch", "transformers"}),
     ],
 )
-def test_each_process_loads_only_what_it_may(module, never):
+def test_each_process_loads_only_its_packages(module, never):
     code = f"import sys, {module}\nprint(' '.join(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
@@ -84,13 +83,13 @@ def test_each_process_loads_only_what_it_may(module, never):
 
 
 @pytest.mark.parametrize("flag", ["-v", "--version"])
-def test_the_version_is_said_as_people_ask_for_it(flag, capsys):
+def test_both_version_flags(flag, capsys):
     assert cli.run([flag]) == 0
     assert capsys.readouterr().out.strip() == __version__
 
 
 def test_bash_completes_commands_options_and_directories(tmp_path):
-    """With what `swarmnode completion bash` prints, sourced by a real shell."""
+    """Source the output of `swarmnode completion bash` in a real shell."""
     (tmp_path / "here").mkdir()
     (tmp_path / "completion").write_text(swarmnode("completion", "bash").stdout)
 
@@ -110,33 +109,34 @@ def test_bash_completes_commands_options_and_directories(tmp_path):
     assert completed("swarmnode", "status", "-d", "he") == ["here"]
 
 
-def test_completion_is_installed_where_the_shell_looks_and_said_so_once(tmp_path):
+def test_completion_is_installed_once(tmp_path):
     home = {**os.environ, "HOME": str(tmp_path)}
     for _ in range(2):
         done = swarmnode("completion", "bash", "--install", env=home)
         assert (done.returncode, done.stderr) == (0, "")
     (script,) = tmp_path.rglob("completions/swarmnode")
     assert str(script) in done.stdout
-    assert (tmp_path / ".bashrc").read_text().count(str(script)) == 2  # one line: [ -f it ] && . it
+    assert (tmp_path / ".bashrc").read_text().count(
+        str(script)
+    ) == 2  # one line names it twice: [ -f … ] && . …
 
 
-def test_a_wrong_flag_is_one_line_and_exit_two(capsys):
+def test_an_unknown_flag_is_one_line(capsys):
     assert cli.run(["run", "--bogus"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert "--bogus" in error
 
 
-def test_mistyped_command_prints_no_truncated_list(capsys):
+def test_a_mistyped_command_gets_a_suggestion(capsys):
     assert cli.run(["rnu"]) == 2
     assert (
         capsys.readouterr().err
-        == 'swarmnode: Unknown command "rnu". Did you mean "run"?; `swarmnode --help` tells what'
-        " there is\n"
+        == 'swarmnode: Unknown command "rnu". Did you mean "run"?; see `swarmnode --help`\n'
     )
 
 
-def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
+def test_an_unknown_key_is_one_line(tmp_path, capsys):
     path = tmp_path / "config.toml"
     path.write_text("[training]\nlearning_rat = 1\n")
     assert cli.run(["run", "--config", str(path)]) == 78
@@ -148,13 +148,13 @@ def test_a_wrong_key_is_one_line_and_exit_78(tmp_path, capsys):
 
 @pytest.fixture
 def not_started(monkeypatch):
-    """`run` ends where its processes would begin."""
+    """Replace the supervisor, so that `run` starts no process."""
     monkeypatch.setattr("swarmnode.daemon.supervisor.run", lambda *arguments: 0)
     monkeypatch.setattr("swarmnode.observe.logs.configure", lambda *arguments, **others: None)
 
 
 @pytest.mark.parametrize(
-    ("said", "warned"),
+    ("options", "warned"),
     [
         ([], []),
         (
@@ -164,15 +164,15 @@ def not_started(monkeypatch):
     ],
 )
 @pytest.mark.usefixtures("not_started")
-def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
-    tmp_path, capsys, said, warned
-):
+def test_run_warns_of_values_unsuited_to_the_model(tmp_path, capsys, options, warned):
     opened = founded(models=[ModelRef("org/model", "main", b"\x11" * 32, b"\x22" * 32)])
     store = ManifestStore(tmp_path)
     store.add(opened)
     store.choose(opened.swarm)
     assert (
-        cli.run(["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *said])
+        cli.run(
+            ["run", "-d", str(tmp_path), "--set", "training.max_completion_length=64", *options]
+        )
         == 0
     )
     warnings = [line for line in capsys.readouterr().err.splitlines() if "learning_rate" in line]
@@ -182,7 +182,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "problem"),
     [
         (["demo", "--nodes", "0"], 2, "--nodes"),
         (["demo", "--minutes", "-5"], 2, "--minutes"),
@@ -273,7 +273,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
         ),
     ],
 )
-def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, arguments, code, says):
+def test_a_wrong_value_is_one_line(tmp_path, capsys, arguments, code, problem):
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     (tmp_path / "damaged" / "manifest").mkdir(parents=True)
     (tmp_path / "damaged" / "manifest" / "current").write_text("nonsense")
@@ -285,22 +285,22 @@ def test_a_wrong_call_is_one_line_that_says_what_is_wrong(tmp_path, capsys, argu
         (tmp_path / name / "run" / "addresses.json").write_text(text)
     assert cli.run([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == code
     error = capsys.readouterr().err
-    assert says.replace("{tmp}", str(tmp_path)) in error
+    assert problem.replace("{tmp}", str(tmp_path)) in error
     assert "Errno" not in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("task", "says"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")]
+    ("task", "problem"), [("rg/countdown", "countdown"), ("rg/chain_sun", "rg/chain_sum")]
 )
-def test_a_task_that_is_not_allowed_is_refused_by_name(tmp_path, capsys, task, says):
+def test_an_unknown_task_is_named(tmp_path, capsys, task, problem):
     assert cli.run(["run", "--data-dir", str(tmp_path), "--set", f'task.names=["{task}"]']) == 78
     error = capsys.readouterr().err
-    assert says in error
+    assert problem in error
     assert error.count("\n") == 1
 
 
-def test_config_show_tells_where_a_value_was_set(tmp_path, capsys, monkeypatch):
+def test_config_show_prints_origins(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("SWARMNODE_HTTP_PORT", "9999")
     assert (
         cli.run(
@@ -325,7 +325,7 @@ def test_config_show_tells_where_a_value_was_set(tmp_path, capsys, monkeypatch):
     assert shown["training.seed"]["origin"] == "default"
 
 
-def test_key_show_prints_the_same_peer_id_twice_and_never_the_key(tmp_path, capsys):
+def test_key_show_prints_the_peer_id(tmp_path, capsys):
     assert cli.run(["key", "show", "--data-dir", str(tmp_path)]) == 0
     first = capsys.readouterr().out
     assert cli.run(["key", "show", "--data-dir", str(tmp_path)]) == 0
@@ -334,7 +334,7 @@ def test_key_show_prints_the_same_peer_id_twice_and_never_the_key(tmp_path, caps
     assert (tmp_path / "identity.key").stat().st_mode & 0o777 == 0o600
 
 
-def test_key_commands_answer_a_script(tmp_path, capsys):
+def test_key_commands_print_json(tmp_path, capsys):
     def key(*argv):
         assert cli.run(["key", *argv, "--data-dir", str(tmp_path / "node"), "--json"]) == 0
         return json.loads(capsys.readouterr().out)
@@ -356,12 +356,12 @@ def test_key_commands_answer_a_script(tmp_path, capsys):
 @pytest.mark.parametrize(
     "command", ["run", "join", "doctor", "config show", "key rotate", "export"]
 )
-def test_the_options_that_commands_share_are_explained_in_each(command, capsys):
+def test_help_explains_shared_options(command, capsys):
     with contextlib.suppress(SystemExit):
         cli.run([*command.split(), "--help"])
-    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "TOML file. Without it" in said
-    assert "Where this node keeps its identity and state" in said
+    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "TOML file; by default" in printed
+    assert "Directory of the node's identity and state" in printed
 
 
 @pytest.mark.parametrize(
@@ -376,7 +376,7 @@ def test_a_stage_capacity_is_a_size(text, count):
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "6 parsecs", "", "1e400GB"])
-def test_invalid_stage_capacity_is_a_configuration_error(text, capsys):
+def test_an_invalid_stage_capacity_is_one_line(text, capsys):
     assert cli.run(["run", f"--stage-capacity={text}"]) == 78
     assert capsys.readouterr().err.count("\n") == 1
 
@@ -391,7 +391,7 @@ def test_a_crew_on_an_episode_task_does_not_start_and_says_what_to_do(tmp_path, 
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A user's configuration directory that is nobody's."""
+    """Replace the user's configuration directory by an empty one."""
     monkeypatch.setattr(settings, "default_file", lambda: tmp_path / "home" / "config.toml")
     return tmp_path
 
@@ -401,7 +401,7 @@ def shown(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, capsys, monkeypatch):
+def test_saved_settings_are_overridden_in_order(home, capsys, monkeypatch):
     node = home / "node"
     (home / "home").mkdir()
     (home / "home" / "config.toml").write_text(
@@ -415,12 +415,18 @@ def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, cap
         "training.learning_rate=1e-5",
     ):
         assert cli.run(["config", "set", setting, "-d", str(node)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == f"kept in {node / 'config.toml'}"
-    told = shown(capsys, "-d", node)
-    assert told["node.name"] == {"value": "bob smith", "origin": str(node / "config.toml")}
-    assert told["node.quiet_hours"]["value"] == "22:00-07:00"
-    assert told["network.listen_addrs"]["value"] == ["/ip4/0.0.0.0/tcp/9512"]
-    assert (told["policy.lora.r"]["value"], told["training.learning_rate"]["value"]) == (8, 1e-5)
+    assert capsys.readouterr().out.splitlines()[-1] == f"saved in {node / 'config.toml'}"
+    values = shown(capsys, "-d", node)
+    assert values["node.name"] == {
+        "value": "bob smith",
+        "origin": str(node / "config.toml"),
+    }
+    assert values["node.quiet_hours"]["value"] == "22:00-07:00"
+    assert values["network.listen_addrs"]["value"] == ["/ip4/0.0.0.0/tcp/9512"]
+    assert (
+        values["policy.lora.r"]["value"],
+        values["training.learning_rate"]["value"],
+    ) == (8, 1e-5)
     (home / "named.toml").write_text('[node]\nname = "named"\n')
     assert shown(capsys, "-d", node, "-c", home / "named.toml")["node.name"]["value"] == "named"
     monkeypatch.setenv("SWARMNODE_NODE_NAME", "environment")
@@ -428,17 +434,17 @@ def test_what_was_set_once_is_kept_and_what_is_said_now_goes_before_it(home, cap
     assert shown(capsys, "-d", node, "--set", "node.name=now")["node.name"]["value"] == "now"
 
 
-def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, capsys):
+def test_settings_override_a_saved_recipe(home, capsys):
     node = home / "node"
     assert (
         cli.run(["config", "set", "--recipe", "24gb-7b-lora", "policy.lora.r=8", "-d", str(node)])
         == 0
     )
     capsys.readouterr()
-    told = shown(capsys, "-d", node)
+    values = shown(capsys, "-d", node)
     kept = {
         key: each["value"]
-        for key, each in told.items()
+        for key, each in values.items()
         if each["origin"] == str(node / "config.toml")
     }
     assert (kept["policy.model"], kept["policy.lora.r"]) == ("Qwen/Qwen2.5-7B-Instruct", 8)
@@ -446,7 +452,7 @@ def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, c
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "problem"),
     [
         (["set", "node.nam=x"], 78, "unknown key node.nam (nearest: node.name)"),
         (["set", "http.port=many"], 78, "http.port: Input should be a valid integer"),
@@ -472,12 +478,12 @@ def test_a_recipe_can_be_kept_and_what_is_said_beside_it_counts_for_more(home, c
         (
             ["set", "node.data-dir=/elsewhere"],
             78,
-            "node.data_dir cannot be kept in the directory itself",
+            "node.data_dir cannot be saved in the directory itself",
         ),
         (["init", "{tmp}/there.toml"], 69, "exists; `swarmnode config set`"),
     ],
 )
-def test_what_cannot_be_kept_is_one_line_and_changes_nothing(home, capsys, arguments, code, says):
+def test_invalid_settings_are_not_saved(home, capsys, arguments, code, problem):
     (home / "there.toml").write_text("")
     node = ["-d", str(home / "node")] if arguments[0] == "set" else []
     assert (
@@ -487,19 +493,19 @@ def test_what_cannot_be_kept_is_one_line_and_changes_nothing(home, capsys, argum
         == code
     )
     error = capsys.readouterr().err
-    assert says in error
+    assert problem in error
     assert error.count("\n") == 1
     assert not (home / "node").exists()
 
 
-def test_a_data_directory_cannot_say_that_it_is_another(home, capsys):
+def test_a_data_directory_cannot_set_another(home, capsys):
     (home / "node").mkdir()
     (home / "node" / "config.toml").write_text('[node]\ndata_dir = "/elsewhere"\n')
     assert cli.run(["config", "show", "-d", str(home / "node")]) == 78
     assert "node.data_dir cannot be set in the directory itself" in capsys.readouterr().err
 
 
-def test_a_file_to_begin_with_sets_nothing_and_every_line_of_it_is_right(home, capsys):
+def test_the_template_contains_the_defaults(home, capsys):
     assert cli.run(["config", "init"]) == 0
     file = settings.default_file()
     assert str(file) in capsys.readouterr().out
@@ -509,7 +515,7 @@ def test_a_file_to_begin_with_sets_nothing_and_every_line_of_it_is_right(home, c
     assert settings.load().config == Config()
 
 
-def test_the_files_that_are_read_are_named(home, capsys):
+def test_config_path_lists_the_files(home, capsys):
     assert cli.run(["config", "path", "-d", str(home / "node"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["files"] == [
         str(settings.default_file()),
@@ -518,6 +524,6 @@ def test_the_files_that_are_read_are_named(home, capsys):
     (home / "c.toml").write_text("")
     assert cli.run(["config", "path", "-d", str(home / "node"), "-c", str(home / "c.toml")]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        f"{home / 'node' / 'config.toml'}  (not there)",
+        f"{home / 'node' / 'config.toml'}  (absent)",
         str(home / "c.toml"),
     ]

@@ -1,5 +1,4 @@
-"""`config set` refuses every value that a start would refuse, in one line that names the key, and
-keeps nothing then."""
+"""`config set` refuses each value that a start would refuse, names its key, and saves nothing."""
 
 import json
 
@@ -144,17 +143,17 @@ def _no_file_of_this_machine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("setting", BAD)
-def test_a_value_that_cannot_work_is_not_kept(tmp_path, places, capsys, setting):
+def test_invalid_values_are_not_saved(tmp_path, places, capsys, setting):
     setting = setting.replace("{tmp}", str(places))
     assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 78
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert setting.partition("=")[0] in said
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert setting.partition("=")[0] in error
     assert not settings.kept_file(tmp_path).exists()
 
 
 @pytest.mark.parametrize("setting", GOOD)
-def test_a_value_that_works_is_kept(tmp_path, places, setting):
+def test_valid_values_are_saved(tmp_path, places, setting):
     setting = setting.replace("{tmp}", str(places))
     assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 0
     key, _, value = setting.partition("=")
@@ -170,7 +169,7 @@ def test_a_value_that_works_is_kept(tmp_path, places, setting):
         ("training.advantage=mc_grpo", "training.num_generations=64"),
     ],
 )
-def test_two_values_that_do_not_fit_each_other_are_named(tmp_path, capsys, first, second):
+def test_conflicting_values_are_not_saved(tmp_path, capsys, first, second):
     assert cli.run(["config", "set", first, "-d", str(tmp_path)]) == 0
     kept = settings.kept_file(tmp_path).read_text()
     assert cli.run(["config", "set", second, "-d", str(tmp_path)]) == 78
@@ -178,20 +177,20 @@ def test_two_values_that_do_not_fit_each_other_are_named(tmp_path, capsys, first
     assert settings.kept_file(tmp_path).read_text() == kept
 
 
-def test_a_tracker_that_is_not_installed_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_missing_tracker_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(settings.importlib.util, "find_spec", lambda name: None)
     setting = 'log.trackers=["wandb"]'
     assert cli.run(["config", "set", setting, "-d", str(tmp_path)]) == 78
     assert "wandb" in capsys.readouterr().err
 
 
-def test_the_environment_is_checked_alike(monkeypatch, capsys):
+def test_checks_environment_variables(monkeypatch, capsys):
     monkeypatch.setenv("SWARMNODE_POLICY_DEVICES", "gpu")
     assert cli.run(["config", "show"]) == 78
     assert "environment SWARMNODE_POLICY_DEVICES: policy.devices:" in capsys.readouterr().err
 
 
-def test_a_relative_model_is_kept_with_its_whole_path(tmp_path, places, monkeypatch):
+def test_a_relative_model_path_becomes_absolute(tmp_path, places, monkeypatch):
     monkeypatch.chdir(places)
     assert cli.run(["config", "set", "policy.model=./model", "-d", str(tmp_path / "node")]) == 0
     monkeypatch.chdir(tmp_path)
@@ -199,12 +198,12 @@ def test_a_relative_model_is_kept_with_its_whole_path(tmp_path, places, monkeypa
     assert kept.policy.model == str(places / "model")
 
 
-def test_long_answers_need_not_be_shared(tmp_path):
-    said = ["training.max_completion_length=32768", "sharing.enabled=false"]
-    assert settings.load(overrides=said).config.training.max_completion_length == 32768
+def test_unshared_completions_may_be_longer(tmp_path):
+    overrides = ["training.max_completion_length=32768", "sharing.enabled=false"]
+    assert settings.load(overrides=overrides).config.training.max_completion_length == 32768
 
 
-def test_settings_end_where_the_wire_does():
+def test_limits_equal_those_of_the_protocol():
     from swarmnode import config
 
     assert config.TOKENS == limits.TOKENS

@@ -1,4 +1,4 @@
-"""What a shell, a container or a service manager does to a process before it begins."""
+"""Commands with closed descriptors, odd environment variables, and without a home directory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 from swarmnode import cli, environment
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError, Unavailable
-from swarmnode.files import held_data_dir
+from swarmnode.files import locked_data_dir
 
 PYTHON = {"PYTHONPATH": os.pathsep.join(map(str, sys.path))}
 
 
 def shell(line: str, tmp_path: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`line`, in which $SN is this program, with its own output captured."""
+    """Run `line` in bash, with $SN as the command `swarmnode`."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         ["bash", "-c", line.replace("$SN", f"{sys.executable} -m swarmnode")],
@@ -34,16 +34,16 @@ def shell(line: str, tmp_path: Path, **variables: str) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_a_closed_descriptor_changes_no_exit_code(tmp_path, closed) -> None:
+def test_closed_descriptors_do_not_change_exit_codes(tmp_path, closed) -> None:
     data_dir = tmp_path / "node"
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         ran = shell(f"$SN run -d {data_dir} {closed}", tmp_path)
         assert ran.returncode == Unavailable.exit_code
     assert shell(f"$SN key show -d {data_dir} {closed}", tmp_path).returncode == 0
     assert (data_dir / "identity.key").read_bytes().startswith(b"-----BEGIN")
 
 
-def test_a_full_output_is_one_line_and_an_exit_code(tmp_path) -> None:
+def test_a_full_output_device_is_one_line(tmp_path) -> None:
     ran = shell("$SN config show >/dev/full", tmp_path)
     assert ran.returncode == Unavailable.exit_code
     assert ran.stderr.splitlines() == [
@@ -72,7 +72,7 @@ def test_a_full_output_is_one_line_and_an_exit_code(tmp_path) -> None:
     ],
     ids=lambda variables: ",".join(variables),
 )
-def test_odd_variables_change_nothing(tmp_path, variables) -> None:
+def test_odd_variables_have_no_effect(tmp_path, variables) -> None:
     (tmp_path / "config.toml").write_text('[node]\nname = "Größe–≤"\n', encoding="utf-8")
     plain = shell("$SN run --help </dev/null", tmp_path, LC_ALL="C.UTF-8")
     odd = shell("$SN run --help </dev/null", tmp_path, **{"LC_ALL": "C.UTF-8", **variables})
@@ -86,7 +86,7 @@ def test_odd_variables_change_nothing(tmp_path, variables) -> None:
     assert "node.name" in shown.stdout
 
 
-def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
+def test_escapes_text_beyond_the_encoding(tmp_path) -> None:
     (tmp_path / "config.toml").write_text('[node]\nname = "≤ß"\n', encoding="utf-8")
     command = f"$SN config show -d {tmp_path / 'node'} -c config.toml"
     shown = shell(command, tmp_path, PYTHONIOENCODING="ascii", LC_ALL="C.UTF-8")
@@ -94,19 +94,19 @@ def test_text_that_the_terminal_cannot_show_is_escaped(tmp_path) -> None:
     assert "\\u2264" in shown.stdout
 
 
-def test_files_are_read_as_utf_8_whatever_the_locale() -> None:
-    assert environment.cleaned({"PYTHONUTF8": "0"}, "ISO-8859-9") == {
+def test_reads_files_as_utf_8_in_any_locale() -> None:
+    assert environment.clean_variables({"PYTHONUTF8": "0"}, "ISO-8859-9") == {
         "PYTHONUTF8": "1",
         "PYTHONIOENCODING": "ISO-8859-9:backslashreplace",
     }
     kept = {"PYTHONPATH": "x", "PYTHONWARNINGS": "ignore", "HOME": "/h"}
-    assert environment.cleaned({**kept, "PYTHONOPTIMIZE": "2"}, "utf-8") == kept
+    assert environment.clean_variables({**kept, "PYTHONOPTIMIZE": "2"}, "utf-8") == kept
 
 
-NOBODY = """
+NO_USER_ENTRY = """
 import os, pwd, sys
-def nobody(*_): raise KeyError("getpwuid(): uid not found")
-pwd.getpwuid = nobody
+def missing(*_): raise KeyError("getpwuid(): uid not found")
+pwd.getpwuid = missing
 from swarmnode import cli, environment
 environment.prepare()
 code = cli.run(sys.argv[1:])
@@ -115,10 +115,10 @@ sys.exit(code)
 """
 
 
-def test_a_user_without_home_and_entry_needs_a_directory_only(tmp_path) -> None:
-    (tmp_path / "nobody.py").write_text(NOBODY)
+def test_runs_without_home_and_user_entry(tmp_path) -> None:
+    (tmp_path / "no_user.py").write_text(NO_USER_ENTRY)
     gone = "env -u HOME -u XDG_STATE_HOME -u XDG_CONFIG_HOME -u USER -u LOGNAME -u USERNAME"
-    command = f"{gone} {sys.executable} nobody.py key show"
+    command = f"{gone} {sys.executable} no_user.py key show"
     without = shell(command, tmp_path)
     assert without.returncode == ConfigError.exit_code
     assert "-d DIR" in without.stderr
@@ -129,7 +129,7 @@ def test_a_user_without_home_and_entry_needs_a_directory_only(tmp_path) -> None:
     assert not any(tmp_path.glob("~*"))
 
 
-def test_without_a_temporary_directory_the_node_has_its_own(monkeypatch, tmp_path) -> None:
+def test_creates_a_missing_temporary_directory(monkeypatch, tmp_path) -> None:
     def nowhere() -> str:
         raise FileNotFoundError("No usable temporary directory found")
 
@@ -140,7 +140,7 @@ def test_without_a_temporary_directory_the_node_has_its_own(monkeypatch, tmp_pat
     assert tmp_path in Path(os.environ["TMPDIR"]).parents
 
 
-def test_a_peers_text_in_an_error_is_inert(monkeypatch, capsys) -> None:
+def test_errors_contain_no_control_characters(monkeypatch, capsys) -> None:
     def refuses(*_: object, **__: object) -> None:
         raise Unavailable("the peer says \x1b]0;owned\x07\u202e\nsecond line")
 

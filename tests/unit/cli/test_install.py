@@ -1,5 +1,4 @@
-"""An installation without the extra `train`: what trains says in one line what to install, and a
-bootstrap node runs."""
+"""Without the extra `train`, training commands name what to install, and a bootstrap node runs."""
 
 import json
 import os
@@ -37,12 +36,12 @@ class Hiding:
 
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 """
-"""A sitecustomize, so that every process of a node sees what a base installation has."""
+"""A sitecustomize that hides the packages of `train` from each process of a node."""
 
 
 @pytest.fixture
 def base(tmp_path):
-    """Environment of a base installation."""
+    """Return the environment variables of a base installation."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HIDE)
     root = str(Path(__file__).parents[3])
@@ -69,7 +68,7 @@ INVITE = (
 @pytest.mark.parametrize(
     "command", [["run"], ["join", INVITE], ["init"], ["demo"], ["export", "out"]]
 )
-def test_what_trains_says_what_to_install_in_one_line(base, tmp_path, command):
+def test_training_commands_name_what_to_install(base, tmp_path, command):
     result = swarmnode(base, *command, "--data-dir", tmp_path / "node")
     assert result.returncode == 69
     assert result.stderr.count("\n") == 1
@@ -78,21 +77,21 @@ def test_what_trains_says_what_to_install_in_one_line(base, tmp_path, command):
     assert not (tmp_path / "node").exists()
 
 
-def test_doctor_says_the_same_and_examines_the_rest(base, tmp_path):
+def test_doctor_names_what_to_install(base, tmp_path):
     result = swarmnode(
         base, "doctor", "--data-dir", tmp_path / "node", "--set", "http.port=0", "--json"
     )
-    told = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
+    checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert result.returncode == 69
-    assert told["device"]["level"] == "fail"
-    assert install_command("train") in told["device"]["todo"]
-    assert told["data directory"]["level"] == "ok"
+    assert checks["device"]["level"] == "fail"
+    assert install_command("train") in checks["device"]["todo"]
+    assert checks["data directory"]["level"] == "ok"
 
 
 @pytest.mark.slow
-def test_a_bootstrap_node_runs_and_tells_of_itself(base, tmp_path):
+def test_a_bootstrap_node_runs_without_training_packages(base, tmp_path):
     manifest, data_dir = tmp_path / "m", tmp_path / "boot"
-    # it has neither
+    # Neither task is installed.
     opened = founded(
         tasks=[TaskEntry("rg/gcd", "0" * 16, "{}"), TaskEntry("words:reverse", "0" * 16, "{}")]
     )

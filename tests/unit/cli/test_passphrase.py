@@ -1,5 +1,4 @@
-"""A key's passphrase at the command line: typed, from the environment, from a file; and that
-nothing else ever has it."""
+"""The passphrase of a key: typed, from the environment or a file, and not passed to the trainer."""
 
 import io
 import json
@@ -22,14 +21,14 @@ WORDS = "five random words are good"
 @pytest.fixture(autouse=True)
 def no_passphrase(monkeypatch):
     for name in (VARIABLE, FILE_VARIABLE):
-        # so that what a command puts there is taken back after the test
+        # setenv first, so that monkeypatch removes what a command sets
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
 
 @pytest.fixture
 def typing(monkeypatch):
-    """Somebody at a terminal who types these in turn; returns what was asked."""
+    """Return a function that simulates a terminal with typed answers, and returns the prompts."""
 
     def types(*answers):
         asked, left = [], list(answers)
@@ -64,7 +63,7 @@ def locked(tmp_path, peer, capsys):
     return peer
 
 
-def test_confirmed_passphrase_locks_the_key_file(tmp_path, peer, typing, capsys, monkeypatch):
+def test_a_typed_passphrase_locks_and_opens_the_key(tmp_path, peer, typing, capsys, monkeypatch):
     assert len(typing(WORDS, WORDS)) == 0
     assert key(tmp_path, "passphrase") == 0
     path = tmp_path / "identity.key"
@@ -82,9 +81,7 @@ def test_confirmed_passphrase_locks_the_key_file(tmp_path, peer, typing, capsys,
 
 
 @pytest.mark.parametrize(("mode", "code"), [(0o440, 0), (0o444, 77), (0o460, 77)])
-def test_a_credential_of_systemd_may_be_its_groups_to_read(
-    tmp_path, locked, capsys, monkeypatch, mode, code
-):
+def test_the_group_may_read_a_systemd_credential(tmp_path, locked, capsys, monkeypatch, mode, code):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     (tmp_path / "credentials").mkdir()
     words = tmp_path / "credentials" / "passphrase"
@@ -93,12 +90,10 @@ def test_a_credential_of_systemd_may_be_its_groups_to_read(
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(words.parent))
     monkeypatch.setenv(FILE_VARIABLE, str(words))
     assert key(tmp_path, "show") == code
-    assert ("others can read the passphrase file" in capsys.readouterr().err) is (code != 0)
+    assert ("other users can read the passphrase file" in capsys.readouterr().err) is (code != 0)
 
 
-def test_unattended_nodes_say_it_in_the_environment_or_a_file(
-    tmp_path, locked, capsys, monkeypatch
-):
+def test_reads_the_passphrase_from_environment_or_file(tmp_path, locked, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     assert key(tmp_path, "show") == 77
     assert (
@@ -111,7 +106,9 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(
     (tmp_path / "words").chmod(0o640)
     monkeypatch.setenv(FILE_VARIABLE, str(tmp_path / "words"))
     assert key(tmp_path, "show") == 77
-    assert "others can read the passphrase file (mode 0640): chmod 600" in capsys.readouterr().err
+    assert (
+        "other users can read the passphrase file (mode 0640): chmod 600" in capsys.readouterr().err
+    )
     monkeypatch.setenv("CREDENTIALS_DIRECTORY", str(tmp_path / "other"))
     assert key(tmp_path, "show") == 77
     (tmp_path / "words").chmod(0o600)
@@ -128,9 +125,7 @@ def test_unattended_nodes_say_it_in_the_environment_or_a_file(
     "command",
     [["run"], ["init", "--any-model"], ["bootstrap"], ["key", "rotate"], ["key", "passphrase"]],
 )
-def test_without_it_nothing_starts_and_nothing_changes(
-    tmp_path, locked, capsys, monkeypatch, command
-):
+def test_a_locked_key_stops_commands_first(tmp_path, locked, capsys, monkeypatch, command):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = (tmp_path / "identity.key").read_bytes()
     assert cli.run([*command, "-d", str(tmp_path)]) == 77
@@ -143,9 +138,7 @@ def test_without_it_nothing_starts_and_nothing_changes(
     assert not (tmp_path / "manifest").exists()
 
 
-def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(
-    tmp_path, locked, capsys, monkeypatch
-):
+def test_backup_rotation_import_and_removal(tmp_path, locked, capsys, monkeypatch):
     monkeypatch.setenv(VARIABLE, WORDS)
     assert key(tmp_path, "backup", str(tmp_path / "backup")) == 0
     assert (tmp_path / "backup").read_bytes() == (tmp_path / "identity.key").read_bytes()
@@ -164,16 +157,16 @@ def test_it_can_be_changed_kept_by_rotation_backed_up_and_removed(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "typed", "code", "says"),
+    ("arguments", "typed", "code", "problem"),
     [
         ([], ["short", "short"], 78, "at least 12 characters"),
         ([], [WORDS, WORDS + "."], 78, "the two passphrases differ"),
         (["--new-file", "{tmp}/none"], [], 78, "no such file"),
-        (["--new-file", "{tmp}/none", "--remove"], [], 78, "which?"),
+        (["--new-file", "{tmp}/none", "--remove"], [], 78, "exclude each other"),
     ],
 )
-def test_a_passphrase_that_is_none_changes_nothing(
-    tmp_path, peer, typing, capsys, arguments, typed, code, says
+def test_an_invalid_passphrase_changes_nothing(
+    tmp_path, peer, typing, capsys, arguments, typed, code, problem
 ):
     before = (tmp_path / "identity.key").read_bytes()
     typing(*typed)
@@ -185,18 +178,18 @@ def test_a_passphrase_that_is_none_changes_nothing(
         )
         == code
     )
-    assert says in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
     assert (tmp_path / "identity.key").read_bytes() == before
 
 
-def test_a_new_key_has_the_passphrase_that_is_given(tmp_path, monkeypatch):
+def test_a_new_key_gets_the_passphrase(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, WORDS)
     assert key(tmp_path, "show") == 0
     assert passphrase.is_locked((tmp_path / "identity.key").read_bytes())
 
 
-def test_openssl_opens_it(tmp_path, locked):
-    told = subprocess.run(
+def test_openssl_opens_the_key(tmp_path, locked):
+    printed = subprocess.run(
         [
             "openssl",
             "pkey",
@@ -212,7 +205,7 @@ def test_openssl_opens_it(tmp_path, locked):
         timeout=60,
         check=True,
     )
-    assert "ED25519" in told.stdout
+    assert "ED25519" in printed.stdout
 
 
 CHILD = """
@@ -226,7 +219,7 @@ while True: progress("serving"); time.sleep(0.05)
 """
 
 
-async def test_the_trainer_never_has_it(tmp_path, monkeypatch, nursery):
+async def test_the_trainer_does_not_get_the_passphrase(tmp_path, monkeypatch, nursery):
     monkeypatch.setenv(VARIABLE, WORDS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name in ("network", "trainer"):

@@ -1,5 +1,4 @@
-"""`init --successor`: what nobody says stays as it is, the difference is shown, and whoever is
-there is asked."""
+"""`init --successor` keeps unset values, shows the changes, and asks the operator to confirm."""
 
 import io
 import sys
@@ -27,8 +26,8 @@ SECRET = bytes(range(32))
 
 @pytest.fixture
 def founder(tmp_path):
-    """Found a swarm in tmp_path with fields of its manifest given; nothing has to be hashed for
-    it."""
+    """Return a function that founds a swarm in tmp_path with the given fields of the manifest, and
+    hashes no model."""
 
     def found(**changes):
         key = load_or_create(tmp_path / "identity.key").private_key
@@ -50,7 +49,7 @@ def present(tmp_path):
     return store.get(store.current())
 
 
-def test_only_what_is_said_changes_and_the_difference_is_shown(tmp_path, founder, capsys):
+def test_changes_only_given_settings_and_shows_them(tmp_path, founder, capsys):
     before = founder(access=Access([], b""))
     assert successor(tmp_path, "--yes", "--set", "training.temperature=0.8") == 0
     after = present(tmp_path)
@@ -62,9 +61,9 @@ def test_only_what_is_said_changes_and_the_difference_is_shown(tmp_path, founder
     assert shown == ["  ~ rollouts.temperature: 1.0 → 0.8"]
 
 
-def test_name_tasks_and_bounds_change_when_they_are_said(tmp_path, founder, capsys):
+def test_changes_name_tasks_and_bounds(tmp_path, founder, capsys):
     founder()
-    said = [
+    options = [
         "--name",
         "second",
         "--set",
@@ -74,7 +73,7 @@ def test_name_tasks_and_bounds_change_when_they_are_said(tmp_path, founder, caps
         "--max-completions",
         "8",
     ]
-    assert successor(tmp_path, "--yes", *said, "--json") == 0
+    assert successor(tmp_path, "--yes", *options, "--json") == 0
     now = present(tmp_path).manifest
     assert (now.name, [task.id for task in now.tasks]) == ("second", ["builtin/copy"])
     assert (now.rollouts.min_completions, now.rollouts.max_completions) == (4, 8)
@@ -101,7 +100,7 @@ class Terminal:
 @pytest.mark.parametrize(
     ("answer", "code"), [("y\n", 0), ("YES\n", 0), ("\n", 77), ("n\n", 77), ("", 77)]
 )
-def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answer, code):
+def test_asks_at_a_terminal(tmp_path, founder, capsys, monkeypatch, answer, code):
     before = founder()
     monkeypatch.setattr(sys, "stdin", Terminal(answer))
     assert successor(tmp_path, "--name", "second") == code
@@ -110,43 +109,43 @@ def test_whoever_is_there_is_asked(tmp_path, founder, capsys, monkeypatch, answe
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "problem"),
     [
         (
             ["--name", "second"],
             78,
-            "nobody is here to be asked whether to sign that: --yes signs it",
+            "a successor needs confirmation, but there is no terminal: add --yes",
         ),
-        (["--yes"], 78, "would change nothing: say what shall"),
+        (["--yes"], 78, "would change nothing: add options"),
         (
             ["--yes", "--name", "second", "--public", "--private"],
             78,
             "--public contradicts --private and --member",
         ),
-        (["--yes", "--name", "second", "--min-completions", "4"], 78, "come together"),
+        (["--yes", "--name", "second", "--min-completions", "4"], 78, "must be given together"),
         (["--yes", "--name", "second", "--member", "nobody"], 78, "--member 'nobody'"),
         (["--yes", "--name", "second", "--bootstrap", "nowhere"], 78, "--bootstrap"),
         (["--yes", "--set", "training.temperature=-1"], 78, "training.temperature"),
     ],
 )
-def test_a_successor_that_cannot_be_signed_is_one_line_and_changes_nothing(
-    tmp_path, founder, capsys, monkeypatch, arguments, code, says
+def test_an_invalid_successor_is_refused_in_one_line(
+    tmp_path, founder, capsys, monkeypatch, arguments, code, problem
 ):
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     before = founder()
     assert successor(tmp_path, *arguments) == code
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("swarmnode: ")
-    assert says in last
+    assert problem in last
     assert ManifestStore(tmp_path).current() == before.swarm
 
 
-def test_public_is_for_successors(tmp_path, capsys):
+def test_public_needs_successor(tmp_path, capsys):
     assert cli.run(["init", "--public", "--any-model", "-d", str(tmp_path)]) == 78
     assert "--public is for a --successor" in capsys.readouterr().err
 
 
-def test_a_private_swarm_stays_private_until_it_is_said_to_be_public(tmp_path, founder, capsys):
+def test_a_private_swarm_stays_private_without_public(tmp_path, founder, capsys):
     own = load_or_create(tmp_path / "identity.key").peer_id
     before = founder(access=Access([own], manifest.commitment(SECRET)))
     assert successor(tmp_path, "--yes", "--name", "second") == 77
@@ -158,7 +157,7 @@ def test_a_private_swarm_stays_private_until_it_is_said_to_be_public(tmp_path, f
     assert present(tmp_path).manifest.access == Access([], b"")
 
 
-def test_the_founders_own_address_is_told_anew_and_others_stay(tmp_path, founder):
+def test_updates_the_founders_address_only(tmp_path, founder):
     own = load_or_create(tmp_path / "identity.key").peer_id
     founder(bootstrap=[f"/ip4/198.51.100.1/tcp/1/p2p/{own}", ELSEWHERE])
     assert (
@@ -171,7 +170,7 @@ def test_the_founders_own_address_is_told_anew_and_others_stay(tmp_path, founder
     ]
 
 
-def test_any_model_stays_any_though_the_founder_has_one(tmp_path, founder):
+def test_any_model_stays_with_a_configured_model(tmp_path, founder):
     founder(models=[])
     assert (
         cli.run(["config", "set", "policy.model=Qwen/Qwen2.5-0.5B-Instruct", "-d", str(tmp_path)])
@@ -181,12 +180,12 @@ def test_any_model_stays_any_though_the_founder_has_one(tmp_path, founder):
     assert present(tmp_path).manifest.models == []
 
 
-def test_two_manifests_that_differ_in_nothing_but_time_do_not_differ():
+def test_ignores_the_creation_time_in_differences():
     first = founded()
     assert differences(first.manifest, succeeding(first).manifest) == []
 
 
-class Nobody:
+class NoPeers:
     peer_id = ""
 
     def connected(self):
@@ -197,7 +196,7 @@ class Nobody:
     ("follow", "models", "waits"),
     [("ask", None, True), ("never", None, False), ("founder", [], True)],
 )
-async def test_a_member_says_that_a_successor_waits_for_its_owner(
+async def test_health_reports_a_waiting_successor(
     tmp_path, nursery, follow, models, waits, autojump_clock
 ):
     first = founded()
@@ -213,25 +212,25 @@ async def test_a_member_says_that_a_successor_waits_for_its_owner(
             "task": {"names": ["builtin/copy"]},
         }
     )
-    successors = Successors(config, first, store, Nobody())
+    successors = Successors(config, first, store, NoPeers())
     nursery.start_soon(successors.run)
     if waits:
         await until(lambda: successors.statistics().swarm == second.swarm.hex())
-    told = successors.statistics()
-    assert bool(told.swarm) is waits
-    troubles = " ".join(health.troubles(NodeSnapshot(successor=told)))
+    statistics = successors.statistics()
+    assert bool(statistics.swarm) is waits
+    troubles = " ".join(health.troubles(NodeSnapshot(successor=statistics)))
     assert ("`swarmnode manifest follow` moves this node there" in troubles) is (follow == "ask")
     assert ("cannot follow: it trains another model" in troubles) is (follow == "founder")
 
 
-def test_without_a_successor_nothing_is_said():
+def test_health_reports_nothing_without_a_successor():
     assert not any(
         "successor" in trouble
         for trouble in health.troubles(NodeSnapshot(successor=SuccessorStatistics()))
     )
 
 
-def test_where_the_founder_is_stays_too_until_it_is_said(tmp_path, founder):
+def test_keeps_the_founders_dns_address(tmp_path, founder):
     own = load_or_create(tmp_path / "identity.key").peer_id
     founder(bootstrap=[f"/dns4/swarm.example.org/tcp/9512/p2p/{own}", ELSEWHERE])
     assert successor(tmp_path, "--yes", "--name", "second") == 0

@@ -1,7 +1,4 @@
-"""`swarmnode task try`: what whoever writes a task sees of it before a node trains on it.
-
-pytest tests/unit/cli/test_task_try.py
-"""
+"""`swarmnode task try` shows questions, rewards and errors of a task before a node trains on it."""
 
 import io
 import json
@@ -15,7 +12,7 @@ from swarmnode.tasks import registry
 
 pytestmark = pytest.mark.slow
 
-WORDS = """
+MODULE = """
 def reverse(rng):
     word = "".join(rng.choice("abcdefgh") for _ in range(4))
     return f"Spell this backward: {word}\\x1b[2J", lambda answer: float(answer == word[::-1])
@@ -35,8 +32,8 @@ GAME = "words_to_try:game"
 
 
 @pytest.fixture
-def words(tmp_path, monkeypatch):
-    (tmp_path / "words_to_try.py").write_text(WORDS)
+def options(tmp_path, monkeypatch):
+    (tmp_path / "words_to_try.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = dict(registry.TASKS)
     yield ["--data-dir", str(tmp_path / "data")]
@@ -45,18 +42,18 @@ def words(tmp_path, monkeypatch):
     registry.task_version.cache_clear()
 
 
-def test_ten_questions_and_what_an_empty_answer_is_worth(words, capsys):
-    assert cli.run(["task", "try", "words_to_try:reverse", "--no-sample", *words]) == 0
+def test_shows_ten_questions_and_empty_answers(options, capsys):
+    assert cli.run(["task", "try", "words_to_try:reverse", "--no-sample", *options]) == 0
     out = capsys.readouterr().out
     assert out.count("Spell this backward") == 10
     assert out.count("held out:") == 5
     assert out.count("empty answer: reward 0\n") == 10
-    assert "10 questions, 10 different, 0 went wrong" in out
-    assert "\x1b" not in out, "what a file holds does not reach the terminal as it is"
+    assert "10 questions, 10 different, 0 failed" in out
+    assert "\x1b" not in out, "control characters reach the terminal"
 
 
-def test_what_goes_wrong_names_the_line_of_the_file(words, capsys):
-    assert cli.run(["task", "try", "words_to_try:broken", "--no-sample", *words]) == 78
+def test_an_error_names_file_and_line(options, capsys):
+    assert cli.run(["task", "try", "words_to_try:broken", "--no-sample", *options]) == 78
     printed = capsys.readouterr()
     assert (
         "ZeroDivisionError: division by zero (words_to_try.py:7, in <lambda>)"
@@ -65,40 +62,40 @@ def test_what_goes_wrong_names_the_line_of_the_file(words, capsys):
 
 
 @pytest.fixture
-def told(words):
+def game_options(options):
     modules = ["--set", f'task.modules=["{GAME}"]']
-    return [*modules, "--set", f'task.settings={{"{GAME}" = {{turns = 3}}}}', *words]
+    return [*modules, "--set", f'task.settings={{"{GAME}" = {{turns = 3}}}}', *options]
 
 
-def test_an_episode_is_played_by_hand(told, capsys, monkeypatch):
+def test_plays_an_episode_by_hand(game_options, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("open\nsesame\n"))
-    assert cli.run(["task", "try", GAME, *told]) == 0
+    assert cli.run(["task", "try", GAME, *game_options]) == 0
     shown = "Say the word.\n> Closed.\ufffd\n> Open.\n1. training: 2 turns, reward 1\n"
     assert capsys.readouterr().out == shown
 
 
-def test_an_episode_that_is_left_or_breaks_says_so(told, capsys, monkeypatch):
+def test_reports_unfinished_and_failed_episodes(game_options, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("open\n"))
-    assert cli.run(["task", "try", GAME, *told]) == 0
-    assert capsys.readouterr().out.endswith("1. training: 1 turns, left before its end\n")
+    assert cli.run(["task", "try", GAME, *game_options]) == 0
+    assert capsys.readouterr().out.endswith("1. training: 1 turns, stopped before the end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("break\n"))
-    assert cli.run(["task", "try", GAME, *told]) == 78
-    assert "went wrong: ZeroDivisionError" in capsys.readouterr().out
+    assert cli.run(["task", "try", GAME, *game_options]) == 78
+    assert "failed: ZeroDivisionError" in capsys.readouterr().out
 
 
-def test_a_script_plays_episodes(told, capsys):
-    assert cli.run(["task", "try", GAME, "--no-sample", "--json", *told]) == 0
+def test_plays_scripted_episodes(game_options, capsys):
+    assert cli.run(["task", "try", GAME, "--no-sample", "--json", *game_options]) == 0
     played = json.loads(capsys.readouterr().out)
     assert [each["held_out"] for each in played] == [False, True, False, True]
     assert all(each["done"] and len(each["observations"]) <= 3 for each in played)
 
 
-def test_a_game_without_turns_says_what_to_set(words, capsys):
-    assert cli.run(["task", "try", GAME, *words]) == 78
+def test_a_game_without_turns_names_the_setting(options, capsys):
+    assert cli.run(["task", "try", GAME, *options]) == 78
     assert "set turns in its settings" in capsys.readouterr().err
 
 
-def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):
+def test_samples_answers_of_the_policy(tmp_path, options):
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(
@@ -119,7 +116,7 @@ def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):
         "data/next",
         "--json",
         *given,
-        *words,
+        *options,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
@@ -142,8 +139,8 @@ def test_a_dataset_is_tried_with_answers_of_the_policy(tmp_path, words):
         ("nowhere:f", "no module 'nowhere'"),
     ],
 )
-def test_what_cannot_be_tried_is_one_line(words, capsys, task, problem):
-    assert cli.run(["task", "try", task, "--no-sample", *words]) == 78
+def test_an_unknown_task_is_one_line(options, capsys, task, problem):
+    assert cli.run(["task", "try", task, "--no-sample", *options]) == 78
     assert problem in capsys.readouterr().err
 
 
@@ -166,8 +163,8 @@ def strict(prompts, completions, *, answer, level):
         ("try_rewards:strict", "4", "auto", 0.0),
     ],
 )
-def test_the_right_answer_is_shown_with_its_reward(
-    tmp_path, words, capsys, verifier, answer, extract, right
+def test_shows_the_right_answer_with_its_reward(
+    tmp_path, options, capsys, verifier, answer, extract, right
 ):
     (tmp_path / "try_rewards.py").write_text(REWARDS)
     rows = tmp_path / "rows.jsonl"
@@ -178,7 +175,7 @@ def test_the_right_answer_is_shown_with_its_reward(
         )
     )
     source = f'source = "{rows}", verifier = "{verifier}", extract = "{extract}"'
-    given = ["--set", f'task.datasets={{"data/shown" = {{{source}}}}}', *words]
+    given = ["--set", f'task.datasets={{"data/shown" = {{{source}}}}}', *options]
     own = ":" in verifier
     code = 78 if right == 0.0 and not own else 0
     assert cli.run(["task", "try", "data/shown", "--no-sample", "--json", *given]) == code
@@ -191,13 +188,15 @@ def test_the_right_answer_is_shown_with_its_reward(
     assert cli.run(["task", "try", "data/shown", "--no-sample", *given]) == code
     out = capsys.readouterr().out
     assert out.count("right answer ") == (0 if right is None else 10)
-    assert ("10 of 10 right answers earn less than 1" in out) == (right == 0.0)
+    assert ("10 of 10 right answers score below 1" in out) == (right == 0.0)
     if own:
-        assert out.startswith("try_rewards:strict is given prompts, completions, answer, level\n")
+        assert out.startswith(
+            "arguments of try_rewards:strict: prompts, completions, answer, level\n"
+        )
 
 
-def test_the_right_answers_of_built_in_tasks_earn_one(words, capsys):
+def test_right_answers_of_builtin_tasks_score_one(options, capsys):
     for task in ("builtin/copy", "rg/gcd"):
-        assert cli.run(["task", "try", task, "--no-sample", "--json", *words]) == 0
+        assert cli.run(["task", "try", task, "--no-sample", "--json", *options]) == 0
         tried = json.loads(capsys.readouterr().out)
         assert {each["right_reward"] for each in tried} == {1.0}

@@ -72,10 +72,10 @@ async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
         assert pauses.read(tmp_path).keys() == {"owner"}
         assert (
             last_line(capsys)
-            == "the node rests after the step that runs; `swarmnode resume` goes on"
+            == "the node pauses after the current step; `swarmnode resume` continues training"
         )
         assert await said("pause", "-d", tmp_path) == 0
-        assert "it was paused already, since 20" in capsys.readouterr().out
+        assert "the node is already paused, since 20" in capsys.readouterr().out
         assert stat.S_IMODE((tmp_path / SOCKET).stat().st_mode) == 0o600
         assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
     async with controlled(tmp_path):  # the node was started again
@@ -84,7 +84,7 @@ async def test_pause_and_resume_are_saved_and_logged_once(tmp_path, capsys):
         assert json.loads(last_line(capsys)) == {"changed": True, "paused": {}}
         assert pauses.read(tmp_path) == {}
         assert await said("resume", "-d", tmp_path) == 0
-        assert last_line(capsys) == "it was not paused"
+        assert last_line(capsys) == "the node was not paused"
 
 
 async def test_a_rest_on_battery_ends_with_its_rule(tmp_path):
@@ -107,7 +107,7 @@ async def test_finish_returns_when_the_node_has_ended(tmp_path, capsys):
             assert codes == []
         await until(lambda: codes)
     assert codes == [0]
-    assert last_line(capsys) == "the node has ended"
+    assert last_line(capsys) == "the node has stopped"
 
 
 async def test_client_of_finish_may_leave_early(tmp_path):
@@ -171,7 +171,7 @@ async def test_a_pause_that_cannot_be_kept_is_refused(tmp_path, capsys, monkeypa
         assert "cannot save the pause: No space left on device" in capsys.readouterr().err
         monkeypatch.undo()
         assert await said("resume", "-d", tmp_path) == 0
-    assert last_line(capsys) == "it was not paused"
+    assert last_line(capsys) == "the node was not paused"
 
 
 async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
@@ -185,7 +185,8 @@ async def test_slow_disk_delays_the_answer(tmp_path, capsys, monkeypatch):
         )
         assert await said("pause", "-d", tmp_path) == 0
     assert (
-        last_line(capsys) == "the node rests after the step that runs; `swarmnode resume` goes on"
+        last_line(capsys)
+        == "the node pauses after the current step; `swarmnode resume` continues training"
     )
 
 
@@ -212,7 +213,7 @@ async def test_resume_reports_remaining_reasons(tmp_path, capsys):
         assert await said("resume", "-d", tmp_path) == 0
     assert (
         last_line(capsys)
-        == "it is no longer paused by you, but rests: the machine runs on its battery"
+        == "your pause is lifted, but training stays paused: the machine runs on battery"
     )
 
 

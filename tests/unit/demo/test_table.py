@@ -1,4 +1,4 @@
-"""The demo's tables on a terminal of 80 columns: every row one line, nothing cut."""
+"""The demo's tables fit into 80 columns: each row is one line, and no cell is cut."""
 
 import http.client
 import io
@@ -54,7 +54,7 @@ def lines(shown: object, width: int) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 130])
-def test_a_row_of_the_demo_is_one_line_with_everything_in_it(tmp_path, width):
+def test_a_row_of_the_demo_fits_one_line(tmp_path, width):
     nodes = [node(tmp_path, name) for name in ("node0", "node1", "liar0")]
     shown = lines(table(nodes, 59.6, width), width)
     assert len(shown) == 1 + 2 + len(nodes)
@@ -74,7 +74,7 @@ def test_a_row_of_the_demo_is_one_line_with_everything_in_it(tmp_path, width):
     assert not any(line.rstrip().endswith("…") for line in shown)
 
 
-def test_a_row_of_a_crew_is_one_line_with_everything_in_it(tmp_path):
+def test_a_row_of_a_crew_fits_one_line(tmp_path):
     shown = lines(
         crew_table([node(tmp_path, f"node{i}") for i in range(4)], 59.6, "stage 1 killed"), 80
     )
@@ -111,7 +111,7 @@ def test_a_file_gets_one_finding_per_line():
     assert file.getvalue().splitlines() == [
         f"  FAIL  {FINDINGS[0].text}",
         f"  ok    {FINDINGS[1].text}",
-        "not as it should be",
+        "the demo failed, see the lines marked FAIL",
     ]
 
 
@@ -127,8 +127,8 @@ def test_a_file_gets_one_finding_per_line():
 def test_a_node_is_down_only_when_its_process_ended(tmp_path, exit_code, answered, phase):
     one = node(tmp_path, "node0")
     one._process = SimpleNamespace(poll=lambda: exit_code)
-    one.answered = answered
-    one.ask()
+    one.has_responded = answered
+    one.poll()
     assert (one.view.phase, one.view.step) == (phase, 1234)
     assert any(phase in row for row in lines(table([one], 1.0, 80), 80))
 
@@ -139,5 +139,5 @@ def test_a_truncated_status_answer_does_not_end_the_demo(tmp_path, monkeypatch):
 
     monkeypatch.setattr("urllib.request.urlopen", cut)
     one = node(tmp_path, "node0")
-    one.ask()
+    one.poll()
     assert one.view.phase == "starting"

@@ -1,4 +1,4 @@
-"""The demo's finding about replicas: they came together again, or it says so."""
+"""The demo's finding about averaging: whether the replicas stay together."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmnode.demo.nodes import View, view_of
+from swarmnode.demo.nodes import View, parse_snapshot
 from swarmnode.demo.verdict import Kill, judge
 from swarmnode.link.messages import Report, WeightsReport
 from swarmnode.observe.snapshot import NodeSnapshot
@@ -38,17 +38,21 @@ def finding(kills=(), **fields):
         ([0.02, 0.01], 0, False),
         ([0.01, 0.02, 0.01, 0.005, 0.004, 0.004, 0.02], 7, True),
         ([0.012, 0.014, 0.016, 0.018, 0.02, 0.022, 0.024], 7, False),
-        # twice with one that has just come back
+        # two exchanges with a node that has just restarted
         ([0.015, *[0.01] * 6, 0.005, 0.005, 0.004, 0.014, 0.013], 12, True),
         ([0.001 * i for i in range(1, 22)], 21, False),
     ],
 )
-def test_replicas_must_have_come_together_again(distances, exchanges, ok):
+def test_replicas_must_stay_together(distances, exchanges, ok):
     assert finding(distances=distances, exchanges=exchanges).ok is ok
 
 
 def together(runs):
-    """Whether each node's averaging is accepted. runs: (exchanges, distances) by node."""
+    """Return whether each node's averaging is accepted.
+
+    Args:
+        runs: Name → (exchanges, distances).
+    """
     views = [
         (name, View(held_out_start=0.0, held_out=0.5, exchanges=exchanges, distances=distances))
         for name, (exchanges, distances) in runs.items()
@@ -57,7 +61,7 @@ def together(runs):
     return [finding.ok for finding in found if "averaged" in finding.text]
 
 
-def test_a_node_is_judged_by_the_largest_distance_of_all_nodes():
+def test_compares_with_the_largest_distance_of_all_nodes():
     near, far = (9, [0.012, 0.0115]), (9, [0.023, 0.009])
     assert together({"node0": near, "node1": far}) == [True, True]
     assert together({"node0": near}) == [False]
@@ -70,7 +74,7 @@ RECORDED = json.loads((Path(__file__).parent / "averaging_runs.json").read_text(
 @pytest.mark.parametrize("share", [0.5, 0.65, 0.8, 1.0])
 @pytest.mark.parametrize("run", RECORDED["honest"])
 def test_no_recorded_honest_run_fails(run, share):
-    """Nor does a shorter run: share is the part of the exchanges that it takes."""
+    """A shorter run, with this share of the exchanges, does not fail either."""
     cut = {
         name: (exchanges, distances[: int(share * len(distances))])
         for name, (exchanges, distances) in run.items()
@@ -83,17 +87,17 @@ def test_recorded_runs_without_averaging_fail(run):
     assert not all(together(run))
 
 
-def test_of_a_node_that_was_killed_averaging_at_all_is_enough():
+def test_a_killed_node_needs_one_exchange():
     kill = Kill("node0", "p", 3, 3, 4, "p")
     assert finding([kill], distances=[0.01, 0.02], exchanges=1).ok
 
 
-def test_nothing_is_said_where_nothing_is_averaged():
+def test_no_finding_without_averaging():
     assert not [f for f in judge([("node0", View())], sharing=False) if "averaged" in f.text]
 
 
-def test_distances_are_collected_over_answers():
-    def answer(distance):
+def test_collects_distances_over_polls():
+    def snapshot_with(distance):
         report = Report(
             phase="training", weights=WeightsReport(distance=distance, exchanges_total=2)
         )
@@ -105,7 +109,7 @@ def test_distances_are_collected_over_answers():
 
     view = View()
     for distance in (None, 0.02, 0.02, 0.01):
-        view = view_of(answer(distance), view.distances)
+        view = parse_snapshot(snapshot_with(distance), view.distances)
     assert view.distances == [0.02, 0.01]
     assert view.exchanges == 2
     assert view.refused == {"not_finite": 1}

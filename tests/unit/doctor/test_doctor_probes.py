@@ -371,8 +371,8 @@ def test_the_driver_names_cards_and_who_uses_them(tmp_path, monkeypatch, capsys)
     ]
     assert cli.run(["plan", "embedded"]) == 0
     told = capsys.readouterr().out
-    assert "This machine has:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
-    assert "Each card holds a copy" in told
+    assert "GPUs of this machine:\n  card 0 NVIDIA H100, 79000 of 81559 MiB free\n" in told
+    assert "each GPU holds a copy" in told
     program.write_text("#!/bin/sh\nexit 9\n")
     assert probes.driver_cards() == []
 

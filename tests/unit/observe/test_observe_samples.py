@@ -124,7 +124,7 @@ def test_the_command_shows_whose_it_is_and_what_it_earned(tmp_path, capsys) -> N
     assert "reward 1.00 surprise 0.25" in out
     assert "gcd of 51 and 34?" in out
     assert cli.run(["samples", "-d", str(tmp_path / "none")]) == 0
-    assert "no answers" in capsys.readouterr().out
+    assert "no samples" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text", [text for name, text in HOSTILE.items() if name != "surrogate"])

@@ -270,8 +270,8 @@ def test_the_command_says_what_fits(model_dir, capsys):
     assert "parameters; rows of 512 tokens in bfloat16, on a GPU" in out
     assert "Fits: all weights, micro-batches of up to" in out
     assert out.splitlines()[-1].endswith(f" swarmnode run --set policy.model={directory}")
-    assert "Averaging with others keeps in host memory: all weights: " in out
-    assert "Saving takes there, while the state is written: all weights: " in out
+    assert "Host memory for weight averaging: all weights: " in out
+    assert "Host memory while the state is saved: all weights: " in out
     assert run(["plan", str(directory), "--length", "512", "--memory", "100MB", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["parameters"] == published_shape(str(directory)).parameters
@@ -350,7 +350,7 @@ def test_a_length_that_makes_no_sense_is_refused(capsys):
     assert run(["plan", "embedded", "--memory", "24"]) == 78
     assert (
         capsys.readouterr().err
-        == "swarmnode: command line: 24 is 24 bytes; write 24GB or 24GiB if that is meant\n"
+        == "swarmnode: command line: 24 means 24 bytes; write 24GB or 24GiB for more\n"
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from swarmnode import cli
 from swarmnode.errors import Unavailable
-from swarmnode.files import held_data_dir
+from swarmnode.files import locked_data_dir
 from swarmnode.swarm import rollback
 from swarmnode.trainer import checkpoints, state
 from swarmnode.trainer.checkpoints import Checkpoints, Saver
@@ -327,7 +327,7 @@ def test_rollback_lists_states_and_goes_back_to_one_and_forth_again(data_dir, ca
     assert cli.run(["rollback", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "step        3" in lines[0]
-    assert "(present)" in lines[0]
+    assert "(current)" in lines[0]
     assert "0.400" in "".join(lines)
     bad = (data_dir / "trainer" / state.FILE).read_bytes()
 
@@ -345,7 +345,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
     arguments = ["--data-dir", str(data_dir)]
     assert cli.run(["rollback", *arguments]) == 0
     assert [
-        line.split()[1] for line in capsys.readouterr().out.splitlines() if "(present)" in line
+        line.split()[1] for line in capsys.readouterr().out.splitlines() if "(current)" in line
     ] == ["4"]
     assert cli.run(["rollback", "2", *arguments]) == 0
     assert saved(data_dir / "trainer")[0].step == 2
@@ -354,7 +354,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
 def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
     assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "available steps: 2" in capsys.readouterr().err
-    with held_data_dir(data_dir):
+    with locked_data_dir(data_dir):
         assert cli.run(["rollback", "2", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "in use by another node" in capsys.readouterr().err
     assert saved(data_dir / "trainer")[0].step == 3

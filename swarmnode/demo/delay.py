@@ -1,5 +1,4 @@
-"""What lies between nodes that are far apart: whatever is sent to a node's address arrives so much
-later, and so do its answers."""
+"""TCP proxies that add latency between the demo's nodes, in both directions."""
 
 from __future__ import annotations
 
@@ -9,26 +8,30 @@ from functools import partial
 
 import trio
 
-CHUNK_BYTES = 64 * 1024
-LEAST_CHUNK_BYTES = 1024
+MAX_CHUNK_BYTES = 64 * 1024
+MIN_CHUNK_BYTES = 1024
 CHUNKS = 16
-UNDER_WAY_BYTES = 16 * 1024 * 1024
-"""On their way at once in one direction, at most; so much per delay goes through."""
+IN_FLIGHT_BYTES = 16 * 1024 * 1024
+"""Limit of the bytes in flight per direction. The throughput is at most this per one-way
+latency."""
 
 
-class Distance:
-    """Lines to ports of this machine, served by a thread until `close`."""
+class DelayProxy:
+    """Proxies to ports of this machine, served by a thread until `close`."""
 
     def __init__(self, seconds: float) -> None:
-        """seconds: of each direction."""
+        """
+        Args:
+            seconds: One-way latency.
+        """
         self._seconds = seconds
         self._targets: dict[int, socket.socket] = {}
         self._scope = trio.CancelScope()
         self._thread: threading.Thread | None = None
         self._token: trio.lowlevel.TrioToken | None = None
 
-    def line_to(self, target: int) -> int:
-        """The port of a new line to 127.0.0.1:`target`. Not after `open`."""
+    def add_proxy(self, target: int) -> int:
+        """Return the port of a new proxy to 127.0.0.1:`target`. Call this before `open`."""
         listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self._targets[target] = listener
         port: int = listener.getsockname()[1]
@@ -36,7 +39,7 @@ class Distance:
 
     def open(self) -> None:
         self._thread = threading.Thread(
-            target=trio.run, args=(self._serve,), name="distance", daemon=True
+            target=trio.run, args=(self._serve,), name="delay proxy", daemon=True
         )
         self._thread.start()
 
@@ -51,44 +54,49 @@ class Distance:
             async with trio.open_nursery() as nursery:
                 for target, listener in self._targets.items():
                     nursery.start_soon(
-                        self._line,
+                        self._serve_port,
                         target,
                         trio.SocketListener(trio.socket.from_stdlib_socket(listener)),
                     )
 
-    async def _line(self, target: int, listener: trio.SocketListener) -> None:
-        await trio.serve_listeners(partial(self._connected, target), [listener])
+    async def _serve_port(self, target: int, listener: trio.SocketListener) -> None:
+        await trio.serve_listeners(partial(self._forward, target), [listener])
 
-    async def _connected(self, target: int, near: trio.SocketStream) -> None:
+    async def _forward(self, target: int, near: trio.SocketStream) -> None:
         await trio.sleep(self._seconds)
         try:
             far = await trio.open_tcp_stream("127.0.0.1", target)
-        except OSError:  # who is killed listens no more
+        except OSError:  # the node was killed
             await near.aclose()
             return
-        await join(near, far, self._seconds)
+        await forward_delayed(near, far, self._seconds)
 
 
-async def join(
+async def forward_delayed(
     near: trio.abc.HalfCloseableStream,
     far: trio.abc.HalfCloseableStream,
     seconds: float,
-    under_way: int = UNDER_WAY_BYTES,
+    in_flight: int = IN_FLIGHT_BYTES,
 ) -> None:
-    """Carries bytes both ways, each `seconds` late, until both directions have ended or one end
-    breaks; closes both. under_way: bytes at most, each way; before a slow line, more than go
-    through it in that time would only wait here."""
-    longest = min(CHUNK_BYTES, max(LEAST_CHUNK_BYTES, under_way // CHUNKS))
+    """Forward bytes in both directions with a delay, until both directions have ended or one stream
+    breaks. Close both streams.
+
+    Args:
+        seconds: One-way latency.
+        in_flight: Limit of the bytes in flight per direction. In front of a slow link, more bytes
+            than the link carries in `seconds` would only add a queue.
+    """
+    chunk = min(MAX_CHUNK_BYTES, max(MIN_CHUNK_BYTES, in_flight // CHUNKS))
     async with near, far, trio.open_nursery() as nursery:
 
         async def carry(source: trio.abc.ReceiveStream, sink: trio.abc.HalfCloseableStream) -> None:
             send, receive = trio.open_memory_channel[tuple[float, bytes]](
-                max(1, under_way // longest)
+                max(1, in_flight // chunk)
             )
             try:
                 async with trio.open_nursery() as both:
                     both.start_soon(_deliver, receive, sink)
-                    while data := await source.receive_some(longest):
+                    while data := await source.receive_some(chunk):
                         await send.send((trio.current_time() + seconds, bytes(data)))
                     await send.send((trio.current_time() + seconds, b""))
             except* (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -110,7 +118,7 @@ async def _deliver(
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         port: int = found.getsockname()[1]
     return port

@@ -1,17 +1,17 @@
-"""The demo's lines: everything arrives, in order, so much later; and what ends, ends for both."""
+"""The delay proxy forwards all bytes in order with a latency, and closes both ends."""
 
 import socket
 
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.demo.distance import Distance, free_port, join
+from swarmnode.demo.delay import DelayProxy, forward_delayed, free_port
 
 
-async def test_what_is_sent_arrives_late_and_in_order_both_ways(autojump_clock):
+async def test_delays_bytes_in_both_directions(autojump_clock):
     (one, near), (far, other) = memory_stream_pair(), memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(join, near, far, 0.05)
+        nursery.start_soon(forward_delayed, near, far, 0.05)
         began = trio.current_time()
         await one.send_all(b"there")
         assert bytes(await other.receive_some()) == b"there"
@@ -25,20 +25,20 @@ async def test_what_is_sent_arrives_late_and_in_order_both_ways(autojump_clock):
             assert len(b"".join([bytes(part) async for part in rest])) == 300_000
 
 
-async def test_an_end_that_breaks_is_the_end_of_the_other(autojump_clock):
+async def test_a_broken_end_closes_the_other(autojump_clock):
     (one, near), (far, other) = memory_stream_pair(), memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(join, near, far, 0.05)
+        nursery.start_soon(forward_delayed, near, far, 0.05)
         await other.aclose()
         assert not await one.receive_some()
-        await one.send_all(b"nobody is there")
+        await one.send_all(b"to a closed stream")
 
 
-def test_a_line_leads_to_a_port_of_this_machine():
+def test_a_proxy_leads_to_its_port():
     with socket.create_server(("127.0.0.1", free_port())) as server:
-        distance = Distance(0.0)
-        port = distance.line_to(server.getsockname()[1])
-        distance.open()
+        proxy = DelayProxy(0.0)
+        port = proxy.add_proxy(server.getsockname()[1])
+        proxy.open()
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=10) as dialled:
                 dialled.sendall(b"hello")
@@ -47,4 +47,4 @@ def test_a_line_leads_to_a_port_of_this_machine():
                 with accepted:
                     assert accepted.recv(5) == b"hello"
         finally:
-            distance.close()
+            proxy.close()
