@@ -49,7 +49,7 @@ from swarmnode.trainer.batch import TrainingGroup, assemble, own_group
 from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, reserve
 from swarmnode.trainer.loop import best_rows
 from swarmnode.trainer.quota import TokenQuota
-from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
+from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id, seal
@@ -465,13 +465,13 @@ class Node:
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
-        self.replay.sampled(mine)
+        self.replay.observe(mine)
         if self.arm.filter_own or self.arm.oversample:
             mine = [g for g in mine if is_useful(g.rewards)]
         if self.arm.oversample:
             mine = mine[: self.training.groups_per_step]
         fresh = mine + external
-        batch = fresh + self.replay.take(lacking(self.training.groups_per_step, fresh))
+        batch = fresh + self.replay.take(missing_groups(self.training.groups_per_step, fresh))
         agreement = None
         if batch:
             done = self.updater.update(assemble(batch, self.training.advantage))
@@ -482,9 +482,9 @@ class Node:
             if self.past:
                 self.past.learnt()
         self.step += 1
-        self.replay.keep(fresh, self.step)
+        self.replay.store(fresh, self.step)
         if isinstance(self.split, AdaptiveSplit):
-            self.split.replayable = self.replay.spares
+            self.split.replayable = self.replay.spared_groups
         self.split.observe(sum(is_useful(group.rewards) for group in external))
         reward = fmean(fmean(o.rewards) for o in own)
         if self.guard:

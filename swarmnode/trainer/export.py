@@ -1,12 +1,12 @@
-"""`python -m swarmnode.trainer.export DIR [--merge]`, configuration on stdin: what `swarmnode
-export` starts.
+"""`python -m swarmnode.trainer.export DIR [--merge]`, with the configuration on stdin: exports the
+policy for `swarmnode export`.
 
-    base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
-    trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard each ─▶ DIR.partial ─▶ DIR       where the
-    policy is held in stages
+    whole policy   base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
+    in stages      trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard per stage ─▶ DIR.partial ─▶
+                   DIR
 
-On the CPU and in float32, whatever the trainer uses, so that nothing is lost and a running trainer
-keeps its device. What was saved last counts, where a node has trained both ways.
+The export runs on the CPU in float32, so that no precision is lost and a running trainer keeps its
+device. If a node has trained both ways, the newer state is exported.
 """
 
 from __future__ import annotations
@@ -46,31 +46,43 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Exported:
-    """swarmnode.json in the directory."""
+class ExportRecord:
+    """Content of swarmnode.json in the directory."""
 
     kind: str
-    """weights, or adapter."""
+    """`weights` or `adapter`."""
     step: int
     policy_version: int
     reward_held_out: float | None
-    """None where this node has not measured it."""
+    """None if this node has not measured it."""
     base: str = ""
+    """policy.model."""
     base_fingerprint: str = ""
-    """Hex; what a manifest calls the model."""
+    """Fingerprint of the base model in the manifest, hex."""
     swarm: str = ""
-    """Id, hex; empty for a crew's."""
+    """Swarm id, hex; empty for a policy in stages."""
     own_groups: int = 0
-    """Groups that this node sampled and learnt from; 0 of a crew's, where they are not counted."""
+    """Own groups that were trained on; 0 for a policy in stages, which does not count them."""
     external_groups: int = 0
-    """Groups of peers' that it learnt from."""
+    """Peers' groups that were trained on."""
     stages: tuple[int, ...] = ()
-    """Committed steps in the copy of each stage, where the policy was held in stages."""
+    """Committed steps of each stage, for a policy in stages."""
 
 
-def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool) -> Exported:
-    """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see
-    `averaging.lora.shares_a`."""
+def export(
+    cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool
+) -> ExportRecord:
+    """Export the policy, see `swarmnode.swarm.export.export`.
+
+    Args:
+        trainer: The trainer's directory.
+        shared_a: See `averaging.lora.shares_a`.
+        target: Directory of the export; it must be empty or absent.
+        merge: True to write an adapter's weights merged into the base.
+
+    Raises:
+        LocalError: There is no state, it cannot be used, or the target cannot be written.
+    """
     disable_progress_bar()
     cfg = cfg.model_copy(update={"devices": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
@@ -93,7 +105,7 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
             (partial / "swarmnode.json").write_text(json.dumps(asdict(exported), indent=1) + "\n")
             make_readable(partial)
             if target.exists():
-                target.rmdir()  # empty, or somebody else has just filled it
+                target.rmdir()  # fails if another process has just written into it
             os.replace(partial, target)
             sync_directory(target.parent)
         except (OSError, SafetensorError) as error:
@@ -107,19 +119,22 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
 
 @dataclass(frozen=True)
 class Base:
-    """What was trained, and how."""
+    """The base model and the kind of training."""
 
     cfg: PolicyConfig
     directory: Path
-    """Where the base model is."""
+    """Directory of the base model."""
     shared_a: bool
-    """The adapter's A is that which all nodes have."""
+    """True if the adapter's A matrices are the same on all nodes."""
     owner: str
     """See `state.owner`."""
 
     def trained(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel | PeftModel:
-        """The base with the trained tensors in it. Raises StateError when they are not this
-        model's."""
+        """Return the base with the trained tensors.
+
+        Raises:
+            StateError: The tensors belong to another model.
+        """
         base = load_model(
             self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, "")
         )
@@ -131,12 +146,12 @@ class Base:
 
 
 def _written(trainer: Path) -> float:
-    """Unix seconds of the last save; 0 without one."""
+    """Return the time of the last save in Unix seconds; 0 without one."""
     files = [trainer / name for name in (state.FILE, state.WEIGHTS_FILE)]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
-def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Exported:
+def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> ExportRecord:
     found = state.read(trainer, base.owner)
     if found is None:
         raise Unavailable(
@@ -144,7 +159,7 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
         )
     counters, tensors = found
     kind = _save(base, state.weights(tensors), partial, merge)
-    return Exported(
+    return ExportRecord(
         kind,
         counters.step,
         counters.policy_version,
@@ -155,11 +170,11 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
     )
 
 
-def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exported:
+def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> ExportRecord:
     if crew.about.owner != base.owner:
         raise StateError(
-            "the copies of the crew's stages are of another model; set policy.model and policy.lora"
-            " as they were"
+            "the checkpoints of the crew's stages belong to another model; set policy.model and"
+            " policy.lora to their former values"
         )
     adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
     if adapter is not None:
@@ -167,11 +182,11 @@ def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exp
         kind = _save(base, weights, partial, merge)
     else:
         kind, steps = "weights", write_shards(crew, base.directory, partial)
-    return Exported(kind, min(steps), min(steps), None, stages=tuple(steps))
+    return ExportRecord(kind, min(steps), min(steps), None, stages=tuple(steps))
 
 
 def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bool) -> str:
-    """Write the base with `weights` into `partial`; returns which kind of export it is."""
+    """Write the base with `weights` into `partial`; return the kind of the export."""
     model = base.trained(weights)
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(partial)

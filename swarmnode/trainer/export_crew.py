@@ -1,7 +1,7 @@
-"""The policy of a crew, from the checkpoints of its stages on this node's disk: what
-`trainer.export` reads where the policy is trained in stages.
+"""Reads the policy of a crew from the checkpoints of its stages on this node's disk, for
+`trainer.export`.
 
-Whole weights are written one stage after the other, each a file of the export, so that only one
+Whole weights are written one stage after the other, each as a file of the export, so that only one
 stage is in memory.
 """
 
@@ -68,11 +68,11 @@ def read_stages(
     crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
 ) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
     """Yield (stage, tensors by their names in the whole model, committed steps), one stage after
-    the other; a checkpoint in bfloat16 as such.
+    the other. Tensors of a bfloat16 checkpoint stay in bfloat16.
 
     Args:
         adapter: Settings of the adapter, if one was trained.
-        shared_a: All nodes derive the adapter's A, and it is not in the checkpoints.
+        shared_a: True if all nodes derive the adapter's A, so that the checkpoints omit it.
 
     Raises:
         Unavailable: A stage is missing.
@@ -81,7 +81,7 @@ def read_stages(
     if crew.missing:
         raise Unavailable(
             f"of {len(crew.about.layers)} stages this node has no copy of"
-            f" {', '.join(map(str, crew.missing))}: it keeps its own and its neighbours'. Run it"
+            f" {', '.join(map(str, crew.missing))}: it stores its own and its neighbours'. Run it"
             " with stages.policy_copy = disk until the crew has copied its stages, then export"
             " again"
         )
@@ -106,13 +106,14 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
     """Write the weights and their configuration into `target`; return each stage's committed steps.
 
     Raises:
-        OSError: And as `read_stages` does.
+        OSError: A file cannot be written.
+        Unavailable, StateError: As `read_stages` does.
     """
     where: dict[str, str] = {}
     steps, size, dtypes = [], 0, set()
     count = len(crew.about.layers)
     for stage, tensors, step in read_stages(crew, base):
-        # a tied embedding is at both ends
+        # The first and the last stage both hold a tied embedding.
         new = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in where}
         file = f"model-{stage + 1:05d}-of-{count:05d}.safetensors"
         save_file(new, target / file, metadata={"format": "pt"})
@@ -133,7 +134,11 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
 def adapter_of(
     crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
-    """Return (the adapter, each stage's committed steps). Raises as `read_stages` does."""
+    """Return (the adapter, each stage's committed steps).
+
+    Raises:
+        Unavailable, StateError: As `read_stages` does.
+    """
     weights: dict[str, torch.Tensor] = {}
     steps = []
     for _, tensors, step in read_stages(crew, base, adapter, shared_a):

@@ -53,8 +53,8 @@ from swarmnode.trainer.engine import (
 )
 from swarmnode.trainer.judge import Scored
 from swarmnode.trainer.update import (
-    Passes,
     PeersFailed,
+    RowSelection,
     StartOver,
     Sums,
     Updater,
@@ -93,7 +93,7 @@ def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
 
     The process has no state that rank 0 lacks, so it may be killed at any time.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 finishes its step, and needs us
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 finishes its step and needs this rank
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
     config = Config.model_validate_json(setup.config)
@@ -229,12 +229,12 @@ class OtherRank:
         scaler = self._policy.accelerator.scaler
         if scaler is not None and command.scaler is not None:
             scaler.load_state_dict(command.scaler)
-        passes = Passes(
+        selection = RowSelection(
             command.own, command.external, set(command.recomputed), refused=command.refused
         )
         sharing = MicroBatchQueue(self._shared, self._setup.count)
-        sums = self._updater.accumulate(command.rows, passes, sharing)
-        if command.marks and not passes.external:
+        sums = self._updater.accumulate(command.rows, selection, sharing)
+        if command.marks and not selection.external:
             self._updater.probe.mark()
         return Accumulated(sums.own.tolist(), sums.external.tolist(), cards_of(self._policy))
 

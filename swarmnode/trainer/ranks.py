@@ -83,7 +83,7 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
     try:
         here = child.submit(cards).result(QUERY_SECONDS)
     except Exception as error:
-        raise DeviceError(f"the GPUs do not say what memory they have: {reason(error)}") from error
+        raise DeviceError(f"cannot query the memory of the GPUs: {reason(error)}") from error
     finally:
         child.shutdown(wait=False, cancel_futures=True)
     found, left_out = training_devices(cfg, found, here, need)
@@ -150,7 +150,7 @@ class DataParallelPolicy(WholePolicy):
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         own = super().generation(sampling, rng)
-        if self._server is not None:  # it samples for all ranks, and rank 0 where it is away
+        if self._server is not None:  # the server samples for all ranks; rank 0 is its fallback
             return own
         self._questions = SharedGeneration(own, self._pool, self._policy, sampling, rng)
         return self._questions

@@ -235,7 +235,7 @@ def test_only_one_gpu_samples_more_at_once_than_it_trains_on(
     monkeypatch.setattr(engine, "spare_bytes", lambda device: 24 * 10**9)
     monkeypatch.setattr(embedded.base, "hf_device_map", spread, raising=False)
     policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
-    assert (engine.under_way(policy, 2048, "adamw") > 100_000) is more
+    assert (engine.concurrent_tokens(policy, 2048, "adamw") > 100_000) is more
     memory = engine.Memory.of(4096, 100_000, kind, lambda: None)
     assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (
         4096,

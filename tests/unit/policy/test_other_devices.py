@@ -21,7 +21,7 @@ from swarmnode.policy.ways import Row
 from swarmnode.rl.utility import AgreementProbe
 from swarmnode.trainer import update
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Passes, Updater
+from swarmnode.trainer.update import RowSelection, Updater
 
 
 class Mps(TorchFunctionMode):
@@ -215,6 +215,6 @@ def test_an_update_follows_log_probabilities_to_another_card(cards, beta, monkey
     )
     reference = policy if beta else None
     updater = Updater(policy, TrainingConfig(beta=beta), MicroBatcher(4096), reference)
-    sums = updater.accumulate(rows, Passes([0, 1], []))
+    sums = updater.accumulate(rows, RowSelection([0, 1], []))
     assert weight.grad.device == there
     assert sums.own.device == CPU

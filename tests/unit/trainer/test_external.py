@@ -125,5 +125,5 @@ def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(re
     for _ in range(20):
         judgement = groups.exchange([], policy_version=0)
         assert len(judgement.accepted) == 4
-        plan.learnt(groups.learnt(judgement, refused), [])
+        plan.observe(groups.learnt(judgement, refused), [])
     assert plan.own_groups == sampled
