@@ -12,7 +12,7 @@ from swarmnode.cli.options import AsJson, say, size_bytes
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
-    from swarmnode.policy.plan import Choice
+    from swarmnode.policy.plan import PlannedMethod
 
 LONGEST = 2**20
 PROMPT_TOKENS = 512
@@ -149,7 +149,7 @@ def plan(
     return say(told, "\n".join(lines), json)
 
 
-def _table(found: list[Choice], room: int | None) -> list[str]:
+def _table(found: list[PlannedMethod], room: int | None) -> list[str]:
     last = "smallest card" if room is None else "fits, micro-batch"
     lines = [
         f"{'trained':<26}{'optimizer':<12}{'layers run again':<18}"
@@ -170,7 +170,7 @@ def _table(found: list[Choice], room: int | None) -> list[str]:
     return lines
 
 
-def _advice(chosen: Choice, model: str, revision: str | None) -> str:
+def _advice(chosen: PlannedMethod, model: str, revision: str | None) -> str:
     from swarmnode.policy.plan import settings
 
     said = [
@@ -185,7 +185,7 @@ def _advice(chosen: Choice, model: str, revision: str | None) -> str:
     )
 
 
-def _too_small(found: list[Choice], memory: str) -> str:
+def _too_small(found: list[PlannedMethod], memory: str) -> str:
     least = min(found, key=lambda c: c.row.total)
     return (
         f"Nothing fits {memory}: {least.name} needs {_size(least.row.total)}. Shorter rows, a"

@@ -43,7 +43,7 @@ from swarmnode.policy.footprint import (
     footprint,
     host_bytes,
     micro_batch,
-    tokens_under_way,
+    sampling_tokens,
 )
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
@@ -347,7 +347,7 @@ def concurrent_tokens(policy: Policy, longest: int, optim: Optim) -> int:
     spare, shape = spare_bytes(policy.device), shape_of(policy.base)
     if policy.device.type != "cuda" or spare is None or shape is None or policy.is_spread:
         return 0
-    return tokens_under_way(
+    return sampling_tokens(
         shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
     )
 

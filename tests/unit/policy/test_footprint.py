@@ -28,7 +28,7 @@ from swarmnode.policy.footprint import (
     footprint,
     layer_bytes,
     micro_batch,
-    tokens_under_way,
+    sampling_tokens,
 )
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
@@ -208,7 +208,7 @@ def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_
     shape, method = Shape.of_config(QWEN_7B), Method("cuda", "bfloat16", 16)
     update = footprint(shape, dataclasses.replace(method, checkpointing=True), 2560)
     room = 24e9 - update.weights - update.runtime
-    tokens = tokens_under_way(shape, method, 2560, room)
+    tokens = sampling_tokens(shape, method, 2560, room)
     assert tokens % 2560 == 0
     # keys and values of 28 layers, 4 heads of 128, in bfloat16
     kept = tokens * 2 * 28 * 512 * 2 * 1.25 + tokens / 2560 * 5 * 4 * 152_064
@@ -216,11 +216,9 @@ def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_
     left = room - (update.total - update.weights - update.runtime)
     assert kept <= left < kept + row
     assert tokens > 10_240, "the recipe's micro-batch: four answers at a time"
-    assert (
-        tokens_under_way(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
-    )
-    assert tokens_under_way(shape, method, 2560, 1e9) == 0
-    assert tokens_under_way(shape, Method("cuda", "bfloat16"), 2560, room) == 0, (
+    assert sampling_tokens(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
+    assert sampling_tokens(shape, method, 2560, 1e9) == 0
+    assert sampling_tokens(shape, Method("cuda", "bfloat16"), 2560, room) == 0, (
         "gradients and moments of all weights come first"
     )
 

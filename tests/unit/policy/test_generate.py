@@ -69,7 +69,7 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     # one in ten tokens ends
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
-    for kind in (decode.Growing, decode.Fixed):
+    for kind in (decode.GrowingDecoder, decode.FixedDecoder):
         monkeypatch.setattr(
             kind,
             "__call__",
@@ -84,8 +84,8 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     assert 4 * steps[-1] < steps[0] <= len(lengths)
 
     # one that takes no rows out
-    monkeypatch.setattr(decode.Growing, "keeps_rows", False)
-    monkeypatch.setattr(decode.Fixed, "keeps_rows", False)
+    monkeypatch.setattr(decode.GrowingDecoder, "keeps_rows", False)
+    monkeypatch.setattr(decode.FixedDecoder, "keeps_rows", False)
     run.clear()
     everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
     assert run == [len(lengths)] * len(steps)
