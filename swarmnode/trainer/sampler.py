@@ -1,5 +1,5 @@
-"""A node's own experience: its next questions, its policy's answers, their rewards, and the
-messages that publish it."""
+"""Samples a node's own groups: questions, completions, rewards, and the messages that publish
+them."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 DYNAMIC_FACTOR = 4
-"""With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one
-in four does, a step on what there is costs less than the search, and peers' groups are the better
-source."""
+"""Largest number of groups that dynamic sampling draws per requested group. If fewer than one in
+four is useful, a step with fewer groups costs less than more sampling, and peers' groups are the
+better source."""
 
 
 MAX_LAG = 4
-"""Updates that may pass between a group's first token and the step that learns from it: a step
-waits for whatever would become older, and throws nothing away, which would be the long answers.
-`benchmarks.corrections` has the bias at that lag: 0.10 with `OWN_CORRECTION`."""
+"""Largest number of updates between a group's first token and the step that trains on it. A step
+waits for groups that would become older. It discards none, since these would be the long answers.
+The bias at that lag is 0.10 with `OWN_CORRECTION` (`benchmarks.corrections`)."""
 
 
 UNSHARED = {
@@ -58,12 +58,12 @@ UNSHARED = {
     ),
     "too_long": "the actions of an episode are more than a message may hold",
 }
-"""Reason for which peers do not take a completion → what the operator is told of it."""
+"""Explanation for the operator of each reason why a completion is not published."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A question on its way."""
+    """A question whose completions are being sampled."""
 
     sequence: int
     ref: TaskRef
@@ -71,8 +71,11 @@ class Asked:
 
 
 def first_version(sample: GroupSample, now: int) -> int:
-    """The policy version of its first token. now: the present one, which is that of whatever does
-    not say."""
+    """Return the policy version of the group's first token.
+
+    Args:
+        now: Present policy version, which applies to completions without versions.
+    """
     return min(
         (completion.versions[0] for completion in sample.completions if completion.versions),
         default=now,
@@ -81,20 +84,22 @@ def first_version(sample: GroupSample, now: int) -> int:
 
 @dataclass(frozen=True)
 class Experience:
+    """Groups that a step has sampled."""
+
     groups: list[TrainingGroup]
-    """All that were sampled."""
+    """All sampled groups."""
     messages: list[OwnGroup]
-    """The same groups for the network process, which decides which of them are worth sending."""
+    """The same groups for the network process, which selects those that are sent."""
     prompts: list[str]
-    """What was asked in each of `messages`."""
+    """Question of each of `messages`."""
     tokens: int
+    """Number of sampled tokens."""
     trained: list[TrainingGroup]
-    """Those that the step learns from: all of them, or with dynamic sampling those that carry a
-    signal."""
+    """Groups that the step trains on: all groups, or the useful ones with dynamic sampling."""
     lags: list[int] = field(default_factory=list)
     """Policy versions between each group's first token and now."""
     rows: float | None = None
-    """Tokens sampled in a decoding step, mean over this sampling."""
+    """Mean number of tokens per decoding step."""
     observations: list[list[list[str]]] = field(default_factory=list)
     """The environment's texts for each episode of each of `messages`; empty for a group of
     answers."""
@@ -103,9 +108,9 @@ class Experience:
 
 
 class Sampler:
-    """Draws groups. The random generator and the counters belong to the trainer's saved state.
+    """Samples groups. The random generator and the counters are part of the saved state.
 
-    An engine with requests that come and go is always given some more than a step takes; they go on
+    A continuous engine always has more requests than a step needs. The unfinished ones continue
     under the next policy version.
     """
 
@@ -125,7 +130,7 @@ class Sampler:
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
-        # sampled and not trained on; a group of 64 is all that peers and scorers take
+        # The pivot is sampled and not trained on. Peers and scorers accept at most COMPLETIONS.
         pivot = cfg.advantage == "mc_grpo"
         size = min(cfg.num_generations + pivot, COMPLETIONS)
         self._generation = engine.generation(
@@ -142,13 +147,17 @@ class Sampler:
         self._asked: dict[int, Asked] = {}
         self._ready: list[Finished] = []
         self._too_long: list[str] = []
-        """Why questions of this sampling were not asked."""
+        """Error messages of questions that are too long for the model."""
 
     def __call__(self, count: int) -> Experience:
-        """Sample `count` groups at the present policy version; with dynamic sampling on until as
-        many carry a signal, or the cap is met.
+        """Sample `count` groups with the present policy.
 
-        Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
+        Dynamic sampling continues until `count` groups are useful, or until DYNAMIC_FACTOR ·
+        `count` groups are sampled (DAPO, arXiv 2503.14476 §3.2, with a cap). Groups that cannot be
+        scored are excluded.
+
+        Raises:
+            Unavailable: All questions are too long for the model.
         """
         before, played = self._generation.statistics(), replace(self._episodes.totals)
         parts, asked, useful = [self._sample(count)], count, list[TrainingGroup]()
@@ -201,7 +210,7 @@ class Sampler:
             faults = [self._fault(completion) for completion in sample.completions]
             fine = [fault != "charset" for fault in faults]
             rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
-            # none where rewards are single numbers
+            # Empty if rewards are single numbers.
             made_of = [
                 parts if good else {} for parts, good in zip(result.components, fine, strict=False)
             ]
@@ -229,7 +238,7 @@ class Sampler:
         )
 
     def _fault(self, completion: Sampled) -> str:
-        """Return why peers would not take a completion, of UNSHARED; empty if they would."""
+        """Return the reason of UNSHARED why a completion is not published; empty if it is."""
         if has_unwanted_characters(completion.text):
             return "charset"
         turns = completion.turns if isinstance(completion, PlayedEpisode) else [completion]
@@ -246,9 +255,10 @@ class Sampler:
         return ""
 
     def _gather(self, count: int) -> list[Finished]:
-        """`count` groups, those that were finished first; fewer where questions could not be made.
+        """Return the `count` oldest finished groups; fewer if questions could not be generated.
 
-        Raises Unavailable where all that were made are too long for the model.
+        Raises:
+            Unavailable: All questions are too long for the model.
         """
         version, begun = self._counters.policy_version, 0
         self._too_long.clear()
@@ -273,7 +283,7 @@ class Sampler:
         return taken
 
     def _too_old(self, version: int) -> bool:
-        """Whether something under way would be older than MAX_LAG by the next step."""
+        """Return True if an unfinished group would exceed MAX_LAG in the next step."""
         begun = self._generation.statistics().oldest, self._episodes.oldest
         return any(oldest is not None and version - oldest >= MAX_LAG for oldest in begun)
 
@@ -304,7 +314,11 @@ class Sampler:
         rewards: list[float],
         made_of: list[dict[str, float]],
     ) -> OwnGroup:
-        """version: of its first token, so that a receiver takes none of it for newer than it is."""
+        """Return the message that publishes a group.
+
+        Args:
+            version: Policy version of its first token, so that no receiver takes it for newer.
+        """
         cfg = self._cfg
         completions = [_published(completion) for completion in sample.completions]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)

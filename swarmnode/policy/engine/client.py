@@ -113,7 +113,7 @@ class JsonClient:
             ) from None
         except h11.ProtocolError as error:
             raise ServerFailed("unreachable", f"{target}: {error}") from None
-        except (OSError, UnicodeError) as error:  # also of a name that is none
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ServerFailed("unreachable", f"{self.url}: {why}") from None
 

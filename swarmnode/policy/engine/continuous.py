@@ -30,23 +30,23 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
 BURST = 16
-"""Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
-once in a call."""
+"""Largest number of decoding steps in one call if no row ends. Weights are cast to the compute
+dtype once per call."""
 WHOLE_BURST = {"cuda": 64}
 """Number of decoding steps of one call, even if rows end before. Recording the steps again costs as
 much as launching two, which takes as long as replaying ten."""
 AHEAD = 1
-"""For each request that is wanted next, so many more are begun, so that rows are in use which would
-wait for a group's longest completion. What is learnt from is older by as many updates."""
+"""Number of additional requests per request of a step. They use the rows that would otherwise wait
+for the longest completion of a group. Training data is older by as many updates."""
 
 
 @dataclass
 class Row:
-    """One completion under way."""
+    """An unfinished completion."""
 
     request: int
     place: int
-    """Which of its request's completions it is."""
+    """Index among the completions of its request."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -54,19 +54,19 @@ class Row:
 
 @dataclass
 class Group:
-    """One request under way."""
+    """An unfinished request."""
 
     prompt_ids: list[int]
     most: int
-    """Tokens of an answer, at most."""
+    """Largest number of tokens in a completion."""
     generations: int
     continues: bool = False
     known: Prefilled | None = None
     """Keys and values of the prompt's first tokens, if the request follows another one."""
     done: dict[int, Sampled] = field(default_factory=dict)
-    """By place."""
+    """Finished completions by their index."""
     since: int | None = None
-    """The version under which its first token was sampled."""
+    """Policy version of its first token."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,12 @@ class Kept:
 
 
 class Continuous:
-    """batcher: bounds what is under way, rows times their longest possible length, and learns from
-    running out of memory."""
+    """Engine with continuous batching.
+
+    Args:
+        batcher: Bounds active rows × longest possible length, and lowers the bound when memory runs
+            out.
+    """
 
     def __init__(
         self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator
@@ -92,14 +96,14 @@ class Continuous:
         self._groups: dict[int, Group] = {}
         self._waiting: deque[Row] = deque()
         self._heads: dict[int, Prefilled] = {}
-        """Prompts, by request, of which some rows have not begun."""
+        """Prefilled prompts by request, for waiting rows."""
         self._active: list[Row] = []
-        """By slot."""
+        """Active rows by slot."""
         self._kept: dict[int, list[Kept]] = {}
         """Kept rows by request, oldest first."""
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
-        """(n, V) of the next token of every row under way."""
+        """(n, V) logits of the next token of every active row."""
         self._steps = 0
         self._tokens = 0
 
@@ -112,7 +116,7 @@ class Continuous:
         rows = [Row(request.number, place) for place in range(count)]
         if request.follows is None:
             self._waiting.extend(rows)
-        else:  # episodes that have begun end before others begin
+        else:  # started episodes continue before others start
             self._waiting.extendleft(reversed(rows))
 
     def cancel(self, number: int) -> None:
@@ -144,14 +148,14 @@ class Continuous:
         finally:
             self._slots.forget_recordings()
         if not self._groups:
-            # training has use for the memory
+            # Free the memory for training.
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)
         return done
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Rows under way keep what the model has made of them; whatever begins later is prefilled
-        with the new weights."""
+        """Allow weights to change inside the block. Active rows keep their cache; later prompts are
+        prefilled with the new weights."""
         try:
             yield
         finally:
@@ -181,7 +185,7 @@ class Continuous:
     # ---- one step --------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Begin as many of the rows that wait as there is room for."""
+        """Start as many waiting rows as fit."""
         longest = (
             max(len(group.prompt_ids) for group in self._groups.values())
             + self._sampling.max_tokens
@@ -235,7 +239,7 @@ class Continuous:
         return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
 
     def _step(self, version: int) -> list[Finished]:
-        """One token of every row under way."""
+        """Sample one token for every active row; return the requests that have finished."""
         sampling = self._sampling
         drawn, chances = sample(self._logits, sampling.temperature, sampling.top_p, self._rng)
         tokens, logprobs = drawn.tolist(), chances.tolist()
@@ -261,7 +265,7 @@ class Continuous:
         return [finished for finished in done if finished is not None]
 
     def _end(self, row: Row) -> Finished | None:
-        """Its request, where it was the last of it."""
+        """End a row; return its request if it was the last row of it."""
         group = self._groups[row.request]
         finish: Literal["eos", "length"] = (
             "eos" if row.ids[-1] in self._policy.eos_ids else "length"
@@ -311,7 +315,7 @@ class Continuous:
         return longest.known
 
     def _remove(self, slots: list[int]) -> None:
-        """What ended or was dropped; the last row takes the place of each."""
+        """Remove rows; the last row moves to each freed slot."""
         order = list(range(len(self._active)))
         for slot in sorted(slots, reverse=True):
             self._slots.remove(slot)
@@ -330,8 +334,12 @@ class Continuous:
         self._logits = self._slots.advance(tokens)
 
     def _in_memory(self, work: Callable[[], None]) -> None:
-        """Where memory runs out, all rows under way wait with the tokens that they have, and fewer
-        of them go on. Raises RowTooLarge."""
+        """Run `work`. If memory runs out, all active rows are queued with their tokens, and fewer
+        of them continue.
+
+        Raises:
+            RowTooLarge: A single row does not fit into memory.
+        """
         try:
             work()
             return
@@ -343,7 +351,7 @@ class Continuous:
             ]
             if len(lengths) == 1:
                 raise RowTooLarge(0, lengths[0]) from error
-        # Outside the handler: the exception's frames hold the tensors that have to go.
+        # Outside of the handler, because the exception's frames refer to tensors.
         self._waiting.extendleft(reversed(self._active))
         self._active, self._slots, self._logits = [], Slots(self._policy), torch.zeros(0)
         self._heads.clear()

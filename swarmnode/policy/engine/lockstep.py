@@ -58,7 +58,7 @@ class Lockstep:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing is ever half done between two calls."""
+        """Allow weights to change inside the block. No request is in progress between two calls."""
         yield
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
