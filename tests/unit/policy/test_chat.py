@@ -71,9 +71,7 @@ def test_without_a_template_there_is_nothing_to_tell(tokenizer) -> None:
         ),
     ],
 )
-def test_a_template_that_fails_is_one_line_when_the_model_is_loaded(
-    tokenizer, template, settings, problem
-) -> None:
+def test_failing_template_is_one_line_at_load(tokenizer, template, settings, problem) -> None:
     tokenizer.chat_template = template
     with pytest.raises(Unavailable, match=problem) as raised:
         Chat.of(settings, tokenizer)
@@ -86,7 +84,7 @@ def founded(chat):
     )
 
 
-def test_a_swarm_agrees_on_it_and_a_manifest_without_it_is_as_before() -> None:
+def test_manifest_contains_chat_settings() -> None:
     chat = {"system": "Be brief.", "enable_thinking": False}
     opened = founded(chat)
     assert {each.key: json.loads(each.value) for each in opened.manifest.settings}[

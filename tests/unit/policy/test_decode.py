@@ -51,7 +51,7 @@ def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
     ],
 )
 @torch.no_grad()
-def test_rows_that_are_kept_go_on_as_they_would_beside_the_others(policies, kind, way):
+def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, way):
     policy, count = policies[kind], len(PROMPTS) * GENERATIONS
     all_of_them = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
     some = way(policy, *prefilled(policy), GENERATIONS, STEPS)

@@ -65,9 +65,7 @@ def alone(policy, prompt_ids, tokens):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [1, 3, 64])
-def test_greedy_equals_transformers_generate_however_many_rows_there_is_room_for(
-    policies, kind, rows
-):
+def test_greedy_equals_transformers_generate_with_any_room(policies, kind, rows):
     policy = policies[kind]
     sampling = Sampling(2, 12, 0.0)
     longest = max(len(policy.encode_prompt(p)) for p in PROMPTS) + sampling.max_tokens
@@ -95,7 +93,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
     )
 
 
-def test_rows_are_sorted_by_length_and_stay_what_they_are(policies, monkeypatch):
+def test_sorting_rows_changes_no_result(policies, monkeypatch):
     """Long and short prompts in turns, so that windows of rows would be of one width."""
     monkeypatch.setattr(slots, "ALIGNED", 1)
     sorts, real = [], slots.SlotLayer.reorder
@@ -120,7 +118,7 @@ def test_sampled_frequencies_are_those_of_lockstep(embedded):
     assert sum(abs(first[t] - second[t]) for t in first | second) / 2000 < 0.2
 
 
-def test_a_request_that_comes_later_begins_in_the_room_that_another_left(embedded):
+def test_later_request_uses_freed_rows(embedded):
     engine = engine_of(embedded, Sampling(1, 64, 0.0))
     engine.submit(Request(1, PROMPTS[0]))
     assert engine.statistics().unfinished == 1
@@ -146,7 +144,7 @@ def test_ended_rows_cost_no_further_steps(policies):
     assert statistics.steps <= sum(lengths) / rows + 100
 
 
-def test_a_completion_goes_on_under_the_next_version_and_says_which_tokens_are_whose(policies):
+def test_completion_records_the_version_of_each_token(policies):
     policy = policies["qwen2"].clone()
     engine = submitted(engine_of(policy, Sampling(2, 60)))
     assert engine.finished(7) is not None
@@ -202,7 +200,7 @@ def test_a_request_that_is_cancelled_disturbs_no_other(policies):
         )
 
 
-def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monkeypatch):
+def test_out_of_memory_halves_active_rows_without_loss(policies, monkeypatch):
     policy = policies["llama"]
     batcher = MicroBatcher(16384)
     engine = submitted(engine_of(policy, Sampling(4, 12, 0.0), batcher=batcher))
@@ -223,7 +221,7 @@ def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monk
         ] * 4
 
 
-def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkeypatch):
+def test_single_row_that_does_not_fit_is_an_error(policies, monkeypatch):
     def none(*inputs):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -262,7 +260,7 @@ def test_a_whole_burst_returns_all_that_ended_in_it(policies, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_way_of_sampling_and_the_way_of_training_agree_on_given_text(policies, kind):
+def test_sampling_and_training_agree_on_given_text(policies, kind):
     policy = policies[kind]
     prompt, ids = policy.encode_prompt(PROMPTS[0]), policy.encode_prompt(PROMPTS[3])[:6]
     assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(

@@ -65,7 +65,7 @@ def test_parameters_by_config_headers_and_transformers_are_the_same(model_dir, p
     assert (counted.parameters, counted.edges) == expected
 
 
-def test_headers_know_better_where_the_arithmetic_is_of_another_architecture(model_dir, policies):
+def test_headers_replace_computed_parameter_counts(model_dir, policies):
     counted = published_shape(str(model_dir("gpt2")))
     assert (counted.parameters, counted.edges) == count_parameters(policies["gpt2"].model.config)
 
@@ -117,7 +117,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
 )
-def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedded):
+def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
     """In a process of its own, by the kernel's count of what was resident at the peak."""
     kinds = {
         "small": Qwen2Config(
@@ -169,7 +169,7 @@ def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedde
         assert plan.total == pytest.approx(peak, rel=0.15), (name, length, rank, again, plan)
 
 
-def test_a_row_of_4000_tokens_of_7b_with_an_adapter_fits_24_gb_and_only_with_checkpointing():
+def test_7b_adapter_with_4000_tokens_needs_checkpointing():
     shape = Shape.of_config(QWEN_7B)
     assert shape.parameters == 7_615_616_512  # as its safetensors headers count
     plan = {
@@ -180,7 +180,7 @@ def test_a_row_of_4000_tokens_of_7b_with_an_adapter_fits_24_gb_and_only_with_che
     assert plan[True] < 20.5e9
 
 
-def test_all_weights_of_1b5_fit_24_gb_with_8_bit_moments():
+def test_1b5_fits_24_gb_with_8_bit_moments():
     shape = Shape.of_config(QWEN_1B5)
     assert shape.parameters == 1_543_714_304
     chosen = best(choices(shape, "cuda", "bfloat16", 16, 2048, 24 * CARD_BYTES))
@@ -204,7 +204,7 @@ def test_a_micro_batch_fills_the_memory_and_no_more():
     assert micro_batch(shape, method, 10**9) == 0
 
 
-def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_update():
+def test_concurrent_completions_fit_beside_an_update():
     shape, method = Shape.of_config(QWEN_7B), Method("cuda", "bfloat16", 16)
     update = footprint(shape, dataclasses.replace(method, checkpointing=True), 2560)
     room = 24e9 - update.weights - update.runtime
@@ -227,9 +227,7 @@ def test_completions_under_way_are_what_keys_and_values_have_room_for_beside_an_
     ("kind", "spread", "more"),
     [("cuda", {}, True), ("cuda", {"a": 0, "b": 1}, False), ("cpu", {}, False)],
 )
-def test_only_one_gpu_samples_more_at_once_than_it_trains_on(
-    embedded, monkeypatch, kind, spread, more
-):
+def test_only_a_single_gpu_samples_more_than_it_trains(embedded, monkeypatch, kind, spread, more):
     monkeypatch.setattr(engine, "spare_bytes", lambda device: 24 * 10**9)
     monkeypatch.setattr(embedded.base, "hf_device_map", spread, raising=False)
     policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
@@ -278,7 +276,7 @@ def test_the_command_says_what_fits(model_dir, capsys):
     assert "8 GB" in capsys.readouterr().out
 
 
-def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
+def test_averaging_uses_the_planned_host_memory():
     from swarmnode.averaging.averaged import AveragedTensors
     from swarmnode.averaging.outer import OuterState, host_copy, prepare
     from swarmnode.weights.rule import make_rule
@@ -352,7 +350,7 @@ def test_a_length_that_makes_no_sense_is_refused(capsys):
     )
 
 
-def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, capsys):
+def test_invalid_hub_name_fails_with_one_line(offline, capsys):
     assert run(["plan", "nobody/nothing"]) == 69
     assert capsys.readouterr().err.startswith("swarmnode: nobody/nothing: ")
 
@@ -360,7 +358,7 @@ def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, 
 # ---- 8-bit moments -------------------------------------------------------------------------------
 
 
-def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
+def test_8_bit_products_do_not_flood_the_log(monkeypatch):
     """bitsandbytes warns at each one that bfloat16 is cast, 196 times a pass of a 7 B model."""
     from swarmnode.policy import load
 
@@ -375,7 +373,7 @@ def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
     assert talkative.isEnabledFor(logging.ERROR)
 
 
-def test_8_bit_moments_are_refused_before_anything_is_read_where_they_cannot_be(monkeypatch):
+def test_impossible_8_bit_moments_are_refused_early(monkeypatch):
     from swarmnode.policy import load
 
     wanted = PolicyConfig(devices="cpu", optim="adamw_8bit")

@@ -119,9 +119,7 @@ def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kin
 @pytest.mark.parametrize(
     ("lockstep", "continuous", "chosen"), [(3.0, 1.0, "continuous"), (1.0, 3.0, "lockstep")]
 )
-def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(
-    clock, lockstep, continuous, chosen
-):
+def test_first_steps_choose_the_faster_engine(clock, lockstep, continuous, chosen):
     seconds = [lockstep, continuous] * TRIALS
     seconds[0] *= 10  # warming up
     engine, kinds = kept(
@@ -146,7 +144,7 @@ def test_the_faster_engine_is_found_in_the_first_steps_and_said_with_its_reason(
     ("ill", "word"),
     [("silent", "no decoding step in 20 seconds"), ("failed", "device-side assert")],
 )
-def test_an_engine_that_stops_or_fails_is_built_anew_and_asked_again(clock, ill, word):
+def test_failed_engine_is_rebuilt_with_its_requests(clock, ill, word):
     engine, kinds = kept(clock, [Scripted(clock, ill=ill), Scripted(clock)])
     asked(engine)
     with capture_logs() as said:
@@ -169,7 +167,7 @@ def test_an_engine_with_nothing_to_do_is_not_silent(clock):
     assert engine.rebuilds == 0
 
 
-def test_one_that_fails_again_and_again_ends_the_trainer_with_the_remedy(clock):
+def test_repeated_failures_end_with_the_remedy(clock):
     engine, _ = kept(clock, [Scripted(clock, ill="failed") for _ in range(FAILURES + 1)])
     asked(engine)
     for _ in range(FAILURES):
@@ -178,7 +176,7 @@ def test_one_that_fails_again_and_again_ends_the_trainer_with_the_remedy(clock):
         engine.finished(0)
 
 
-def test_running_out_of_memory_is_no_fault_of_the_engine(clock):
+def test_out_of_memory_does_not_rebuild_the_engine(clock):
     class Full(Scripted):
         def finished(self, version):
             raise torch.OutOfMemoryError("out of memory")
@@ -190,7 +188,7 @@ def test_running_out_of_memory_is_no_fault_of_the_engine(clock):
 
 
 @pytest.mark.parametrize("behind", [0.1, float("nan")])
-def test_an_engine_that_is_behind_after_an_update_is_built_anew(clock, behind):
+def test_stale_engine_is_rebuilt(clock, behind):
     engine, kinds = kept(clock, [Scripted(clock, behind=behind), Scripted(clock, behind=0.001)])
     asked(engine)
     with engine.pause():
@@ -202,7 +200,7 @@ def test_an_engine_that_is_behind_after_an_update_is_built_anew(clock, behind):
     assert len(engine.finished(0)) == 2
 
 
-def test_where_a_new_one_is_off_as_well_sampling_goes_on_in_lockstep(clock):
+def test_falls_back_to_lockstep_if_rebuilding_fails(clock):
     engine, kinds = kept(
         clock, [Scripted(clock, behind=0.1), Scripted(clock, behind=0.1), Scripted(clock)]
     )
@@ -242,14 +240,14 @@ def test_whatever_an_engine_raises_it_is_built_anew(clock, error):
     assert len(engine.finished(0)) == 2
 
 
-def test_an_update_that_fails_is_not_followed_by_a_canary(clock):
+def test_no_canary_after_a_failed_update(clock):
     engine, _ = kept(clock, [Scripted(clock, behind=0.1)])
     with pytest.raises(KeyError), engine.pause():
         raise KeyError
     assert engine.rebuilds == 0
 
 
-def test_the_canary_of_a_real_engine_sees_weights_that_are_not_the_trainers(policies):
+def test_canary_detects_stale_weights(policies):
     policy = policies["qwen2"].clone()
     engine = keeper(policy, MicroBatcher(4096), LONG, Sampling(2, 40), policy.random_generator(0))
     canary = Canary.of(policy)

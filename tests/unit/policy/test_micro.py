@@ -92,7 +92,7 @@ def test_the_bound_is_halved_until_it_fits_and_stays():
     assert batcher.statistics().oom_retries == 3
 
 
-def test_what_was_done_before_memory_ran_out_is_not_done_again():
+def test_finished_micro_batches_are_not_repeated():
     rows = [10] * 32
     seen = []
     MicroBatcher(160).run(rows, limited(80, rows, seen))
@@ -109,7 +109,7 @@ def passes(batcher, rows, count, limit=10**9):
         batcher.run(rows, limited(limit, rows))
 
 
-def test_a_shortage_that_is_over_is_forgotten_after_a_while():
+def test_bound_recovers_after_a_shortage():
     rows = [10] * 32
     batcher = MicroBatcher(320)
     passes(batcher, rows, 1, limit=100)
@@ -127,7 +127,7 @@ def test_passes_far_below_the_bound_say_nothing_of_it():
     assert batcher.tokens == 80
 
 
-def test_where_raising_was_wrong_the_next_attempt_takes_twice_as_long():
+def test_failed_raise_doubles_the_wait():
     rows = [10] * 32
     batcher = MicroBatcher(320)
     passes(batcher, rows, 1 + CALM_PASSES + 1, limit=90)  # 80, then 100, which fails
@@ -138,7 +138,7 @@ def test_where_raising_was_wrong_the_next_attempt_takes_twice_as_long():
     assert batcher.tokens == 62
 
 
-def test_a_row_that_did_not_fit_alone_is_not_tried_again_and_tells_which_it_was():
+def test_row_that_did_not_fit_is_not_retried():
     rows = [10, 200, 10]
     batcher = MicroBatcher(16384)
     with pytest.raises(RowTooLarge) as raised:
@@ -163,7 +163,7 @@ def test_other_errors_pass():
         MicroBatcher(100).run([10], work)
 
 
-def test_gradients_after_a_death_in_mid_backward_are_those_of_the_whole_batch(embedded):
+def test_gradients_are_exact_after_a_failed_backward(embedded):
     policy = embedded.clone()
     rows = [([5 + i, 9], [30, 31 + i, 1]) for i in range(8)]
     parameters = policy.trainable_parameters()
@@ -219,7 +219,7 @@ def test_generation_in_pieces_keeps_the_order_of_the_prompts(embedded, monkeypat
     assert len(pieces) > 2
 
 
-def test_who_does_not_know_what_fits_begins_small_and_doubles_until_something_is_too_much():
+def test_slow_start_doubles_until_memory_runs_out():
     batcher = MicroBatcher(1000, first=40)
     rows = [10] * 64
     sizes = [batcher.tokens]

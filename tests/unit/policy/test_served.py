@@ -175,9 +175,7 @@ def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_request_under_way_continues_and_each_token_has_its_version(
-    place, loaded, tmp_path, rank
-):
+def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
     settings, server = place
     policy = loaded[rank].clone()
     policy = replace(policy, unused_ids=policy.eos_ids)  # so that no completion ends by itself
@@ -225,7 +223,7 @@ def test_a_seed_makes_an_evaluation_repeatable(place, loaded, tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_server_with_another_base_under_the_adapter_is_not_used(place, loaded, tmp_path):
+def test_server_with_another_base_is_not_used(place, loaded, tmp_path):
     settings, _ = place
     other = loaded[0].clone()
     move(other, 0.05)
@@ -283,7 +281,7 @@ def took_over(said):
 
 
 @pytest.mark.parametrize("fault", ANSWER_FAULTS)
-def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
+def test_invalid_answers_are_not_trained_on(first, fault):
     engine, policy, clock, stand_in = first
     stand_in.fault = fault
     with capture_logs() as said:
@@ -308,7 +306,7 @@ def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
 
 @pytest.mark.parametrize("fault", ["ignores_weights", "ignores_adapter", "other_model"])
 @pytest.mark.parametrize("by", [0.02, 0.0005])
-def test_a_server_that_samples_other_weights_is_found_at_the_next_load(first, fault, by):
+def test_stale_server_is_detected_at_the_next_load(first, fault, by):
     engine, policy, _, stand_in = first
     with torch.no_grad():  # as after some training: B is not 0
         for parameter in policy.trainable_parameters():
@@ -325,7 +323,7 @@ def test_a_server_that_samples_other_weights_is_found_at_the_next_load(first, fa
     assert furthest(policy, samples, 1.0) < BOUND
 
 
-def test_the_base_without_the_adapter_is_found_before_rounding_would_tell(first):
+def test_missing_adapter_is_detected_early(first):
     """From the very first updates, which move the policy by less than the bound on the mean
     difference."""
     engine, policy, _, stand_in = first
@@ -339,7 +337,7 @@ def test_the_base_without_the_adapter_is_found_before_rounding_would_tell(first)
     assert "former weights" in took_over(said)[0]["detail"]
 
 
-def test_a_server_that_was_restarted_is_not_believed_and_used_again_later(first):
+def test_restarted_server_is_used_again_later(first):
     engine, policy, clock, stand_in = first
     drained(submitted(engine))
     stand_in.restart()
@@ -352,7 +350,7 @@ def test_a_server_that_was_restarted_is_not_believed_and_used_again_later(first)
     assert engine.kind() == "served"
 
 
-def test_a_server_that_dies_in_the_middle_of_a_step_costs_no_group(first):
+def test_lost_server_costs_no_group(first):
     engine, _, _, stand_in = first
     drained(submitted(engine))
     stand_in.hold_at = 1
@@ -365,7 +363,7 @@ def test_a_server_that_dies_in_the_middle_of_a_step_costs_no_group(first):
     assert set(engine.server().failures) == {"unreachable"}
 
 
-def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
+def test_wait_for_a_silent_server_is_bounded(first):
     engine, _, clock, stand_in = first
     drained(submitted(engine))
     stand_in.fault = "slow"
@@ -382,7 +380,7 @@ def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
     assert "no completion in 61 seconds" in took_over(said)[0]["detail"]
 
 
-def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp_path, monkeypatch):
+def test_retries_of_an_absent_server_back_off(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "ABOUT_SECONDS", 0.1)
     with standin.raw_server() as url:
         stand_in = StandIn(loaded[0].clone())
@@ -399,7 +397,7 @@ def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp
     assert "in 0 s" in line["detail"]
 
 
-def test_what_the_own_engine_has_not_answered_is_asked_of_the_server(first):
+def test_unfinished_requests_move_to_the_server(first):
     engine, _, clock, stand_in = first
     stand_in.fault = "error_500"
     submitted(engine)
@@ -433,7 +431,7 @@ def test_an_answer_of_another_trainers_version_is_refused(first, loaded, tmp_pat
 @pytest.mark.parametrize(
     ("address", "is_allowed"), [("93.184.216.34", False), ("10.1.2.3", True), ("fd00::1", True)]
 )
-def test_a_name_is_judged_by_the_addresses_that_it_has(monkeypatch, address, is_allowed):
+def test_host_name_is_checked_by_its_addresses(monkeypatch, address, is_allowed):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     dialled = []
@@ -518,7 +516,7 @@ def shape(value):
     return type(value).__name__ if not isinstance(value, float) else "number"
 
 
-def test_the_stand_in_answers_in_the_form_that_was_recorded(stand_in):
+def test_stand_in_matches_recorded_responses(stand_in):
     """Every key that it sends is one of vLLM's, and of the same kind."""
     recorded = json.loads((Path(standin.__file__).parent / "recorded.json").read_text())
     compared = 0

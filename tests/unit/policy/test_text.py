@@ -33,7 +33,7 @@ def text():
     return PolicyText(tokenizer, b"m" * 32, b"t" * 32, 0, frozenset({0}), 0, len(tokenizer))
 
 
-def test_a_text_of_another_tokenizer_counts_about_as_many_tokens_as_it_will_be(text):
+def test_estimates_tokens_of_foreign_text(text):
     answer = PROSE[:1126]
     really = len(text.tokenize_completion(answer, "length"))
     estimated = len(answer.encode()) * text.tokens_per_text_byte

@@ -31,7 +31,7 @@ def sample():
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def test_assembled_rows_keep_groups_together_and_say_what_is_silent(sample):
+def test_assembled_rows_keep_groups_together(sample):
     useful = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     silent = own_group(sample, [0.0] * 4)
     theirs = TrainingGroup(useful.rows, useful.old_logprobs, useful.rewards, [1.0] * 4, peer="p")
@@ -65,7 +65,7 @@ def test_groups_of_different_size_share_a_batch(sample):
     assert rows.advantages.tolist() == [0.75, -0.25, -0.25, -0.25, 0.5, -0.5]
 
 
-def test_a_completion_that_was_cut_can_be_left_out_or_cost_reward_whoever_sampled_it(sample):
+def test_options_for_truncated_completions(sample):
     useful = own_group(sample, [1.0, 1.0, 0.0, 0.0])
     ended = replace(useful, was_cut=[False] * 4)
     cut = replace(useful, was_cut=[False, True, False, False])
@@ -85,7 +85,7 @@ def test_own_groups_know_which_of_their_completions_were_cut(sample):
     ]
 
 
-def test_reward_and_length_are_two_components_of_which_gdpo_normalises_each(sample):
+def test_gdpo_normalises_reward_and_length_separately(sample):
     group = replace(own_group(sample, [1.0, 1.0, 0.0, 0.0]), was_cut=[False, True, False, True])
     normal = lambda values: (values - values.mean()) / values.std()
     both = normal(torch.tensor([1.0, 1.0, 0.0, 0.0])) + normal(torch.tensor([0.0, -1.0, 0.0, -1.0]))
@@ -129,7 +129,7 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
     assert parts_of([{"a": 1.0}], {"a": 0.0}) is None
 
 
-def test_of_a_stranger_s_group_what_earned_more_is_learnt_up_to_the_first_improbable_token(sample):
+def test_peer_completions_are_trained_up_to_an_improbable_token(sample):
     own = own_group(sample, [1.0, 1.0, 0.0, 0.0])
     lengths = [row.tokens for row in own.rows]
     theirs = replace(own, peer="p", sampler_logprobs=[], learnt=[1, 0, lengths[2], lengths[3]])
@@ -142,7 +142,7 @@ def test_of_a_stranger_s_group_what_earned_more_is_learnt_up_to_the_first_improb
     assert rows.weights.tolist() == [1, 1, 1, 1, 1, 0, 0, 0]
 
 
-def test_where_each_completion_is_divided_by_its_length_a_part_weighs_its_share(sample):
+def test_cut_completion_weighs_its_share(sample):
     group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     whole = len(group.rows[0][1])
     theirs = replace(group, peer="p", sampler_logprobs=[], learnt=[1, 1, 1, 1])

@@ -55,7 +55,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
+def test_saves_by_time_and_at_the_end(tmp_path, clock):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
         for step in range(1, 201):  # a second each
@@ -164,7 +164,7 @@ def test_a_restart_takes_new_weights_and_older_moments(tmp_path):
     assert saved(tmp_path)[0].step == 4
 
 
-def test_weights_of_an_older_step_than_the_state_are_ignored(tmp_path):
+def test_older_weights_than_the_state_are_ignored(tmp_path):
     source = Source()
     take = lambda step: state.take(
         source.model, source.optimizer, torch.Generator(), Counters(step=step), "f"
@@ -189,7 +189,7 @@ def test_moving_the_state_away_starts_anew(tmp_path):
     assert saved(tmp_path)[0].step == 0
 
 
-def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
+def test_warns_of_saves_that_wear_out_the_disk(tmp_path, clock):
     source, counters = Source(), Counters()
     with (
         structlog.testing.capture_logs() as lines,
@@ -206,9 +206,7 @@ def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
     assert [line["save_every"] for line in lines if line["log_level"] == "warning"] == [60.0]
 
 
-def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whatever_the_time(
-    tmp_path, clock
-):
+def test_saves_before_skipped_numbers_are_used_up(tmp_path, clock):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 1e9, source, torch.Generator(), counters) as kept:
         kept.save()
@@ -221,9 +219,7 @@ def test_before_the_numbers_that_a_restart_skips_are_used_up_it_is_saved_whateve
     assert 4 < source.taken < 10
 
 
-def test_weights_and_counters_are_of_one_step_though_training_goes_on_while_they_are_copied(
-    tmp_path, monkeypatch
-):
+def test_copied_weights_and_counters_are_of_one_step(tmp_path, monkeypatch):
     """The optimizer waits for the copy, and for nothing else."""
     source, counters = Source(), Counters()
     copying, go_on = threading.Event(), threading.Event()
@@ -270,7 +266,7 @@ def write(saver, source, step, reward=None):
     saver.wait()
 
 
-def test_a_disk_that_fails_is_told_and_costs_the_former_states_their_room(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_frees_earlier_states(tmp_path, monkeypatch):
     source, real = Source(), state.write
     full = [False]
 
@@ -326,7 +322,7 @@ def data_dir(tmp_path):
     return tmp_path
 
 
-def test_rollback_lists_states_and_goes_back_to_one_and_forth_again(data_dir, capsys):
+def test_rollback_and_its_reversal(data_dir, capsys):
     arguments = ["--data-dir", str(data_dir)]
     assert cli.run(["rollback", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -355,7 +351,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
     assert saved(data_dir / "trainer")[0].step == 2
 
 
-def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
+def test_impossible_rollback_fails_with_one_line(data_dir, capsys):
     assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "of these steps there is one: 2" in capsys.readouterr().err
     with held_data_dir(data_dir):
@@ -364,7 +360,7 @@ def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsy
     assert saved(data_dir / "trainer")[0].step == 3
 
 
-def test_what_peers_have_seen_is_found_in_every_state_and_damaged_ones_say_nothing(data_dir):
+def test_used_numbers_are_read_from_all_states(data_dir):
     rollback.roll_back(data_dir, 2)
     (data_dir / "trainer" / "history" / "9.safetensors").write_bytes(os.urandom(100))
     (data_dir / "trainer" / "history" / "8.safetensors").write_bytes(b"\xff" * 8 + b"{}")

@@ -98,9 +98,7 @@ async def crew(tmp_path, model):
                 trainer.stop()
 
 
-async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
-    tmp_path, model, monkeypatch
-):
+async def test_stages_receive_the_verdict_before_a_commit(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     verdicts, judge = [], stage_trainer._judge
 
@@ -136,7 +134,7 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
         )
 
 
-async def test_an_exchange_after_the_crew_ended_is_refused_at_once(tmp_path, model, monkeypatch):
+async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
     async with crew(tmp_path, model) as (network, trainers, update):

@@ -69,7 +69,7 @@ def stage_of(model, cut, index) -> Stage:
         ),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, stages, error, line):
+def test_unsplittable_model_is_refused_by_its_config(tmp_path, stages, error, line):
     shape = GraniteConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -87,9 +87,7 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, s
 
 
 @pytest.mark.parametrize("quantization", ["none", "8bit"])
-def test_a_policy_is_planned_whole_exactly_if_loading_accepts_it(
-    tmp_path, monkeypatch, quantization
-):
+def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quantization):
     shape = LlamaConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -130,7 +128,7 @@ def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
-def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(tmp_path, mode):
+def test_published_base_allows_paper_recoveries_with_a_warning(tmp_path, mode):
     with capture_logs() as logs, opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
         assert model.pretrained
         assert model.settings().swapped == (mode == "checkfree+")
@@ -147,16 +145,14 @@ def test_with_a_published_base_the_papers_recoveries_are_allowed_with_a_warning(
         ("checkfree", 4, 8, "set stages.recovery to copies"),
     ],
 )
-def test_a_recovery_that_a_crew_cannot_do_is_refused_with_the_remedy(
-    tmp_path, mode, stages, rank, match
-):
+def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, match):
     config = config_of(tmp_path, recovery=mode, stages=stages)
     adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
     with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
         pass
 
 
-def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
+def test_run_from_scratch_allows_paper_recoveries(tmp_path):
     config = config_of(tmp_path, recovery="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
@@ -191,7 +187,7 @@ def _copy_untrained(directory, target):
     AutoTokenizer.from_pretrained(directory).save_pretrained(target)
 
 
-def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
+def test_whole_policy_settings_name_the_remedy():
     check_trainable(
         PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
     )
@@ -229,9 +225,7 @@ def assert_it_says_that_it_goes_on(runtime):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_block_is_the_same_in_a_stage_and_in_the_whole_policy_however_the_crew_is_cut(
-    tmp_path, rank
-):
+def test_blocks_do_not_depend_on_the_split(tmp_path, rank):
     path = write_deep_model(tmp_path / "model", layers=4)
     policy = {"model": str(path), "devices": "cpu", "lora": {"r": rank}}
     config = Config.model_validate(
@@ -316,7 +310,7 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     assert alive.peak < planned < 2 * alive.peak, (alive.peak, planned)
 
 
-def test_what_is_saved_and_averaged_needs_host_memory_whatever_the_stage_is_trained_on(monkeypatch):
+def test_saving_and_averaging_need_host_memory(monkeypatch):
     """A journal copies weights and moments after each step; slow weights, momentum and base lie
     beside them, and three snapshots. Who has no room is killed."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")

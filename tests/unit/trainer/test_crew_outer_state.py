@@ -128,7 +128,7 @@ def with_momentum(outer):
     return {n: torch.ones_like(t) if n.startswith("delta.") else t for n, t in outer.items()}
 
 
-def test_a_restored_stage_continues_to_average_as_if_nothing_had_happened(node):
+def test_restored_stage_continues_to_average(node):
     first, control = node("a"), node("b")
     for each in (first, control):
         each.begin(with_momentum(each.averaging.tensors()))
@@ -149,7 +149,7 @@ def test_a_restored_stage_continues_to_average_as_if_nothing_had_happened(node):
     assert equal(again.averaging.tensors(), control.averaging.tensors())
 
 
-def test_without_a_state_of_averaging_the_slow_weights_are_the_stage_s_own(node):
+def test_slow_weights_default_to_the_stage_s_own(node):
     one = node()
     one.begin()
     one.train(3)

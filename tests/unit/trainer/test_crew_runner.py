@@ -184,7 +184,7 @@ def test_a_stage_is_built_restored_and_active(node):
     assert one.runner.stage.source == "neighbour"
 
 
-def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(node):
+def test_next_crew_reuses_a_stage_in_memory(node):
     built = []
     one = node(lambda assigned: built.append(assigned) or FakeStage(assigned))
     one.runner.receive(assigned_to(step=5))
@@ -199,7 +199,7 @@ def test_a_stage_in_memory_serves_the_next_crew_at_its_step_or_the_one_after(nod
         assert len(built) == builds
 
 
-def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(node):
+def test_only_active_stages_are_used(node):
     one = node()
     one.runner.receive(CrewResume(CREW))
     one.runner.receive(CrewPause("nobody is there"))
@@ -226,7 +226,7 @@ def test_a_stage_is_used_only_while_it_is_active_and_its_crew_is_not_suspended(n
     assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
-def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):
+def test_stage_without_weights_is_rebuilt(node):
     built, ready = [], []
     one = node(lambda assigned: built.append(assigned) or RealFollow(assigned))
     one.runner._on_ready = ready.append
@@ -258,7 +258,7 @@ def test_a_resumed_message_before_the_stage_is_active_counts(node):
     one.until(lambda: one.runner.may_average)
 
 
-def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
+def test_released_trainer_offers_its_stage(node):
     one = node()
     one.runner.receive(assigned_to())
     one.phase("active")
@@ -274,7 +274,7 @@ def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
 
 
 @pytest.mark.parametrize("error", [ConfigError, DeviceError, StateError, Refused])
-def test_a_stage_that_cannot_be_built_is_reported_as_failed_and_the_process_goes_on(node, error):
+def test_unbuildable_stage_is_reported_as_failed(node, error):
     def build(assigned):
         raise error("not this one")
 
@@ -316,7 +316,7 @@ def working(error):
         (MISSHAPEN, "the device: size mismatch", 0),
     ],
 )
-def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error, reason, short):
+def test_device_failure_does_not_end_the_process(node, where, error, reason, short):
     one = node(*where(error))
     assigned = assigned_to(step=5)
     one.runner.receive(assigned)
@@ -328,7 +328,7 @@ def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error
 
 
 @pytest.mark.parametrize("where", [restoring, working])
-def test_a_lost_peer_ends_the_crew_and_the_next_one_tries_again(node, where):
+def test_lost_peer_ends_only_its_crew(node, where):
     build, recovery = where(PeerError("stage 1 is gone"))
     one = node(build, recovery)
     one.runner.receive(assigned_to(step=5))
@@ -356,7 +356,7 @@ def test_a_fault_that_the_worker_found_is_reported_once(node):
     one.until(lambda: len(one.faults) == 2)
 
 
-def test_a_fault_of_the_last_crew_is_not_reported_while_the_next_one_loads(node):
+def test_fault_of_the_last_crew_is_not_reported_later(node):
     one = node()
     one.runner.receive(assigned_to())
     one.phase("active")
@@ -418,7 +418,7 @@ def test_while_weights_arrive_the_crew_is_shown_progress(node):
     assert progress == sorted(set(progress))
 
 
-def test_a_member_stays_after_the_last_step_until_the_crew_ends_or_continues(node):
+def test_member_stays_until_its_crew_ends(node):
     """The head evaluates the policy after the last step, and needs every stage for that."""
     one = node()
     assert not one.runner.finished(3), "no stage yet"
@@ -438,7 +438,7 @@ def test_a_member_stays_after_the_last_step_until_the_crew_ends_or_continues(nod
 COPY = HeldBlock(LINEAGE, 0, 9, 5, "disk")
 
 
-def test_after_a_stage_that_did_not_fit_less_is_offered():
+def test_offers_less_after_a_stage_that_did_not_fit():
     sent = []
     cost = ModelCost(PartCost(1, 1), (PartCost(10, 1),) * 4, PartCost(2, 1))
     offering = TrainerOffer(b"m" * 32, Capacity(1000.0, 1.0), cost)

@@ -34,7 +34,7 @@ def test_whoever_trains_otherwise_names_another(sections):
     assert terms(**sections) != terms()
 
 
-def test_adapters_differ_by_rank_and_by_what_of_them_is_frozen():
+def test_adapters_differ_by_rank_and_frozen_matrix():
     ranks = {terms(policy={"lora": {"r": r}}) for r in (4, 8)}
     frozen = {
         terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")

@@ -136,7 +136,7 @@ class Idle:
         monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
-async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
+async def test_crew_learns_publishes_and_resumes(tmp_path, model):
     configs = make(
         tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24, "eval_budget": 1.0}
     )
@@ -178,7 +178,7 @@ async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, mod
         )
 
 
-async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkeypatch):
+async def test_crew_step_equals_whole_policy_step(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4)
     policy = whole(model)
@@ -238,9 +238,7 @@ def some_rows(policy, seed):
     return assemble(groups, "grpo")
 
 
-async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_smaller_pieces(
-    tmp_path, model, monkeypatch
-):
+async def test_small_member_makes_the_crew_use_smaller_pieces(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3)
     policy = whole(model)
@@ -274,7 +272,7 @@ async def test_a_crew_of_which_one_member_has_little_memory_takes_its_steps_in_s
         assert engine.statistics().oom_retries > retries, "what is only scored is cut likewise"
 
 
-async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, model, monkeypatch):
+async def test_number_of_pieces_of_a_step_is_bounded(tmp_path, model, monkeypatch):
     """A member that says that nothing is small enough ends no trainer: the step is given up like
     any other that is refused."""
     Idle(monkeypatch)
@@ -296,9 +294,7 @@ async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, 
         assert not (await in_thread(engine.update, some_rows(policy, 1))).stepped
 
 
-async def test_a_slow_stage_gets_small_pieces_first_and_the_deadline_grows_with_them(
-    tmp_path, model, monkeypatch
-):
+async def test_slow_stage_starts_with_small_pieces(tmp_path, model, monkeypatch):
     """No deadline expires on work that only takes long."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.HEAD_SECONDS", 1.5)
@@ -322,9 +318,7 @@ async def test_a_slow_stage_gets_small_pieces_first_and_the_deadline_grows_with_
         assert not any(node.faults for node in network.nodes)
 
 
-async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
-    tmp_path, model, monkeypatch
-):
+async def test_new_member_restarts_the_speed_measurement(tmp_path, model, monkeypatch):
     """A new member may be slower than the one before it."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
@@ -343,9 +337,7 @@ async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
         assert engine.statistics().micro_batch_tokens == 30, "and neither are those from before"
 
 
-async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_waves(
-    tmp_path, model, monkeypatch
-):
+async def test_long_group_spans_several_waves(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.MAX_TOKENS", 100)
     async with crew(tmp_path, make(tmp_path, model, 2), [2, 2]) as (_, trainers):
@@ -375,9 +367,7 @@ async def test_a_group_of_long_answers_is_one_group_though_it_takes_several_wave
 
 
 @pytest.mark.parametrize("source", ["", "checkpoint", "neighbour"])
-async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
-    tmp_path, model, monkeypatch, source
-):
+async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatch, source):
     """Two adjacent stages at once: from own checkpoints, or from the neighbours'; exactly."""
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1}, weights={"rule": "noloco"})
@@ -446,7 +436,7 @@ def trained_copies(directory):
     return found is not None and not found.missing and all(found.steps.values())
 
 
-async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
+async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
     configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1})
     keeper = 1
     configs[keeper] = config(
@@ -466,9 +456,7 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
         export(configs[0], tmp_path / "other", merge=False)
 
 
-async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
-    tmp_path, model, monkeypatch
-):
+async def test_crew_recovers_the_adapter_of_a_lost_stage(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     adapter = {"lora": {"r": 4, "lora_alpha": 8}}
     settings = {
@@ -536,9 +524,7 @@ def as_received(published, policy):
     ]
 
 
-async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believes_it(
-    tmp_path, model, monkeypatch
-):
+async def test_head_accepts_groups_of_a_member_s_copy(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 3, training={"groups_per_step": 6})
     configs[1] = config(
@@ -583,9 +569,7 @@ async def test_a_member_with_a_copy_samples_beside_its_stage_and_the_head_believ
     assert not network.nodes[2].published, "it has no copy"
 
 
-async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publishes(
-    tmp_path, model
-):
+async def test_whole_node_accepts_groups_with_rounded_activations(tmp_path, model):
     configs = make(tmp_path, model, 2, codec="int8", training={"max_steps": 1})
     async with crew(tmp_path, configs, [2, 2]) as (network, _):
         await until(lambda: len(network.nodes[0].published) >= 4, seconds=60)
@@ -601,7 +585,7 @@ async def test_a_whole_node_believes_what_a_crew_with_rounded_activations_publis
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
 
 
-async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, model, monkeypatch):
+async def test_calls_outlive_a_crew_but_not_its_lineage(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     async with crew(tmp_path, make(tmp_path, model), [2, 2]) as (network, trainers):
         engine = engine_of(trainers[0])
@@ -631,9 +615,7 @@ async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, 
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-async def test_a_head_samples_from_a_whole_copy_that_follows_the_crew_and_outlives_a_member(
-    tmp_path, model, monkeypatch, rank
-):
+async def test_head_s_copy_follows_the_crew(tmp_path, model, monkeypatch, rank):
     Idle(monkeypatch)
     policy = {"lora": {"r": rank, "lora_alpha": 2 * rank}} if rank else {}
     shared = {"policy": policy, "training": {"learning_rate": 1e-2 if rank else 1e-3}}
@@ -736,7 +718,7 @@ def test_who_needs_a_crew(tmp_path, model):
     assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
 
 
-def test_what_no_crew_can_do_is_said_at_the_start(tmp_path, model):
+def test_impossible_settings_of_a_crew_fail_at_start(tmp_path, model):
     with pytest.raises(Refused, match="beta"):
         CrewTrainer(config(tmp_path, model, training={"beta": 0.1}), Progress()).run()
     with pytest.raises(DeviceError, match="one layer alone"):

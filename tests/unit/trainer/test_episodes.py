@@ -141,7 +141,7 @@ def sampler_of(policy, engine, scorer, drops=None, generations=4):
 # ---- between two actions ------------------------------------------------------------------------
 
 
-def test_an_observation_stands_as_the_template_writes_a_users_turn(policy):
+def test_observation_is_rendered_as_a_user_turn(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = QWEN2
     assert around_observations(tokenizer) == (
@@ -150,7 +150,7 @@ def test_an_observation_stands_as_the_template_writes_a_users_turn(policy):
     )
 
 
-def test_a_template_that_strips_thinking_is_refused_with_the_remedy(policy):
+def test_template_that_strips_thinking_is_refused(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = STRIPS_THINKING
     with pytest.raises(Unavailable, match=r"policy\.chat"):
@@ -295,7 +295,7 @@ def test_an_episode_ends_where_the_context_is_full(policy):
     assert any(episode.context_full for episode in group.sample.completions)
 
 
-def test_a_group_whose_environment_fails_is_given_up_and_others_go_on(policy):
+def test_failed_environment_ends_only_its_group(policy):
     engine = continuous(policy)
     drops = TrainerDrops()
     experience = sampler_of(policy, engine, Walk(fails=(2,)), drops)(2)
@@ -331,7 +331,7 @@ def test_the_sampler_trains_on_episodes_and_publishes_actions_only(policy, kind)
     assert experience.tokens == sum(row.tokens for g in experience.groups for row in g.rows)
 
 
-def test_the_oldest_token_of_an_episode_counts_for_its_age(policy):
+def test_oldest_token_determines_an_episode_s_age(policy):
     engine = continuous(policy, generations=8)
     episodes = Episodes(engine, policy, Walk())
     episodes.begin(0, REF, PROMPT)
@@ -407,7 +407,7 @@ def test_a_peers_episode_is_rebuilt_from_its_actions(policy, published):
         assert len(row.sampled) == len(row.completion)
 
 
-def test_a_peers_episode_in_another_tokenizer_is_read_as_text(policy, published):
+def test_episode_of_another_tokenizer_is_read_as_text(policy, published):
     _, message, observations = published
     judgement = judged(policy, external(policy, message, observations, tokenizer=b"x" * 32))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]

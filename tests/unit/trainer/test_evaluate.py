@@ -105,7 +105,7 @@ def held_out(*by_question):
     return evaluation(Answers(), Counters())
 
 
-def test_the_error_of_a_held_out_reward_is_over_questions():
+def test_held_out_error_is_over_questions():
     """Four completions of one question are no four measurements."""
     found = held_out([1.0] * 4, [0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.5] * 4)
     assert found.reward == pytest.approx(0.5)
@@ -117,7 +117,7 @@ def test_one_question_has_no_error():
     assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOut(0.5, None)
 
 
-def test_a_held_out_question_that_cannot_be_scored_is_counted():
+def test_unscored_held_out_question_is_counted():
     task, drops = TaskConfig(names=["rg/gcd"], held_out_per_task=3), TrainerDrops().held_out
     scorer = Fixed([[1.0] * 4, [0.0] * 4, [1.0] * 4])
     evaluation = Evaluation(task, TrainingConfig(), scorer, drops)

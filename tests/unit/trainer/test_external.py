@@ -50,7 +50,7 @@ def own_group():
     )
 
 
-def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_came():
+def test_step_requests_then_publishes_then_receives():
     groups, link = external(room=6)
     own = [own_group(), own_group()]
     judgement = groups.exchange(own, policy_version=7)
@@ -58,7 +58,7 @@ def test_a_step_that_has_sampled_asks_first_publishes_meanwhile_and_takes_what_c
     assert (judgement.outcomes, judgement.accepted) == ([], [])
 
 
-def test_a_step_without_room_asks_nobody_and_one_that_does_not_share_publishes_nothing():
+def test_no_request_without_room_and_no_publication_without_sharing():
     groups, link = external(room=0, enabled=False)
     groups.exchange([own_group()], policy_version=7)
     assert link.calls == []
@@ -89,7 +89,7 @@ def drawn(*peers):
 
 
 @pytest.mark.usefixtures("_judged")
-def test_in_place_of_what_was_refused_a_step_draws_once_more():
+def test_step_replaces_refused_groups_once():
     groups, link = external(
         6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d")
     )
@@ -110,7 +110,7 @@ def test_in_place_of_what_was_refused_a_step_draws_once_more():
 
 @pytest.mark.usefixtures("_judged")
 @pytest.mark.parametrize(("refused", "sampled"), [({}, 5), ({1: "too_large"}, 6)])
-def test_a_node_samples_less_by_what_it_is_trained_on_and_not_by_what_arrives(refused, sampled):
+def test_only_trained_groups_reduce_sampling(refused, sampled):
     arrive = [
         *drawn("honest", "honest", "honest2", *"abcdefgh"),
         external_group("honest3", 20, rewards=[1.0, 1.0]),

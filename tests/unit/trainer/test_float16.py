@@ -52,7 +52,7 @@ def flat(policy):
     return torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
 
 
-def test_the_model_computes_in_float16_and_its_weights_are_float32(policy):
+def test_computes_in_float16_with_float32_weights(policy):
     assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     seen = []
     head = policy.base.get_output_embeddings()
@@ -63,7 +63,7 @@ def test_the_model_computes_in_float16_and_its_weights_are_float32(policy):
     assert not any(policy.obstacles.values())
 
 
-def test_an_overflow_skips_the_step_and_lowers_the_scale_until_steps_are_taken(policy, rows):
+def test_overflow_lowers_the_scale_until_steps_succeed(policy, rows):
     updater, before = Updater(policy, TrainingConfig(), MicroBatcher(4096)), flat(policy)
     updater.restore_loss_scale(TOO_LARGE)
     done = updater.update(rows)
@@ -105,7 +105,7 @@ def test_the_scaled_update_is_that_of_float32(rows, policy):
     assert torch.cosine_similarity(moved, wanted, dim=0) > 0.95
 
 
-def test_a_loss_that_is_not_finite_is_not_called_an_overflow(policy, rows):
+def test_infinite_loss_is_not_an_overflow(policy, rows):
     rows.advantages.fill_(math.nan)
     done = Updater(policy, TrainingConfig(), MicroBatcher(4096)).update(rows)
     assert (done.stepped, done.skipped) == (False, "not_finite")

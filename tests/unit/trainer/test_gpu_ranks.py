@@ -56,7 +56,7 @@ def weights(policy):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_two_ranks_on_one_card_take_the_steps_of_one(rank, groups, monkeypatch):
+def test_two_ranks_on_one_gpu_equal_one_rank(rank, groups, monkeypatch):
     monkeypatch.setattr(
         rank_pool.dist,
         "init_process_group",

@@ -31,9 +31,7 @@ def free(monkeypatch):
         ({"policy": {"optim": "adamw_8bit"}}, CUDA, 10),
     ],
 )
-def test_a_machine_with_too_little_memory_is_told_what_is_needed_and_what_to_set(
-    free, sections, device, enough
-):
+def test_too_little_host_memory_names_the_remedy(free, sections, device, enough):
     config = Config.model_validate(sections)
     free(enough)
     engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, device)
@@ -54,7 +52,7 @@ def test_an_adapter_fits_where_all_weights_do_not(free):
     engine.check_host_memory(config.policy, config.weights, 8_798_208, CPU)
 
 
-def test_a_further_rank_needs_weights_and_gradients_but_no_moments(free):
+def test_other_ranks_need_no_moments(free):
     config = Config.model_validate({"weights": {"rule": "off"}})
     free(12)
     engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CPU)

@@ -90,7 +90,7 @@ def judged(policy, group, checks=CHECKS):
     )
 
 
-def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):
+def test_honest_group_has_full_weight_and_the_sender_s_ids(policy, sample):
     judgement = judged(policy, external(policy, sample))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     (group,) = judgement.accepted
@@ -100,7 +100,7 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_a_sender_surer_than_we_are_is_weighed_down_and_never_up(policy, sample):
+def test_correction_only_lowers_weights(policy, sample):
     loose = ExternalChecks(spot_check_tolerance=10.0)
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
@@ -120,7 +120,7 @@ def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
     assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
 
 
-def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
+def test_invented_text_with_true_logprobs_is_surprising(policy, sample):
     """A liar that computes what our policy gives to a text that it made up: the numbers agree, and
     nobody sampled it."""
     made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
@@ -137,7 +137,7 @@ def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
     )
 
 
-def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
+def test_ids_must_spell_the_rewarded_text(policy, sample):
     texts = [c.text for c in sample.completions]
     texts[2] = texts[2] + "7"
     judgement = judged(policy, external(policy, sample, texts=texts))
@@ -185,9 +185,7 @@ def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
         ({"temperature": 0.001}, "temperature"),
     ],
 )
-def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
-    policy, sample, claims, refused
-):
+def test_invented_text_is_refused_for_all_claims(policy, sample, claims, refused):
     assert [
         outcome
         for _, outcome in judged(
@@ -196,9 +194,7 @@ def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
     ] == [refused]
 
 
-def test_honest_text_that_claims_what_its_sender_did_not_compute_is_refused_with_and_without_ids(
-    policy, sample
-):
+def test_false_logprobs_of_honest_text_are_refused(policy, sample):
     """A sender that says nothing of its tokens is held to their sum."""
     for claims in (
         {},
@@ -210,7 +206,7 @@ def test_honest_text_that_claims_what_its_sender_did_not_compute_is_refused_with
         assert [outcome for _, outcome in judged(policy, group).outcomes] == ["spot_check"]
 
 
-def test_one_made_up_winner_among_honest_losers_takes_its_group_with_it(policy, sample):
+def test_invented_best_completion_refuses_the_group(policy, sample):
     diluted = type(sample)(
         sample.prompt_ids,
         [*made_up(policy, sample, ["#<answer>2</answer>"]).completions, *(4 * sample.completions)],
@@ -219,7 +215,7 @@ def test_one_made_up_winner_among_honest_losers_takes_its_group_with_it(policy, 
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["surprise"]
 
 
-def test_a_made_up_loser_weighs_nothing_and_costs_its_group_nothing(policy, sample):
+def test_invented_worse_completion_has_weight_0(policy, sample):
     diluted = type(sample)(
         sample.prompt_ids,
         [*(4 * sample.completions), *made_up(policy, sample, ["#<answer>5</answer>"]).completions],
@@ -258,7 +254,7 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["special_ids"]
 
 
-def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
+def test_spelled_special_token_is_trained_on(policy, sample):
     """As models write them that open channels or call tools."""
     mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
     assert policy.tokenizer.added_tokens_decoder[mark].special
@@ -284,7 +280,7 @@ def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["forged_ids"]
 
 
-def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
+def test_group_that_does_not_fit_is_refused_alone(policy, sample):
     long = policy.tokenize_completion("1" * 150, "length")
     tricked = type(sample)(
         sample.prompt_ids,
@@ -382,7 +378,7 @@ def test_scores_that_are_not_numbers_cost_their_group(policy, sample, place, val
     assert [outcome for _, outcome in judgement.outcomes] == ["used", "no_gradient"]
 
 
-def test_an_engine_that_is_gone_is_no_group_s_fault(policy, sample):
+def test_lost_engine_does_not_refuse_a_group(policy, sample):
     def score_rows(rows, temperature):
         raise EngineGone("another node is the head now")
 
@@ -409,7 +405,7 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
     assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
 
 
-def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
+def test_logprobs_are_compared_at_the_sender_s_temperature(policy):
     cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
     strict = ExternalChecks(spot_check_tolerance=0.001)
@@ -455,7 +451,7 @@ def test_refused_groups_take_no_place_from_others():
         ("abc", "", [], "abc"),  # nobody has more
     ],
 )
-def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked, accepted):
+def test_refused_groups_are_replaced_once(there, drawn, asked, accepted):
     counts = []
 
     def more(count):
@@ -468,7 +464,7 @@ def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked,
     assert "".join(group.peer for group in judgement.accepted) == accepted
 
 
-def test_what_a_full_step_has_not_looked_at_is_left():
+def test_full_step_returns_groups_that_were_not_judged():
     groups = [external_group(peer, number) for number, peer in enumerate("abcdefgh")]
     batches = []
     judgement, left = judge_until_full(groups, 6, refusing(set(), batches))
@@ -477,7 +473,7 @@ def test_what_a_full_step_has_not_looked_at_is_left():
     assert batches == [6]
 
 
-def test_one_peer_has_at_most_half_of_a_steps_room():
+def test_one_peer_fills_at_most_half_of_a_step():
     groups = [external_group("a", number) for number in range(5)] + [external_group("b", 9)]
     judgement, left = judge_until_full(groups, 6, refusing(set(), []))
     assert [group.peer for group in judgement.accepted] == list("aaab")
@@ -489,7 +485,7 @@ def test_without_room_nothing_is_judged():
     assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
 
 
-def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sample):
+def test_group_without_a_best_completion_is_refused(policy, sample):
     """Its author claims to be sure of what we find very unlikely: nothing in it is worth a
     gradient."""
     group, loose = external(policy, sample), ExternalChecks(spot_check_tolerance=1e9)
@@ -501,7 +497,7 @@ def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sampl
     assert weights == pytest.approx([1.0, 0.0, 0.0, 0.0], abs=1e-3)
 
 
-def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample(policy, sample):
+def test_training_stops_before_an_improbable_token(policy, sample):
     answer = sample.completions[0]
     mark = policy.tokenize_completion("zQ", "length")
     body = answer.ids[:-1]
@@ -518,7 +514,7 @@ def test_what_is_learnt_of_a_text_ends_before_a_token_that_we_hardly_ever_sample
     assert judged(policy, group, replace(loose, least_probability=0)).accepted[0].learnt == []
 
 
-def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(policy, sample):
+def test_improbable_first_token_refuses_an_answer(policy, sample):
     ids = policy.tokenize_completion("Z" + sample.completions[0].text, "eos")
     (logprobs,) = score(policy, [(sample.prompt_ids, ids)], 1.0)
     assert logprobs[0] < math.log(LEAST_PROBABILITY)
@@ -530,7 +526,7 @@ def test_a_best_answer_whose_first_token_we_hardly_ever_sample_teaches_nothing(p
     assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
 
 
-def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
+def test_peers_marks_are_not_learnt(policy, sample):
     group = external(policy, sample)
     quota, score_rows = TokenQuota(), partial(MicroBatcher(4096).score_with_entropy, policy)
     for _ in range(200):
@@ -540,7 +536,7 @@ def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
     assert [outcome for _, outcome in judgements[-1].outcomes] == ["drift"]
 
 
-def test_a_fresh_group_of_a_peer_is_not_clipped_by_the_noise_between_two_passes(policy, sample):
+def test_rounding_does_not_clip_a_fresh_group(policy, sample):
     (accepted,) = judged(policy, external(policy, sample)).accepted
     off = [[x - 1.0 for x in row] for row in accepted.old_logprobs]
     fresh = replace(accepted, old_logprobs=off, sampler_logprobs=off)

@@ -88,7 +88,7 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
         assert len(group.rewards) == len(group.completions) == 8
 
 
-async def test_with_train_once_or_by_itself_a_node_samples_whole_batches(tmp_path):
+async def test_samples_whole_batches_without_replay(tmp_path):
     for name, sharing, options in (("once", True, ["train_once"]), ("alone", False, [])):
         network = NetworkSide()
         await train(tmp_path / name, network, sharing, max_steps=12, options=options)
@@ -96,7 +96,7 @@ async def test_with_train_once_or_by_itself_a_node_samples_whole_batches(tmp_pat
         assert max(report.replayed_groups for report in network.reports) == 0
 
 
-async def test_a_restarted_trainer_goes_on_where_it_stopped_and_repeats_no_question(tmp_path):
+async def test_restarted_trainer_repeats_no_question(tmp_path):
     first, second = NetworkSide(), NetworkSide()
     await train(tmp_path, first, max_steps=5)
     await train(tmp_path, second, max_steps=8)
@@ -182,7 +182,7 @@ async def test_a_step_is_one_line_of_a_terminal(tmp_path):
     assert all(0.0 <= reward <= 1.0 for reward in rewards.values())
 
 
-async def test_stop_ends_a_trainer_that_still_waits_for_its_identity(tmp_path):
+async def test_stop_ends_the_wait_for_the_identity(tmp_path):
     (tmp_path / "run").mkdir()
     trainer = Trainer(Config.model_validate({"node": {"data_dir": tmp_path}}), Progress())
     done = threading.Event()

@@ -33,7 +33,7 @@ class Scorer:
         ]
 
 
-def test_greedy_and_pass_at_k_are_means_over_the_questions() -> None:
+def test_greedy_and_pass_at_k_average_over_questions() -> None:
     scorer = Scorer()
     found = measure(
         load_policy(CPU),

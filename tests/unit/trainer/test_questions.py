@@ -37,7 +37,7 @@ def test_without_a_choice_everything_follows_from_the_number():
         assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, ref.id)
 
 
-def test_with_a_choice_all_tasks_and_difficulties_are_asked_alike_and_the_seed_is_for_them():
+def test_chooses_tasks_and_difficulties_uniformly():
     _, asked = series()
     assert [sequence for sequence, _ in asked] == list(range(400))
     counts = Counter((ref.id, ref.difficulty) for _, ref in asked)
@@ -50,7 +50,7 @@ def test_with_a_choice_all_tasks_and_difficulties_are_asked_alike_and_the_seed_i
         assert not is_evaluation(ref.seed)
 
 
-def test_the_same_number_after_a_restart_is_the_same_question():
+def test_number_determines_the_question():
     assert series(curriculum=True)[1][:5] == series(curriculum=True)[1][:5]
 
 
@@ -68,14 +68,14 @@ def test_what_own_groups_earned_decides_what_is_asked():
     assert later[1] > 140
 
 
-def test_in_a_swarm_without_a_choice_a_curriculum_chooses_among_tasks_at_difficulty_0():
+def test_curriculum_without_choice_uses_difficulty_0():
     _, asked = series(chooses=False, curriculum=True)
     assert {(ref.id, ref.difficulty) for _, ref in asked} == {(name, 0) for name in NAMES}
     for sequence, ref in asked:
         assert (ref.seed, ref.index) == task_seed(SWARM, PEER, sequence, ref.id)
 
 
-def test_a_swarm_has_a_choice_where_a_task_has_difficulties_or_its_founder_a_curriculum():
+def test_when_members_choose_the_difficulty():
     assert protocols_of(["rg/lcm"], ["cosine"]) == PROTOCOLS
     assert protocols_of(NAMES, []) == CHOICE_PROTOCOLS
     assert protocols_of(["rg/lcm"], ["curriculum"]) == CHOICE_PROTOCOLS

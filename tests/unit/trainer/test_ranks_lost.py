@@ -84,7 +84,7 @@ def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
     assert not ranks(), "it is ended all the same"
 
 
-def test_a_rank_that_cannot_load_says_why_in_one_line(fixture):
+def test_rank_that_cannot_load_reports_one_line(fixture):
     config = configured(2, policy={"model": "/no/such/model"})
     pool = RankPool(config, [torch.device("cpu")] * 2)
     with pytest.raises(DeviceError, match=r"^rank 1: policy\.model '/no/such/model': no such dir"):
@@ -128,7 +128,7 @@ def ranks():
     return [each for each in multiprocessing.active_children() if each.name.startswith("rank")]
 
 
-async def test_a_killed_rank_ends_the_trainer_and_the_next_continues_from_its_state(tmp_path):
+async def test_trainer_restarts_from_its_state_after_a_killed_rank(tmp_path):
     def kill(trainer, report):
         if report.step == 2:
             for each in ranks():  # which reaps: the trainer's thread must be the only one later

@@ -60,7 +60,7 @@ def shape_of(model):
     )
 
 
-def test_there_are_recipes_for_a_cpu_and_for_small_and_large_cards():
+def test_recipes_for_cpu_and_gpus_exist():
     assert {name.partition("-")[0] for name in NAMES} == {"cpu", "8gb", "24gb", "80gb"}
     assert {settings.load(recipe=name).config.policy.model for name in NAMES} == {
         f"Qwen/Qwen2.5-{size}-Instruct" for size in SHAPES
@@ -179,7 +179,7 @@ def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path
     assert float((torch.tensor(gain) * rows.advantages).sum()) > 0
 
 
-def test_what_else_is_said_counts_for_more_than_a_recipe_and_what_is_kept_for_less(tmp_path):
+def test_precedence_of_recipes(tmp_path):
     (tmp_path / "config.toml").write_text("[training]\nlearning_rate = 0.5\nsave_every = 7\n")
     said = [f"node.data_dir={json.dumps(str(tmp_path))}", "training.num_generations=4"]
     resolved = settings.load(
@@ -190,7 +190,7 @@ def test_what_else_is_said_counts_for_more_than_a_recipe_and_what_is_kept_for_le
     assert resolved.origins["training.learning_rate"] == "recipe 24gb-7b-lora"
 
 
-def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
+def test_recipes_are_listed(capsys):
     assert run(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in listed
@@ -239,9 +239,7 @@ def test_what_does_not_suit_a_real_model_is_named(said, warnings):
         ("cpu", "2.13.0+cpu", True, False),
     ],
 )
-def test_a_gpu_that_torch_is_not_built_for_is_named(
-    tmp_path, monkeypatch, device, build, driver, warned
-):
+def test_names_a_gpu_without_torch_support(tmp_path, monkeypatch, device, build, driver, warned):
     if driver:
         (tmp_path / "version").touch()
     monkeypatch.setattr(settings.metadata, "version", lambda package: build)
@@ -257,9 +255,7 @@ def test_a_gpu_that_torch_is_not_built_for_is_named(
     ("name", "free", "also"),
     [("24gb-7b-lora", 8, ""), ("24gb-1.5b", 8, "policy.lora.r = 16 trains an adapter")],
 )
-def test_a_recipe_that_does_not_fit_the_card_is_one_line_that_says_what_does(
-    name, free, also, monkeypatch
-):
+def test_recipe_that_does_not_fit_names_a_remedy(name, free, also, monkeypatch):
     policy = settings.load(recipe=name, overrides=["policy.devices=cuda"]).config.policy
     hidden, intermediate, layers, heads, keys, tied = SHAPES[
         re.search(r"-([\d.]+B)-", policy.model)[1]

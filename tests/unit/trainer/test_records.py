@@ -37,7 +37,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
+def test_records_steps_and_first_completions(tmp_path):
     kept = Records(tmp_path)
     kept.step(1000.0, REPORT)
     kept.sample(own_sample(1000.0, 7, "gcd of 51 and 34?", group(text="x" * 9000)))
@@ -71,7 +71,7 @@ def test_an_episode_is_kept_as_a_conversation(tmp_path):
     assert "20 turns left out" in cut.turns[samples.PAGE_TURNS // 2].observation
 
 
-def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch):
+def test_record_files_are_bounded_and_survive_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "STEPS_BYTES", 10_000)
     monkeypatch.setattr(records, "SAMPLES_BYTES", 10_000)
     for _ in range(3):
@@ -109,7 +109,7 @@ def test_without_a_directory_nothing_is_kept_and_nothing_fails(tmp_path):
     kept.close()
 
 
-def test_of_peers_groups_the_first_that_was_used_and_the_first_that_was_refused_are_kept():
+def test_records_first_used_and_first_refused_group():
     refused, used, more = (
         external_group(f"12D3KooW{number}", number, text=f"answer {number}") for number in (1, 2, 3)
     )

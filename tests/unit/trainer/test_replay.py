@@ -35,7 +35,7 @@ def test_what_taught_nothing_is_not_kept():
     assert sorted(names(kept.take(8))) == [1, 3]
 
 
-def test_a_group_is_trained_on_so_often_again_and_no_more():
+def test_group_is_replayed_at_most_uses_times():
     kept = ReplayBuffer()
     kept.store([group(1)], step=0)
     taken = []
@@ -55,7 +55,7 @@ def test_a_group_is_kept_for_so_many_steps(late):
     assert len(kept) == 1 - late
 
 
-def test_those_used_least_come_first_and_of_those_the_newest():
+def test_least_used_and_newest_groups_come_first():
     kept = ReplayBuffer()
     kept.store([group(1)], step=0)
     kept.store([group(2)], step=1)
@@ -81,7 +81,7 @@ def test_a_buffer_of_no_uses_keeps_nothing():
     assert len(kept) == 0
 
 
-def test_once_useful_groups_are_not_rare_nothing_is_trained_on_again():
+def test_no_replay_once_useful_groups_are_common():
     kept = ReplayBuffer()
     useful, useless = [group(1)], [group(2, 0.0, 0.0)]
     for _ in range(100):
@@ -106,7 +106,7 @@ def test_one_lucky_group_at_the_start_is_rare():
     assert SMOOTHING < RARE
 
 
-def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
+def test_clip_stops_tokens_that_moved_far_enough():
     """Of two completions one is to become likelier and one less likely; what has moved beyond the
     bound teaches nothing more."""
     mine = replace(group(1, 1.0, 0.0), sampler_logprobs=[[-1.0] * 4] * 2)
@@ -130,9 +130,7 @@ def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
 @pytest.mark.parametrize(
     ("loss_type", "again"), [("dapo", 1), ("grpo", 1), ("dr_grpo", 1), ("gspo", 0), ("cispo", 0)]
 )
-def test_only_an_objective_that_ends_how_far_a_token_moves_trains_on_anything_again(
-    loss_type, again
-):
+def test_only_clipping_objectives_replay(loss_type, again):
     plan = StepPlan(
         TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters()
     )
@@ -145,7 +143,7 @@ def test_a_batch_lacks_what_is_not_useful():
     assert missing_groups(1, [group(1), group(2)]) == 0
 
 
-def test_what_can_be_trained_on_again_is_sampled_less_and_never_all():
+def test_replay_reduces_sampling_but_not_to_zero():
     split = AdaptiveSplit(8, smoothed=2.0)
     seen = []
     for split.replayable in (0, 1, 3, 20):

@@ -95,7 +95,7 @@ def sampled(every, count=4, **training):
     return sampler(count), counters
 
 
-def test_without_it_as_many_as_asked_are_sampled_and_all_are_trained_on():
+def test_without_dynamic_sampling_all_groups_are_trained_on():
     experience, counters = sampled(every=2)
     assert (
         len(experience.groups)
@@ -107,7 +107,7 @@ def test_without_it_as_many_as_asked_are_sampled_and_all_are_trained_on():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_dynamic_sampling_goes_on_until_as_many_carry_a_signal(every):
+def test_dynamic_sampling_continues_until_enough_are_useful(every):
     experience, counters = sampled(every, options=["dynamic_sampling"])
     assert [group.rewards for group in experience.trained] == [[1.0, 0.0]] * 4
     assert len(experience.groups) == len(experience.messages) == counters.sequence == 4 * every
@@ -120,13 +120,13 @@ def test_dynamic_sampling_gives_up_at_its_cap():
     assert len(experience.trained) == 2
 
 
-def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
+def test_dynamic_sampling_without_useful_groups_trains_on_none():
     experience, _ = sampled(every=10**6, options=["dynamic_sampling"])
     assert experience.trained == []
     assert len(experience.groups) == 4 * DYNAMIC_FACTOR
 
 
-def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_old():
+def test_step_waits_for_groups_that_would_become_stale():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     sampler = Sampler(
@@ -154,7 +154,7 @@ def test_a_step_fires_when_its_groups_are_there_and_waits_for_what_would_be_too_
     assert set(range(4)) <= set(learnt), "the oldest are used, not dropped"
 
 
-def test_questions_that_cannot_be_made_do_not_keep_a_step_waiting():
+def test_failed_questions_do_not_block_a_step():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])

@@ -42,7 +42,7 @@ def experience(texts, rewards, drops=None):
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\u202e", "\ufffe"])
-def test_one_control_character_costs_that_completion_and_not_its_group(character):
+def test_control_character_excludes_only_its_completion(character):
     with capture_logs() as said:
         found = experience(["4", f"4{character}", "5", "4\n\t"], [1.0, 1.0, 0.0, 1.0])
     (group,), (shared,) = found.groups, found.messages
@@ -52,7 +52,7 @@ def test_one_control_character_costs_that_completion_and_not_its_group(character
     assert [line["reason"] for line in said if "reason" in line] == ["charset"], "its owner is told"
 
 
-def test_a_group_of_which_one_completion_is_left_is_trained_on_and_not_shared():
+def test_group_with_one_completion_is_not_shared():
     drops = TrainerDrops()
     found = experience(["4", "4\x00", "5\x00"], [1.0, 1.0, 0.0], drops)
     assert found.groups[0].rewards == [1.0, 0.0, 0.0]

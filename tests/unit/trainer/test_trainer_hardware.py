@@ -69,7 +69,7 @@ class Allocator:
         monkeypatch.setattr(Policy, "logits", logits)
 
 
-async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
+async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch, tokens=80, training=False)
     once = {"eval_every": 100, "options": ["train_once"]}
     first = await train(tmp_path, max_steps=2, **once)
@@ -88,13 +88,13 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
     assert second[-1].oom_retries_total == first[-1].oom_retries_total
 
 
-async def test_without_a_shortage_a_larger_setting_counts_after_a_restart(tmp_path):
+async def test_larger_setting_applies_after_a_restart(tmp_path):
     await train(tmp_path, max_steps=1, eval_every=100, per_device_train_tokens=2048)
     reports = await train(tmp_path, max_steps=2, eval_every=100, per_device_train_tokens=4096)
     assert reports[-1].micro_batch_tokens == 4096
 
 
-async def test_a_machine_too_small_for_one_question_ends_in_one_line(tmp_path, monkeypatch):
+async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
     from swarmnode.errors import DeviceError
 
     Allocator(monkeypatch, tokens=4)

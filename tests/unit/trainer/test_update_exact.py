@@ -498,7 +498,7 @@ def sampled_here(rows):
 
 
 @pytest.mark.parametrize("option", [None, *NAMED])
-def test_own_rows_are_corrected_for_their_sampler_and_peers_are_not(policy, rows, option):
+def test_only_own_rows_are_corrected_for_their_sampler(policy, rows, option):
     gradient = corrected_by_hand(policy, sampled_here(rows), option or "tis")
     expected = gradient * CLIP / float(gradient.norm())
     for tokens in (16384, 24):
@@ -512,7 +512,7 @@ def test_every_correction_is_another_one(policy, rows):
         assert float((each[one] - each[other]).norm() / each[one].norm()) > 0.01, (one, other)
 
 
-def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, rows):
+def test_effective_rate_shrinks_the_step(policy, rows):
     """Adam's first step is the learning rate, whatever the gradient's size."""
     moved, said = {}, {}
     for name, options in (("plain", []), ("less", ["effective_rate"])):

@@ -124,7 +124,7 @@ def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypat
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_a_lone_failing_group_leaves_no_trace_in_the_optimizer(base, groups, monkeypatch):
+def test_single_failing_group_does_not_change_the_optimizer(base, groups, monkeypatch):
     expected = updated(base, groups[:1])
     poison(monkeypatch, PROMPTS[1:2], backward=RuntimeError("a kernel says no"))
     same_state(updated(base, groups[:2]), expected)
@@ -196,7 +196,7 @@ def long(base, groups):
     )
 
 
-def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monkeypatch):
+def test_row_that_does_not_fit_is_recomputed(base, long, monkeypatch):
     expected = updated(base, [long])
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1])
@@ -206,7 +206,7 @@ def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monke
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_a_row_that_does_not_fit_at_all_is_dropped_and_counted(base, long, groups, monkeypatch):
+def test_row_that_never_fits_is_dropped_and_counted(base, long, groups, monkeypatch):
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1] - 1)
     policy = base.clone()
