@@ -1,5 +1,5 @@
-"""The conversation around a question: system prompt and template arguments, tried when the model is
-loaded, agreed on by a swarm."""
+"""The conversation around a question: system prompt and template arguments, tested at load and
+shared by a swarm."""
 
 from __future__ import annotations
 

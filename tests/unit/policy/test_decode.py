@@ -1,5 +1,5 @@
-"""Decoding with memory of fixed size: the same numbers as with a cache that grows. On CPU; recorded
-steps are in test_gpu_policy.py."""
+"""Decoding with memory of fixed size equals decoding with a growing cache. Recorded steps are in
+test_gpu_policy.py."""
 
 import pytest
 import torch

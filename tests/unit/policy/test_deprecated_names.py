@@ -1,4 +1,4 @@
-"""transformers' new names are used where they exist, so that nothing warns of the old ones."""
+"""New names of transformers are used if they exist, so that no deprecation warning appears."""
 
 import warnings
 

@@ -1,5 +1,5 @@
-"""What `policy.devices` means on machines with none, one and several GPUs, and which of them are
-left out or refused."""
+"""`policy.devices` on machines without, with one, and with several GPUs; which of them are excluded
+or refused."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""Engines: whatever comes and goes beside it, a completion is what it would be alone, and what is
-recorded is what was sampled."""
+"""Engines: a completion does not depend on concurrent requests, and the records equal the sampled
+tokens."""
 
 from collections import Counter
 

@@ -1,5 +1,5 @@
-"""The plan: its arithmetic against transformers, its activations against autograd, its sum against
-a trainer's real peak."""
+"""The memory plan: its arithmetic against transformers, its activations against autograd, its total
+against the peak of a trainer."""
 
 import dataclasses
 import json

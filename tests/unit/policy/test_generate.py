@@ -1,4 +1,4 @@
-"""Sampling: the tokens are the model's, and what is recorded is what training recomputes."""
+"""Sampling: the tokens are the model's, and training recomputes the recorded log-probabilities."""
 
 from dataclasses import replace
 

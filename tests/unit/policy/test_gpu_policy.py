@@ -1,4 +1,4 @@
-"""The policy on a real CUDA device: skipped where there is none."""
+"""The policy on a CUDA device; skipped without one."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Which engine samples, and what becomes of one that stops, fails or falls behind."""
+"""The choice of an engine, and engines that stop, fail or are stale."""
 
 from contextlib import contextmanager
 

@@ -1,4 +1,4 @@
-"""Loading: one path for every model, one line for everything that can be wrong with it."""
+"""Loading of all kinds of models, with one line for each possible problem."""
 
 import json
 import shutil

@@ -1,4 +1,5 @@
-"""Scoring given completions: equal to the plain way, with gradient, and nothing on padding."""
+"""Scores of given completions equal those of the plain way, have a gradient, and are 0 on
+padding."""
 
 import weakref
 from typing import ClassVar

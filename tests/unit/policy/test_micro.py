@@ -1,4 +1,4 @@
-"""Micro-batches hold the bound, and running out of memory costs a repetition and nothing else."""
+"""Micro-batches keep the bound, and a shortage of memory only repeats work."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Rules of devices that a test machine does not have: no float64 on MPS, and no mixing of cards."""
+"""Rules of devices that a test machine does not have: no float64 on MPS, and no mixing of GPUs."""
 
 import contextlib
 from types import SimpleNamespace

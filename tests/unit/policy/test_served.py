@@ -1,4 +1,4 @@
-"""The engine that is a server: against a stand-in in the normal suite, and against vLLM with
+"""The engine that samples with a server: against a stand-in by default, and against vLLM with
 `pytest -m engine`."""
 
 import json

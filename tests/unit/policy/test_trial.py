@@ -1,4 +1,4 @@
-"""What a trial finds: ways that a model does not take, and models that cannot be trained."""
+"""A trial finds ways that do not work with a model, and models that cannot be trained."""
 
 import json
 import math

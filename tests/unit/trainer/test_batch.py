@@ -1,4 +1,4 @@
-"""From groups to rows: advantages group by group, and what of it carries a gradient."""
+"""Rows of a step: advantages per group, and which tokens have a gradient."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Saving by time and off the training's path, former states, and going back to one."""
+"""Saves in the background, earlier states, and rollback."""
 
 import os
 import threading

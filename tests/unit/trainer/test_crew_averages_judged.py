@@ -1,5 +1,5 @@
-"""Trainers of a real crew judge what another crew's stage would make of their policy, while they
-train: threads, sockets and all."""
+"""Trainers of a crew probe the average of another crew's stage while they train, with threads and
+sockets."""
 
 import contextlib
 import threading

@@ -1,5 +1,5 @@
-"""A head's calls: repeated with the next crew, cut smaller where memory is short, never twice for a
-step that was taken."""
+"""Calls of a head: repeated with the next crew, smaller if memory is short, never twice for a
+completed step."""
 
 import threading
 from dataclasses import replace

@@ -1,5 +1,4 @@
-"""What a head's copy of the whole policy is used for, and when it is not: a crew of one stage,
-whose steps the test takes."""
+"""Uses of a head's copy of the whole policy. The crew has one stage, whose steps the test takes."""
 
 import copy
 import threading

@@ -1,4 +1,4 @@
-"""What a crew can be of a model, known before any stage of it is built."""
+"""Properties of a crew that are known before a stage is built."""
 
 from contextlib import nullcontext
 

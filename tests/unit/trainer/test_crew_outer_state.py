@@ -1,4 +1,4 @@
-"""Averaging's state is in a stage's own checkpoint, and a restored stage continues from both."""
+"""A stage's checkpoint contains the state of averaging, and a restored stage continues from it."""
 
 import pytest
 import torch

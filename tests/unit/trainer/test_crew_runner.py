@@ -1,4 +1,4 @@
-"""One runner, one crew after another: what it reports, and what a failure does to the stage."""
+"""A runner through several crews: its reports, and the effect of failures on its stage."""
 
 import contextlib
 import threading

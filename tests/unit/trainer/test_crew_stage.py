@@ -1,4 +1,5 @@
-"""A stage across crews: the steps that it continues from, what it offers, and half a step."""
+"""A stage through several crews: the steps from which it continues, its offers, and incomplete
+steps."""
 
 import threading
 

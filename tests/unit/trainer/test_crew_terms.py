@@ -1,5 +1,4 @@
-"""Nodes that would train differently never offer themselves to one crew; and a manifest says how
-its crews train."""
+"""Nodes with different training terms never share a crew; the manifest states how crews train."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Trainers that hold a policy together: they learn as one that holds it whole, publish as any, and
-know when they need each other."""
+"""Trainers of a crew learn like a trainer of the whole policy, publish groups, and recover from
+losses."""
 
 import contextlib
 import math

@@ -1,5 +1,5 @@
-"""Episodes: only what the policy sampled is learnt from, a turn goes on from the tokens before it,
-and a peer's episode is rebuilt from its actions."""
+"""Episodes: only sampled tokens are trained on, a turn continues from the tokens before it, and a
+peer's episode is rebuilt from its actions."""
 
 import copy
 from collections import Counter

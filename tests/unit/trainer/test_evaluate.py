@@ -1,4 +1,4 @@
-"""Held-out evaluation: a budget of sampled tokens, and all of them counted."""
+"""Held-out evaluation: its token budget and its counters."""
 
 from types import SimpleNamespace
 

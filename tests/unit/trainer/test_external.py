@@ -1,4 +1,4 @@
-"""When a step asks for others' groups, and how many of its own it then samples."""
+"""Requests for peers' groups, and the number of own groups that a step then samples."""
 
 from types import SimpleNamespace
 

@@ -1,6 +1,6 @@
-"""float16, which a T4 and a V100 compute in: the loss is scaled, and an overflow costs one step.
+"""float16, the compute dtype of T4 and V100: the loss is scaled, and an overflow costs one step.
 
-On a CPU, by the code that runs on a GPU: accelerate's optimizer, torch's scaler, autocast.
+The tests run on a CPU with the code for GPUs: accelerate's optimizer, torch's scaler, autocast.
 """
 
 import math

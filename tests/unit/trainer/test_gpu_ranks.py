@@ -1,7 +1,7 @@
-"""Ranks and spread layers with real CUDA memory: skipped without a device. One card is enough.
+"""Ranks and spread layers with CUDA memory; skipped without a device. One GPU suffices.
 
-Two ranks share it by gloo, since NCCL takes one rank per card; NCCL itself is entered by one rank.
-Layers are spread over the CPU and the card.
+Two ranks share it through gloo, since NCCL allows one rank per GPU; one rank tests NCCL itself.
+Layers are spread over CPU and GPU.
 """
 
 import copy

@@ -1,5 +1,4 @@
-"""The trainer on a real CUDA device, skipped where there is none: it learns, is restored, and finds
-out how much memory there is."""
+"""The trainer on a CUDA device: learning, restart, and memory limits. Skipped without a device."""
 
 import json
 

@@ -1,5 +1,5 @@
-"""What averaging and saving take of the machine's memory is asked for before it is taken: the
-kernel ends who takes too much."""
+"""Averaging and saving check the host memory before they use it, since the kernel kills a process
+that exceeds it."""
 
 import pytest
 import torch

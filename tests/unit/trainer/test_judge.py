@@ -1,5 +1,4 @@
-"""What a drawn group may become: trained on at its weight, or judged and left out; never an
-exception."""
+"""A peer's group is trained on with its weight, or refused; it never raises an exception."""
 
 import math
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers
-send, stops, and resumes."""
+"""The trainer with a real link, a real scorer and the embedded policy: learning, peers' groups,
+stop and resume."""
 
 import itertools
 import threading

@@ -1,5 +1,4 @@
-"""What `swarmnode eval` measures, with the embedded policy and a scorer that knows what it will be
-asked."""
+"""`swarmnode eval` with the embedded policy and a fixed scorer."""
 
 from __future__ import annotations
 

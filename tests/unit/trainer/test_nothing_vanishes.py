@@ -1,4 +1,4 @@
-"""A whole trainer of which nothing is learnt, shared or read: its reports say so, and health shows
+"""A trainer that trains on nothing, shares nothing or reads nothing reports it, and health shows
 it."""
 
 import json

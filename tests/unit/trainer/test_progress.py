@@ -1,4 +1,4 @@
-"""Signs of progress come from inside everything that takes long, so that a silence is one."""
+"""All long operations report progress, so that silence means a hang."""
 
 import itertools
 import os

@@ -1,5 +1,4 @@
-"""Which question a node asks next, in swarms with and without a choice. pytest
-tests/unit/trainer/test_questions.py"""
+"""The series of questions, in swarms with and without a choice."""
 
 from collections import Counter
 

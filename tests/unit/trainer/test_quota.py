@@ -1,4 +1,4 @@
-"""Strangers teach a token about as often as own rewarded answers have it."""
+"""Peers teach a token about as often as own rewarded answers contain it."""
 
 import random
 

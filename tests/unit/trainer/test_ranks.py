@@ -1,5 +1,8 @@
-"""Several ranks compute what one computes: the same weights after the same steps, and the same
-answers at temperature 0. On CPUs by gloo; each module starts its ranks once."""
+"""Several ranks compute the same as one: equal weights after equal steps, and equal answers at
+temperature 0.
+
+They run on CPUs through gloo; each module starts its ranks once.
+"""
 
 import functools
 

@@ -1,5 +1,5 @@
-"""A rank that runs out of memory costs a smaller micro-batch. One that ends or hangs ends the
-trainer with one line, and the next one continues from the saved state."""
+"""A rank that runs out of memory gets a smaller micro-batch. A rank that ends or hangs ends the
+trainer with one line, and the next trainer continues from the saved state."""
 
 import multiprocessing
 import os

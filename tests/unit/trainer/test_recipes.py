@@ -1,5 +1,5 @@
-"""Every recipe: its figures are the plan's, and with its architecture shrunk it samples, learns and
-is cut where it should be."""
+"""Every recipe: its figures agree with the plan, and with a small model of its architecture it
+samples, learns and splits."""
 
 import json
 import re

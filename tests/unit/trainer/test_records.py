@@ -1,5 +1,4 @@
-"""Steps and samples on disk: what a line has, that the files are bounded, and that a disk that
-takes nothing costs lines alone."""
+"""Steps and samples on disk: their content, the bound of the files, and a failing disk."""
 
 import json
 

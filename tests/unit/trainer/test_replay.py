@@ -1,4 +1,4 @@
-"""Useful groups of the last steps, and when they are trained on again."""
+"""Useful groups of recent steps, and when they are replayed."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""How many groups a step's own experience is, with dynamic sampling and without."""
+"""Number of sampled groups per step, with and without dynamic sampling."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the policy sampled, on its way to training and to peers."""
+"""Sampled completions on their way to training and to peers."""
 
 from types import SimpleNamespace
 

@@ -1,5 +1,5 @@
-"""Whole steps of a trainer whose completions a server samples: questions, updates, evaluations, and
-a server that goes away between them."""
+"""Whole steps with a sampling server: questions, updates, evaluations, and a server that fails
+between them."""
 
 import pytest
 import torch

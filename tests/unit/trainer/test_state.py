@@ -1,4 +1,4 @@
-"""State on disk: exact resumption, one rename, refusal of foreign or damaged files."""
+"""State on disk: exact resumption, one rename, refusal of foreign and damaged files."""
 
 import copy
 import math

@@ -1,5 +1,5 @@
-"""Measurements of steps to somebody else's trackers: accelerate's own, with a package that writes
-where we can look."""
+"""Measurements of steps in trackers, through accelerate's classes and packages that write to a
+file."""
 
 from __future__ import annotations
 

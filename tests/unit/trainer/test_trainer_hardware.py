@@ -1,4 +1,4 @@
-"""A node that is slow, small or at rest: batches that fit its speed, a memory limit found once,
+"""A slow, small or paused node: batches that fit its speed, a memory limit that survives a restart,
 quiet hours."""
 
 import threading

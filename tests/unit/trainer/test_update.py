@@ -1,5 +1,5 @@
-"""One update: micro-batches add up, external weight counts, memory that runs out changes nothing
-but the micro-batch."""
+"""One update: micro-batches add up, external weights count, and a shortage of memory changes only
+the micro-batch."""
 
 import copy
 import math

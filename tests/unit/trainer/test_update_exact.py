@@ -1,8 +1,8 @@
-"""A whole update is what the formulas say: against a gradient written out by hand, row by row, and
-against TRL's steps.
+"""An update equals the formulas: against a gradient written out row by row, and against TRL's
+steps.
 
-Ratio, both clips, the hard bound, weights, temperature and the gradient clip all matter in this
-batch: leaving any of them out gives another gradient, which is tested too.
+Ratio, both clips, the hard bound, weights, temperature and the gradient clip all affect this batch:
+a test checks that omitting any of them gives another gradient.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Whatever a peer's group does to the model costs that group, and an own row that is too large
-costs that row."""
+"""A failure that a peer's group causes excludes that group; an own row that is too large is
+excluded alone."""
 
 import copy
 
