@@ -14,7 +14,7 @@ GIB = 2**30
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Count → None: the machine has so many GPUs."""
+    """Return a function that sets the number of the machine's GPUs."""
 
     def has(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)

@@ -34,7 +34,7 @@ def engine_of(policy, sampling, tokens=16384, seed=0, batcher=None):
 
 
 def drained(engine, version=0, bound=2000):
-    """By number."""
+    """Return all finished requests by number."""
     found = {}
     for _ in range(bound):
         for finished in engine.finished(version):
@@ -51,7 +51,7 @@ def submitted(engine, prompts=PROMPTS):
 
 
 def alone(policy, prompt_ids, tokens):
-    """What transformers' own `generate` answers."""
+    """Return the completion of transformers' own `generate`."""
     prompt = torch.tensor([prompt_ids])
     out = policy.model.generate(
         input_ids=prompt,

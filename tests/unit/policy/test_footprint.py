@@ -118,7 +118,7 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
     not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
 )
 def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
-    """In a process of its own, by the kernel's count of what was resident at the peak."""
+    """Measured in a separate process by the kernel's peak resident set size."""
     kinds = {
         "small": Qwen2Config(
             hidden_size=256,
@@ -294,7 +294,7 @@ def test_averaging_uses_the_planned_host_memory():
         for fragment in range(4):
             copy = averaged.copy(fragment)
             prepared = prepare(outer.rule, outer.slow(averaged.names(fragment)), copy)
-            # ours, the partner's, their average
+            # own weights, the partner's, their average
             under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)
             assert outer.take(prepared)
             outer.commit(averaged.parameters, copy)

@@ -34,7 +34,7 @@ def edit_config(directory, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# --- what is there
+# --- existing models
 
 
 def test_every_stage_of_loading_is_a_line(llama):
@@ -206,7 +206,7 @@ def test_tokenizer_hash_covers_only_the_mapping(plain_tokenizer_dir, policies):
     assert tokenizer_hash(policy.tokenizer) != plain
 
 
-# --- what is not there
+# --- missing models
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "a/b/c"])
@@ -318,7 +318,7 @@ def test_a_model_that_cannot_fit_is_refused_before_loading(llama, monkeypatch):
 
 def test_an_adapter_needs_less(llama, monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda where: 200 * 2**30)
-    # it fits; its weights are what is missing
+    # it fits, but its weights are missing
     with pytest.raises(Unavailable, match="safetensors"):
         load_policy(cpu(huge(llama), dtype="bfloat16", lora=LoraSettings(r=16)))
 

@@ -91,7 +91,7 @@ def test_the_rule_is_kept():
 
 
 class Indices(TorchFunctionMode):
-    """An index lies on the card of what it picks from: FakeTensor does not look at that."""
+    """An index must be on the device of the indexed tensor; FakeTensor does not check this."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.__getitem__, torch.Tensor.index_put):

@@ -34,13 +34,13 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(900)
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12"]
 BOUND = 1e-4
-"""Nats between what a server records and what training computes, float32."""
+"""Difference in nats between a server's log-probabilities and those of training, in float32."""
 ENGINE = pytest.param("vLLM", marks=pytest.mark.engine)
 PLACES = ["stand-in", "stand-in of SGLang", ENGINE]
 
 
 class Clock:
-    """Goes on by `step` seconds whenever it is asked."""
+    """A clock that advances by `step` seconds per reading."""
 
     now, step = 0.0, 0.0
 
@@ -78,7 +78,7 @@ def vllm(directory, tmp_path_factory):
 
 @pytest.fixture(params=PLACES)
 def place(request, loaded, directory):
-    """(settings of a server that samples from the base, what it is)."""
+    """Yield (settings of a server that samples from the base, the server)."""
     if request.param == "vLLM":
         settings = ServerSettings(url=request.getfixturevalue("vllm"))
         base = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
@@ -182,7 +182,9 @@ def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
     engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
     if server is not None:
         server.hold_at = 3
-    for attempt in range(1, 12):  # a real server may not have begun, or have ended
+    for attempt in range(
+        1, 12
+    ):  # a real server may not have started the request, or may have finished it
         submitted(engine, PROMPTS[:1])
         if not all(engine.finished(attempt) == [] for _ in range(attempt)):
             continue
@@ -249,7 +251,7 @@ def test_the_doctor_says_that_no_server_answers():
     assert "refused" in probes.server(ServerSettings(url=url), False).error
 
 
-# ---- what a server must not do -------------------------------------------------------------------
+# ---- faults of a server --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -276,7 +278,7 @@ def server_first(stand_in, policy, directory):
 
 
 def took_over(said):
-    """The lines that say so."""
+    """Return the matching log lines."""
     return [each for each in said if each["event"].startswith("the server does not sample")]
 
 
@@ -508,7 +510,7 @@ def test_a_url_of_this_machine_or_network_is_taken(url):
 
 
 def shape(value):
-    """What a JSON value is made of."""
+    """Return the types of a JSON value, recursively."""
     if isinstance(value, dict):
         return {key: shape(each) for key, each in value.items()}
     if isinstance(value, list):

@@ -107,7 +107,7 @@ def test_a_trial_warns_of_answers_that_do_not_fit(opened):
 
 
 class Asks:
-    """A scorer whose questions are too long, but for one in `every`; 0 for none."""
+    """A scorer whose questions are too long, except for one in `every`; 0 means no exception."""
 
     def __init__(self, every):
         self.asked, self.every = 0, every

@@ -151,7 +151,7 @@ def test_cut_completion_weighs_its_share(sample):
 
 
 def test_of_a_stranger_s_episode_its_sampled_tokens_count(sample):
-    """What stands between two actions is no part of what is learnt, and none of the length."""
+    """Text between two actions is not trained on and does not count as length."""
     group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     ids, sampled = [30, 1, 40, 41, 31, 1], [True, True, False, False, True, True]
     rows = [Row(group.rows[0].prompt, ids, sampled)] * 2

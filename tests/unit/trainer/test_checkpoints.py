@@ -76,8 +76,7 @@ def test_saves_by_time_and_at_the_end(tmp_path, clock):
 
 
 def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeypatch):
-    """What a crash costs counts from the step of the state that is on disk, not from when a newer
-    one was begun."""
+    """A crash loses everything after the step of the last completed state on disk."""
     source, counters, steps = Source(), Counters(), []
     write = state.write
 
@@ -311,7 +310,7 @@ def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """A node that has trained: states of steps 1 to 3, the last one worse than the others."""
+    """A trained node with states of steps 1 to 3, of which the last one is worse."""
     source = Source()
     saver = Saver(tmp_path / "trainer", history_seconds=0.0)
     saver.start()

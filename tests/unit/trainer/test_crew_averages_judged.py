@@ -34,7 +34,7 @@ def model(tmp_path):
 
 
 def only_wait(monkeypatch):
-    """A head does nothing but what a test asks of it, until it is to stop."""
+    """A head that runs only the calls of a test until it is stopped."""
     monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
@@ -116,7 +116,7 @@ async def test_stages_receive_the_verdict_before_a_commit(tmp_path, model, monke
         for node in network.nodes:
             node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0, EVERYTHING))
             await until(lambda node=node: said(node, local.SnapshotWritten))
-            (ours,) = said(node, local.SnapshotWritten)  # of a partner that is exactly where we are
+            (ours,) = said(node, local.SnapshotWritten)  # of a partner with equal weights
             node.link.send_to_trainer(
                 local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path, EVERYTHING)
             )

@@ -22,7 +22,7 @@ LINEAGE = b"l" * 32
 
 
 class Model:
-    """As much of a `CrewModel` as a call that reaches no crew needs."""
+    """The part of a `CrewModel` that a call without a crew needs."""
 
     text = SimpleNamespace(fingerprint=b"f" * 32)
     policy = SimpleNamespace(lora=LoraSettings())
@@ -32,7 +32,7 @@ class Model:
 class Crew:
     """The head of one crew. Its calls fail in turn with `errors`, then they succeed.
 
-    An error may be a pair (error, step): the crew has taken so many steps after it.
+    An error may be a pair (error, number of steps of the crew after it).
     """
 
     stages = 3
@@ -217,11 +217,12 @@ def test_peers_rows_that_fail_a_step_are_excluded():
     assert taken == [([0, 1, 2, 3], frozenset()), ([0, 1], frozenset({1}))]
 
 
-# How long a head waits for its crew.
+# Time that a head waits for its crew.
 
 
 class Away(Runner):
-    """Of a crew that is complete after `together` seconds, and exists for `there` seconds."""
+    """The wait for a crew that is complete after `together` seconds and exists for `there`
+    seconds."""
 
     def __init__(self, together, there, clock):
         super().__init__(Crew(step=7))

@@ -265,8 +265,8 @@ def test_blocks_do_not_depend_on_the_split(tmp_path, rank):
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
-    """A stage's memory is asked for before anything is computed: what its layers and its head take
-    of one row is in it, not ten times."""
+    """The memory of a stage is checked before any computation. It includes the layers and the head
+    for one row, once."""
     shape = LlamaConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -311,8 +311,8 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
 
 
 def test_saving_and_averaging_need_host_memory(monkeypatch):
-    """A journal copies weights and moments after each step; slow weights, momentum and base lie
-    beside them, and three snapshots. Who has no room is killed."""
+    """A journal copies weights and moments after each step, beside slow weights, momentum, base and
+    three snapshots. The kernel kills a process without enough memory."""
     averaged, saved = WeightsConfig(fragments=4), WeightsConfig(rule="off")
     assert (host_bytes_per_weight(averaged), host_bytes_per_weight(saved)) == (30, 18)
     shape = LlamaConfig(

@@ -80,7 +80,7 @@ class Node:
         return local.read_checkpoint()
 
     def come_back(self):
-        """As `StageRecovery.restore` does with the own checkpoint, without asking the others."""
+        """Restore the own checkpoint as `StageRecovery.restore` does, without other sources."""
         found = self.checkpoint()
         load_weights(self.stage.runtime, found.state.weights)
         source = RestoreSource("checkpoint", found.state.step)
@@ -96,7 +96,7 @@ class Node:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             worker.participant.step += 1
             worker._step(1.0, 1e-3)
-            # what is due is computed, and taken at the next step
+            # a due step is prepared here and committed at the next step
             settle(self.averaging.receive, self.sent)
             self.recovery._store.flush()
 
@@ -181,7 +181,7 @@ def test_a_state_of_averaging_of_other_layers_is_refused(node):
 
 
 def test_a_stage_adopts_no_state_of_another_crew(node):
-    """One stage with another crew's weights among stages with ours is no policy."""
+    """A crew whose stages have weights of different crews has no consistent policy."""
     one = node()
     one.begin()
     before = one.averaging.tensors()

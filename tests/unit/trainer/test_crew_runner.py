@@ -123,7 +123,7 @@ class Recovery:
 
 
 class Node:
-    """A runner with everything that it said."""
+    """A runner with all messages that it sent."""
 
     def __init__(self, build=FakeStage, recovery=None):
         self.sent, self.lacked, self.offered = [], [], []
@@ -408,7 +408,7 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
 
 
 def test_while_weights_arrive_the_crew_is_shown_progress(node):
-    """The crew waits for a stage that is being restored as long as that makes progress."""
+    """The crew waits for a stage while its restoration makes progress."""
     one = node(FakeStage, Recovery())
     one.recovery.open = lambda assigned, stage: forever()
     one.runner.receive(assigned_to(step=3))

@@ -104,8 +104,7 @@ def whole(model):
 
 
 def engine_of(trainer):
-    """The engine that the head's loop has, in its place: nobody else asks the head for anything
-    then."""
+    """Replace the loop of the head, and return its engine for calls of the test."""
     told = (
         trainer._config.training,
         trainer._model,
@@ -273,8 +272,8 @@ async def test_small_member_makes_the_crew_use_smaller_pieces(tmp_path, model, m
 
 
 async def test_number_of_pieces_of_a_step_is_bounded(tmp_path, model, monkeypatch):
-    """A member that says that nothing is small enough ends no trainer: the step is given up like
-    any other that is refused."""
+    """A member that reports that no piece is small enough ends no trainer; the step is skipped like
+    any refused step."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
     for module in (
@@ -431,7 +430,7 @@ def own_steps(trainer):
 
 
 def trained_copies(directory):
-    """Whether a copy of each stage is there that has taken a step."""
+    """Return True if every stage has a copy after at least one step."""
     found = find_copies(directory)
     return found is not None and not found.missing and all(found.steps.values())
 
@@ -499,7 +498,7 @@ async def test_crew_recovers_the_adapter_of_a_lost_stage(tmp_path, model, monkey
 
 
 def as_received(published, policy):
-    """What a node published, as another one has it."""
+    """Return a published group as another node receives it."""
     with Scorer() as scorer:
         prompts = [scorer.prompt(own.task) for own in published]
     told = lambda own: (
@@ -643,7 +642,7 @@ async def test_head_s_copy_follows_the_crew(tmp_path, model, monkeypatch, rank):
                 taken.append(1)
 
         async def followed():
-            """Of a copy that is of this very step."""
+            """Groups that a copy of the present step has sampled."""
             with trio.fail_after(60):
                 while True:
                     samples = await in_thread(sample)
@@ -651,7 +650,8 @@ async def test_head_s_copy_follows_the_crew(tmp_path, model, monkeypatch, rank):
                         return samples
 
         async def apart(samples):
-            """Mean nats per token between what was recorded and what the crew says."""
+            """Return the mean difference in nats per token between recorded log-probabilities and
+            the crew's."""
             rows = [(one.prompt_ids, c.ids) for one in samples for c in one.completions]
             scored = await in_thread(engine.score, rows, 1.0)
             recorded = [c.logprobs for one in samples for c in one.completions]

@@ -167,7 +167,7 @@ def test_special_tokens_in_an_observation_stay_text(policy):
     assert policy.decode(ids) == f"\na{eos}b\n"
 
 
-# ---- what is learnt from -------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 MASKED = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1], [True] * 3 + [False] * 2 + [True] * 2)
 PLAIN = Row([5, 9, 20], [30, 31, 1, 40, 41, 33, 1])
@@ -185,7 +185,7 @@ def test_only_sampled_ids_are_scored(policy, way):
 
 
 def test_an_id_that_was_not_sampled_has_no_gradient(policy):
-    """The update is what it would be if those ids were part of longer prompts."""
+    """The update is the same as if those ids were part of longer prompts."""
     policy = policy.clone()
     cfg = TrainingConfig(learning_rate=1e-3, loss_type="dapo")
     old = score(policy, [MASKED, PLAIN], 1.0)

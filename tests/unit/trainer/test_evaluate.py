@@ -68,7 +68,7 @@ async def test_evaluations_are_put_off_and_counted(tmp_path):
 
 
 class Answers:
-    """Answers each question with as many tokens as its number says."""
+    """Answers each question with a number of tokens equal to the question's number."""
 
     def __init__(self):
         self.text = SimpleNamespace(fits=lambda prompt: True)

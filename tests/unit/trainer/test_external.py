@@ -16,8 +16,8 @@ from tests.support.groups import external_group
 
 
 class Link:
-    """Notes what it is asked in which order. answers: what comes, one after the other; then
-    nothing."""
+    """A link that records its calls in order. `answers` are the groups of each call; later calls
+    return none."""
 
     def __init__(self, *answers):
         self.calls = []
@@ -43,7 +43,7 @@ def external(room, *answers, **sharing):
 
 
 def own_group():
-    """What a step has sampled, as far as sharing looks at it."""
+    """Return an own group with the fields that sharing uses."""
     completions = [SimpleNamespace(token_ids=pack_ids([n, 9])) for n in range(2)]
     return SimpleNamespace(
         task=SimpleNamespace(id="t"), rewards=[0.0, 1.0], completions=completions
@@ -65,7 +65,7 @@ def test_no_request_without_room_and_no_publication_without_sharing():
 
 
 def only_the_honest(groups, *_, quota):
-    """A judge that refuses whatever is not of `honest`."""
+    """Return a judge that refuses groups of all peers except `honest`."""
     judged = Judgement(
         outcomes=[
             (group, "used" if group.peer.startswith("honest") else "surprise") for group in groups

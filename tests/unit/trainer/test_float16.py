@@ -88,7 +88,7 @@ def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch)
 
 
 def test_the_scaled_update_is_that_of_float32(rows, policy):
-    """Weights after one step: Adam's first step is the sign of the gradient, so compare where it is
+    """Adam's first step is the sign of the gradient, so weights are compared where the gradient is
     not close to zero."""
     plain = load_policy(PolicyConfig(devices="cpu"))
     cfg = TrainingConfig(learning_rate=1e-3)

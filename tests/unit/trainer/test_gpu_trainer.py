@@ -130,7 +130,7 @@ async def test_memory_limit_survives_a_restart(tmp_path, allow):
 
 async def test_too_small_gpu_fails_with_one_line(tmp_path, allow):
     allow(2**10)
-    # not in what the allocator has left of other tests
+    # not in memory that the allocator has cached in other tests
     many = {**LARGE, "max_completion_length": 256}
     with pytest.raises(ExceptionGroup) as raised:
         await train(tmp_path, policy={"devices": "cuda"}, max_steps=1, **many)

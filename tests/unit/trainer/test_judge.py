@@ -120,8 +120,7 @@ def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
 
 
 def test_invented_text_with_true_logprobs_is_surprising(policy, sample):
-    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and
-    nobody sampled it."""
+    """A peer that reports correct log-probabilities of a text that it invented."""
     made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
     logprobs = score(policy, [(sample.prompt_ids, ids) for ids in made_up], 1.0)
     completions = [
@@ -160,8 +159,8 @@ def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
 
 
 def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
-    """Text that nobody sampled, as `sample` would hold it; the log-probabilities are those of a
-    sender that is sure of itself."""
+    """Return an invented text in the form of a sample, with the log-probabilities of a confident
+    sender."""
     completions = []
     for text in texts:
         ids = policy.tokenize_completion(text, "eos")
@@ -194,7 +193,7 @@ def test_invented_text_is_refused_for_all_claims(policy, sample, claims, refused
 
 
 def test_false_logprobs_of_honest_text_are_refused(policy, sample):
-    """A sender that says nothing of its tokens is held to their sum."""
+    """The sums are compared if a sender reports no log-probabilities of tokens."""
     for claims in (
         {},
         {"tokenizer": b"x" * 32},
@@ -228,8 +227,7 @@ def test_invented_worse_completion_has_weight_0(policy, sample):
 
 
 def test_a_lucky_right_answer_survives(policy, sample):
-    """The least likely of two thousand completions that our own policy has sampled, as the only one
-    rewarded."""
+    """The least likely of two thousand completions of the own policy is the only rewarded one."""
     (many,) = generate(policy, [PROMPT], Sampling(2000, 8), policy.random_generator(5))
     luckiest = min(
         (c for c in many.completions if not policy.hides(c.ids)),
@@ -254,7 +252,7 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
 
 
 def test_spelled_special_token_is_trained_on(policy, sample):
-    """As models write them that open channels or call tools."""
+    """For models that open channels or call tools."""
     mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
     assert policy.tokenizer.added_tokens_decoder[mark].special
     ids = [[mark, *c.ids[:1], mark, *c.ids[1:]] for c in sample.completions]
@@ -323,7 +321,7 @@ def test_a_group_longer_than_our_context_is_refused(policy, sample, tokenizer):
 
 
 class Panic(BaseException):
-    """As a Rust library raises it, which is no Exception."""
+    """A panic of a Rust library, which is not an Exception."""
 
 
 @pytest.mark.parametrize(
@@ -414,7 +412,7 @@ def test_logprobs_are_compared_at_the_sender_s_temperature(policy):
 
 
 def refusing(liars, batches):
-    """What judges by name, and records how many groups it was given at a time."""
+    """A judge by peer name that records the number of groups of each call."""
 
     def judged(groups):
         batches.append(len(groups))
@@ -485,8 +483,8 @@ def test_without_room_nothing_is_judged():
 
 
 def test_group_without_a_best_completion_is_refused(policy, sample):
-    """Its author claims to be sure of what we find very unlikely: nothing in it is worth a
-    gradient."""
+    """The sender reports high probabilities of text that is very unlikely here, so that every
+    weight is 0."""
     group, loose = external(policy, sample), ExternalChecks(spot_check_tolerance=1e9)
     likely = [c.logprobs for c in sample.completions]
     unlikely = [[x - 5.0 for x in row] for row in likely]

@@ -18,7 +18,7 @@ CPU = PolicyConfig(devices="cpu", threads=1)
 
 
 class Scorer:
-    """Asks one question again and again; the first answer, which is the greedy one, and every
+    """Asks the same question repeatedly. The first answer, which is the greedy one, and every
     fourth of the others are right."""
 
     def __init__(self) -> None:

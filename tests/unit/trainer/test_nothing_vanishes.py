@@ -36,8 +36,8 @@ def _one_thread():
 
 
 async def train(data_dir, **training):
-    """Train on a task of which more than half of the groups have a signal, so that hardly any step
-    is without one."""
+    """Train on a task in which more than half of the groups are useful, so that almost every step
+    has a useful group."""
     network = NetworkSide()
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
     config = Config.model_validate(

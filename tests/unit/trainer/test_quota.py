@@ -68,7 +68,7 @@ def test_honest_answers_are_learnt():
 
 @pytest.mark.parametrize("length", [4, 64, 300])
 def test_most_honest_answers_of_any_length_are_learnt(length):
-    """Words of a language: some tokens are in most answers, thousands in one or two."""
+    """A natural distribution of tokens: some are in most answers, thousands in one or two."""
     quota, rng = TokenQuota(), random.Random(1)
     weights = [1 / (rank + 2.7) for rank in range(5000)]
     answers = [rng.choices(range(5000), weights, k=length) for _ in range(800)]

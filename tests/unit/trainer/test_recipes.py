@@ -103,7 +103,8 @@ def test_a_recipe_can_be_looked_at(capsys):
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
-    """Qwen2 in small, with byte-level BPE made of this page and Qwen's turns."""
+    """A small Qwen2 with a byte-level BPE tokenizer trained on this file, and Qwen's chat
+    template."""
     directory = tmp_path_factory.mktemp("qwen2")
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = (
@@ -137,8 +138,8 @@ def shrunk(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path):
-    """As written, but for the model, a CPU (so float32, moments in 32 bits) and answers of 160
-    tokens at most."""
+    """The recipe with a small model on a CPU (float32, 32-bit moments) and answers of at most 160
+    tokens."""
     said = [
         f"policy.model={json.dumps(str(shrunk))}",
         "policy.devices=cpu",
@@ -280,7 +281,7 @@ def test_recipe_that_does_not_fit_names_a_remedy(name, free, also, monkeypatch):
     assert policy.model in line
     assert also in line
     assert (
-        "`swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+        "`swarmnode recipes` lists settings for smaller GPUs, `swarmnode plan` shows what fits"
         in line
     )
 

@@ -37,7 +37,8 @@ class Policy:
 
 
 class Verdicts:
-    """One question in `every` is answered rightly by some completions; the others by none."""
+    """Some completions of one question in `every` are right; those of other questions are all
+    wrong."""
 
     def __init__(self, every):
         self.every, self.judged = every, 0

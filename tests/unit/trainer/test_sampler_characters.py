@@ -21,8 +21,7 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
 def experience(texts, rewards, drops=None):
-    """Of one question, to which the policy answers `texts`, which the scorer would give
-    `rewards`."""
+    """Return the experience of one question with the answers `texts` and their `rewards`."""
     completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
         text=SimpleNamespace(hides=lambda ids: False),
@@ -82,7 +81,8 @@ def text():
 
 
 def answered(text, answers, seen, drops=None):
-    """Experience of one question with these answers; `seen` gets what the reward is given."""
+    """Return the experience of one question with these answers; `seen` receives the scored
+    texts."""
     completions = []
     for answer in answers:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]

@@ -123,7 +123,7 @@ def test_smaller_micro_batches_give_the_same_update(base, rows, monkeypatch, pee
 
 
 def test_too_large_peer_group_is_refused_alone(base, rows, monkeypatch):
-    """Four times as long as ours is what admission takes."""
+    """Admission accepts completions up to four times as long as own ones."""
     third = TrainingGroup(
         [
             Row(prompt, completion[:-1] * 90 + completion[-1:])

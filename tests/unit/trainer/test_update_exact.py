@@ -374,8 +374,8 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
 def test_four_steps_on_rewards_of_several_components_are_trls(
     policy, folder, estimator, settings, tmp_path
 ):
-    """TRL samples, and its reward functions are asked, each with its weight; one of them has
-    nothing to say of some completions."""
+    """TRL samples and calls its weighted reward functions, one of which does not apply to some
+    completions."""
     rng, rate, said = random.Random(0), 3e-3, {}
 
     def correctness(completions, **_):
@@ -513,7 +513,7 @@ def test_every_correction_is_another_one(policy, rows):
 
 
 def test_effective_rate_shrinks_the_step(policy, rows):
-    """Adam's first step is the learning rate, whatever the gradient's size."""
+    """Adam's first step is the learning rate for every size of the gradient."""
     moved, said = {}, {}
     for name, options in (("plain", []), ("less", ["effective_rate"])):
         mine = policy.clone()

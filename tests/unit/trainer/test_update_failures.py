@@ -63,7 +63,7 @@ def same_state(one, other):
 
 
 class Backward(torch.autograd.Function):
-    """Fails, or gives what is not a number, in the backward pass."""
+    """Raises an error or returns NaN in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, what):
@@ -97,7 +97,7 @@ def poison(monkeypatch, prompts, forward=None, backward=None):
 
 
 class Panic(BaseException):
-    """As a Rust library raises it."""
+    """A panic of a Rust library."""
 
 
 FAILURES = {
@@ -173,7 +173,7 @@ def test_a_group_that_fails_in_the_reference_is_refused(base, groups, monkeypatc
 
 
 def small_device(monkeypatch, plain, recomputed):
-    """A device that holds rows of so many tokens, and of so many where layers are run again."""
+    """A device with a limit of tokens per row, and another limit with activation checkpointing."""
     real = module.completion_logprobs
 
     def limited(policy, batch, temperature):
@@ -186,7 +186,7 @@ def small_device(monkeypatch, plain, recomputed):
 
 @pytest.fixture(scope="module")
 def long(base, groups):
-    """An own group, its first answer twice as long as the others."""
+    """Return an own group whose first answer is twice as long as the others."""
     group = groups[0]
     prompt, answer, _ = group.rows[0]
     first = (answer * 40)[: 2 * max(row.tokens for row in group.rows) + 4]
