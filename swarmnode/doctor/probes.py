@@ -48,7 +48,7 @@ from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import ask, where
 from swarmnode.p2p.gateway import Gateway, kind_of
 from swarmnode.policy.engine.client import ServerFailed
-from swarmnode.policy.engine.servers import server_of
+from swarmnode.policy.engine.servers import make_server
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
@@ -405,7 +405,7 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
     """Ask the configured inference server about itself."""
-    asked = server_of(settings, adapter)
+    asked = make_server(settings, adapter)
     facts = ServerFacts(settings.url, asked.name)
     try:
         about, flags = asked.about(), asked.settings()

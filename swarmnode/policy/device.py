@@ -310,7 +310,7 @@ def spare_bytes(device: torch.device) -> int | None:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def shape_of(model: PreTrainedModel) -> Shape | None:
+def model_shape(model: PreTrainedModel) -> Shape | None:
     """Return the shape of a loaded model without its adapter; None if its configuration lacks a
     dimension."""
     if model not in _shapes:

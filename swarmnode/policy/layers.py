@@ -16,11 +16,11 @@ def report_layers(model: PreTrainedModel, alive: Callable[[], None]) -> None:
     pass, for 0.5 billion parameters and 2,048 tokens on one core.
     """
     head = model.get_output_embeddings()
-    for layer in [*layers_of(model), *([head] if head is not None else [])]:
+    for layer in [*find_layers(model), *([head] if head is not None else [])]:
         layer.register_forward_hook(lambda layer, inputs, output: _passed(output, alive))
 
 
-def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+def find_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the transformer layers: the longest module list of the model."""
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
     longest = max(lists, key=len, default=torch.nn.ModuleList())

@@ -109,7 +109,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         vocab_size=vocab_size,
         unused_ids=unused_ids,
         chat=Chat.of(cfg.chat, tokenizer),
-        context=context_of(model.config),
+        context=context_length(model.config),
     )
     s = policy.statistics()
     log(
@@ -389,7 +389,7 @@ def end_tokens(
     Raises:
         Unavailable: Neither of them names one.
     """
-    return ends_of(cfg, model.generation_config, tokenizer)
+    return collect_end_tokens(cfg, model.generation_config, tokenizer)
 
 
 def configured_ends(
@@ -400,10 +400,10 @@ def configured_ends(
         generation = GenerationConfig.from_pretrained(directory)
     except OSError:  # without one, transformers derives it from the model's config
         generation = GenerationConfig.from_model_config(config)
-    return ends_of(cfg, generation, tokenizer)
+    return collect_end_tokens(cfg, generation, tokenizer)
 
 
-def ends_of(
+def collect_end_tokens(
     cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     configured = getattr(generation, "eos_token_id", None)
@@ -419,7 +419,7 @@ def ends_of(
     return frozenset(found)
 
 
-def context_of(config: PretrainedConfig) -> int | None:
+def context_length(config: PretrainedConfig) -> int | None:
     """Return the largest number of tokens in a row; None without a limit.
 
     For a model with long-rope the limit is `original_max_position_embeddings`. Beyond it, the model

@@ -37,9 +37,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from swarmnode.policy.decode import reorder
-from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.device import model_shape, spare_bytes
 from swarmnode.policy.footprint import Method, logits_tokens, token_bytes
-from swarmnode.policy.layers import layers_of
+from swarmnode.policy.layers import find_layers
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     Row,
@@ -311,7 +311,7 @@ def needs_checkpointing(
     model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch
 ) -> bool:
     """Return True if the activations of all layers would not fit into the free memory."""
-    spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
+    spare, shape = spare_bytes(batch.prompt_ids.device), model_shape(model)
     if spare is None or shape is None:
         return False
     method = Method(
@@ -328,11 +328,11 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
     transformers' own checkpointing needs `model.train()`, which enables dropout, so that sampling
     and training would compute different functions.
     """
-    layers = layers_of(model)
+    layers = find_layers(model)
     # accelerate sets `forward` if layers are on several devices
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _Recomputed(
+        layer.forward = _CheckpointedLayer(
             layer.forward, hidden=bool(getattr(model, "is_loaded_in_8bit", False))
         )
     cached = torch.is_autocast_cache_enabled()
@@ -349,7 +349,7 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
                 layer.forward = forward
 
 
-class _Recomputed:
+class _CheckpointedLayer:
     """A layer's forward with activation checkpointing. Without dropout, no random state is stored.
 
     Args:

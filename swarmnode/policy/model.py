@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Adapted(Protocol):
+class AdaptedModel(Protocol):
     """peft's wrapper around a model with an adapter. It is a protocol, because importing peft takes
     a second, and most policies have no adapter."""
 
@@ -129,14 +129,14 @@ class Policy(PolicyText):
         """Bypass the adapter inside the block, if this is the reference policy of a LoRA policy."""
         return (
             self.model.disable_adapter()
-            if self.adapter_off and isinstance(self.model, Adapted)
+            if self.adapter_off and isinstance(self.model, AdaptedModel)
             else contextlib.nullcontext()
         )
 
     def reference(self) -> Policy:
         """Return the present policy, frozen, for a KL term: a copy, or with LoRA the same base
         without the adapter."""
-        if isinstance(self.model, Adapted):
+        if isinstance(self.model, AdaptedModel):
             return replace(self, adapter_off=True)
         return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
 

@@ -94,7 +94,7 @@ from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import (
     config_directory,
     configured_ends,
-    context_of,
+    context_length,
     local_directory,
     lora_settings,
     offline,
@@ -2006,7 +2006,7 @@ def open_model(
             vocab_size=vocab_size,
             unused_ids=unused_ids,
             chat=Chat.of(cfg.chat, tokenizer),
-            context=context_of(hf),
+            context=context_length(hf),
         )
         opened = stored(config.node.data_dir)
         if opened is not None:

@@ -29,13 +29,13 @@ from swarmnode.config import (
 )
 from swarmnode.errors import DeviceError
 from swarmnode.link.messages import CardUse, WeightsReport
-from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
+from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import ServerStatistics, server_of
+from swarmnode.policy.engine.servers import ServerStatistics, make_server
 from swarmnode.policy.footprint import (
     OPTIMIZER_BYTES,
     Method,
@@ -261,7 +261,7 @@ def make_updater(
 ) -> tuple[Memory, Updater]:
     """Return the memory and the updater that a process needs to compute gradients with `policy`."""
     training, optim = config.training, config.policy.optim
-    tokens = affordable(policy, training.per_device_train_tokens, optim, ranks)
+    tokens = affordable_tokens(policy, training.per_device_train_tokens, optim, ranks)
     memory = Memory.of(
         tokens,
         max(tokens, concurrent_tokens(policy, training.max_completion_length, optim)),
@@ -309,7 +309,7 @@ def check_host_memory(
     )
 
 
-def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
+def affordable_tokens(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
     """Return the maximum number of tokens in a micro-batch.
 
     The result is the smaller of the configured number and the number that fits beside weights,
@@ -317,17 +317,17 @@ def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) ->
     plan matters on a CPU: if memory runs out there, the kernel kills the process, whereas a GPU
     reports the error and the micro-batch is halved.
     """
-    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    spare, shape = spare_bytes(policy.device), model_shape(policy.base)
     if spare is None or shape is None or policy.device.type != "cpu":
         return configured
-    method = method_of(policy, optim)
+    method = training_method(policy, optim)
     here = footprint(shape, method, 1)
     # Weights and torch are in memory already.
     fits = micro_batch(shape, method, SPARE_SHARE * spare / ranks + here.weights + here.runtime)
     return min(configured, max(64, fits))
 
 
-def method_of(policy: Policy, optim: Optim) -> Method:
+def training_method(policy: Policy, optim: Optim) -> Method:
     """Return the training method of `policy` when memory is short: with activation
     checkpointing."""
     dtype = str(policy.dtype).removeprefix("torch.")
@@ -344,11 +344,11 @@ def concurrent_tokens(policy: Policy, longest: int, optim: Optim) -> int:
     Args:
         longest: Largest number of tokens in a completion.
     """
-    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    spare, shape = spare_bytes(policy.device), model_shape(policy.base)
     if policy.device.type != "cuda" or spare is None or shape is None or policy.is_spread:
         return 0
     return sampling_tokens(
-        shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
+        shape, training_method(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
     )
 
 
@@ -434,7 +434,7 @@ class WholePolicy:
             rebuilds,
             first.kind() if first is not None else kind,
             first.server() if first is not None else None,
-            cards_of(self._policy),
+            card_uses(self._policy),
         )
 
     def _own(self) -> Keeper | None:
@@ -468,7 +468,7 @@ class WholePolicy:
         if self._server is None:
             self._generation = own()
             return self._generation
-        server = server_of(self._server, adapter=policy.lora_rank > 0)
+        server = make_server(self._server, adapter=policy.lora_rank > 0)
         self._generation = ServerFirst(
             server,
             lambda: ServedWeights(server, policy, self._served, alive),
@@ -563,7 +563,7 @@ class WholePolicy:
         )
 
 
-def cards_of(policy: Policy) -> list[CardUse]:
+def card_uses(policy: Policy) -> list[CardUse]:
     """Return the GPUs on which this process computes: several if the layers are spread."""
     placed = [policy.device, *map(torch.device, set(policy.device_map.values()))]
     found = []

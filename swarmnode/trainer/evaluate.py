@@ -34,7 +34,7 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutReward:
     """A held-out reward."""
 
     reward: float
@@ -79,7 +79,7 @@ class Evaluation:
                 self._prompts.append(None)
                 self._drops.drop("no_question", task=ref.id, error=str(question))
 
-    def __call__(self, engine: Engine, counters: Counters) -> HeldOut | None:
+    def __call__(self, engine: Engine, counters: Counters) -> HeldOutReward | None:
         """Return the held-out reward at the training temperature; None if no question could be
         scored. Adds the sampled tokens to `counters`."""
         asked = [
@@ -128,4 +128,4 @@ class Evaluation:
         self._drops.keep(len(rewards))
         if not rewards:
             return None
-        return HeldOut(sum(rewards) / len(rewards), standard_error(rewards))
+        return HeldOutReward(sum(rewards) / len(rewards), standard_error(rewards))

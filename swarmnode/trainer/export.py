@@ -39,7 +39,7 @@ from swarmnode.policy.load import (
     trainable,
 )
 from swarmnode.trainer import state
-from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
+from swarmnode.trainer.export_crew import CrewCopies, find_copies, read_adapter, write_shards
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -178,7 +178,7 @@ def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exp
         )
     adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
     if adapter is not None:
-        weights, steps = adapter_of(crew, adapter, base.shared_a, base.directory)
+        weights, steps = read_adapter(crew, adapter, base.shared_a, base.directory)
         kind = _save(base, weights, partial, merge)
     else:
         kind, steps = "weights", write_shards(crew, base.directory, partial)

@@ -131,7 +131,7 @@ def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
     return steps
 
 
-def adapter_of(
+def read_adapter(
     crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
 ) -> tuple[dict[str, torch.Tensor], list[int]]:
     """Return (the adapter, each stage's committed steps).

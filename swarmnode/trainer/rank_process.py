@@ -47,7 +47,7 @@ from swarmnode.swarm.manifest_store import stored
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     Memory,
-    cards_of,
+    card_uses,
     make_updater,
     open_policy,
 )
@@ -134,7 +134,7 @@ class OtherRank:
     def run(self) -> None:
         policy = self._policy
         device, dtype = str(policy.device), str(policy.dtype)
-        self._send(Ready(policy.fingerprint, device, dtype, cards_of(policy)))
+        self._send(Ready(policy.fingerprint, device, dtype, card_uses(policy)))
         while True:
             command = COMMANDS.decode(self._connection.recv_bytes())
             self._alive()
@@ -236,7 +236,7 @@ class OtherRank:
         sums = self._updater.accumulate(command.rows, selection, sharing)
         if command.marks and not selection.external:
             self._updater.probe.mark()
-        return Accumulated(sums.own.tolist(), sums.external.tolist(), cards_of(self._policy))
+        return Accumulated(sums.own.tolist(), sums.external.tolist(), card_uses(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------

@@ -477,7 +477,7 @@ def restore(
 
     def use(counters: Counters, tensors: Tensors) -> None:
         check_shapes(parameters, weights(tensors))
-        moments = moments_of(optimizer, parameters, tensors)
+        moments = read_moments(optimizer, parameters, tensors)
         outer({n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)})
         overwrite(parameters, weights(tensors))
         for name, kept in moments.items():
@@ -487,7 +487,7 @@ def restore(
     return recover(directory, owner, use)
 
 
-def moments_of(
+def read_moments(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],

@@ -25,7 +25,7 @@ from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import About, Completion, Server
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, score
-from swarmnode.policy.model import Adapted
+from swarmnode.policy.model import AdaptedModel
 from swarmnode.policy.ways import bound as rounding_bound
 from swarmnode.policy.ways import mean_gap, reason
 
@@ -177,7 +177,7 @@ def write_weights(policy: Policy, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if isinstance(policy.model, Adapted):
+    if isinstance(policy.model, AdaptedModel):
         policy.model.save_pretrained(str(partial))  # type: ignore[attr-defined]
     else:
         cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
@@ -229,7 +229,7 @@ class WeightCheck:
         self._former: list[list[float]] = []
         """Log-probabilities under weights that the server must no longer use: the base model
         without its adapter, and the previous load."""
-        if isinstance(policy.model, Adapted):
+        if isinstance(policy.model, AdaptedModel):
             self._former = [self._scores(replace(policy, adapter_off=True))]
         self._bare = len(self._former)
         self._sigma = 0.0

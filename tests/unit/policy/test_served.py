@@ -21,7 +21,7 @@ from swarmnode.policy.engine.keeper import keeper
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import server_of
+from swarmnode.policy.engine.servers import make_server
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
@@ -97,7 +97,7 @@ def stand_in(loaded):
 
 
 def connected(settings, policy, directory):
-    server = server_of(settings, policy.lora_rank > 0)
+    server = make_server(settings, policy.lora_rank > 0)
     return server, ServedWeights(server, policy, directory, lambda: None)
 
 
@@ -263,7 +263,7 @@ def first(stand_in, loaded, tmp_path):
 def server_first(stand_in, policy, directory):
     sampling = Sampling(2, 8)
     clock, settings = Clock(), ServerSettings(url=stand_in.url, kind=stand_in.kind)
-    server = server_of(settings, policy.lora_rank > 0)
+    server = make_server(settings, policy.lora_rank > 0)
     engine = ServerFirst(
         server,
         lambda: ServedWeights(server, policy, directory, lambda: None),

@@ -13,7 +13,7 @@ from swarmnode.policy.generate import GroupSample, Sampled
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.frames import ScorerFailed
-from swarmnode.trainer.evaluate import Evaluation, HeldOut, evaluation_due
+from swarmnode.trainer.evaluate import Evaluation, HeldOutReward, evaluation_due
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from tests.support.network_side import NetworkSide
@@ -114,7 +114,7 @@ def test_held_out_error_is_over_questions():
 
 
 def test_one_question_has_no_error():
-    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOut(0.5, None)
+    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOutReward(0.5, None)
 
 
 def test_unscored_held_out_question_is_counted():

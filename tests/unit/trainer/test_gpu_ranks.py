@@ -17,7 +17,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.model import Policy
 from swarmnode.trainer import rank_pool, rank_process
 from swarmnode.trainer.batch import assemble
-from swarmnode.trainer.engine import cards_of, make_whole_policy
+from swarmnode.trainer.engine import card_uses, make_whole_policy
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
@@ -129,7 +129,7 @@ def test_layers_on_two_devices_compute_what_one_does(rank, groups):
     dispatch_model(there.base, spread, main_device="cpu", force_hooks=True)
     assert there.is_spread
     assert {p.device.type for p in there.model.parameters()} == {"cpu", "cuda"}
-    assert [card.device for card in cards_of(there)] == ["cuda:0"]
+    assert [card.device for card in card_uses(there)] == ["cuda:0"]
     greedy = Sampling(2, 8, temperature=0.0)
     answers = [
         [

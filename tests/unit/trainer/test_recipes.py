@@ -43,7 +43,7 @@ def text_of(name):
     return (resources.files("swarmnode") / "recipes" / f"{name}.toml").read_text()
 
 
-def shape_of(model):
+def model_shape(model):
     size = re.search(r"-([\d.]+B)-", model)[1]
     hidden, intermediate, layers, heads, keys, tied = SHAPES[size]
     return Shape.of_config(
@@ -74,7 +74,7 @@ def test_its_figures_are_the_plans(name):
     where = policy.device if policy.device != "auto" else "cuda"
     method = Method(where, policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
     shape, length, card = (
-        shape_of(policy.model),
+        model_shape(policy.model),
         PROMPT + training.max_completion_length,
         int(re.search(r"(\d+)gb", name)[1]) if where == "cuda" else 8,
     )
