@@ -69,7 +69,6 @@ def settings_in(directory: Path, rank: int, copies: bool) -> Callable[[int], Set
             "max_completion_length": ANSWER,
             "learning_rate": 1e-6,
             "eval_every": 10_000,
-            "eval_budget": 1.0,
             "seed": number,
         },
         "stages": {

@@ -35,7 +35,6 @@ def settings_of(policy: Path, url: str, steps: int, seed: int) -> dict[str, dict
             "max_completion_length": EMBEDDED_POLICY.max_completion_length,
             "max_steps": steps,
             "eval_every": 10,
-            "eval_budget": 1.0,
             "save_every": 10.0,
             "seed": seed,
         },

@@ -79,7 +79,6 @@ def _node(directory: Path, name: str, model: str, asked: argparse.Namespace) -> 
                 "max_completion_length": asked.answer,
                 "learning_rate": 1e-6,
                 "eval_every": 2,
-                "eval_budget": 1.0,
             },
             "http": {"port": 0},
             **stages,

@@ -1,7 +1,7 @@
-"""What a person sets for one node. What a swarm must agree on is not here but in its manifest.
+"""The settings of one node. The manifest of its swarm overrides those that members must agree on.
 
-Frozen, and unknown keys are errors. Every field's description is what `swarmnode run --help` and
-docs/configuration.md show. Training keys carry TRL's names.
+Sections are frozen, and unknown keys are errors. The docstring of a field is its description in
+`swarmnode run --help` and docs/configuration.md. Training keys have TRL's names.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ DEVICES = re.compile(
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,63}")
 HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 LARGEST = 2**63 - 1
-"""Bound of whole numbers: torch's seeds and the messages between processes have 64 bits."""
+"""Largest whole number: torch's seeds and the messages between processes have 64 bits."""
 YEAR_SECONDS = 366 * 86_400
-"""Longest wait that can be set: timers overflow at some number."""
+"""Longest duration of a setting, because timers overflow."""
 NAME_BYTES = 64
-"""UTF-8 bytes of a node's or a swarm's name, in its summary and in the manifest."""
+"""Most UTF-8 bytes of the name of a node or a swarm."""
 TOKENS = 16 * 1024
-"""Tokens of a completion that can be shared. `wire.limits` has the same number."""
+"""Most tokens of a completion that is shared, as in `wire.limits`."""
 TEMPERATURE = 100.0
 SERVER_TEMPERATURE = 2.0
 GROUPS_PER_SECOND = 1000.0
-"""Highest values that a manifest may have, as in `wire.limits`, and an inference server."""
+"""Largest values of a manifest, as in `wire.limits`, and of an inference server."""
 
 
 def _check_name(text: str) -> str:
@@ -69,7 +69,7 @@ def _check_revision(text: str | None) -> str | None:
 
 
 def _count_as_text(value: object) -> object:
-    """Take a count of devices as a number, too: `devices = 2`."""
+    """Convert a number of devices to text, for `devices = 2`."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -127,8 +127,8 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _numbers(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse `true` where a number is meant, which pydantic takes for 1, and whole numbers
-        above 63 bits."""
+        """Refuse `true` as a number, which pydantic accepts as 1, and whole numbers above 63
+        bits."""
         field = cls.model_fields[info.field_name or ""]
         if isinstance(value, bool) and field.annotation in (int, float):
             raise ValueError("Input should be a number, not true or false")
@@ -138,7 +138,7 @@ class Section(BaseModel):
 
 
 def _default_data_dir() -> Path:
-    """Relative for a user without a home directory, which `settings.load` refuses."""
+    """Return a relative path if the user has no home directory; `settings.load` refuses it."""
     try:
         return Path(platformdirs.user_state_dir("swarmnode"))
     except RuntimeError:
@@ -147,82 +147,81 @@ def _default_data_dir() -> Path:
 
 class NodeConfig(Section):
     data_dir: Path = Field(default_factory=_default_data_dir)
-    """Identity, peer book, trainer state and sockets live here. One node per directory."""
+    """Directory of identity, peer book, trainer state and sockets. One node per directory."""
     name: Name = ""
-    """Shown on the status page and in logs, and, with share_summary, to other nodes' operators;
-    means nothing to their programs."""
+    """Name on the status page and in logs; with share_summary also on other nodes' pages."""
     share_summary: bool = True
-    """Tell peers this node's name, version, step, held-out reward, counts and uptime, for the swarm
+    """Send peers this node's name, version, step, held-out reward, counts and uptime, for the swarm
     panel of their status pages."""
     quiet_hours: Annotated[str, AfterValidator(_check_hours)] = ""
-    """Local time in which the machine is yours, e.g. `22:00-07:00`: no training steps and no
-    sharing. Empty is none."""
+    """Local time without training steps and sharing, e.g. `22:00-07:00`. Empty: none."""
     rest_on_battery: bool = False
-    """Take no training steps while the machine runs on its battery."""
+    """Take no training steps while the machine runs on battery power."""
     rest_above_load: float = Field(default=0.0, ge=0, le=1)
     """Take no training steps while other programs use more than this share of all processors, e.g.
-    0.25, and five minutes on. 0 is off."""
+    0.25, and for five minutes after. 0: off."""
 
 
 class SwarmConfig(Section):
     name: Name = Field(default="local", min_length=1)
-    """Nodes with the same name, tasks and wire version form one swarm, where there is no
-    manifest."""
+    """Without a manifest, nodes with the same name, tasks and wire version form one swarm."""
     invite: str = Field(default="", max_length=8192)
-    """What `swarmnode join` is given; `run` then joins by itself, e.g. in a container. Empty: the
+    """Invite, as for `swarmnode join`; `run` then joins that swarm, e.g. in a container. Empty: the
     swarm joined last, if any."""
     id: str = Field(default="", pattern="^([0-9a-f]{64})?$", json_schema_extra={"agreed": True})
-    """Swarm id of the manifest that the node runs by; no setting, only the manifest says it."""
+    """Swarm id of the manifest; set by the node itself."""
     follow: Literal["ask", "founder", "never"] = "ask"
-    """When the founder signs a successor: wait for `swarmnode manifest follow`, move there by
-    itself, or ignore it."""
+    """If the founder signs a successor of the swarm: `ask` waits for `swarmnode manifest follow`,
+    `founder` moves to it, `never` ignores it."""
 
 
 class NetworkConfig(Section):
     listen_addrs: list[str] = ["/ip4/127.0.0.1/tcp/0"]
-    """Multiaddrs to listen on. Port 0 is chosen once and then kept in the data directory."""
+    """Multiaddrs to listen on. Port 0 is replaced by a free port once, which is then stored in the
+    data directory."""
     announce_addrs: list[str] = []
-    """Multiaddrs told to peers instead of the listen addresses, e.g. behind a port mapping."""
+    """Multiaddrs that peers are given in place of the listen addresses, e.g. behind a port
+    mapping."""
     initial_peers: list[str] = []
-    """Multiaddrs of peers to join through, each ending in /p2p/<peer id>."""
+    """Multiaddrs of the first peers to connect to, each with /p2p/<peer id> at the end."""
     mdns: bool = True
     """Find peers on the local network."""
     max_connections: int = Field(default=200, ge=2, le=65535)
-    """Inbound and outbound connections together."""
+    """Most connections, inbound and outbound together."""
     relay: Literal["off", "client", "server", "auto"] = "auto"
-    """Circuit relay: `client` is called through relays, `server` relays for others, `auto` does the
-    one or the other by whether it can be reached, `off` neither."""
+    """Circuit relay. `client`: peers reach this node through relays. `server`: this node relays for
+    others. `auto`: server if strangers can dial it, else client. `off`: neither."""
     hole_punching: bool = True
-    """Try to replace relayed connections by direct ones."""
+    """Try to replace a relayed connection by a direct one."""
     upload_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained upload of this node, all protocols together; above it groups are not published
-    or served. 0 is off."""
+    """Cap on the sustained upload of all protocols together. Above it, groups are not published or
+    served. 0: off."""
     download_bytes_per_second: int = Field(default=0, ge=0)
-    """Sustained download; above it nothing is fetched until it has caught up. 0 is off."""
+    """Cap on the sustained download. Above it, nothing is fetched for a while. 0: off."""
     monthly_bytes: int = Field(default=0, ge=0)
-    """Upload and download of a calendar month, local time; once used up, sharing pauses until the
-    next. 0 is off."""
+    """Upload and download per calendar month, local time. After that, sharing pauses until the next
+    month. 0: off."""
 
 
 class LoraSettings(Section):
     r: int = Field(default=0, ge=0, le=1024)
-    """Rank; 0 trains all weights."""
+    """Rank of the adapter. 0: no adapter, all weights are trained."""
     lora_alpha: int = Field(default=16, ge=1, le=65536)
     """Scale of the adapter."""
 
 
 class ServerSettings(Section):
     url: str = Field(default="", max_length=1024)
-    """A vLLM or SGLang server that samples in place of this node's own engine, such as
+    """URL of a vLLM or SGLang server that samples in place of this node's own engine, such as
     `http://127.0.0.1:8000`. `swarmnode serve-command` prints how to start one. Empty: none."""
     kind: Literal["vllm", "sglang"] = "vllm"
-    """What runs there."""
+    """Kind of that server."""
     directory: str = ""
-    """Where the trainer writes the weights that the server loads, this node's alone: the server
-    must see it by the same path. Empty is `served` in the data directory."""
+    """Directory for the weights that the server loads. The server needs it under the same path, and
+    no other node may use it. Empty: `served` in the data directory."""
     allow_public: bool = False
-    """Use a server at a public address. It has no authentication: whoever reaches it can change
-    what it samples from."""
+    """Allow a server at a public address. It has no authentication: anyone who can reach it can
+    change its weights."""
 
     @model_validator(mode="after")
     def _is_usable(self) -> ServerSettings:
@@ -257,35 +256,35 @@ class ServerSettings(Section):
 
 class PolicyConfig(Section):
     model: str = Field(default=EMBEDDED, min_length=1)
-    """`embedded`, a directory, or a Hugging Face Hub name."""
+    """Model: `embedded` (a tiny one), a directory, or a name on the Hugging Face Hub."""
     revision: Annotated[str | None, AfterValidator(_check_revision)] = None
-    """Revision of a Hub model."""
+    """Commit, tag or branch of a model on the Hub."""
     devices: Annotated[str, BeforeValidator(_count_as_text), AfterValidator(_check_devices)] = (
         "auto"
     )
-    """Devices that train, one process each: `auto` (all GPUs that hold the model, else the CPU),
-    `cpu`, `cuda` (all GPUs), `cuda:0,cuda:2`, `mps`, `xpu`, or a count, e.g. `2`: the first two
-    GPUs, without a GPU two processes on the CPU. An AMD GPU is `cuda`, too."""
+    """Devices to train on, with one process each: `auto` (all GPUs that can hold the model, else
+    the CPU), `cpu`, `cuda` (all GPUs), `cuda:0,cuda:2`, `mps`, `xpu`, or a number. `2` is the first
+    two GPUs, or without a GPU two processes on the CPU. An AMD GPU is `cuda` too."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in, trained weights being float32; `auto` is bfloat16 where a
-    GPU has it, float16 on an NVIDIA GPU of compute capability 7 (V100, T4), else float32."""
+    """Number format of the model's computations; trained weights are float32. `auto`: bfloat16 on a
+    GPU that has it, float16 on an NVIDIA GPU of compute capability 7 (V100, T4), else float32."""
     lora: LoraSettings = LoraSettings()
     quantization: Literal["none", "8bit", "4bit"] = "none"
-    """Keep the frozen base in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter, lora.r >
-    0, and a CUDA device."""
+    """Store the frozen base model in 8 or 4 bits (bitsandbytes, extra `quant`). Needs an adapter,
+    lora.r > 0, and a CUDA device."""
     optim: Literal["adamw", "adamw_8bit"] = "adamw"
-    """Adam's two moments in 32 bits, or in 8 (bitsandbytes, extra `quant`; a CUDA device): 6 bytes
-    less per trained parameter."""
+    """Optimizer. `adamw_8bit` stores Adam's two moments in 8 bits, which saves 6 bytes per trained
+    parameter (bitsandbytes, extra `quant`; needs a CUDA device)."""
     threads: int = Field(default=0, ge=0, le=1024)
-    """CPU threads of the trainer; 0 leaves it to torch."""
+    """CPU threads of the trainer. 0: torch decides."""
     chat: dict[str, bool | int | float | str] = Field(default={}, max_length=16)
-    """What a chat model is told around every question: `system`, the system prompt, and arguments
-    of its template, such as `enable_thinking`. A swarm agrees on it."""
+    """Chat template of a chat model: `system` is the system prompt; other keys are arguments of the
+    template, such as `enable_thinking`. The members of a swarm use the same."""
     server: ServerSettings = ServerSettings()
 
     @property
     def device(self) -> str:
-        """The first of `devices`; `auto` where they are only counted."""
+        """The first of `devices`; `auto` if `devices` is a number."""
         return "auto" if self.devices.isdecimal() else self.devices.partition(",")[0]
 
     @model_validator(mode="after")
@@ -303,35 +302,33 @@ class PolicyConfig(Section):
 class DatasetConfig(Section):
     source: str
     """A .jsonl or .parquet file, a name on the Hugging Face Hub, `verifiers:<id>` for an installed
-    taskset, or the URL of an OpenEnv server of yours, the task named `env/…` then."""
+    taskset, or the URL of your own OpenEnv server; then the task's name begins with `env/`."""
     prompt: str = "prompt"
-    """Column of the question; of an environment, a field of its observation."""
+    """Column of the question. For an environment: field of its observation."""
     answer: str = "answer"
-    """Column of the right answer; of an environment, the field of an action that holds the
-    answer."""
+    """Column of the right answer. For an environment: field of an action that holds the answer."""
     difficulty: str | None = None
-    """Column of how hard a row is; its values, at most 16, are the task's difficulties."""
+    """Column of a row's difficulty. It has at most 16 different values."""
     verifier: str = "exact"
     """Verifier: exact, numeric, choice, set, boxed, json, json_schema, majority (which needs no
-    right answers), or a reward function of your own, `module:function`."""
+    right answers), or your own reward function, `module:function`."""
     extract: str = "auto"
-    """Where it stands: tag, boxed, last_number, last_letter, last_line, whole; auto: where it is
-    marked, else what suits the verifier."""
+    """Place of the answer in a completion: tag, boxed, last_number, last_letter, last_line or
+    whole. auto: the marked place, or else the one that suits the verifier."""
     nothing_after: bool = False
-    """A completion in which something follows the answer earns 0. Turn it on where the answer has
-    a fixed form: strangers can teach what changes no reward."""
+    """Give 0 to a completion with text after the answer. Use it if answers have a fixed form,
+    because peers can teach habits that do not change the reward."""
     template: str = "{prompt}"
-    """What is asked; `{prompt}` is the column's text."""
+    """Text of the question; `{prompt}` is the text of the column."""
     turns: int = Field(default=1, ge=1, le=32)
-    """Most actions of an episode. Above 1 `verifier` is an environment of your own, a function or a
-    class whose methods are tools; of a server, most steps."""
+    """Most actions of an episode. If above 1, `verifier` is your own environment: a function, or a
+    class whose methods are tools. For a server: most steps."""
     weights: dict[str, float] = {}
-    """Weights of the components that a reward function of yours returns, by name; one that is not
-    named weighs 1."""
+    """Weights of the components that your reward function returns, by name. The default is 1."""
     held_out: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the rows that are never trained on and are there for evaluation."""
+    """Share of the rows that are used only for evaluation."""
     revision: str | None = None
-    """Commit or tag on the Hub; needed there."""
+    """Commit or tag on the Hub; required for a dataset there."""
     subset: str | None = None
     """Configuration of a dataset on the Hub."""
     split: str = "train"
@@ -353,38 +350,37 @@ class TaskConfig(Section):
         ],
         min_length=1,
     )
-    """Tasks to train on, `gym/…` and `textarena/…` among them; other nodes' groups of other tasks
-    are not taken."""
+    """Tasks to train on, `gym/…` and `textarena/…` included. Groups of other tasks are refused."""
     modules: list[str] = []
-    """Tasks of your own, `package.module:function`, installed beside swarmnode; name them in
-    `names` too. docs/own-task.md."""
+    """Your own tasks, as `package.module:function`, installed with swarmnode. List them in `names`
+    too. See docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
-    """Arguments of such a task, by its name, and `turns`, the most actions of an episode, 1 to 32
-    (above 1 it is an episode task); of one of ours its generator's numbers (a list: one for each
-    difficulty), and `extract`, where the answer stands."""
+    """Arguments of a task by its name. Of your own task: arguments of its function, and `turns`,
+    the most actions of an episode, 1 to 32. Of a built-in task: numbers of its generator (in a
+    list, one per difficulty), and `extract`, the place of the answer."""
     datasets: dict[str, DatasetConfig] = {}
-    """Datasets to train on, by a name of yours that begins with `data/`, or with `env/` for a
-    server; name it in `names` too. docs/own-task.md has their keys."""
+    """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
+    them in `names` too. docs/own-task.md describes the keys."""
     held_out_per_task: int = Field(default=16, ge=1)
     """Evaluation questions per task."""
 
 
 class TrainingConfig(Section):
     num_generations: int = Field(default=8, ge=2, le=64)
-    """Completions per group, G."""
+    """Number of completions per group, G."""
     groups_per_step: int = Field(default=8, ge=1)
-    """Groups in a training batch, B = I + J."""
+    """Number of groups in a training batch, B = I + J."""
     target_step_seconds: Seconds = 0.0
-    """Fit the groups of a step to this node's speed, between an eighth of groups_per_step and all
-    of it; 0 is off."""
+    """Intended duration of a step. A slower node uses fewer groups per step, down to an eighth of
+    groups_per_step. 0: off."""
     max_completion_length: int = Field(default=EMBEDDED_POLICY.max_completion_length, ge=1)
-    """Sampled tokens per completion, at most. The default follows the model."""
+    """Most sampled tokens per completion. The default depends on the model."""
     temperature: float = Field(default=1.0, gt=0, le=TEMPERATURE)
     """Sampling temperature."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling. 1: off."""
     learning_rate: float = Field(default=EMBEDDED_POLICY.learning_rate, gt=0, le=10)
-    """AdamW learning rate. The default follows the model."""
+    """Learning rate of AdamW. The default depends on the model."""
     options: list[
         Literal[
             "warmup",
@@ -406,42 +402,40 @@ class TrainingConfig(Section):
             "train_once",
         ]
     ] = []
-    """Any of: `warmup`, `linear` or `cosine` (the learning rate; the last two fall to 0 at
-    max_steps), `effective_rate` (times the root of the effective share), `dynamic_sampling` (sample
-    on until the step's own groups carry a signal), `mask_truncated` or `overlong_shaping` (what was
-    cut is left out, or costs reward), `lockstep` or `continuous` (the engine that samples; neither:
-    the faster one, found by measuring, or lockstep for answers of at most 32 tokens), `tis` (the
-    default), `mis`, `icepop`, `sequence_tis`, `sequence_mis` or `sequence_icepop` (what corrects
-    own completions for the policy that sampled them, by token or by sequence), `curriculum` (ask
-    where a signal is likely, by own groups; a swarm founded with it lets members
-    choose), `train_once` (no group of an earlier step is trained on again)."""
+    """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps;
+    `effective_rate`, which multiplies it by the root of the effective share. Sampling:
+    `dynamic_sampling` samples until the step's own groups have a signal; `lockstep` or `continuous`
+    sets the engine (otherwise the faster one by measurement, or lockstep for completions of at most
+    32 tokens); `curriculum` prefers questions that probably give a signal. Cut completions:
+    `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction of own
+    completions for a sampling policy that differs, per token or per sequence: `tis` (the default),
+    `mis`, `icepop`, `sequence_tis`, `sequence_mis`, `sequence_icepop`. `train_once`: no group is
+    used in a second step."""
     advantage: Literal["grpo", "dr_grpo", "mc_grpo", "gdpo"] = "grpo"
-    """Advantage estimator."""
+    """Estimator of the advantages."""
     loss_type: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
-    """Objective: clipped token ratios as token mean, sequence mean or over a constant length; one
-    ratio per sequence; bounded weights."""
+    """Objective. `dapo`, `grpo`, `dr_grpo`: clipped token ratios, as the mean over tokens, over
+    sequences, or over a constant length. `gspo`: one ratio per sequence. `cispo`: bounded
+    weights."""
     beta: float = Field(default=0.0, ge=0)
-    """Weight of the KL penalty to the start policy; above 0 keeps a reference copy."""
+    """Weight of the KL penalty to the start policy. Above 0, a copy of that policy is stored."""
     per_device_train_tokens: int = Field(default=16384, ge=64)
-    """Micro-batch bound, prompt and completion tokens with padding; halved when memory runs out. A
-    GPU samples more than that at once where it has room."""
-    eval_every: int = Field(default=10, ge=1)
-    """Steps between held-out evaluations, at least."""
-    eval_budget: float = Field(default=0.05, gt=0, le=1)
-    """Share of all sampled tokens that held-out evaluations may take; one that would come too early
-    is put off. 1 is no limit."""
+    """Most tokens of a micro-batch, with prompts, completions and padding. It is halved when memory
+    runs out. A GPU with free memory samples more at once."""
+    eval_every: int = Field(default=0, ge=0)
+    """Steps between two held-out evaluations. 0: 10 steps, or more if the evaluations would take
+    more than 5 % of all sampled tokens."""
     save_every: Seconds = 60.0
-    """Seconds of work that a crash costs at most if a step and a write of the state take below half
-    of it. 0 saves after every step. Weights and counters are saved that often, whatever their size.
-    The optimizer's moments are saved with them as long as whole states stay below 1 TB a day; of a
-    3 B model they can be 52 minutes old after a crash."""
+    """Seconds between two saves of weights and counters. 0: after every step. The optimizer's state
+    is saved with them if whole states are written at less than 1 TB per day; for a 3 B model it can
+    be 52 minutes old after a crash."""
     max_steps: int = Field(default=0, ge=0)
-    """Stop after this many steps; 0 is never. Who holds a later stage of a crew stays until its
-    head has ended, or takes another step."""
+    """Stop after this many steps. 0: never. A node with a later stage of a crew stops after its
+    head."""
     seed: int = Field(default=0, ge=0)
-    """Seed of sampling and initialisation."""
+    """Random seed of sampling and initialisation."""
     step_interval: Seconds = 0.0
-    """Least seconds between the starts of two steps; paces a node that shares its machine."""
+    """Shortest time between the starts of two steps, for a node on a shared machine."""
 
     @model_validator(mode="after")
     def _options_fit(self) -> TrainingConfig:
@@ -482,26 +476,26 @@ class SharingConfig(Section):
     enabled: bool = True
     """Publish groups and train on those of other nodes."""
     groups_per_second: float = Field(default=16.0, gt=0, le=GROUPS_PER_SECOND)
-    """Groups accepted from one peer, sustained."""
+    """Sustained rate of groups that are accepted from one peer."""
 
 
 class WeightsConfig(Section):
     rule: Literal["noloco", "gossip", "off"] = "noloco"
-    """How replicas of one policy are averaged: `noloco`, `gossip` (the plain mean of a pair), or
-    not at all."""
+    """Averaging of the weights with peers: `noloco`, `gossip` (the plain mean of a pair), or
+    `off`."""
     sync_every: int = Field(default=50, ge=1)
-    """Training steps between two outer steps, H."""
+    """Training steps between two outer steps of a fragment, H."""
     fragments: int = Field(default=4, ge=1, le=1024)
-    """Parts of the policy that are averaged in turn, each once in sync_every steps; never more than
-    it has layers."""
+    """Number of fragments of the policy. They are averaged in turn, each once in sync_every steps.
+    At most one per layer."""
     lora_a: Literal["shared", "trained"] = "shared"
-    """With an adapter: freeze A at values that all nodes derive alike and average B, which is
-    exact; or train and average both."""
+    """With an adapter. `shared`: A is frozen at values that all nodes derive, and B is averaged,
+    which is exact. `trained`: both are trained and averaged."""
     join_seconds: Seconds = 15.0
-    """How long a node without state waits for a neighbour to offer its own before it starts from
-    the base policy."""
+    """Time for which a node without state waits for a neighbour's state, before it starts from the
+    base policy."""
     join_from_one: bool = False
-    """Take the state of a single neighbour where there is no second one to compare it with: for two
+    """Accept the state of a single neighbour, without a second one to compare it with: for two
     nodes that trust each other."""
 
 
@@ -510,10 +504,9 @@ class StagesConfig(Section):
     """Whether several nodes hold one policy together, each a block of its layers (a stage). `auto`:
     only where the policy does not fit this node. `always`: even where it fits. `off`: never."""
     capacity: int = Field(default=0, ge=0)
-    """Most memory in bytes that this node's stage may take. 0 uses the free memory that is measured
-    at the start."""
+    """Most memory in bytes for this node's stage. 0: the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
-    """Number of stages in a crew that this node proposes. 0 lets the planner choose the fastest
+    """Number of stages in a crew that this node proposes. 0: the planner chooses the fastest
     split."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """Number format of the activations that stages send each other. Gradients are sent in float32
@@ -524,18 +517,19 @@ class StagesConfig(Section):
     weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half of the
     micro-batches in swapped order, so that the first and last stage can be rebuilt too."""
     checkpoint_every: int = Field(default=20, ge=1)
-    """Training steps between two checkpoints that a stage gives its neighbours. If a node and its
-    disk are lost, at most about so many steps of its stage are lost."""
+    """Training steps between two checkpoints that a stage sends to its neighbours. The loss of a
+    node and its disk costs about that many steps at most."""
     policy_copy: Literal["off", "disk", "memory", "both"] = "off"
     """Whether this node also stores a copy of the whole policy. `disk`: every stage's checkpoint,
     so that `swarmnode export` works here. `memory`: an int8 copy to sample from, which is much
     faster than sending each token through all stages. `both`: both."""
     wait_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
-    """How long a node whose stage is trained waits for a crew that can continue with it, before it
-    starts again from the base model."""
+    """Time for which a node with a trained stage waits for a crew that can continue with it, before
+    it starts again from the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
     """Which peers may be in a crew with this node. `known`: peers whose rollouts were useful or
-    that trained with us before. `allowed`: the peers in `stages.allowed`. `anyone`: all peers."""
+    that trained with this node before. `allowed`: the peers in `stages.allowed`. `anyone`: all
+    peers."""
     allowed: list[str] = []
     """Peer ids for `trust = "allowed"`."""
 
@@ -544,27 +538,19 @@ class HttpConfig(Section):
     host: Annotated[str, AfterValidator(_check_host)] = "127.0.0.1"
     """Address of /metrics, /healthz, /readyz, /status and the status page. They are read-only."""
     port: int = Field(default=9464, ge=0, le=65535)
-    """0 chooses a free port."""
+    """Port of that address. 0: any free port."""
 
 
 class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Least severe level that is written."""
+    """Least severe level of log lines."""
     trackers: list[Literal["tensorboard", "wandb", "trackio"]] = []
-    """Where measurements of steps go as well; each needs its package. TensorBoard's files lie in
-    the data directory, under `log`."""
-
-
-class SupervisorConfig(Section):
-    startup_seconds: float = Field(default=300.0, gt=0, le=YEAR_SECONDS)
-    """A process that has not made its first progress by then is restarted."""
-    drain_seconds: float = Field(default=20.0, gt=0, le=YEAR_SECONDS)
-    """Time to finish after the first SIGTERM, beside that of the step under way. Saving is not cut
-    short."""
+    """Trackers that also receive the measurements of each step; each needs its package.
+    TensorBoard's files are in `log` of the data directory."""
 
 
 class Config(Section):
-    """A node's configuration. Precedence: command line, SWARMNODE_* environment, file, default."""
+    """Configuration of a node. Precedence: command line, SWARMNODE_* environment, file, default."""
 
     node: NodeConfig = NodeConfig()
     swarm: SwarmConfig = SwarmConfig()
@@ -577,7 +563,6 @@ class Config(Section):
     stages: StagesConfig = StagesConfig()
     http: HttpConfig = HttpConfig()
     log: LogConfig = LogConfig()
-    supervisor: SupervisorConfig = SupervisorConfig()
 
     @model_validator(mode="after")
     def _answers_can_be_shared(self) -> Config:
@@ -604,8 +589,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _defaults_follow_the_model(self) -> Config:
-        """Give `training` the model's defaults in place of values that nobody has set. They count
-        as not set, so that they follow when a manifest names another model."""
+        """Give `training` the model's defaults for the values that are not set. They still count
+        as not set, so that they change if a manifest names another model."""
         found = defaults_for(self.policy.model, self.policy.lora.r).values()
         unset = {k: v for k, v in found.items() if k not in self.training.model_fields_set}
         if any(getattr(self.training, key) != default for key, default in unset.items()):

@@ -25,16 +25,19 @@ class DropCounts(msgspec.Struct, frozen=True):
 class DropTally:
     """Counter of one kind of thing that is either kept or dropped."""
 
-    def __init__(self, event: str, quiet: Collection[str] = ()) -> None:
+    def __init__(
+        self, event: str, quiet: Collection[str] = (), *, reasons: Collection[str] = ()
+    ) -> None:
         """
         Args:
             event: log event of the first drop for each reason.
             quiet: reasons that are logged at level info; all others are warnings.
+            reasons: reasons that are counted from 0, so that a metric shows their first drop.
         """
         self._event = event
         self._quiet = frozenset(quiet)
         self._kept = 0
-        self._dropped: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter(dict.fromkeys(reasons, 0))
         self._since_kept: Counter[str] = Counter()
 
     def keep(self, count: int = 1) -> None:
@@ -54,36 +57,44 @@ class DropTally:
         self._since_kept[reason] += count
 
     def statistics(self) -> DropCounts:
-        return DropCounts(
-            self._kept,
-            {reason: n for reason, n in self._dropped.items() if n},
-            dict(self._since_kept),
-        )
+        return DropCounts(self._kept, dict(self._dropped), dict(self._since_kept))
 
 
 class TrainerDrops:
     """One tally for each kind of thing that the trainer keeps or drops."""
 
     def __init__(self) -> None:
-        self.update = DropTally("no update", quiet=("no_signal", "overflow"))
+        self.update = DropTally(
+            "no update",
+            quiet=("no_signal", "overflow"),
+            reasons=("no_signal", "not_finite", "overflow", "refused"),
+        )
         """`no_signal`: no row had an advantage. `not_finite`: the gradient was not finite.
         `overflow`: the gradient overflowed float16, and the loss scale was lowered. `refused`: the
         crew took no step."""
-        self.question = DropTally("question not asked")
+        self.question = DropTally("question not asked", reasons=("no_question", "too_long"))
         """`no_question`: the task made no question. `too_long`: the question leaves no room for an
         answer in the model's context."""
-        self.held_out = DropTally("held-out question left out")
+        self.held_out = DropTally(
+            "held-out question not asked", reasons=("no_question", "not_scored")
+        )
         """`no_question`: the task made no question. `not_scored`: the scorer failed."""
-        self.group = DropTally("own group not shared")
+        self.group = DropTally(
+            "own group not shared", reasons=("not_scored", "special_ids", "charset")
+        )
         """`not_scored`: the scorer failed. `special_ids`, `charset`: fewer than two
         of its completions can be shared."""
-        self.completion = DropTally("completion dropped", quiet=("cut",))
+        self.completion = DropTally(
+            "completion dropped",
+            quiet=("cut",),
+            reasons=("charset", "special_ids", "cut", "too_large"),
+        )
         """`charset`: it holds control characters, earned 0 and was not shared. `special_ids`: it
         holds tokens without text and was not shared. `cut`: it ended at the length limit, and
         `mask_truncated` is on. `too_large`: it did not fit into memory."""
         self.external = DropTally("group of a peer refused")
         """Reasons are those of `rollouts.groups.Outcome`."""
-        self.message = DropTally("message to the network process lost")
+        self.message = DropTally("message to the network process lost", reasons=("link_full",))
         """`link_full`: the queue filled up while the network process was not connected."""
 
     def statistics(self) -> dict[str, DropCounts]:

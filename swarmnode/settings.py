@@ -1,7 +1,7 @@
-"""Where a configuration comes from: command line over SWARMNODE_* environment over a named file
-over what the data directory keeps over the user's file over default.
+"""Load the configuration from its sources.
 
-One wrong key or value is one line that names where it was written, the key and the nearest valid
+Precedence: command line, SWARMNODE_* environment, named file, file in the data directory, user's
+file, default. A wrong key or value gives one line with its source, the key and the nearest valid
 key.
 """
 
@@ -39,9 +39,9 @@ NOT_SETTINGS = {
 
 
 FOLLOW_MODEL = {f"training.{name}" for name in model_defaults.EMBEDDED_POLICY.values()}
-"""Keys whose default follows the model."""
+"""Keys whose default depends on the model."""
 MODEL_DEFAULT = "default for this model"
-"""Origin of a value that nobody has set, of one of those keys."""
+"""Origin of such a default."""
 
 Settings = dict[str, tuple[object, str]]
 """Value and origin by dotted key."""
@@ -49,13 +49,13 @@ Settings = dict[str, tuple[object, str]]
 
 @dataclass(frozen=True)
 class Resolved:
-    """A configuration and, for every key that is not a default, where it was set."""
+    """A configuration, and the origin of each key that is not a default."""
 
     config: Config
     origins: dict[str, str]
 
     def rows(self) -> Iterator[tuple[str, object, str]]:
-        """(dotted key, value, origin) for every key, in the order of config.py."""
+        """Yield (dotted key, value, origin) for each key, in the order of config.py."""
         for key in valid_keys():
             default = MODEL_DEFAULT if key in FOLLOW_MODEL else "default"
             yield key, value(self.config, key), self.origins.get(key, default)
@@ -65,14 +65,14 @@ C = TypeVar("C", bound=BaseModel)
 
 
 def is_set(config: BaseModel, key: str) -> bool:
-    """Whether somebody has set a dotted key, be it to its default."""
+    """Return True if a dotted key was set, even to its default."""
     outer, _, leaf = key.rpartition(".")
     section = value(config, outer) if outer else config
     return isinstance(section, BaseModel) and leaf in section.model_fields_set
 
 
 def value(config: BaseModel, key: str) -> object:
-    """What a dotted key is set to."""
+    """Return the value of a dotted key."""
     found: object = config
     for name in key.split("."):
         found = getattr(found, name)
@@ -80,10 +80,15 @@ def value(config: BaseModel, key: str) -> object:
 
 
 def replaced(config: C, values: Mapping[str, object], where: str) -> C:
-    """`config` with `values` by dotted key in place of its own; what else nobody has set stays so.
-    `where`: named in errors.
+    """Return `config` with the values of some dotted keys replaced.
 
-    Raises ConfigError for one that does not fit.
+    Keys that were not set stay so, and keep following the model.
+
+    Args:
+        where: Source of the values, for errors.
+
+    Raises:
+        ConfigError: A value is invalid.
     """
     tree = config.model_dump(exclude_unset=True)
     for key, wanted in values.items():
@@ -102,8 +107,7 @@ def replaced(config: C, values: Mapping[str, object], where: str) -> C:
 
 
 def default_file() -> Path:
-    """The file that is read when none is named: `config.toml` in the user's configuration
-    directory."""
+    """Return the user's file: `config.toml` in the user's configuration directory."""
     try:
         directory = Path(platformdirs.user_config_dir("swarmnode"))
     except RuntimeError:  # no home directory, so no file in it either
@@ -112,16 +116,17 @@ def default_file() -> Path:
 
 
 def kept_file(data_dir: Path) -> Path:
-    """What was said once of the node in a data directory: `join` and `init` write their --set
-    there, and `config set` does."""
+    """Return the file of a data directory that `join`, `init` and `config set` write."""
     return data_dir / "config.toml"
 
 
 def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) -> Path:
-    """Add a recipe and `key=value` texts, which have been checked, to what is kept in a data
-    directory. Returns the file.
+    """Add a recipe and `key=value` texts to the file of a data directory, and return its path.
 
-    Raises Unavailable.
+    The caller has validated them.
+
+    Raises:
+        Unavailable: The file cannot be written.
     """
     path = kept_file(data_dir)
     said = (
@@ -135,8 +140,8 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
         if key != "node.data_dir"
     }
     lines = [
-        "# What was said once of this node. `swarmnode config set KEY=VALUE` adds to it; comments"
-        " are not kept."
+        "# Settings of this node. `swarmnode config set KEY=VALUE` changes them and removes"
+        " comments."
     ]
     for section in sorted({key.rpartition(".")[0] for key in values}):
         lines += ["", f"[{section}]"]
@@ -153,8 +158,7 @@ def keep(data_dir: Path, overrides: Sequence[str], recipe: str | None = None) ->
 
 
 def _from_anywhere(key: str, setting: object) -> object:
-    """A setting that means the same in every working directory: a model's directory is absolute,
-    and so is the file of a dataset."""
+    """Return a setting with absolute paths of models and datasets, for any working directory."""
     if key == "policy.model" and isinstance(setting, str) and Path(setting).expanduser().is_dir():
         return str(Path(setting).expanduser().absolute())
     if key == "task.datasets" and isinstance(setting, Mapping):
@@ -175,7 +179,7 @@ def _from_anywhere(key: str, setting: object) -> object:
 
 
 def toml(value: object) -> str:
-    """A value as TOML has it."""
+    """Return a value in TOML."""
     if isinstance(value, Mapping):
         return (
             "{"
@@ -193,8 +197,8 @@ def toml(value: object) -> str:
 
 
 def template() -> str:
-    """A configuration file that says what can be set, and sets nothing."""
-    lines = ["# Every setting with its default; take the # away in front of what you change."]
+    """Return a configuration file with all settings commented out."""
+    lines = ["# Every setting with its default. Remove the # in front of those that you change."]
     keys = valid_keys()
     for section in dict.fromkeys(key.rpartition(".")[0] for key in keys):
         lines += ["", f"[{section}]"]
@@ -210,13 +214,13 @@ def template() -> str:
 
 
 def _data_dir(settings: Settings) -> Path:
-    """Where the node is, before anything is known to be valid."""
+    """Return the data directory of settings that are not validated yet."""
     named = settings.get("node.data_dir", (None, ""))[0]
     return Path(named) if isinstance(named, str) and named else Config().node.data_dir
 
 
 def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of `model`, leaves only."""
+    """Return the dotted keys of all settings of `model`."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         inner = field.annotation
@@ -228,7 +232,7 @@ def valid_keys(model: type[BaseModel] = Config, prefix: str = "") -> list[str]:
 
 
 def _agreed(field: FieldInfo) -> bool:
-    """Whether only a manifest fills this in."""
+    """Return True if only a manifest sets this field."""
     extra = field.json_schema_extra
     return isinstance(extra, dict) and bool(extra.get("agreed"))
 
@@ -245,7 +249,7 @@ def load(
         file: a TOML file; None reads SWARMNODE_CONFIG or the default file, if there is one.
         environment: usually `os.environ`.
         overrides: `key=value` texts from the command line, dotted keys.
-        recipe: the name of one of ours; whatever else is said now counts for more.
+        recipe: name of a recipe; the other arguments have precedence over it.
 
     Raises:
         ConfigError: for an unreadable file, an unknown key or a value that does not fit.
@@ -296,8 +300,7 @@ def load(
 
 
 def _from_systemd(environment: Mapping[str, str]) -> Settings:
-    """The directory that a unit's StateDirectory= gives us, in place of the user's; anything else
-    said about it comes later and wins."""
+    """Return the directory of a unit's StateDirectory=, which replaces the user's."""
     directory = environment.get("STATE_DIRECTORY", "").split(":")[0]
     return {"node.data_dir": (directory, "systemd STATE_DIRECTORY")} if directory else {}
 
@@ -320,17 +323,17 @@ def _from_file(path: Path, *, must_exist: bool = False) -> Settings:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings for a machine and a size of model, as they come with the package."""
+    """Settings of the package for one kind of machine and size of model."""
 
     name: str
     what: str
-    """The first line of its file: for whom it is."""
+    """First line of its file: machine and model."""
     needs: str = ""
-    """The extra to install beside `train`; empty without one."""
+    """Extra to install in addition to `train`; may be empty."""
 
 
 def recipes() -> list[Recipe]:
-    """All that there are, by name."""
+    """Return all recipes, sorted by name."""
     files = [
         file
         for file in (resources.files("swarmnode") / "recipes").iterdir()
@@ -350,7 +353,7 @@ def recipes() -> list[Recipe]:
 
 
 def recipe_text(name: str) -> str:
-    """Return the file of a recipe. Raises ConfigError where there is none of that name."""
+    """Return the text of a recipe. Raises ConfigError for an unknown name."""
     known = [recipe.name for recipe in recipes()]
     if name not in known:
         raise ConfigError(f"command line: no recipe {name!r}; there are {', '.join(known)}")
@@ -358,7 +361,7 @@ def recipe_text(name: str) -> str:
 
 
 def recipe_values(name: str) -> dict[str, object]:
-    """Return what a recipe sets, by dotted key. Raises ConfigError."""
+    """Return the values of a recipe by dotted key. Raises ConfigError for an unknown name."""
     return {_known(key, name): value for key, value in _leaves(tomllib.loads(recipe_text(name)))}
 
 
@@ -371,11 +374,11 @@ TRACKERS = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }
-"""Modules of which a tracker needs one."""
+"""Modules by tracker. One of them must be installed."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError, which says what to install, for a tracker whose package is missing."""
+    """Raise ConfigError, with the command to install it, if a tracker's package is missing."""
     for name in names:
         if not any(importlib.util.find_spec(module) for module in TRACKERS[name]):
             raise ConfigError(f"log.trackers: {name} is not installed: {install_command(name)}")
@@ -386,16 +389,18 @@ CUDA_TORCH = "pip uninstall -y torch, then pip install torch: PyPI's is for CUDA
 
 
 def unused_gpu(policy: PolicyConfig, driver: Path = NVIDIA_DRIVER) -> list[str]:
-    """An NVIDIA GPU that training would leave idle, as far as can be told without loading torch: a
-    line, with what to do."""
+    """Return a warning, with the remedy, if torch cannot use this machine's NVIDIA GPU.
+
+    Does not import torch.
+    """
     torch = metadata.version("torch")
     if policy.device != "auto" or not driver.exists() or not torch.endswith("+cpu"):
         return []
-    return [f"an NVIDIA GPU is here, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
+    return [f"this machine has an NVIDIA GPU, but torch {torch} is built for the CPU: {CUDA_TORCH}"]
 
 
 def unsuited(policy: PolicyConfig, training: TrainingConfig) -> list[str]:
-    """Return a line, with what to do, for each value that does not suit the model."""
+    """Return a warning, with the remedy, for each value that does not suit the model."""
     kind = model_defaults.defaults_for(policy.model, policy.lora.r)
     found = []
     if training.learning_rate >= kind.spoiling_rate:
@@ -454,8 +459,7 @@ def _known(key: str, origin: str) -> str:
 
 
 def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
-    """A name that this one may have been meant to be; nothing where none is close: a wrong hint
-    costs more than none."""
+    """Return a hint at the name that was probably meant, or an empty text if none is close."""
     leaf = lambda text: text.rpartition(".")[2]
     close = [
         near
@@ -466,7 +470,7 @@ def _nearest(name: str, names: Sequence[str] | Mapping[str, str]) -> str:
 
 
 def _nested(settings: Mapping[str, object]) -> dict[str, object]:
-    """Tables in tables, from dotted keys."""
+    """Return nested tables from dotted keys."""
     tree: dict[str, object] = {}
     for head in dict.fromkeys(key.partition(".")[0] for key in settings):
         inner = {
@@ -479,8 +483,10 @@ def _nested(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _parse(text: str, key: str) -> object:
-    """A value as TOML would read it, or the text itself: `1e-4`, `true`, `["a"]`, `/ip4/…`. A
-    setting that is a text stays one: a name such as `2026`, a revision such as `1e5`."""
+    """Return a value as TOML reads it, or the text itself if it is not TOML, such as `/ip4/…`.
+
+    The value of a text setting stays a text: a name such as `2026`, a revision such as `1e5`.
+    """
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -498,30 +504,31 @@ def _is_text(key: str) -> bool:
 
 
 def reference() -> str:
-    """docs/configuration.md: every key with its type, default and meaning, from config.py
-    itself."""
+    """Return docs/configuration.md: each key with its default and description."""
     lines = [
         "# Configuration",
         "",
-        (
-            "TOML files, all of them optional. Precedence: command line (`--set key=value`),"
-            " environment (`SWARMNODE_SECTION_KEY`), a file"
-        ),
-        (
-            "that is named (`--config`, `SWARMNODE_CONFIG`), `config.toml` in the data directory"
-            " (what `join`, `init` and `config set` were"
-        ),
-        (
-            "told), or else the user's `config.toml`, default. `swarmnode config show` prints what"
-            " is set and by what, `config path` the"
-        ),
-        (
-            "files, `config init` writes one to begin with. An unknown key or a value that does not"
-            " fit ends the command with exit code 78 and"
-        ),
-        "one line.",
+        "A setting can come from several sources. The first of these that has it wins:",
         "",
-        "This page is written by `python -m swarmnode.settings`; a test holds it to the code.",
+        "1. `--set key=value` on the command line",
+        "2. the environment, as `SWARMNODE_SECTION_KEY`",
+        "3. a TOML file that is named with `--config` or `SWARMNODE_CONFIG`",
+        (
+            "4. `config.toml` in the data directory, which `join`, `init` and `config set` write,"
+            " or else the user's `config.toml`"
+        ),
+        "5. the default",
+        "",
+        (
+            "`swarmnode config show` prints the settings with their sources, `config path` the"
+            " files, and `config init` writes a file"
+        ),
+        (
+            "to start from. An unknown key or an invalid value ends the command with one line and"
+            " exit code 78. Times are in seconds."
+        ),
+        "",
+        "`python -m swarmnode.settings` writes this page; a test compares it with the code.",
     ]
     for section, field in Config.model_fields.items():
         lines += ["", f"## `[{section}]`", "", "| key | default | meaning |", "|---|---|---|"]
@@ -531,7 +538,7 @@ def reference() -> str:
 
 
 def _for_other_models(name: str) -> str:
-    """The defaults of a training key for models other than the embedded policy."""
+    """Return the defaults of a training key for models other than the embedded policy."""
     whole = model_defaults.ALL_WEIGHTS.values()[name]
     adapter = model_defaults.ADAPTER.values()[name]
     other = f"another model: {whole!r}"

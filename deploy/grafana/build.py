@@ -1,11 +1,12 @@
-"""Writes the Grafana dashboards and the tables of docs/monitoring.md. Run it after changing
-swarmnode/observe/metrics.py or this file:
+"""Write the Grafana dashboards and the tables of docs/monitoring.md.
+
+Run it after a change of swarmnode/observe/metrics.py, deploy/prometheus/rules.yml or this file:
 
     python deploy/grafana/build.py
 
-A panel here is one line: title, expressions with their legends, unit. Its description is the
-metrics' own help text. tests/deploy holds the files to this script, the script to the registry, and
-every registered metric to a panel or to EXEMPT.
+A panel has a title, expressions with legends, and a unit. Its description is the help text of its
+metrics. tests/deploy checks that the written files are up to date and that each metric is on a
+panel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from swarmnode.observe.metrics import METRICS, Metric
+from swarmnode.observe.metrics import METRICS
 
 ROOT = Path(__file__).parents[2]
 DASHBOARDS = Path(__file__).parent / "dashboards"
@@ -27,16 +28,11 @@ RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 MONITORING = ROOT / "docs" / "monitoring.md"
 
 I = 'instance=~"$instance"'  # noqa: E741 - short, because it is in every expression
-EXEMPT: dict[str, str] = {}
-"""Metrics that are on no panel, and why."""
 
 SIGNED = (
-    "Loss",
     "Gradient agreement",
     "Reward of peers' groups minus own",
-    "Left in the buckets",
-    "Peers' clocks ahead of ours",
-    "Outer steps that the last partner was behind",
+    "Peers' clocks ahead of this one",
 )
 """Panels whose axis goes below 0."""
 
@@ -45,11 +41,11 @@ SIGNED = (
 class Panel:
     title: str
     targets: tuple[tuple[str, str], ...]
-    """(expression, legend); the legend may use {{label}}."""
+    """Pairs of expression and legend. A legend may use {{label}}."""
     unit: str = "short"
     kind: str = "timeseries"
-    """timeseries, stat, table; state: what holds now, by name; timeline: a bar for as long as a
-    series is there."""
+    """timeseries, stat or table; `state`: the name of the present state; `timeline`: a bar for each
+    state over time."""
     stack: bool = False
     top: float | None = None
     """Upper end of the axis."""
@@ -57,20 +53,20 @@ class Panel:
 
 
 def p(title: str, *targets: str | tuple[str, str], **options: Any) -> Panel:
-    """A panel; a bare expression gets the instance as its legend."""
+    """Return a panel. The legend of an expression without one is the instance."""
     return Panel(
         title, tuple(t if isinstance(t, tuple) else (t, "{{instance}}") for t in targets), **options
     )
 
 
 def rate(metric: str, by: str = "") -> str:
-    """Per second, summed over everything but `by` and the instance."""
+    """Return the rate per second, summed over all labels but `by` and the instance."""
     inside = f"rate({metric}{{{I}}}[$__rate_interval])"
     return f"sum by (instance{', ' + by if by else ''}) ({inside})"
 
 
 def total(metric: str, by: str) -> str:
-    """Per second, of all nodes together."""
+    """Return the rate per second of all nodes together, by the labels `by`."""
     return f"sum by ({by}) (rate({metric}{{{I}}}[$__rate_interval]))"
 
 
@@ -90,103 +86,80 @@ NODE: dict[str, list[Panel]] = {
     "State": [
         p("Ready", gauge("swarmnode_ready"), kind="stat", unit="bool_yes_no", width=3),
         p(
-            "Up",
-            f"time() - {gauge('swarmnode_start_time_seconds')}",
-            unit="s",
-            kind="stat",
-            width=3,
-        ),
-        p(
-            "Parts",
-            (gauge("swarmnode_check_ok"), "{{check}}"),
-            kind="stat",
-            unit="bool_yes_no",
-            width=4,
-        ),
-        p("Policy version", gauge("swarmnode_policy_version"), kind="stat", width=3),
-        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), kind="stat", width=3),
-        p(
-            "Phase",
+            "Trainer",
             (f"{gauge('swarmnode_trainer_phase')} == 1", "{{phase}}"),
             kind="state",
-            width=4,
+            width=5,
         ),
+        p("Held-out reward", gauge("swarmnode_reward", source="held_out"), kind="stat", width=4),
+        p("Policy version", gauge("swarmnode_policy_version"), kind="stat", width=4),
+        p("Steps a crash would lose", gauge("swarmnode_unsaved_steps"), kind="stat", width=4),
         p(
             "Restarts, last day",
             (f"sum by (process) (increase(swarmnode_restarts_total{{{I}}}[1d]))", "{{process}}"),
             kind="stat",
             width=4,
         ),
-        p("Node", gauge("swarmnode_node_info"), kind="table", width=16),
-        p("Build", gauge("swarmnode_build_info"), kind="table", width=8),
+        p("Node", gauge("swarmnode_node_info"), kind="table", width=24),
     ],
     "Learning": [
         p(
             "Reward",
             (gauge("swarmnode_reward"), "{{source}}"),
-            (gauge("swarmnode_reward_held_out_start"), "held-out at the start"),
             (
                 f"{gauge('swarmnode_reward', source='held_out')} - ignoring(source)"
                 f" 2 * {gauge('swarmnode_reward_held_out_error')}",
-                "held-out less two standard errors",
+                "held_out − 2 standard errors",
             ),
             (
                 f"{gauge('swarmnode_reward', source='held_out')} + ignoring(source)"
                 f" 2 * {gauge('swarmnode_reward_held_out_error')}",
-                "held-out plus two standard errors",
+                "held_out + 2 standard errors",
             ),
             top=1,
             width=12,
         ),
         p("Reward by task", (gauge("swarmnode_task_reward"), "{{task}}"), top=1, width=12),
         p(
-            "Signal that the curriculum expects, by task and difficulty",
-            (gauge("swarmnode_task_signal"), "{{task}}"),
-            top=1,
-            width=12,
-        ),
-        p(
-            "Rewards that failed per hour",
-            (f"sum by (task) (increase(swarmnode_reward_errors_total{{{I}}}[1h]))", "{{task}}"),
-            width=12,
-        ),
-        p("Steps per minute", f"60 * {rate('swarmnode_steps_total')}", width=6),
-        p(
-            "Groups that teach nothing",
+            "Groups without advantage",
             gauge("swarmnode_zero_advantage_share"),
             unit="percentunit",
             top=1,
             width=6,
         ),
+        p("Entropy", gauge("swarmnode_entropy"), width=6),
+        p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
+        p("Gradient norm", gauge("swarmnode_gradient_norm"), width=6),
         p(
             "Completion length, tokens",
             (gauge("swarmnode_completion_tokens"), "{{statistic}}"),
             width=6,
         ),
         p(
-            "Completions cut",
+            "Completions cut at the length limit",
             gauge("swarmnode_completion_cut_share"),
             unit="percentunit",
             top=1,
             width=6,
         ),
-        p("Loss", gauge("swarmnode_loss"), width=6),
-        p("Entropy", gauge("swarmnode_entropy"), width=6),
-        p("Clip fraction", gauge("swarmnode_clip_fraction"), unit="percentunit", width=6),
-        p("Gradient norm", gauge("swarmnode_gradient_norm"), width=6),
-        p("Learning rate", gauge("swarmnode_learning_rate"), width=6),
+        p("Steps per minute", f"60 * {rate('swarmnode_steps_total')}", width=6),
+        p(
+            "Failed rewards per hour",
+            (f"sum by (task) (increase(swarmnode_reward_errors_total{{{I}}}[1h]))", "{{task}}"),
+            width=6,
+        ),
         p(
             "Dropped per hour",
             (
-                f"sum by (what, reason) (increase(swarmnode_dropped_total{{{I}}}[1h])) > 0",
-                "{{what}}: {{reason}}",
+                f"sum by (kind, reason) (increase(swarmnode_dropped_total{{{I}}}[1h])) > 0",
+                "{{kind}}: {{reason}}",
             ),
             width=24,
         ),
     ],
     "Speed": [
         p(
-            "Step",
+            "Duration of a step",
             (quantile(0.5, "swarmnode_step_seconds"), "median"),
             (quantile(0.95, "swarmnode_step_seconds"), "p95"),
             unit="s",
@@ -195,8 +168,7 @@ NODE: dict[str, list[Panel]] = {
         p(
             "Tokens per second",
             (gauge("swarmnode_tokens_per_second"), "while sampling"),
-            (rate("swarmnode_tokens_total"), "over all"),
-            (rate("swarmnode_evaluation_tokens_total"), "in evaluations"),
+            (rate("swarmnode_tokens_total", "use"), "{{use}}, overall"),
         ),
         p("Memory", (gauge("swarmnode_process_memory_bytes"), "{{process}}"), unit="bytes"),
         p(
@@ -204,174 +176,96 @@ NODE: dict[str, list[Panel]] = {
             (rate("swarmnode_process_cpu_seconds_total", "process"), "{{process}}"),
             unit="percentunit",
         ),
-        p("Micro-batch", (gauge("swarmnode_micro_batch_tokens"), "{{part}}")),
-    ],
-    "Accelerator, reference policy and majority": [
         p(
-            "Most memory of the device",
-            gauge("swarmnode_device_memory_bytes"),
-            unit="bytes",
-            width=12,
+            "Log-probabilities: engine against trainer, nats",
+            gauge("swarmnode_sampler_gap"),
         ),
-        p("KL divergence", gauge("swarmnode_kl"), width=12),
+    ],
+    "Supervision": [
         p(
-            "Majorities for one answer",
+            "Restarts per hour",
+            (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} {{reason}}"),
+            width=6,
+        ),
+        p(
+            "Out-of-memory retries per hour",
+            f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])",
+            width=6,
+        ),
+        p(
+            "Engine failures per hour",
+            (f"increase(swarmnode_engine_failures_total{{{I}}}[1h])", "{{engine}}: {{reason}}"),
+            width=6,
+        ),
+        p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
+        p(
+            "Disk of the data directory",
+            (gauge("swarmnode_disk_free_bytes"), "free"),
+            (gauge("swarmnode_disk_size_bytes"), "size"),
+            unit="bytes",
+        ),
+        p("Peers' clocks ahead of this one", gauge("swarmnode_clock_offset_seconds"), unit="s"),
+        p(
+            "A successor swarm waits",
+            gauge("swarmnode_successor_waiting"),
+            unit="bool_yes_no",
+            top=1,
+        ),
+    ],
+    "Optional features": [
+        p("Peak memory of the accelerator", gauge("swarmnode_device_memory_bytes"), unit="bytes"),
+        p("KL divergence from the start policy", gauge("swarmnode_kl")),
+        p(
+            "Inference server samples",
+            gauge("swarmnode_server_sampling"),
+            unit="bool_yes_no",
+            top=1,
+        ),
+        p(
+            "Sampling time spent in environments",
+            gauge("swarmnode_environment_share"),
+            unit="percentunit",
+            top=1,
+        ),
+        p(
+            "Majority votes for the most frequent answer",
             gauge("swarmnode_top_answer_share"),
             unit="percentunit",
             top=1,
-            width=12,
         ),
     ],
     "Stage": [
-        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=4),
-        p("Stage", gauge("swarmnode_stage_index"), kind="stat", width=3),
+        p("Crew", (f"{gauge('swarmnode_crew_state')} == 1", "{{state}}"), kind="state", width=6),
+        p("Stage", gauge("swarmnode_stage_index"), kind="stat", width=4),
         p(
-            "What it does",
+            "Phase",
             (f"{gauge('swarmnode_stage_phase')} == 1", "{{phase}}"),
             kind="state",
-            width=4,
+            width=6,
         ),
-        p("Steps", gauge("swarmnode_stage_step"), kind="stat", width=3),
         p(
-            "Sources, last day",
+            "Restorations by source, last day",
             (
-                f"sum by (source) (increase(swarmnode_stage_sources_total{{{I}}}[1d]))",
+                f"sum by (source) (increase(swarmnode_stage_restorations_total{{{I}}}[1d]))",
                 "{{source}}",
             ),
             kind="stat",
-            width=7,
+            width=8,
         ),
         p(
             "Age of the newest checkpoint at a neighbour, steps",
             gauge("swarmnode_stage_checkpoint_age_steps"),
-            width=6,
         ),
         p(
-            "Age of the copy that is sampled from, steps",
-            gauge("swarmnode_stage_copy_age_steps"),
-            width=6,
-        ),
-        p("Restoring a stage", gauge("swarmnode_stage_source_seconds"), unit="s", width=6),
-        p("KL over the last recovery", gauge("swarmnode_stage_gate_kl"), width=6),
-        p(
-            "Share of the time that is waited",
-            (gauge("swarmnode_stage_bubble_share"), "for other stages, of a step"),
-            (
-                rate("swarmnode_stage_throttled_seconds_total"),
-                "for the byte budget, streams together",
-            ),
+            "Share of the time spent waiting",
+            (gauge("swarmnode_stage_bubble_share"), "for other stages"),
+            (rate("swarmnode_stage_throttled_seconds_total"), "for the byte budget"),
             unit="percentunit",
-            width=6,
         ),
         p(
-            "Tokens per second through the stage",
-            gauge("swarmnode_stage_tokens_per_second"),
-            width=6,
-        ),
-        p(
-            "Frames that counted for nothing",
-            (rate("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
+            "Refused between stages",
+            (rate("swarmnode_stage_refusals_total", "kind, reason"), "{{kind}}: {{reason}}"),
             unit="ops",
-            width=6,
-        ),
-        p(
-            "State refused, or not given",
-            (rate("swarmnode_stage_state_refused_total", "reason"), "{{reason}}"),
-            unit="ops",
-            width=6,
-        ),
-        p(
-            "Between stages",
-            (rate("swarmnode_stage_bytes_total", "kind, direction"), "{{kind}} {{direction}}"),
-            unit="Bps",
-            width=6,
-        ),
-        p(
-            "Streams",
-            (gauge("swarmnode_stage_streams"), "{{kind}} open"),
-            (f"increase(swarmnode_stage_streams_lost_total{{{I}}}[1h])", "{{kind}} lost per hour"),
-            (
-                f"sum by (instance) (increase(swarmnode_stage_streams_refused_total{{{I}}}[1h]))",
-                "refused per hour",
-            ),
-            width=6,
-        ),
-    ],
-    "Supervision": [
-        p("Out-of-memory retries", f"increase(swarmnode_out_of_memory_retries_total{{{I}}}[1h])"),
-        p(
-            "Sampling engine",
-            (f"increase(swarmnode_engine_rebuilds_total{{{I}}}[1h])", "rebuilt per hour"),
-            (gauge("swarmnode_generation_rows"), "rows of a decoding step"),
-            (gauge("swarmnode_generation_lag"), "lag, updates"),
-        ),
-        p(
-            "Inference server",
-            (gauge("swarmnode_served"), "it samples"),
-            (f"increase(swarmnode_served_failures_total{{{I}}}[1h])", "{{reason}} per hour"),
-            (gauge("swarmnode_served_load_seconds"), "load, seconds"),
-        ),
-        p(
-            "Sampled and trained log-probabilities, nats",
-            (gauge("swarmnode_own_gap"), "own completions"),
-            (gauge("swarmnode_served_check_gap"), "the server's check"),
-        ),
-        p(
-            "Episodes",
-            (rate("swarmnode_episodes_total"), "per second"),
-            (gauge("swarmnode_episode_turns"), "turns of an episode"),
-            (gauge("swarmnode_environment_share"), "share of sampling time in environments"),
-        ),
-        p(
-            "Restarts and stalls per hour",
-            (f"increase(swarmnode_restarts_total{{{I}}}[1h])", "{{process}} restarted"),
-            (f"increase(swarmnode_stalls_total{{{I}}}[1h])", "{{process}} stalled"),
-        ),
-        p(
-            "Recovery",
-            (
-                (
-                    "histogram_quantile(0.95, sum by (instance, le)"
-                    f" (increase(swarmnode_recovery_seconds_bucket{{{I}}}[1d])))"
-                ),
-                "p95 of the last day",
-            ),
-            unit="s",
-        ),
-        p("Event loop lag", gauge("swarmnode_event_loop_lag_seconds"), unit="s", width=6),
-        p(
-            "Trainer's last report",
-            gauge("swarmnode_trainer_report_age_seconds"),
-            unit="s",
-            width=6,
-        ),
-        p(
-            "Trainer connected",
-            gauge("swarmnode_trainer_connected"),
-            unit="bool_yes_no",
-            top=1,
-            width=6,
-        ),
-        p(
-            "Peers' clocks ahead of ours",
-            gauge("swarmnode_clock_offset_seconds"),
-            unit="s",
-            width=12,
-        ),
-        p(
-            "Room on the disk",
-            (gauge("swarmnode_disk_free_bytes"), "{{instance}} free"),
-            (gauge("swarmnode_disk_size_bytes"), "{{instance}} in all"),
-            unit="bytes",
-            width=12,
-        ),
-        p("Steps a crash would cost", gauge("swarmnode_unsaved_steps"), width=6),
-        p(
-            "A successor waits for its owner",
-            gauge("swarmnode_successor_waiting"),
-            unit="bool_yes_no",
-            top=1,
-            width=6,
         ),
     ],
 }
@@ -386,123 +280,66 @@ SWARM: dict[str, list[Panel]] = {
             width=12,
         ),
         p(
-            "Share of the batch from peers",
-            gauge("swarmnode_external_share"),
+            "Groups trained on per minute",
+            (f"60 * {rate('swarmnode_trained_groups_total', 'source')}", "{{instance}} {{source}}"),
+            width=12,
+        ),
+        p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=12),
+        p(
+            "Factor on the number of peers' groups",
+            gauge("swarmnode_external_groups_scale"),
             unit="percentunit",
             top=1,
-            width=6,
         ),
         p(
-            "What the utility guard leaves",
-            gauge("swarmnode_external_scale"),
-            unit="percentunit",
-            top=1,
-            width=6,
-        ),
-        p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=6),
-        p("Token that peers write more", gauge("swarmnode_peer_drift"), top=1, width=6),
-        p("Off-policy correction", gauge("swarmnode_correction_mean"), top=1, width=6),
-        p(
-            "Effective sample",
+            "Effective sample size",
             (gauge("swarmnode_effective_sample_share"), "{{instance}} {{source}}"),
             unit="percentunit",
             top=1,
-            width=24,
         ),
-        p("Batch", (gauge("swarmnode_batch_groups"), "{{instance}} {{source}}"), width=8),
-        p(
-            "Groups trained on per minute",
-            (f"60 * {rate('swarmnode_trained_groups_total', 'source')}", "{{instance}} {{source}}"),
-            width=8,
-        ),
-        p("Peers that contributed", gauge("swarmnode_contributing_peers"), width=8),
+        p("Largest excess of one token in peers' answers", gauge("swarmnode_peer_drift"), top=1),
     ],
     "Rollouts": [
         p(
-            "Groups from peers, by outcome",
-            (f"sum({rate('swarmnode_rollouts_admitted_total')})", "admitted"),
-            (f"sum({rate('swarmnode_rollouts_ignored_total')})", "ignored"),
-            (f"sum({rate('swarmnode_rollouts_rejected_total')})", "rejected"),
+            "Groups from peers, by verdict",
+            (total("swarmnode_rollouts_admission_total", "verdict"), "{{verdict}}"),
             unit="ops",
             stack=True,
-            width=12,
         ),
         p(
-            "Groups per second",
-            (rate("swarmnode_rollouts_published_total"), "{{instance}} published"),
-            (rate("swarmnode_rollouts_received_total"), "{{instance}} received"),
-            (rate("swarmnode_rollouts_drawn_total"), "{{instance}} drawn"),
-            (
-                f'sum by (instance) (rate(swarmnode_rollouts_judged_total{{{I}, outcome="used"}}'
-                "[$__rate_interval]))",
-                "{{instance}} used",
-            ),
+            "Groups of peers, by the trainer's judgement",
+            (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"),
             unit="ops",
-            width=12,
         ),
+        p("Groups published", rate("swarmnode_rollouts_published_total"), unit="ops"),
         p(
-            "Staleness of used groups",
+            "Age of used groups, policy versions",
             (quantile(0.5, "swarmnode_rollout_staleness_versions"), "{{instance}} median"),
             (quantile(0.95, "swarmnode_rollout_staleness_versions"), "{{instance}} p95"),
         ),
+        p("Groups in the pool", gauge("swarmnode_pool_groups")),
         p(
-            "Groups fetched",
-            (total("swarmnode_rollouts_pulled_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "Polls of listings",
-            (total("swarmnode_rollouts_listings_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-        p(
-            "False listings per hour",
-            (
-                f"sum by (lie) (increase(swarmnode_rollouts_listing_lies_total{{{I}}}[1h]))",
-                "{{lie}}",
-            ),
-        ),
-        p(
-            "Groups on offer",
-            (f"swarmnode_rollouts_offered{{{I}}}", "{{instance}} by peers"),
-            (f"swarmnode_rollouts_shelf_groups{{{I}}}", "{{instance}} here"),
-        ),
-        p(
-            "Answers to peers",
+            "Responses to peers' polls and fetches",
             (total("swarmnode_rollouts_served_total", "outcome"), "{{outcome}}"),
             unit="ops",
-        ),
-        p("Polls held open", gauge("swarmnode_rollouts_polls_held")),
-        p("Pool", gauge("swarmnode_pool_groups")),
-        p("Pool size", gauge("swarmnode_pool_bytes"), unit="bytes", width=6),
-        p("Peers in the pool", gauge("swarmnode_pool_peers"), width=6),
-        p("Oldest group in the pool", gauge("swarmnode_pool_oldest_seconds"), unit="s", width=6),
-        p(
-            "Groups lost from the pool",
-            (total("swarmnode_pool_dropped_total", "reason"), "{{reason}}"),
-            unit="ops",
-            width=6,
         ),
     ],
     "Weights": [
         p(
-            "Outer steps and tries per minute, by how they ended",
+            "Outer steps and attempts per minute",
             (f"60 * {total('swarmnode_weights_exchanges_total', 'outcome')}", "{{outcome}}"),
             stack=True,
-            width=12,
         ),
         p(
-            "Failed exchanges per hour, by cause",
+            "Failed swaps per hour, by cause",
             (
                 f"sum by (cause) (increase(swarmnode_weights_failures_total{{{I}}}[1h]))",
                 "{{cause}}",
             ),
-            width=6,
         ),
         p(
-            "Partners' weights per minute, by what the gate made of them",
+            "Partners' weights per minute, by outcome at the gate",
             (f"60 * {total('swarmnode_weights_judged_total', 'outcome')}", "{{outcome}}"),
-            width=6,
         ),
         p(
             "Distance of the last partner",
@@ -510,41 +347,17 @@ SWARM: dict[str, list[Panel]] = {
             unit="percentunit",
             width=6,
         ),
+        p("Possible partners", gauge("swarmnode_weights_candidates"), width=6),
         p(
-            "Share of its difference that was taken",
-            gauge("swarmnode_weights_clip_ratio"),
-            unit="percentunit",
-            top=1,
-            width=6,
-        ),
-        p("Outer steps", gauge("swarmnode_weights_outer_step"), width=6),
-        p("Outer steps that the last partner was behind", gauge("swarmnode_weights_lag"), width=6),
-        p("Partners to choose from", gauge("swarmnode_weights_candidates"), width=6),
-        p(
-            "Exchanging, and training stood still for it",
-            (rate("swarmnode_weights_exchange_seconds_total"), "{{instance}} exchanging"),
-            (rate("swarmnode_weights_stall_seconds_total"), "{{instance}} stood still"),
-            unit="percentunit",
-            width=6,
-        ),
-        p(
-            "Bytes of partners' weights",
-            rate("swarmnode_weights_received_bytes_total"),
-            unit="Bps",
-            width=6,
-        ),
-        p(
-            "States of neighbours",
-            (
-                f"sum by (outcome) (increase(swarmnode_weights_adoptions_total{{{I}}}[1h]))",
-                "{{outcome}} per hour",
-            ),
-            width=12,
-        ),
-        p(
-            "Exchanges taken back per day",
+            "Reverted swaps per day",
             f"increase(swarmnode_weights_reverts_total{{{I}}}[1d])",
-            width=12,
+            width=6,
+        ),
+        p(
+            "Time for which training stood still",
+            rate("swarmnode_weights_stall_seconds_total"),
+            unit="percentunit",
+            width=6,
         ),
     ],
     "Crews": [
@@ -552,14 +365,14 @@ SWARM: dict[str, list[Panel]] = {
             "Crew",
             (f"{gauge('swarmnode_crew_state')} == 1", "{{instance}} {{state}}"),
             kind="timeline",
-            width=6,
         ),
+        p("Time since the crew last ran", gauge("swarmnode_crew_stopped_seconds"), unit="s"),
+        p("Other nodes that offer to hold a stage", gauge("swarmnode_crew_offers")),
         p(
-            "Stages that are not active, as each member sees its crew",
-            (f'swarmnode_crew_slots{{{I}, state!="active"}} > 0', "{{instance}} {{state}}"),
-            width=6,
+            "Events per hour, as members count them",
+            (f"sum by (event) (increase(swarmnode_crew_events_total{{{I}}}[1h]))", "{{event}}"),
+            width=12,
         ),
-        p("Standing still", gauge("swarmnode_crew_standing_seconds"), unit="s", width=6),
         p(
             "Recovery of a crew",
             (
@@ -577,83 +390,41 @@ SWARM: dict[str, list[Panel]] = {
                 "p95 of the last day",
             ),
             unit="s",
-            width=6,
-        ),
-        p(
-            "What members saw happen, per hour",
-            (f"sum by (event) (increase(swarmnode_crew_events_total{{{I}}}[1h]))", "{{event}}"),
             width=12,
         ),
-        p("Heartbeats wait", gauge("swarmnode_crew_heartbeat_seconds"), unit="s", width=6),
-        p(
-            "Not answered per hour",
-            (
-                f"sum by (message) (increase(swarmnode_crew_unanswered_total{{{I}}}[1h]))",
-                "{{message}} not answered",
-            ),
-            (
-                f"sum by (instance) (increase(swarmnode_stage_trainer_restarts_total{{{I}}}[1h]))",
-                "{{instance}} trainer ended",
-            ),
-            width=6,
-        ),
-        p("Others that would hold a stage", gauge("swarmnode_crew_offers"), width=6),
     ],
-    "Claimed by peers, not verified": [
-        p("Peers that say how they are", gauge("swarmnode_claimed_peers"), width=6),
+    "Claims of peers, not verified": [
+        p("Nodes with a recent summary", gauge("swarmnode_claimed_peers"), width=12),
         p(
             "Median of their held-out rewards",
             gauge("swarmnode_claimed_reward_median"),
             top=1,
-            width=6,
-        ),
-        p(
-            "Median of their policy versions",
-            gauge("swarmnode_claimed_policy_version_median"),
-            width=6,
-        ),
-        p(
-            "Summaries heard",
-            (total("swarmnode_summaries_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-            width=6,
+            width=12,
         ),
     ],
     "Network": [
-        p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}"), width=6),
-        p("Known peers", gauge("swarmnode_peers_known"), width=6),
+        p("Peers", (gauge("swarmnode_peers"), "{{instance}} {{direction}}")),
         p(
-            "Peers let go for others per hour",
-            (f"increase(swarmnode_peers_let_go_total{{{I}}}[1h])", "{{instance}} {{why}}"),
-            width=6,
-        ),
-        p("Polled peers", gauge("swarmnode_polled_peers"), width=6),
-        p(
-            "Can strangers dial it?",
+            "Can strangers dial the node?",
             (f"{gauge('swarmnode_reach')} == 1", "{{instance}} {{verdict}}"),
             kind="timeline",
-            width=6,
         ),
+        p("Relays of a private node", gauge("swarmnode_relays")),
         p(
-            "Relays",
-            (gauge("swarmnode_peers_relayed"), "{{instance}} peers by relay"),
-            (gauge("swarmnode_relays"), "{{instance}} relays"),
-            (gauge("swarmnode_relay_circuits"), "{{instance}} circuits for others"),
-            width=6,
-        ),
-        p("Carried for others", rate("swarmnode_relay_bytes_total"), unit="Bps", width=6),
-        p(
-            "Hole punches",
-            (total("swarmnode_hole_punches_total", "outcome"), "{{outcome}}"),
+            "Dials and hole punches",
+            (
+                total("swarmnode_dials_total", "method, outcome"),
+                "{{method}} {{outcome}}",
+            ),
             unit="ops",
-            width=6,
         ),
         p(
-            "Dials",
-            (rate("swarmnode_dials_total"), "{{instance}} all"),
-            (rate("swarmnode_dial_failures_total"), "{{instance}} failed"),
+            "Requests",
+            (
+                total("swarmnode_requests_total", "direction, outcome"),
+                "{{direction}} {{outcome}}",
+            ),
             unit="ops",
-            width=6,
         ),
         p(
             "Bytes",
@@ -663,159 +434,145 @@ SWARM: dict[str, list[Panel]] = {
             ),
             unit="Bps",
         ),
-        p("Requests", (total("swarmnode_requests_total", "outcome"), "{{outcome}}"), unit="ops"),
+        p("Bytes carried as a relay", rate("swarmnode_relay_bytes_total"), unit="Bps"),
     ],
     "Budget": [
         p(
             "Sharing paused by",
             (f"{gauge('swarmnode_budget_paused')} == 1", "{{instance}} {{reason}}"),
             kind="timeline",
-            width=6,
         ),
         p(
-            "Left in the buckets",
-            (gauge("swarmnode_budget_level_bytes"), "{{instance}} {{direction}}"),
-            unit="bytes",
-            width=6,
-        ),
-        p(
-            "This month",
+            "Bytes this month",
             (gauge("swarmnode_budget_month_bytes"), "{{instance}} {{direction}}"),
             (gauge("swarmnode_budget_month_limit_bytes"), "{{instance}} limit"),
             unit="bytes",
-            width=6,
         ),
         p(
-            "Left out for want of budget",
-            (rate("swarmnode_budget_refusals_total", "what"), "{{instance}} {{what}}"),
+            "Skipped because of a cap",
+            (rate("swarmnode_budget_refusals_total", "action"), "{{instance}} {{action}}"),
             unit="ops",
-            width=6,
         ),
     ],
 }
 
 SECURITY: dict[str, list[Panel]] = {
-    "What was refused": [
+    "Refused groups": [
         p(
             "Rejected, by reason",
-            (total("swarmnode_rollouts_rejected_total", "reason"), "{{reason}}"),
+            (
+                "sum by (reason) (rate(swarmnode_rollouts_admission_total"
+                f'{{{I}, verdict="rejected"}}[$__rate_interval]))',
+                "{{reason}}",
+            ),
             unit="ops",
             stack=True,
             width=12,
         ),
         p(
             "Ignored, by reason",
-            (total("swarmnode_rollouts_ignored_total", "reason"), "{{reason}}"),
+            (
+                "sum by (reason) (rate(swarmnode_rollouts_admission_total"
+                f'{{{I}, verdict="ignored"}}[$__rate_interval]))',
+                "{{reason}}",
+            ),
             unit="ops",
             stack=True,
             width=12,
         ),
         p(
-            "Rejected share of what arrives",
-            f"{rate('swarmnode_rollouts_rejected_total')} /"
-            f" {rate('swarmnode_rollouts_received_total')}",
-            unit="percentunit",
-            top=1,
+            "Examined by the trainer, by outcome",
+            (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"),
+            unit="ops",
+            width=12,
         ),
         p(
-            "Drawn groups, by the trainer's verdict",
-            (total("swarmnode_rollouts_judged_total", "outcome"), "{{outcome}}"),
+            "False listings per hour",
+            (
+                f"sum by (kind) (increase(swarmnode_rollouts_false_listings_total{{{I}}}[1h]))",
+                "{{kind}}",
+            ),
+            width=12,
+        ),
+    ],
+    "Peers": [
+        p("Excluded peers", (gauge("swarmnode_peers_excluded"), "{{instance}} {{state}}")),
+        p(
+            "Requests of peers, by outcome",
+            (
+                "sum by (outcome) (rate(swarmnode_requests_total"
+                f'{{{I}, direction="in"}}[$__rate_interval]))',
+                "{{outcome}}",
+            ),
             unit="ops",
         ),
         p(
             "Own groups that were not shared",
             (
                 "sum by (reason) (rate(swarmnode_dropped_total"
-                f'{{{I}, what="group"}}[$__rate_interval]))',
+                f'{{{I}, kind="group"}}[$__rate_interval]))',
                 "{{reason}}",
             ),
             unit="ops",
         ),
     ],
-    "Between stages": [
-        p(
-            "Streams refused",
-            (total("swarmnode_stage_streams_refused_total", "reason"), "{{reason}}"),
-            unit="ops",
-        ),
-        p(
-            "Frames that counted for nothing",
-            (total("swarmnode_stage_frames_dropped_total", "reason"), "{{reason}}"),
-            unit="ops",
-        ),
-        p(
-            "State refused, or not given",
-            (total("swarmnode_stage_state_refused_total", "reason"), "{{reason}}"),
-            unit="ops",
-        ),
-    ],
-    "Who is kept away": [
-        p("Greylisted peers", gauge("swarmnode_peers_greylisted")),
-        p("Banned peers", gauge("swarmnode_peers_banned")),
-        p(
-            "Requests of peers",
-            (total("swarmnode_requests_served_total", "outcome"), "{{outcome}}"),
-            unit="ops",
-        ),
-    ],
-    "What held": [
+    "Defences": [
         p(
             "Guards around libp2p",
             (total("swarmnode_guard_firings_total", "guard"), "{{guard}}"),
             unit="ops",
-            width=12,
         ),
         p(
             "Scorers replaced per hour",
             (f"increase(swarmnode_scorer_restarts_total{{{I}}}[1h])", "{{instance}} {{process}}"),
-            width=6,
         ),
         p(
             "Memory of the network process",
             gauge("swarmnode_process_memory_bytes", process="network"),
             unit="bytes",
-            width=6,
+        ),
+    ],
+    "Between stages": [
+        p(
+            "Refused between stages",
+            (total("swarmnode_stage_refusals_total", "kind, reason"), "{{kind}}: {{reason}}"),
+            unit="ops",
+            width=24,
         ),
     ],
 }
 
 BOARDS = {
-    "node": (
-        "swarmnode: node",
-        "One node: is it well, does it learn, how fast, what failed.",
-        NODE,
-    ),
+    "node": ("swarmnode: node", "One node: its state, learning, speed and failures.", NODE),
     "swarm": (
         "swarmnode: swarm",
-        "All your nodes: what travels between them and their peers, and whether it helps.",
+        "All nodes: what they exchange with each other and with peers, and whether it helps.",
         SWARM,
     ),
     "security": (
         "swarmnode: security",
-        "What peers tried that honest peers do not try, and what became of it.",
+        "What peers sent that this swarm refuses, and the defences that stopped it.",
         SECURITY,
     ),
 }
 COLLAPSED = {
-    "Accelerator, reference policy and majority": (
-        "only with an accelerator; the KL divergence only with training.beta above 0; majorities"
-        " only with the verifier majority"
+    "Optional features": (
+        "an accelerator, training.beta, an inference server, tasks of several turns, the verifier"
+        " `majority`"
     ),
     "Stage": "only for a node in a crew",
     "Weights": "only with weights.rule on",
     "Crews": "only for nodes in a crew",
-    "Budget": "only with caps, a month's limit or quiet hours",
+    "Budget": "only with caps, a monthly limit or quiet hours",
     "Between stages": "only for nodes in a crew",
 }
-"""Rows that are closed until somebody opens them, because on many nodes they have no data, and when
-they have some."""
+"""Rows that are closed at first, because many nodes have no data for them, and when they do."""
 FAMILIES = {metric.name: metric for metric in METRICS}
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
 def metric_names(expression: str) -> list[str]:
-    """The registered families that an expression reads, and whatever else looks like one of
-    ours."""
+    """Return the names of the metrics that an expression reads."""
     found = re.findall(r"\bswarmnode_[a-z0-9_]+", expression)
     return [
         re.sub(r"_(bucket|sum|count)$", "", name) if name not in FAMILIES else name
@@ -851,7 +608,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "stat": {**last, "graphMode": "area", "textMode": "auto"},
-        # of a single series `auto` would show the value, a 1
+        # with `auto`, a single series would show its value, 1
         "state": {**last, "graphMode": "none", "textMode": "name"},
         "timeline": {
             "mergeValues": True,
@@ -861,7 +618,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         },
         "table": {"showHeader": True},
     }[panel.kind]
-    # not what held in the past, too
+    # a range query would also show past states
     once = {"table": {"instant": True, "format": "table"}, "state": {"instant": True}}.get(
         panel.kind, {}
     )
@@ -896,7 +653,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
 
 
 def dashboard(uid: str) -> dict[str, Any]:
-    """One dashboard in Grafana's JSON model (schema 39, Grafana 10.4 and later)."""
+    """Return a dashboard in Grafana's JSON model (schema 39, Grafana 10.4 and later)."""
     title, description, rows = BOARDS[uid]
     panels: list[dict[str, Any]] = []
     y = 0
@@ -937,7 +694,7 @@ def dashboard(uid: str) -> dict[str, Any]:
             "type": "query",
             "datasource": SOURCE,
             "refresh": 2,
-            "query": "label_values(swarmnode_build_info, instance)",
+            "query": "label_values(swarmnode_node_info, instance)",
             **(one if uid == "node" else every),
         },
     ]
@@ -968,48 +725,32 @@ def dashboard(uid: str) -> dict[str, Any]:
 
 
 def metrics_table() -> str:
-    """Markdown rows of every metric."""
+    """Return a Markdown table of all metrics, with the first sentence of each help text."""
     rows = [
-        f"| `{m.name}` | {m.kind} | {', '.join(f'`{label}`' for label in m.labels)} | {where(m)} |"
-        f" {m.help} |"
+        f"| `{m.name}` | {', '.join(f'`{label}`' for label in m.labels)} |"
+        f" {re.split(r'(?<=[.]) ', m.help)[0]} |"
         for m in METRICS
     ]
-    return "\n".join(
-        [
-            "| metric | type | labels | below `snapshot` in `/status` | what |",
-            "|---|---|---|---|---|",
-            *rows,
-        ]
-    )
-
-
-def where(metric: Metric) -> str:
-    """Where /status has the numbers of a metric; empty where it is worked out from several."""
-    if callable(metric.source):
-        return ""
-    return ", ".join(
-        f"`{path}`"
-        for path in ([metric.source] if isinstance(metric.source, str) else metric.source.values())
-    )
+    return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows])
 
 
 def alerts_table() -> str:
-    """Markdown rows of every alert."""
+    """Return a Markdown table of all alerts."""
     rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
-    rows = [
-        f"| `{r['alert']}` | {r['labels']['severity']} | {r.get('for', 'at once')} |"
-        f" {r['annotations']['description']} |"
-        for r in rules
-    ]
-    return re.sub(
-        r"\{\{.*?\}\}",
-        "…",
-        "\n".join(["| alert | severity | after | what it means |", "|---|---|---|---|", *rows]),
-    )
+    rows = []
+    for rule in rules:
+        meaning, _, remedy = rule["annotations"]["description"].partition(" Remedy: ")
+        remedy = remedy[0].upper() + remedy[1:]
+        rows.append(
+            f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule.get('for', '0m')} |"
+            f" {meaning} | {remedy} |"
+        )
+    head = ["| alert | severity | after | meaning | remedy |", "|---|---|---|---|---|"]
+    return "\n".join([*head, *rows])
 
 
 def outputs() -> dict[Path, str]:
-    """Every generated file with its text."""
+    """Return each generated file with its text."""
     files = {
         DASHBOARDS / f"{uid}.json": json.dumps(dashboard(uid), indent=1, ensure_ascii=False) + "\n"
         for uid in BOARDS

@@ -267,7 +267,6 @@ def _supervise(resolved: Resolved, commands: Mapping[str, str] | None) -> int:
     configuration = lambda: membership.refresh().model_dump_json(indent=1)
     rules = Rules(agreed.node.rest_on_battery, agreed.node.rest_above_load)
     return supervisor.run(
-        agreed.supervisor,
         agreed.node.data_dir,
         configuration,
         commands or supervisor.COMMANDS,

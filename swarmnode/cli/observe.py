@@ -1,4 +1,4 @@
-"""Commands that look at a running node."""
+"""Commands that show the state of a node."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError
 
 if TYPE_CHECKING:
+    from swarmnode.observe.address import NodeAddress
     from swarmnode.observe.samples import Answer, Sample
-    from swarmnode.observe.where import Place
 
 Where = Annotated[
     str | None,
@@ -28,23 +28,23 @@ Where = Annotated[
 
 
 def status(where: Where = None, *, node: NodeOptions = NODE, json: AsJson = False) -> int:
-    """What a running node says of itself. Exits with 0 when it is ready, 1 when it is not, 69 when
-    none answers."""
+    """Print the state of a running node. Exit code: 0 if it is ready, 1 if not, 69 without an
+    answer."""
     from swarmnode.observe.top import status_command
 
-    return status_command(_place("status", where, node), json)
+    return status_command(_address("status", where, node), json)
 
 
 def top(where: Where = None, *, node: NodeOptions = NODE) -> int:
-    """A live view of a running node in the terminal: q ends it, arrows and page keys scroll."""
-    from swarmnode.observe.watching import top_command
+    """Show the state of a running node, updated every second. q quits; arrow keys scroll."""
+    from swarmnode.observe.live import top_command
 
-    top_command(_place("top", where, node))
+    top_command(_address("top", where, node))
     return 0
 
 
 LINE = 100
-"""Characters of a text in the table."""
+"""Most characters of a text in the table."""
 
 
 def samples(
@@ -53,34 +53,34 @@ def samples(
     node: NodeOptions = NODE,
     json: AsJson = False,
 ) -> int:
-    """What the policy and its peers answered lately, with rewards, surprise and whose it is: from
-    disk, whether the node runs or not.
+    """Print recent answers of the policy and its peers, with reward and surprise. They are read
+    from disk, so the node need not run.
 
     Parameters
     ----------
     count
-        Groups, the newest first. With --json all of each text that was kept, otherwise a line of
-        it.
+        Number of groups, newest first. With --json, each text is printed as it was stored;
+        otherwise one line of it.
     """
     import msgspec
 
     from swarmnode.errors import Unavailable
+    from swarmnode.observe import address as addresses
     from swarmnode.observe import samples as kept
     from swarmnode.observe import top as answers
-    from swarmnode.observe import where as places
 
     data_dir = load(node, tasks=False).config.node.data_dir
     found = kept.newest(data_dir, max(count, 0))
     if json:
-        # ASCII: whatever a text holds is escaped
+        # ASCII: all other characters of a text are escaped
         print(json_module.dumps([msgspec.to_builtins(sample) for sample in found]))
         return 0
     names: Mapping[str, str] = {}
-    place = places.written(data_dir)
-    if place is not None and any(sample.peer for sample in found):
+    address = addresses.read_address(data_dir)
+    if address is not None and any(sample.peer for sample in found):
         try:
-            names = answers.names_of(answers.fetch(place, points=0)["snapshot"])
-        except Unavailable:  # the list shows ids then
+            names = answers.names_of(answers.fetch(address, points=0)["snapshot"])
+        except Unavailable:  # the list shows peer ids
             names = {}
     print(
         "\n".join(line for sample in found for line in _sample_lines(sample, names))
@@ -90,9 +90,9 @@ def samples(
 
 
 def _sample_lines(sample: Sample, names: Mapping[str, str]) -> Sequence[str]:
-    from swarmnode.observe.top import called
+    from swarmnode.observe.top import peer_label
 
-    who = called(sample.peer, names).plain if sample.peer else "own"
+    who = peer_label(sample.peer, names).plain if sample.peer else "own"
     refused = "" if sample.outcome == "used" else f", refused: {sample.outcome}"
     head = (
         f"{who}{refused} · {sample.task} · step {sample.step}, policy version"
@@ -119,23 +119,27 @@ def _answer_line(answer: Answer) -> str:
 
 
 def _one_line(text: str) -> str:
-    """Without what would move a terminal's cursor, or turn text around."""
+    """Return a text in one line that is safe for a terminal."""
     from swarmnode.observe.samples import visible
 
     line = visible(" ".join(text.split()))
     return line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}"
 
 
-def _place(command: str, where: str | None, node: NodeOptions) -> Place:
-    """Which node is meant. Raises ConfigError where two are, or what was typed is no address;
-    Unavailable for a directory without one."""
-    from swarmnode.observe import where as places
+def _address(command: str, where: str | None, node: NodeOptions) -> NodeAddress:
+    """Return the address of the node to ask.
+
+    Raises:
+        ConfigError: two nodes are named, or an invalid address.
+        Unavailable: no node has run in the data directory.
+    """
+    from swarmnode.observe import address as addresses
 
     if where is not None and node.data_dir is not None:
-        raise ConfigError(f"{command}: one node at a time, {where} or --data-dir {node.data_dir}")
+        raise ConfigError(f"{command}: set either {where} or --data-dir {node.data_dir}, not both")
     if where is not None:
-        return places.typed(where)
+        return addresses.parse_address(where)
     config = load(node, tasks=False).config
     if node.data_dir is not None:
-        return places.of_data_dir(config.node.data_dir)
-    return places.written(config.node.data_dir) or places.configured(config.http)
+        return addresses.require_address(config.node.data_dir)
+    return addresses.read_address(config.node.data_dir) or addresses.configured_address(config.http)

@@ -14,7 +14,7 @@ import trio
 from swarmnode.daemon.member import Successors
 from swarmnode.link.messages import Report
 from swarmnode.observe import health
-from swarmnode.observe.logfile import LogLine, Tail, log_file
+from swarmnode.observe.logfile import LogLine, LogTail, log_file
 from swarmnode.observe.logs import LogRing
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, disk_use, process_use
@@ -62,11 +62,11 @@ class NodeObserver:
         self._data_dir = data_dir
         self._joined = False
         self._tails = [
-            Tail(log_file(data_dir, process), process, LOG_LINES)
+            LogTail(log_file(data_dir, process), process, LOG_LINES)
             for process in ("supervisor", "trainer")
         ]
         ours = min((line.at for line in parts.ring.statistics()), default=info.started_at)
-        before = Tail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
+        before = LogTail(log_file(data_dir, "network"), "network", LOG_LINES).statistics()
         self._before = [line for line in before if line.at < ours]
 
     def snapshot(self) -> NodeSnapshot:

@@ -22,11 +22,10 @@ from pathlib import Path
 import structlog
 import trio
 
-from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.control import Control
 from swarmnode.daemon.machine import Machine, Rules
 from swarmnode.daemon.starvation import Starvation
-from swarmnode.daemon.watchdog import End, Watchdog
+from swarmnode.daemon.watchdog import DRAIN_SECONDS, End, Watchdog
 from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.files import lock_data_dir, write_atomically
 from swarmnode.observe.logfile import last_error, log_file
@@ -51,7 +50,6 @@ why."""
 
 
 def run(
-    cfg: SupervisorConfig,
     data_dir: Path,
     configuration: Callable[[], str],
     commands: Mapping[str, str] = COMMANDS,
@@ -67,7 +65,7 @@ def run(
         Unavailable: the data directory cannot be written, or another node runs in it.
         SwarmNodeError: there is no configuration to begin with.
     """
-    supervisor = Supervisor(cfg, data_dir, configuration, commands, rules)
+    supervisor = Supervisor(data_dir, configuration, commands, rules)
     exit_code = trio.run(supervisor.run)
     if supervisor.failure:
         print(f"swarmnode: {supervisor.failure}", file=sys.stderr, flush=True)
@@ -91,19 +89,17 @@ class Supervisor:
 
     def __init__(
         self,
-        cfg: SupervisorConfig,
         data_dir: Path,
         configuration: Callable[[], str],
         commands: Mapping[str, str] = COMMANDS,
         rules: Rules = NO_RULES,
     ) -> None:
-        self._cfg = cfg
         self._data_dir = data_dir
         self._configuration = configuration
         self._commands = commands
         self._run_dir = data_dir / "run"
         rng = random.Random()
-        self._children = {name: Child(name, Watchdog(name, cfg, rng)) for name in commands}
+        self._children = {name: Child(name, Watchdog(name, rng)) for name in commands}
         self._stopping = trio.Event()
         self._patient = False
         self._exit_code = 0
@@ -337,7 +333,7 @@ class Supervisor:
                 self._send(signal.SIGKILL)
                 return
             self._notifier.stopping(late - trio.current_time())
-            with trio.move_on_after(min(WATCH_INTERVAL_SECONDS, self._cfg.drain_seconds)):
+            with trio.move_on_after(min(WATCH_INTERVAL_SECONDS, DRAIN_SECONDS)):
                 await child.exited.wait()
 
     def _send(self, signum: signal.Signals) -> None:

@@ -15,7 +15,6 @@ import signal
 from collections import deque
 from dataclasses import dataclass
 
-from swarmnode.config import SupervisorConfig
 from swarmnode.errors import Unavailable
 
 DEFECT = 70
@@ -43,6 +42,11 @@ IDENTICAL_LIMIT = 3
 STALL_FLOOR_SECONDS = 30.0
 """Silence that is no failure yet, however fast the steps are: progress is told by decoding step,
 and bursts of others are shorter."""
+STARTUP_SECONDS = 600.0
+"""Longest time to the first progress of a process, and between two reports of progress while a
+model is loaded. A slow disk reads a model of 30 GB in five minutes."""
+DRAIN_SECONDS = 20.0
+"""Time to stop after the first SIGTERM, in addition to that of the present step."""
 STEPS_REMEMBERED = 256
 
 
@@ -96,13 +100,11 @@ class Watchdog:
 
     Args:
         name: of the process, for messages.
-        config: limits; see config.py.
         rng: jitter of the back-off.
     """
 
-    def __init__(self, name: str, config: SupervisorConfig, rng: random.Random) -> None:
+    def __init__(self, name: str, rng: random.Random) -> None:
         self.name = name
-        self._config = config
         self._breaker = CrashBreaker(rng)
         self._started_at = 0.0
         self._last_progress: float | None = None
@@ -151,22 +153,22 @@ class Watchdog:
     def deadline(self) -> float:
         """The time at which the process counts as stalled unless it makes progress first."""
         if self._last_progress is None:
-            return self._started_at + self._config.startup_seconds + self._starved_seconds
+            return self._started_at + STARTUP_SECONDS + self._starved_seconds
         return self._last_progress + self._patience_seconds() + self._starved_seconds
 
     def _patience_seconds(self) -> float:
         # what an earlier process needed for a step says nothing of loading
         loads = not self._past_loading or not self._step_seconds
         if loads and self._status.startswith(LOADING):
-            return self._config.startup_seconds
+            return STARTUP_SECONDS
         return max(STALL_FLOOR_SECONDS, 4 * self._p99_step_seconds())
 
     def drained_by(self, asked_at: float) -> float:
-        """When a process that was asked to stop at `asked_at` has to be gone: `drain_seconds`
+        """When a process that was asked to stop at `asked_at` has to be gone: `DRAIN_SECONDS`
         beside a long step. One that saves its state may go on for as long as it makes progress:
         ended in the middle of that, what it has learnt since the last time is lost.
         """
-        patience = asked_at + self._config.drain_seconds + 4 * self._p99_step_seconds()
+        patience = asked_at + DRAIN_SECONDS + 4 * self._p99_step_seconds()
         return max(patience, self.deadline()) if self._status == SAVING else patience
 
     def stalled(self) -> None:

@@ -70,7 +70,7 @@ def crew_settings(
             "mdns": False,
         },
         "policy": {"model": str(model), "threads": 1},
-        "training": {"eval_every": 10, "eval_budget": 1.0, "save_every": 1.0, "seed": number},
+        "training": {"eval_every": 10, "save_every": 1.0, "seed": number},
         "stages": {"mode": "always", "stages": options.nodes, "checkpoint_every": 5},
         "http": {"port": options.http_port + number if options.http_port else 0},
     }

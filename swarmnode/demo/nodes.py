@@ -248,7 +248,7 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         published=rollouts["published"],
         admitted=rollouts["admission"]["admitted"],
         used=report.get("external_groups_total", 0),
-        rejected=dict(rollouts["admission"]["rejected"]),
+        rejected={reason: n for reason, n in rollouts["admission"]["rejected"].items() if n},
         greylisted=network["reputation"]["greylisted"],
         banned=network["reputation"]["banned"],
         restarts=sum(snapshot["supervisor"]["restarts"].values()),
@@ -259,7 +259,9 @@ def view_of(snapshot: dict[str, Any], before: Sequence[float] = ()) -> View:
         outer_step=averaging.get("outer_step", 0),
         solo_steps=averaging.get("solo_steps_total", 0),
         refused={
-            cause: n for cause, n in snapshot["weights"]["judged"].items() if cause not in TAKEN
+            cause: n
+            for cause, n in snapshot["weights"]["judged"].items()
+            if n and cause not in TAKEN
         },
         trainer_pid=snapshot["trainer"]["pid"],
         crew_state=crew["state"],

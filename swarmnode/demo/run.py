@@ -58,7 +58,6 @@ def settings_of(options: DemoOptions, number: int) -> dict[str, dict[str, object
         "training": {
             "step_interval": STEP_SECONDS,
             "eval_every": 10,
-            "eval_budget": 1.0,
             "save_every": 1.0,
             "seed": number,
         },

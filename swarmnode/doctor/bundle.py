@@ -32,7 +32,7 @@ from swarmnode import __version__
 from swarmnode.config import Config
 from swarmnode.doctor.checks import Check
 from swarmnode.errors import Refused, Unavailable
-from swarmnode.observe import where
+from swarmnode.observe import address
 from swarmnode.observe.logs import HIDDEN, SECRET_KEY, SECRET_TEXT
 from swarmnode.observe.top import fetch
 from swarmnode.settings import Resolved
@@ -206,7 +206,7 @@ def _versions() -> dict[str, object]:
 
 def _status(data_dir: Path) -> object:
     """What the node of this directory says; None where none answers."""
-    place = where.written(data_dir)
+    place = address.read_address(data_dir)
     if place is None:
         return None
     try:

@@ -45,7 +45,7 @@ from swarmnode.doctor.checks import (
     ServerFacts,
 )
 from swarmnode.errors import SwarmNodeError, Unavailable
-from swarmnode.observe import ask, where
+from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, kind_of
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import make_server
@@ -151,7 +151,7 @@ def own_peer(data_dir: Path) -> str:
         given = passphrase.given() if locked(file) else None
         key = load_pem_private_key(file.read_bytes()[:4097], password=given)
         return peer_id(key.public_key().public_bytes_raw())  # type: ignore[union-attr]
-    place = where.written(data_dir)
+    place = address.read_address(data_dir)
     return place.peer if place is not None else ""
 
 
@@ -527,10 +527,10 @@ def status(data_dir: Path) -> RunningNode:
     """What the node that runs in this data directory says at /status; nothing when there is none,
     or none that answers."""
     try:
-        place = where.written(data_dir)
+        place = address.read_address(data_dir)
         if place is None:
             return RunningNode()
-        body = ask.fetch_status(place, points=1, seconds=STATUS_SECONDS)
+        body = client.fetch_status(place, points=1, seconds=STATUS_SECONDS)
         return msgspec.json.decode(body, type=Status).snapshot
     except (Unavailable, msgspec.MsgspecError, RecursionError):
         return RunningNode()

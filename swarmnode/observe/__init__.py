@@ -1,1 +1,1 @@
-"""Metrics, logs, health and the status page. Reads statistics() snapshots; decides nothing."""
+"""Metrics, logs, health and the status page. They read the parts' statistics and change nothing."""

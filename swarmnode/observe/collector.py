@@ -1,5 +1,4 @@
-"""Reads the table of `metrics.py` off a snapshot whenever somebody scrapes, in prometheus_client's
-terms."""
+"""Collect the metrics of `metrics.py` from a snapshot at each scrape, for prometheus_client."""
 
 from __future__ import annotations
 
@@ -12,17 +11,22 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
+from swarmnode.histogram import Histogram
 from swarmnode.observe.metrics import METRICS, Labels, Metric
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.watch import Histogram
 
-MAX_LABEL_VALUES = 64
+MAX_SERIES = 128
+"""Series of one metric. Further ones are summed up."""
+OTHER = "other"
+"""Label value of surplus series, and of values that are no plain word."""
 LABEL_VALUE = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 
 def at(snapshot: object, path: str) -> object:
-    """What is at `path` below `snapshot`. Below None there is None; a key that a dict of counts
-    does not have yet is 0."""
+    """Return the value at `path` below `snapshot`.
+
+    None if a part of the path is None; 0 for a key that a dict of counts does not have yet.
+    """
     found = snapshot
     for name in path.split("."):
         if found is None:
@@ -32,8 +36,10 @@ def at(snapshot: object, path: str) -> object:
 
 
 def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
-    """A number, a histogram, or numbers by label values; None where it is not measured, or does not
-    exist on this node."""
+    """Return a number, a histogram, or numbers by label values.
+
+    None if it is not measured or does not exist on this node.
+    """
     if not metric.exists(snapshot):
         return None
     if callable(metric.source):
@@ -42,21 +48,21 @@ def value_of(metric: Metric, snapshot: NodeSnapshot) -> object:
         return at(snapshot, metric.source)
     return {
         labels: number
-        for way, path in metric.source.items()
-        for labels, number in _labelled(at(snapshot, path), way)
+        for label, path in metric.source.items()
+        for labels, number in _labelled(at(snapshot, path), label)
     }
 
 
-def _labelled(found: object, way: str) -> Iterator[tuple[Labels, object]]:
-    """A number with the label value `way`; of a dict each number with its key and `way`."""
+def _labelled(found: object, label: str) -> Iterator[tuple[Labels, object]]:
+    """Yield a number with `label`, or each number of a dict with its key and `label`."""
     if isinstance(found, Mapping):
-        yield from (((str(key), way), number) for key, number in found.items())
+        yield from (((str(key), label), number) for key, number in found.items())
     else:
-        yield (way,), found
+        yield (label,), found
 
 
 def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
-    """One metric of one snapshot."""
+    """Return one metric of a snapshot."""
     value = value_of(metric, snapshot)
     if metric.kind == "histogram":
         histogram = HistogramMetricFamily(metric.name, metric.help)
@@ -72,39 +78,35 @@ def collect(metric: Metric, snapshot: NodeSnapshot) -> Family:
         if isinstance(value, int | float):
             family.add_metric([], value)
     elif isinstance(value, Mapping):
-        for labels, number in _closed(metric, value).items():
+        for labels, number in _bounded(metric, value).items():
             family.add_metric(labels, number)
     return family
 
 
-def _closed(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
-    """Label values → number: the declared ones first, at 0 unless told otherwise; strange and
-    surplus ones summed up as `other`."""
-    found: dict[Labels, float] = {(name,): 0 for name in metric.values}
+def _bounded(metric: Metric, value: Mapping[object, object]) -> dict[Labels, float]:
+    """Return numbers by label values. Strange and surplus values are summed up as `other`."""
+    found: dict[Labels, float] = {}
     for key, number in value.items():
+        if not isinstance(number, int | float):
+            continue  # not measured
         labels = tuple(map(str, key)) if isinstance(key, tuple) else (str(key),)
-        if not isinstance(number, int | float):  # None: not measured
-            found.pop(labels, None)
-            continue
-        if metric.kind != "info" and labels not in found:
-            fits = len(found) < MAX_LABEL_VALUES and all(
-                LABEL_VALUE.fullmatch(label) for label in labels
-            )
-            if not fits:
-                labels = ("other", *labels[1:])
-                number += found.get(labels, 0)
+        if metric.kind != "info":
+            labels = tuple(each if LABEL_VALUE.fullmatch(each) else OTHER for each in labels)
+            if labels not in found and len(found) >= MAX_SERIES:
+                labels = (OTHER,) * len(labels)
+            number += found.get(labels, 0)
         found[labels] = number
     return found
 
 
 class NodeCollector(Collector):
-    """Takes one snapshot per scrape, so that the numbers of one scrape belong together."""
+    """Takes one snapshot per scrape, so that the numbers of a scrape are consistent."""
 
     def __init__(self, snapshot: Callable[[], NodeSnapshot]) -> None:
         self._snapshot = snapshot
 
     def describe(self) -> Iterable[Family]:
-        """Names and types without values: registering must not need a running node."""
+        """Return names and types, because registration does not need a running node."""
         return [
             Family(metric.name, metric.help, "gauge" if metric.kind == "info" else metric.kind)
             for metric in METRICS
@@ -117,7 +119,7 @@ class NodeCollector(Collector):
 
 
 def make_registry(snapshot: Callable[[], NodeSnapshot]) -> CollectorRegistry:
-    """A registry of its own: nothing that a library registers globally leaks into /metrics."""
+    """Return a registry without the metrics that libraries register globally."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(NodeCollector(snapshot))
     return registry

@@ -1,8 +1,8 @@
-"""A bounded past of the few numbers that the page draws. For anything longer, scrape /metrics.
+"""The past of the numbers in the page's charts, with bounded memory.
 
-A ring of `capacity` points. When it is full, every second point goes and new ones are taken half as
-often, so that the whole life of the node stays in view at a constant cost: 2,000 points are half an
-hour by the second, then an hour by two seconds, …
+The history has at most `capacity` points. When it is full, every second point is removed and the
+interval doubles, so that it always covers the whole life of the node: 2,000 points are half an hour
+at one second each, then an hour at two seconds, and so on.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ FILE_BYTES = 2**24
 SAVE_SECONDS = 60.0
 
 
-def _bytes(way: str) -> Callable[[NodeSnapshot], float]:
+def _bytes(direction: str) -> Callable[[NodeSnapshot], float]:
     return lambda s: sum(
-        (s.network.traffic.received if way == "in" else s.network.traffic.sent).values()
+        (s.network.traffic.received if direction == "in" else s.network.traffic.sent).values()
     )
 
 
@@ -33,7 +33,7 @@ def _process(name: str, field: str) -> Callable[[NodeSnapshot], float | None]:
 
 
 def _report(field: str) -> Callable[[NodeSnapshot], float | None]:
-    """Nothing while there is no trainer to measure it: what it said last is not what is now."""
+    """Read a field of the trainer's report; None while no trainer is connected."""
     return lambda s: (
         getattr(s.trainer.report, field)
         if s.trainer.report is not None and s.trainer.connected and s.leads
@@ -70,12 +70,11 @@ COLUMNS: dict[str, Callable[[NodeSnapshot], float | None]] = {
     "cpu_network": _process("network", "cpu_seconds"),
     "cpu_trainer": _process("trainer", "cpu_seconds"),
 }
-"""Column → its value. Counters stay totals here; the page takes differences."""
+"""Columns and their values. Counters are totals; the page computes the differences."""
 
 
-class Saved(msgspec.Struct, frozen=True):
-    """What is kept on disk. Columns of another version are read by their names; those it does not
-    know are gaps."""
+class HistoryFile(msgspec.Struct, frozen=True):
+    """Content of the file. Columns are read by name; missing ones are gaps."""
 
     interval: float
     columns: list[str]
@@ -90,12 +89,14 @@ class History:
         self._first_interval = interval
         self._capacity = capacity
         self._interval = interval
-        self._slack = interval / 2  # ticks are not punctual
+        self._slack = interval / 2  # timers are late
         self._rows: list[tuple[float | None, ...]] = []
 
     def add(self, snapshot: NodeSnapshot) -> None:
-        """Take a point, unless the last one is younger than the interval. A clock that jumps back
-        starts over."""
+        """Add a point, unless the last one is younger than the interval.
+
+        The history starts again if the clock was set back.
+        """
         if self._rows:
             last = self._rows[-1][0]
             assert last is not None
@@ -110,16 +111,15 @@ class History:
             self._interval *= 2
 
     def save(self, data_dir: Path) -> None:
-        """Keep it over a restart. Raises OSError: a full disk."""
-        saved = Saved(self._interval, list(COLUMNS), [list(row) for row in self._rows])
+        """Write the history to disk. Raises OSError, for example for a full disk."""
+        saved = HistoryFile(self._interval, list(COLUMNS), [list(row) for row in self._rows])
         write_atomically(data_dir / FILE, msgspec.json.encode(saved))
 
     def load(self, data_dir: Path) -> None:
-        """Go on from what an earlier process saved, if it did: a row without numbers parts what was
-        from what comes. Never raises."""
+        """Read the history of an earlier process, if there is one, and add a gap. Never raises."""
         try:
             with (data_dir / FILE).open("rb") as file:
-                saved = msgspec.json.decode(file.read(FILE_BYTES), type=Saved)
+                saved = msgspec.json.decode(file.read(FILE_BYTES), type=HistoryFile)
         except (OSError, msgspec.MsgspecError):
             return
         by_name = [dict(zip(saved.columns, row, strict=False)) for row in saved.rows]
@@ -135,7 +135,7 @@ class History:
         self._rows = [*rows[-self._capacity + 1 :], gap]
 
     def columns(self, points: int = POINTS) -> dict[str, list[float | None]]:
-        """At most `points` of them, evenly thinned out, the newest always among them."""
+        """Return at most `points` evenly spaced points, always with the newest."""
         stride = max(1, -(-len(self._rows) // max(1, points)))
         rows = self._rows[::-1][::stride][::-1]
         return {name: [row[i] for row in rows] for i, name in enumerate(COLUMNS)}

@@ -1,11 +1,11 @@
-"""The node's read-only HTTP surface, in the node's own nursery.
+"""The node's read-only HTTP server, in the node's own nursery.
 
     /metrics   Prometheus or OpenMetrics text, as the scraper asks
-    /status    the snapshot and the charts' past, as JSON
+    /status    the snapshot and the history of the charts, as JSON
     /samples   recent answers, as JSON
     /healthz   200 while the process works
-    /readyz    200 once the node does its job, else 503 with the reasons
-    /          the status page, with its three files beside it
+    /readyz    200 while the node is ready, otherwise 503 with the reasons
+    /          the status page; its other files are /app.js, /style.css and /icon.svg
 
 Nothing here changes the node and nothing needs a secret. Three rules protect the operator:
 
@@ -46,15 +46,15 @@ from swarmnode.observe.snapshot import NodeSnapshot
 
 TICK_SECONDS = 1.0
 PORTS_TRIED = 64
-"""Ports from `http.port` on, at most, where other processes listen."""
+"""Most ports that are tried, from `http.port` on, if other processes use them."""
 CACHE_SECONDS = 1.0
 CACHED_ANSWERS = 16
-"""An answer beyond that is computed but not cached: a client chooses `points`."""
+"""Most cached answers, because a client chooses `points`."""
 CONNECTIONS = 32
 REQUEST_SECONDS = 10.0
-"""From the start of a connection to the end of its request's headers."""
+"""Time from the start of a connection to the end of its request's headers."""
 ANSWER_SECONDS = 30.0
-"""To compute and send an answer."""
+"""Time to compute and send an answer."""
 LINGER_SECONDS, LINGER_BYTES = 1.0, 2**16
 """After an answer, what the client still sends is discarded within these bounds. Closing a socket
 with unread bytes would reset the connection before the client has read the answer."""
@@ -92,7 +92,7 @@ class Request:
     target: str
     """Path and query, visible ASCII."""
     headers: Mapping[str, str]
-    """By lower-case name; repeated ones joined with commas."""
+    """Values by lower-case name; repeated headers are joined with commas."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Response:
     status: int = 200
 
 
-class Pulse:
-    """Once a second: takes a point of history, and measures how late the event loop is."""
+class LoopMonitor:
+    """Adds a point to the history and measures the delay of the event loop, once per second."""
 
     def __init__(
         self, snapshot: Callable[[], NodeSnapshot], history: History, data_dir: Path | None = None
@@ -127,10 +127,9 @@ class Pulse:
                 self._history.add(self._snapshot())
                 failed = False
             except Exception:
-                # a defect in what watches the node must not end the node; requests show it as
-                # status 500
+                # a defect of a statistics() must not end the node; requests get status 500
                 if not failed:
-                    log.exception("no snapshot")
+                    log.exception("cannot take a snapshot")
                 failed = True
             await self._save()
             due = trio.current_time() + TICK_SECONDS
@@ -139,44 +138,44 @@ class Pulse:
             self.lag_seconds = max(0.0, self._ticked_at - due)
 
     async def _save(self) -> None:
-        """Now and then: what is lost with the process is a minute of charts."""
+        """Save the history once per SAVE_SECONDS; a crash loses the points since then."""
         if self._data_dir is None or trio.current_time() < self._save_at:
             return
         self._save_at = trio.current_time() + SAVE_SECONDS
         await trio.to_thread.run_sync(self.save)
 
     def save(self) -> None:
-        """Keep the history. Never raises."""
+        """Save the history. Never raises."""
         if self._data_dir is None:
             return
         try:
             self._history.save(self._data_dir)
-        except OSError as error:  # a full disk: the charts go on
-            log.warning("the charts' past is not saved", error=str(error))
+        except OSError as error:  # for example a full disk
+            log.warning("cannot save the history of the charts", error=str(error))
 
 
-class Surface:
-    """Request to response, without a socket.
+class HttpRoutes:
+    """Responses to requests, without a socket.
 
     Args:
-        snapshot: the node's present state.
+        snapshot: returns the present state of the node.
         only_loopback: refuse Host headers that do not name this machine.
-        data_dir: where the trainer writes samples; None is nowhere.
-        now: seconds of any clock.
+        data_dir: directory of the trainer's samples; None for none.
+        now: returns the seconds of any clock.
     """
 
     def __init__(
         self,
         snapshot: Callable[[], NodeSnapshot],
         history: History,
-        pulse: Pulse,
+        monitor: LoopMonitor,
         only_loopback: bool,
         data_dir: Path | None = None,
         now: Callable[[], float] = trio.current_time,
     ) -> None:
         self._take_snapshot = snapshot
         self._history = history
-        self._pulse = pulse
+        self._monitor = monitor
         self._only_loopback = only_loopback
         self._data_dir = data_dir
         self._now = now
@@ -197,11 +196,11 @@ class Surface:
         }
 
     async def answer(self, request: Request) -> Response:
-        """Answer one request. Raises what the snapshot raises."""
+        """Return the response to a request. Raises what `snapshot` raises."""
         if self._only_loopback and not is_loopback(request.headers.get("host", "")):
             return refusal(421, "this node answers to localhost only")
         if "cross-site" in request.headers.get("sec-fetch-site", "").lower():
-            return refusal(403, "another site sent your browser here; type the address instead")
+            return refusal(403, "the request came from another web site; type the address")
         path = request.target.partition("?")[0]
         if path not in self._routes and path not in self._page:
             return refusal(404, "not found")
@@ -251,7 +250,7 @@ class Surface:
         return Response(kept["body"], JSON)
 
     async def _healthz(self, _: Request) -> Response:
-        return _verdict(health.alive(self._pulse.silence_seconds))
+        return _verdict(health.alive(self._monitor.silence_seconds))
 
     async def _readyz(self, _: Request) -> Response:
         return _verdict(health.ready(self._snapshot()))
@@ -266,20 +265,22 @@ def _verdict(verdict: health.Verdict) -> Response:
 
 
 def status_json(snapshot: NodeSnapshot, history: History, points: int = POINTS) -> bytes:
-    """What /status answers: {"ready": Verdict, "troubles": [..], "snapshot": NodeSnapshot,
-    "history": {column: [..]}}."""
-    told = {
+    """Return the body of /status: {"ready": Verdict, "troubles": […], "snapshot": NodeSnapshot,
+    "history": {column: […]}}."""
+    status = {
         "ready": health.ready(snapshot),
         "troubles": health.troubles(snapshot),
         "snapshot": snapshot,
         "history": history.columns(points) if points else {},
     }
-    return msgspec.json.encode(told)
+    return msgspec.json.encode(status)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header or a bind address names this machine: localhost, 127.0.0.0/8 or ::1,
-    with any port, as people forward ports."""
+    """Return True if a Host header or a bind address names this machine.
+
+    These are localhost, 127.0.0.0/8 and ::1, with any port, because operators forward ports.
+    """
     if ip := _ip(host):
         return ip.is_loopback
     if not host or any(c in host for c in "@/?#\\"):
@@ -300,11 +301,10 @@ def _ip(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def listen(cfg: HttpConfig) -> socket.socket:
-    """Return the listening socket: at `http.port`, or at the next free port where another process
-    has that one, because a page's port is no reason not to train.
+    """Return a listening socket at `http.port`, or at the next free port if that one is in use.
 
     Raises:
-        Unavailable: the address cannot be had, or all `PORTS_TRIED` ports are taken.
+        Unavailable: the address cannot be used, or all `PORTS_TRIED` ports are in use.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(
@@ -324,7 +324,7 @@ def listen(cfg: HttpConfig) -> socket.socket:
                 " or 0"
             ) from error
         if port != cfg.port:
-            log.warning("http.port is taken, using the next free port", taken=cfg.port, port=port)
+            log.warning("http.port is in use, using the next free port", taken=cfg.port, port=port)
         return sock
     raise AssertionError("no port tried")
 
@@ -353,10 +353,13 @@ async def serve_http(
 ) -> None:
     """Serve until cancelled.
 
-    Starts with the base URL, e.g. `http://127.0.0.1:9464`. `snapshot` is called at most twice a
-    second; an exception from it is logged and answered with status 500. `data_dir`: where the
-    charts' past is kept over restarts, and where the trainer writes samples; None is nowhere.
-    `sock` is a listening socket to use, and close, instead of `listen(cfg)`.
+    The value of `task_status` is the base URL, such as `http://127.0.0.1:9464`.
+
+    Args:
+        snapshot: returns the present state of the node. It is called at most twice per second. An
+            exception is logged, and the request gets status 500.
+        data_dir: directory of the charts' history and the trainer's samples; None for none.
+        sock: listening socket to use and close, in place of `listen(cfg)`.
 
     Raises:
         Unavailable: see `listen`.
@@ -366,20 +369,20 @@ async def serve_http(
     history = History()
     if data_dir is not None:
         history.load(data_dir)
-    pulse = Pulse(snapshot, history, data_dir)
-    timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=pulse.lag_seconds)
-    surface = Surface(timed, history, pulse, only_loopback=is_loopback(host), data_dir=data_dir)
+    monitor = LoopMonitor(snapshot, history, data_dir)
+    timed = lambda: msgspec.structs.replace(snapshot(), loop_lag_seconds=monitor.lag_seconds)
+    routes = HttpRoutes(timed, history, monitor, only_loopback=is_loopback(host), data_dir=data_dir)
     listener = trio.SocketListener(trio.socket.from_stdlib_socket(sock))
     try:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(pulse.run)
+            nursery.start_soon(monitor.run)
             task_status.started(
                 f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             )
-            await trio.serve_listeners(Connections(surface.answer).serve, [listener])
+            await trio.serve_listeners(Connections(routes.answer).serve, [listener])
     finally:
         sock.close()
-        pulse.save()
+        monitor.save()
 
 
 class Connections:
@@ -398,9 +401,9 @@ class Connections:
             try:
                 await self._exchange(stream)
             except (trio.BrokenResourceError, h11.ProtocolError):
-                pass  # the client has gone
+                pass  # the client has disconnected
             except Exception:
-                log.exception("the HTTP server failed to answer")
+                log.exception("the HTTP server failed")
             finally:
                 if scope in self._open:
                     self._open.remove(scope)
@@ -429,14 +432,14 @@ class Connections:
         try:
             return await self._answer(received)
         except Exception:
-            log.exception("no answer", target=received.target)
+            log.exception("a request failed", target=received.target)
             return refusal(500, "the node failed to answer; see its log")
 
 
 async def _receive(
     connection: h11.Connection, stream: trio.SocketStream
 ) -> Request | Response | None:
-    """Return the request, the response to what is no request of HTTP/1.1, or None at the end."""
+    """Return the request, the response to an invalid one, or None at the end of the stream."""
     try:
         while (event := connection.next_event()) is h11.NEED_DATA:
             connection.receive_data(await stream.receive_some(READ_BYTES))

@@ -1,8 +1,7 @@
-"""What each process of a node has written to its log, on disk and bounded:
-`<data_dir>/log/<process>.jsonl` and, before it, `.jsonl.1`.
+"""Log files of a node's processes: `<data_dir>/log/<process>.jsonl`, and `.jsonl.1` before it.
 
-The status page shows the lines of all processes, the supervisor finds here why one ended. A full
-disk costs lines, nothing else.
+The status page shows the lines of all processes, and the supervisor reads the last error of a
+process that ended. On a full disk, lines are lost and the node continues.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from pathlib import Path
 import msgspec
 
 FILE_BYTES = 2 * 2**20
-"""The file is put aside when it is longer, and the one put aside before it is gone."""
+"""Size at which a file is rotated. One older file is stored."""
 TAIL_BYTES = 2**16
-"""What is read of a file's end."""
-TEXT = 1000
-"""Characters of a line that are shown."""
-HEADS = ("timestamp", "level", "component", "logger", "event", "exception")
+"""Bytes that are read from the end of a file."""
+LINE_CHARACTERS = 1000
+"""Most characters of a line on the page."""
+HEAD_FIELDS = ("timestamp", "level", "component", "logger", "event", "exception")
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -38,7 +37,7 @@ def log_file(data_dir: Path, process: str) -> Path:
 
 
 class FileHandler(logging.handlers.RotatingFileHandler):
-    """Writes what it can. Raises OSError when made only if the directory cannot be had."""
+    """Writes lines and ignores errors. The constructor raises OSError for an unusable directory."""
 
     def __init__(self, path: Path, most: int | None = None) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,11 +50,11 @@ class FileHandler(logging.handlers.RotatingFileHandler):
         )
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: the line is on standard error as well."""
+        """Ignore the error, because the line is on standard error too."""
 
 
-class Tail:
-    """The newest lines of a log that another process writes."""
+class LogTail:
+    """Reads the newest lines of the log of another process."""
 
     def __init__(self, path: Path, process: str, lines: int) -> None:
         self._path = path
@@ -65,8 +64,7 @@ class Tail:
         self._read = 0
 
     def statistics(self) -> list[LogLine]:
-        """Oldest first. Reads only what was appended since the last time; never raises for what is
-        or is not there."""
+        """Return the newest lines, oldest first. Reads only new bytes. Never raises."""
         try:
             with self._path.open("rb") as file:
                 status = self._path.stat()
@@ -84,8 +82,7 @@ class Tail:
 
 
 def parse(line: bytes, process: str) -> LogLine | None:
-    """One line of a log file; None for what is none of ours, such as the end of a line that was
-    cut."""
+    """Return a line of a log file; None for an invalid line, such as an incomplete one."""
     try:
         fields = msgspec.json.decode(line, type=dict[str, object])
         at = datetime.fromisoformat(str(fields["timestamp"])).timestamp()
@@ -93,23 +90,22 @@ def parse(line: bytes, process: str) -> LogLine | None:
         return None
     words = [
         str(fields.get("event", "")),
-        *(f"{key}={value}" for key, value in fields.items() if key not in HEADS),
+        *(f"{key}={value}" for key, value in fields.items() if key not in HEAD_FIELDS),
     ]
     return LogLine(
         at,
         str(fields.get("level", "")),
         str(fields.get("logger", "")),
-        " ".join(words)[:TEXT],
+        " ".join(words)[:LINE_CHARACTERS],
         process,
     )
 
 
 def last_error(path: Path, since: float) -> str:
-    """The newest line at level error or above that was written after `since` (Unix seconds); empty
-    without one."""
+    """Return the newest error since a time in Unix seconds, or an empty text."""
     errors = [
         line
-        for line in Tail(path, "", 1000).statistics()
+        for line in LogTail(path, "", 1000).statistics()
         if line.level in ("error", "critical") and line.at >= since
     ]
     return errors[-1].text if errors else ""

@@ -1,10 +1,9 @@
-"""One format for every line that this node writes, whoever writes it: ours through structlog,
-libp2p's and transformers' through the standard library, all end in the same handler.
-What is bound with structlog.contextvars shows on their lines too.
+"""One format for all log lines of a process, from structlog and from the standard library (libp2p,
+transformers). Values bound with structlog.contextvars are on all of them.
 
-On a terminal the lines are for eyes, elsewhere they are JSON, one object per line, on standard
-error. Three things are done to each: secrets are blanked, control characters escaped (a peer's text
-must not move the cursor or fake a second line), lengths bounded.
+Lines go to standard error: as text on a terminal, otherwise as one JSON object per line. In each
+line secrets are blanked, control characters are escaped, because a peer's text must not move the
+cursor or fake a second line, and lengths are limited.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from swarmnode.process import leaves
 
 RING_LINES = 200
 MAX_TEXT = 2000
-"""Characters of one value. A frame that somebody logs by mistake must not fill the disk."""
+"""Most characters of one value."""
 
 NOISY = {
     "libp2p": logging.WARNING,
@@ -45,10 +44,10 @@ NOISY = {
     "filelock": logging.WARNING,
     "accelerate": logging.WARNING,
 }
-"""Libraries and the least severe level of theirs that is of interest to who runs a node."""
+"""Least severe level of each library that is logged."""
 BURST, REFILL_SECONDS = 5, 10.0
-"""A noisy library may write this many lines at once, and one more every so many seconds: strangers
-choose how often libp2p warns."""
+"""Most lines of a noisy library at once, and seconds until one more is allowed. Strangers determine
+how often libp2p warns."""
 
 SECRET_KEY = re.compile(
     r"(^|_)(private|secret|password|passphrase|token|authorization|cookie|credential|api_key)($|_)",
@@ -65,7 +64,7 @@ HIDDEN = "[secret]"
 
 
 def clean_text(text: str) -> str:
-    """Printable, bounded, and without what looks like a key."""
+    """Return a text without secrets and control characters, and of limited length."""
     if len(text) > MAX_TEXT:
         text = f"{text[:MAX_TEXT]}… ({len(text)} characters)"
     text = SECRET_TEXT.sub(HIDDEN, text)
@@ -73,14 +72,15 @@ def clean_text(text: str) -> str:
 
 
 def clean(_: object, __: str, event: EventDict) -> EventDict:
-    """structlog processor: see the top of this file. Tracebacks are not there yet;
-    `clean_exception` follows for them."""
+    """structlog processor: blank, escape and shorten all values, except tracebacks."""
     return {key: _value(key, value) for key, value in event.items()}
 
 
 def clean_exception(_: object, __: str, event: EventDict) -> EventDict:
-    """The same for a formatted traceback, whose message may quote a peer. Line breaks stay, but
-    none of its lines starts at the margin."""
+    """structlog processor: clean a formatted traceback, whose message may quote a peer.
+
+    Line breaks stay, but all lines are indented, so that none looks like a log line.
+    """
     if text := event.get("exception"):
         event["exception"] = "\n".join(
             f"  {clean_text(line)}" for line in SECRET_TEXT.sub(HIDDEN, text).split("\n")
@@ -105,10 +105,10 @@ def _value(key: str, value: object) -> object:
 
 
 class LineHandler(logging.StreamHandler[IO[str]]):
-    """Writes lines to a stream, and drops them while the stream takes none.
+    """Writes lines to a stream, and drops them while a write would block.
 
-    A reader may stop: a pager, a terminal after Ctrl-S. A blocked write would stop the event loop,
-    and with it the node.
+    A reader may stop, such as a pager or a terminal after Ctrl-S. A blocked write would stop the
+    event loop.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -121,22 +121,22 @@ class LineHandler(logging.StreamHandler[IO[str]]):
             return
         if self._dropped:
             dropped, self._dropped = self._dropped, 0
-            lost = f"{dropped} lines were not written: nobody read them"
+            lost = f"{dropped} lines were not written because standard error was not read"
             super().emit(logging.LogRecord(__name__, logging.WARNING, "", 0, lost, (), None))
         super().emit(record)
 
     def _is_writable(self) -> bool:
-        """Return False where a write would block."""
+        """Return False if a write would block."""
         try:
             poll = select.poll()
             poll.register(self.stream.fileno(), select.POLLOUT)
             return bool(poll.poll(0))
-        except (OSError, ValueError, AttributeError):  # no descriptor, or no poll on it
+        except (OSError, ValueError, AttributeError):  # no descriptor, or one without poll
             return True
 
 
 class LogRing(logging.Handler):
-    """Keeps the newest lines for the status page. Reads are copies; writes come from any thread."""
+    """Stores the newest lines for the status page. Thread-safe."""
 
     def __init__(self, process: str = "", lines: int = RING_LINES) -> None:
         super().__init__()
@@ -158,25 +158,27 @@ class LogRing(logging.Handler):
             self.handleError(record)
 
     def statistics(self) -> list[LogLine]:
-        """Oldest first."""
+        """Return the lines, oldest first."""
         return list(self._lines)
 
 
-class Calm(logging.Filter):
-    """Lets a bounded number of lines of each noisy library through; the next one that passes says
-    how many did not."""
+class NoiseFilter(logging.Filter):
+    """Limits the rate of lines of each noisy library.
+
+    The next line that passes reports the number of suppressed ones.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._now = now
-        self._room: dict[str, tuple[float, float]] = {}  # library → (lines left, as of)
-        self._held: dict[str, int] = {}
+        self._allowance: dict[str, tuple[float, float]] = {}  # library → (lines left, as of)
+        self._suppressed: dict[str, int] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if hasattr(record, "calm"):  # several handlers ask about the same line
-            return bool(record.calm)
+        if hasattr(record, "passes"):  # an earlier handler has decided
+            return bool(record.passes)
         passes = self._passes(record)
-        record.calm = passes
+        record.passes = passes
         return passes
 
     def _passes(self, record: logging.LogRecord) -> bool:
@@ -184,19 +186,22 @@ class Calm(logging.Filter):
         if library not in NOISY:
             return True
         now = self._now()
-        left, since = self._room.get(library, (float(BURST), now))
+        left, since = self._allowance.get(library, (float(BURST), now))
         left = min(float(BURST), left + (now - since) / REFILL_SECONDS)
         passes = left >= 1
-        self._room[library] = (left - 1 if passes else left, now)
+        self._allowance[library] = (left - 1 if passes else left, now)
         if not passes:
-            self._held[library] = self._held.get(library, 0) + 1
-        elif held := self._held.pop(library, 0):
-            record.msg, record.args = f"{record.getMessage()} (and {held} more lines not shown)", ()
+            self._suppressed[library] = self._suppressed.get(library, 0) + 1
+        elif suppressed := self._suppressed.pop(library, 0):
+            record.msg, record.args = (
+                f"{record.getMessage()} (and {suppressed} more lines not shown)",
+                (),
+            )
         return passes
 
 
-def exception_line(_: object, __: str, event: EventDict) -> EventDict:
-    """Adds an exception as one line, `error`: what and where."""
+def add_error_line(_: object, __: str, event: EventDict) -> EventDict:
+    """structlog processor: add an exception with its place, as `error`, in one line."""
     info = event.get("exc_info")
     error = (
         info
@@ -215,22 +220,22 @@ def exception_line(_: object, __: str, event: EventDict) -> EventDict:
     return event
 
 
-def without_traceback(_: object, __: str, event: EventDict) -> EventDict:
-    """For lines that people read as they come: the whole traceback is in the log file."""
+def remove_traceback(_: object, __: str, event: EventDict) -> EventDict:
+    """structlog processor: remove the traceback, which is in the log file."""
     for key in ("exc_info", "exception"):
         event.pop(key, None)
     return event
 
 
-def without_logger_of_info(_: object, __: str, event: EventDict) -> EventDict:
-    """For a terminal, whose lines are short: who wrote a line matters where something is wrong."""
+def remove_info_logger(_: object, __: str, event: EventDict) -> EventDict:
+    """structlog processor: remove the logger of lines at info and below, for a terminal."""
     if event.get("level") in ("info", "debug"):
         event.pop("logger", None)
     return event
 
 
-def dated(_: object, __: str, event: EventDict) -> EventDict:
-    """With the date, also where a terminal's lines have the time alone."""
+def add_date(_: object, __: str, event: EventDict) -> EventDict:
+    """structlog processor: add the date, which lines on a terminal omit."""
     record = event.get("_record")
     at = datetime.fromtimestamp(
         record.created if isinstance(record, logging.LogRecord) else time.time(), tz=UTC
@@ -238,8 +243,8 @@ def dated(_: object, __: str, event: EventDict) -> EventDict:
     return {**event, "timestamp": at.isoformat()}
 
 
-def _kept(path: Path) -> FileHandler | None:
-    """None where the directory cannot be had: then the log is on standard error alone."""
+def _file_handler(path: Path) -> FileHandler | None:
+    """Return a handler for a log file; None if its directory cannot be used."""
     try:
         return FileHandler(path)
     except OSError:
@@ -247,8 +252,7 @@ def _kept(path: Path) -> FileHandler | None:
 
 
 def line_text(_: object, __: str, event: EventDict) -> str:
-    """structlog renderer of the page's lines: the event and its values; time, level and logger have
-    columns of their own."""
+    """structlog renderer of the page's lines: event and values, without time, level and logger."""
     words = [str(event.pop("event", ""))]
     for key in ("timestamp", "level", "logger"):
         event.pop(key, None)
@@ -259,14 +263,14 @@ def line_text(_: object, __: str, event: EventDict) -> str:
 def configure(
     cfg: LogConfig, process: str, stream: IO[str] | None = None, data_dir: Path | None = None
 ) -> LogRing:
-    """Take over logging of this process, and return the ring that the status page shows.
+    """Set up logging of this process, and return the lines for the status page.
 
     Args:
-        process: `supervisor`, `network`, `trainer` or `scorer`; on every JSON line, as `component`.
-        stream: where lines go; standard error by default.
-        data_dir: whose log directory keeps them too, with whole tracebacks; None keeps none.
+        process: `supervisor`, `network`, `trainer` or `scorer`; `component` of a JSON line.
+        stream: output; standard error by default.
+        data_dir: data directory whose log file also gets the lines, with tracebacks; or None.
 
-    Calling it again replaces the earlier configuration.
+    A second call replaces the first configuration.
     """
     stream = sys.stderr if stream is None else stream
     as_json = not stream.isatty()
@@ -306,7 +310,7 @@ def configure(
 
     def formatter(*last: Processor) -> logging.Formatter:
         processors: list[Processor] = [
-            exception_line,
+            add_error_line,
             *last[:-1],
             structlog.stdlib.ProcessorFormatter.remove_processors_meta,
             last[-1],
@@ -316,33 +320,33 @@ def configure(
     lines, ring = LineHandler(stream), LogRing(process)
     if as_json:
         lines.setFormatter(
-            formatter(without_traceback, in_order, structlog.processors.JSONRenderer())
+            formatter(remove_traceback, in_order, structlog.processors.JSONRenderer())
         )
     else:
         lines.setFormatter(
             formatter(
-                without_traceback,
-                without_logger_of_info,
+                remove_traceback,
+                remove_info_logger,
                 structlog.dev.ConsoleRenderer(
                     colors=stream.isatty(), pad_event_to=0, pad_level=False, sort_keys=False
                 ),
             )
         )
-    ring.setFormatter(formatter(without_traceback, line_text))
+    ring.setFormatter(formatter(remove_traceback, line_text))
     handlers: list[logging.Handler] = [lines, ring]
-    if data_dir is not None and (kept := _kept(log_file(data_dir, process))) is not None:
+    if data_dir is not None and (file := _file_handler(log_file(data_dir, process))) is not None:
         tracebacks: tuple[Processor, ...] = (structlog.processors.format_exc_info, clean_exception)
-        kept.setFormatter(
-            formatter(dated, *tracebacks, in_order, structlog.processors.JSONRenderer())
+        file.setFormatter(
+            formatter(add_date, *tracebacks, in_order, structlog.processors.JSONRenderer())
         )
-        handlers.append(kept)
+        handlers.append(file)
 
-    calm = Calm()
+    noise_filter = NoiseFilter()
     root = logging.getLogger()
     for handler in list(root.handlers):
         root.removeHandler(handler)
     for handler in handlers:
-        handler.addFilter(calm)
+        handler.addFilter(noise_filter)
         root.addHandler(handler)
     level = getattr(logging, cfg.level.upper())
     root.setLevel(level)

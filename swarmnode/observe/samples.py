@@ -1,12 +1,11 @@
-"""What the policy and its peers answered, for people: a line of JSON per group in
+"""Answers of the policy and its peers, for the operator: one line of JSON per group in
 `<data_dir>/log/samples.jsonl`.
 
-    trainer   writes one own group of a step, one of peers' that it learnt from, one that it refused
-    `trainer.records`
-    page      /samples, the newest of them          terminal   `swarmnode samples`
+After a step, the trainer (`trainer.records`) writes an own group, a peer's group that it trained
+on, and one that it refused. /samples and `swarmnode samples` show the newest.
 
-A text here may be a stranger's. On disk it stands as it came, shortened; whatever shows it to a
-person goes through `visible`.
+A text may come from a stranger. It is stored as it came, but shortened, and passes through
+`visible` before it is displayed.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ import msgspec
 from swarmnode.observe.logfile import log_file
 
 TEXT = 4000
-"""Characters of a prompt or completion that are kept."""
+"""Most stored characters of a prompt or completion."""
 PAGE_TEXT = 1200
-"""Characters of one that the page is given."""
+"""Most characters of one on the page."""
 TURN_TEXT = 500
-"""Characters of an action or observation that are kept."""
+"""Most stored characters of an action or observation."""
 PAGE_TURN_TEXT = 160
-"""Characters of one that the page is given."""
+"""Most characters of one on the page."""
 PAGE_TURNS = 12
-"""Turns of an episode that the page is given: the first and the last."""
+"""Most turns of an episode on the page: the first and the last ones."""
 PAGE_GROUPS = 9
-"""Groups that the page is given: of three steps, where peers' groups come."""
+"""Groups on the page: those of three steps, if peers send groups."""
 READ_BYTES = 2**20
-"""What is read of a file's end."""
+"""Bytes that are read from the end of a file."""
 SHOWN_CONTROLS = "\n\t"
 
 
-class Exchange(msgspec.Struct, frozen=True, omit_defaults=True):
+class Turn(msgspec.Struct, frozen=True, omit_defaults=True):
     """One turn of an episode."""
 
     action: str
@@ -51,15 +50,14 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """For an episode, its actions, one per line."""
     tokens: int
     finish: str
-    """eos, length or tool: how it ended."""
+    """Reason of its end: eos, length or tool."""
     reward: float | None = None
     components: dict[str, float] = {}
-    """What the reward is made of, each in [0, 1]; empty where it is one number."""
+    """Components of the reward, each in [0, 1]; empty if it is a single number."""
     surprise: float | None = None
-    """Mean of −log-probability per token, nats, under the policy that judged it: ours. None: not
-    measured."""
-    turns: list[Exchange] = []
-    """The conversation of an episode; empty for an answer."""
+    """Mean of −log-probability per token under this node's policy, in nats. None: not measured."""
+    turns: list[Turn] = []
+    """Turns of an episode; empty for a single answer."""
 
 
 class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,19 +72,21 @@ class Sample(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt: str
     completions: list[Answer]
     peer: str = ""
-    """Who sampled it; empty: this node."""
+    """Peer that sampled it; empty: this node."""
     outcome: str = "used"
-    """What the trainer made of it (`rollouts.groups.Outcome`)."""
+    """Outcome of the trainer's examination, of `rollouts.groups.Outcome`."""
     drift: str = ""
-    """The token that peers write more often than this node, at this step; of a peer's group."""
+    """Token that peers wrote more often than this node at this step; only for a peer's group."""
 
 
 _decode = msgspec.json.Decoder(Sample).decode
 
 
 def shortened(text: str, most: int = TEXT) -> str:
-    """At most about `most` characters: beginning and end, since the answer stands at the end.
-    Halves of surrogate pairs become `?`."""
+    """Return the beginning and end of a text, together about `most` characters.
+
+    The end is included because the answer is there. Lone surrogates become `?`.
+    """
     text = text.encode(errors="replace").decode()
     if len(text) <= most:
         return text
@@ -95,11 +95,9 @@ def shortened(text: str, most: int = TEXT) -> str:
 
 
 def visible(text: str) -> str:
-    """The same with every character that shows nothing, moves a cursor or turns text around written
-    out, e.g. ⟨U+202E⟩.
+    """Write out each invisible, control and direction character, for example as ⟨U+202E⟩.
 
-    Line breaks and tabs stay. Neither a terminal nor a browser does anything with what is returned
-    but show it.
+    Line breaks and tabs stay. The result is safe for a terminal and a browser.
     """
     return "".join(
         c if c in SHOWN_CONTROLS or unicodedata.category(c) not in _HIDDEN else f"⟨U+{ord(c):04X}⟩"
@@ -111,11 +109,13 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def newest(data_dir: Path, count: int) -> list[Sample]:
-    """The newest `count` samples on disk, newest first. Reads a bounded end of the files; never
-    raises for what is or is not there."""
+    """Return the newest `count` samples on disk, newest first.
+
+    Reads at most `READ_BYTES` of each file. Never raises; invalid lines are skipped.
+    """
     found: list[Sample] = []
     path = log_file(data_dir, "samples")
-    for file in (path, path.with_name(f"{path.name}.1")):  # what is put aside is older
+    for file in (path, path.with_name(f"{path.name}.1")):  # the rotated file is older
         for sample in _backwards(file):
             if len(found) >= count:
                 return found
@@ -134,46 +134,48 @@ def _backwards(path: Path) -> Iterator[Sample]:
     for line in reversed(lines if size <= READ_BYTES else lines[1:]):
         try:
             yield _decode(line)
-        except msgspec.MsgspecError:  # an empty line, or the end of one that was cut
+        except msgspec.MsgspecError:  # an empty or incomplete line
             continue
 
 
 def for_page(samples: Sequence[Sample]) -> bytes:
-    """What /samples answers: the newest first, every text shortened and made visible."""
-    return msgspec.json.encode([harmless(sample, PAGE_TEXT, PAGE_TURN_TEXT) for sample in samples])
+    """Return the body of /samples: shortened and displayable samples, newest first."""
+    return msgspec.json.encode(
+        [displayable(sample, PAGE_TEXT, PAGE_TURN_TEXT) for sample in samples]
+    )
 
 
-def exchanges(
+def to_turns(
     actions: Sequence[str], observations: Sequence[str], most: int = TURN_TEXT
-) -> list[Exchange]:
+) -> list[Turn]:
     """Return the turns of an episode, each text shortened to `most` characters. An action that was
     cut has no observation."""
     answered = [*observations, *[""] * len(actions)]
     return [
-        Exchange(shortened(action, most), shortened(observation, most))
+        Turn(shortened(action, most), shortened(observation, most))
         for action, observation in zip(actions, answered, strict=False)
     ]
 
 
-def harmless(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT) -> Sample:
+def displayable(sample: Sample, most: int = TEXT, most_of_turn: int = TURN_TEXT) -> Sample:
     """Return a sample that is safe to display: see `shortened` and `visible`. A long episode keeps
     only its first and last turns."""
     shown = lambda text, most=most: visible(shortened(text, most))
 
-    def talk(turns: list[Exchange]) -> list[Exchange]:
+    def shorten_turns(turns: list[Turn]) -> list[Turn]:
         half = PAGE_TURNS // 2
         if len(turns) > PAGE_TURNS:
-            missing = Exchange("", f"… {len(turns) - 2 * half} turns left out …")
+            missing = Turn("", f"… {len(turns) - 2 * half} turns left out …")
             turns = [*turns[:half], missing, *turns[-half:]]
         return [
-            Exchange(shown(turn.action, most_of_turn), shown(turn.observation, most_of_turn))
+            Turn(shown(turn.action, most_of_turn), shown(turn.observation, most_of_turn))
             for turn in turns
         ]
 
     answers = [
         msgspec.structs.replace(
             answer,
-            turns=talk(answer.turns),
+            turns=shorten_turns(answer.turns),
             text=shown(answer.text),
             finish=visible(answer.finish[:16]),
             components={visible(name[:64]): value for name, value in answer.components.items()},

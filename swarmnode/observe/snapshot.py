@@ -1,13 +1,13 @@
-"""Everything that a node tells of itself, in one frozen tree. Metrics, health, /status, the page
-and `swarmnode top` are functions of it.
+"""The state of a node as one frozen tree. Metrics, health, /status, the page and `swarmnode top`
+are functions of it.
 
-Most of its nodes are the `statistics()` of the parts themselves: what a part counts is defined
-beside the counting, and read from here by its path (`network.peers.dials`). msgspec turns the tree
-into JSON as it is, and nothing in it can be held against a running part.
+Most of its branches are what the parts' own `statistics()` return, so a number is defined where it
+is counted, and read here by its path, such as `network.peers.dials`. msgspec encodes the tree as
+JSON.
 
-Counters are totals since the process that counts them started; `None` means not measured (yet). The
-keys of a dict are a closed set chosen by this node's code (a reason, an outcome, a guard) except
-where a docstring says that they are peers: those never become a metric's label.
+Counters are totals since the start of the process that counts; `None` means not measured. The keys
+of a dict are chosen by this node's code (a reason, an outcome, a guard), unless a docstring says
+that they are peers. Peers never become the label of a metric.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ class NodeInfo(msgspec.Struct, frozen=True):
     model: str = ""
     tasks: list[str] = []
     addrs: list[str] = []
-    """Multiaddrs that a friend can put into initial_peers, peer id included."""
+    """Multiaddrs for the initial_peers of another node, with the peer id."""
     started_at: float = 0.0
     """Unix seconds."""
     sharing: bool = True
     invite: str = ""
-    """To the swarm, for whoever wants to join; empty where no manifest names an address."""
+    """Invite to the swarm; empty if the manifest has no address."""
     trainer: bool = True
-    """False for a node that only helps others to meet."""
+    """False for a bootstrap node, which does not train."""
 
 
 class Health(msgspec.Struct, frozen=True):
     network_ready: bool = False
     """The host listens and serves listings."""
     policy_loaded: bool = False
-    """The trainer has connected and is past loading."""
+    """The trainer is connected and has loaded the policy."""
     joined: bool = False
     """At least one peer has been connected since the start."""
     draining: bool = False
 
 
 class PeerRow(msgspec.Struct, frozen=True):
-    """One line of the page's table of peers."""
+    """One row of the page's table of peers."""
 
     peer: str
     direction: str = ""
-    """in, out, or empty when not connected."""
+    """in, out, or empty if not connected."""
     admitted: int = 0
     used: int = 0
     rejected: int = 0
@@ -77,16 +77,15 @@ class PeerRow(msgspec.Struct, frozen=True):
 
 class NodeSnapshot(msgspec.Struct, frozen=True):
     at: float = 0.0
-    """Unix seconds when this was taken."""
+    """Time of the snapshot in Unix seconds."""
     node: NodeInfo = NodeInfo()
     health: Health = Health()
     trainer: TrainerStatistics = TrainerStatistics()
     rollouts: ExchangeStatistics = ExchangeStatistics()
     weights: WeightsStatistics = WeightsStatistics()
-    """Averaging as the network process sees it; what the gate and the outer steps did is in the
-    trainer's report."""
+    """Averaging in the network process. Gate and outer steps are in the trainer's report."""
     stages: StagesStatistics = StagesStatistics()
-    """The crew of which this node holds a stage, and that stage."""
+    """This node's crew and its stage."""
     network: NetworkStatistics = NetworkStatistics()
     swarm: SummaryStatistics = SummaryStatistics()
     budget: BudgetStatistics = BudgetStatistics()
@@ -94,17 +93,16 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     """The file system that holds the data directory."""
     supervisor: SupervisorStatistics = SupervisorStatistics()
     scorer: ScorerStatistics = ScorerStatistics()
-    """The network process's scorer; the trainer's own is in its report."""
+    """Scorer of the network process. That of the trainer is in its report."""
     successor: SuccessorStatistics = SuccessorStatistics()
     processes: dict[str, ProcessStatistics] = {}
     """By process: network, trainer, scorer."""
     loop_lag_seconds: float = 0.0
-    """How late the network process's event loop last woke a task that had asked for a moment."""
+    """Delay of the last timer in the network process."""
     peers: list[PeerRow] = []
     logs: list[LogLine] = []
 
     @property
     def leads(self) -> bool:
-        """Whether it samples, learns and evaluates itself. Of a crew only the head does; the others
-        have nothing of that to report."""
+        """True if this node samples, trains and evaluates. In a crew, only the head does."""
         return not self.stages.enabled or self.stages.crew.stage == 0

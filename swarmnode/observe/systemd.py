@@ -1,9 +1,11 @@
-"""Tells systemd how we are (sd_notify): datagrams of `KEY=value` lines to the socket named in
-NOTIFY_SOCKET. Without it nothing is sent.
+"""Report the node's state to systemd (sd_notify): datagrams of `KEY=value` lines to the socket in
+NOTIFY_SOCKET. Without that variable nothing is sent.
 
-    loading   EXTEND_TIMEOUT_USEC while there is progress     running   WATCHDOG=1 while nothing
-    hangs     end   STOPPING=1
-    ready     READY=1, once: every process is past loading    always    STATUS=, when it changes
+    EXTEND_TIMEOUT_USEC   while a process loads and makes progress
+    READY=1               once, when all processes have loaded
+    WATCHDOG=1            while no process hangs
+    STATUS=               at each change
+    STOPPING=1            at the end
 
 Source: sd_notify(3), systemd 252.
 """
@@ -15,12 +17,15 @@ import socket
 from collections.abc import Mapping, MutableMapping
 
 EXTEND_SECONDS = 30
-"""How much longer systemd waits after each sign of progress."""
+"""Time by which each report of progress extends systemd's timeout."""
 
 
 class Notifier:
-    """Takes NOTIFY_SOCKET and WATCHDOG_USEC out of `environment`: children must not speak for us.
-    Never raises, never blocks."""
+    """Sends notifications. Never raises, never blocks.
+
+    It removes NOTIFY_SOCKET and WATCHDOG_USEC from `environment`, so that child processes send
+    none.
+    """
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
         address = environment.pop("NOTIFY_SOCKET", "")
@@ -29,38 +34,41 @@ class Notifier:
         self.watchdog_seconds = (
             int(watchdog) / 1e6 if watchdog.isascii() and watchdog.isdigit() else None
         )
-        """systemd acts when it has heard nothing for so long; None when it does not watch."""
+        """Time without WATCHDOG=1 after which systemd restarts the node; None: no limit."""
         self._address = "\0" + address[1:] if address.startswith("@") else address
         self._socket: socket.socket | None = None
-        self._told: dict[str, str] = {}
+        self._sent: dict[str, str] = {}
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
             self._socket.setblocking(False)
 
     def beat(self, statuses: Mapping[str, str], well: bool) -> None:
-        """Once per turn of the supervisor's loop. `statuses`: process to what it says it does;
-        `well`: none of them hangs."""
+        """Send what has changed. The supervisor calls this in each turn of its loop.
+
+        Args:
+            statuses: status of each process.
+            well: no process hangs.
+        """
         self._once("STATUS", ", ".join(f"{name}: {status}" for name, status in statuses.items()))
-        if all(past_loading(status) for status in statuses.values()):
+        if all(has_loaded(status) for status in statuses.values()):
             self._once("READY", "1")
-        elif well and "READY" not in self._told:
+        elif well and "READY" not in self._sent:
             self._send(f"EXTEND_TIMEOUT_USEC={EXTEND_SECONDS * 1_000_000}")
         if well:
             self._send("WATCHDOG=1")
 
     def stopping(self, seconds: float) -> None:
-        """The drain has begun and may take `seconds`."""
+        """Report that the node stops, which may take `seconds`."""
         self._once("STOPPING", "1")
         self._send(f"EXTEND_TIMEOUT_USEC={int((seconds + EXTEND_SECONDS) * 1e6)}")
 
     def _once(self, key: str, value: str) -> None:
-        """What systemd has taken is not said again; what it had no room for is."""
-        if self._told.get(key) != value and self._send(f"{key}={value}"):
-            self._told[key] = value
+        """Send a value unless it was sent before. A value that could not be sent is sent again."""
+        if self._sent.get(key) != value and self._send(f"{key}={value}"):
+            self._sent[key] = value
 
     def _send(self, line: str) -> bool:
-        """False when it did not get there; a manager that does not listen must not end what it
-        manages."""
+        """Return False if the datagram could not be sent, which the node ignores."""
         if self._socket is None:
             return False
         try:
@@ -70,8 +78,8 @@ class Notifier:
         return True
 
 
-def past_loading(status: str) -> bool:
-    """Whether a process that says `status` does its work."""
+def has_loaded(status: str) -> bool:
+    """Return True if `status` is that of a process that has loaded."""
     return not status.startswith(("starting", "loading", "down"))
 
 

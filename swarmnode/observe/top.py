@@ -1,8 +1,7 @@
-"""`swarmnode status`, and what `swarmnode top` shows: the same /status that the page draws, in a
-terminal.
+"""The state of a node in the terminal, for `swarmnode status` and `swarmnode top`.
 
-`render` is a pure function of its answer, so it also shows three nodes of a demo side by side. Only
-reads; loads neither torch nor libp2p.
+`render` is a pure function of the decoded body of /status. This module imports neither torch nor
+libp2p.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmnode.errors import Unavailable
-from swarmnode.observe.ask import decode_status, fetch_status
+from swarmnode.observe.address import NodeAddress
+from swarmnode.observe.client import decode_status, fetch_status
 from swarmnode.observe.logs import clean_text
 from swarmnode.observe.samples import visible
-from swarmnode.observe.where import Place
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 28
@@ -30,21 +29,22 @@ NAME_WIDTH = 20
 Status = Mapping[str, Any]
 
 
-def fetch(place: Place, points: int = 120) -> Status:
-    """Return what the node there reports. Raises `Unavailable` when none answers, or another than
-    is meant, or something else."""
-    return decode_status(place, fetch_status(place, points))
+def fetch(address: NodeAddress, points: int = 120) -> Status:
+    """Return the decoded body of /status.
+
+    Raises:
+        Unavailable: no node answers, or another one than `address.peer`.
+    """
+    return decode_status(address, fetch_status(address, points))
 
 
 def short_id(peer: str) -> str:
-    """The end of a peer id, which all of them differ in; where the page has more room it shows the
-    beginning too."""
+    """Return the end of a peer id; the beginning is the same for all peers."""
     return f"…{peer[-6:]}" if len(peer) > 7 else peer
 
 
 def names_of(s: Status) -> dict[str, str]:
-    """Return the names that peers give themselves, by peer id; entries of another form are left
-    out."""
+    """Return the names that peers claim, by peer id. Invalid entries are skipped."""
     match s:
         case {"swarm": {"rows": [*rows]}}:
             return {
@@ -58,19 +58,18 @@ def names_of(s: Status) -> dict[str, str]:
     return {}
 
 
-def called(peer: str, names: Mapping[str, str]) -> Text:
-    """Name and short id: anybody may claim a name. Without a name, more of the id."""
+def peer_label(peer: str, names: Mapping[str, str]) -> Text:
+    """Return name and short id, because any peer may claim a name. Without one, more of the id."""
     name = names.get(peer, "")[:NAME_WIDTH]
     return text(f"{name} {short_id(peer)}" if name else f"{peer[:8]}{short_id(peer)}")
 
 
 def text(value: object, style: str = "") -> Text:
-    """A peer's or a server's text must neither style the table nor move the cursor: no markup, no
-    control characters."""
-    return Text(inert(value), style=style, no_wrap=True, overflow="ellipsis")
+    """Return a text without markup and control characters, for texts of peers and servers."""
+    return Text(one_line(value), style=style, no_wrap=True, overflow="ellipsis")
 
 
-def inert(value: object) -> str:
+def one_line(value: object) -> str:
     """Return `value` as one line without control, direction and other invisible characters."""
     return visible(clean_text(str(value)))
 
@@ -84,8 +83,7 @@ def number(value: float | None, digits: int = 0, unit: str = "") -> str:
 
 
 def sparkline(values: list[float | None], width: int = SPARK_WIDTH) -> str:
-    """`values` thinned out to `width`, drawn from the lowest to the highest of them; a gap where
-    nothing was measured."""
+    """Return a line of `width` bars from the lowest to the highest value, with gaps for None."""
     shown = (
         values
         if len(values) <= width
@@ -100,7 +98,7 @@ def sparkline(values: list[float | None], width: int = SPARK_WIDTH) -> str:
 
 
 class Spark:
-    """A sparkline as wide as there is room for: what is cut off is the past, never the newest."""
+    """A sparkline that fills the available width."""
 
     def __init__(self, values: list[float | None]) -> None:
         self._values = [
@@ -127,8 +125,11 @@ def duration(seconds: float | None) -> str:
 
 
 def render(status: Status) -> RenderableType:
-    """One node: verdict, learning, rollouts, peers, its crew, and what peers claim. `status` is the
-    decoded answer of /status."""
+    """Return a panel with verdict, learning, rollouts, peers, crew, and the claims of peers.
+
+    Args:
+        status: decoded body of /status.
+    """
     s = status["snapshot"]
     node, report = s["node"], s["trainer"]["report"] or {}
     troubles = [*status["ready"]["reasons"], *status["troubles"]]
@@ -137,7 +138,7 @@ def render(status: Status) -> RenderableType:
         if not troubles
         else text("; ".join(troubles), "yellow" if status["ready"]["ok"] else "red")
     )
-    title = inert(node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode")
+    title = one_line(node["name"] or node["swarm_name"] or short_id(node["peer"]) or "swarmnode")
     facts = [
         f"swarm {node['swarm_name']}",
         node["model"],
@@ -171,13 +172,13 @@ def render(status: Status) -> RenderableType:
 
 
 def _engine(report: Mapping[str, Any]) -> str:
-    """Return which engine samples."""
+    """Return the engine that samples; empty without an inference server."""
     server = report.get("server")
     if not server:
         return ""
     samples = server.get("state") == "sampling"
     words = f"{server.get('kind')} {server.get('version')}"
-    return f"sampled by {words}" if samples else f"own engine, {words.strip()} is away"
+    return f"sampled by {words}" if samples else f"own engine; {words.strip()} is away"
 
 
 def _learning(s: Status, report: Status, history: Status) -> Table:
@@ -189,7 +190,7 @@ def _learning(s: Status, report: Status, history: Status) -> Table:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right", no_wrap=True)
     past = lambda column: Spark(history.get(column) or [])
-    pace = report if s["trainer"]["connected"] else {}  # nothing is sampled where no trainer is
+    pace = report if s["trainer"]["connected"] else {}  # without a trainer nothing is sampled
     restarts = sum(s["supervisor"]["restarts"].values())
     rejected, ignored = sum(admission["rejected"].values()), sum(admission["ignored"].values())
     used = rollouts["judged"].get("used", 0)
@@ -257,7 +258,7 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
         seen = duration(peer["last_seen_seconds"])
         style = "dim" if not peer["direction"] else "yellow" if peer["reputation"] < 0 else ""
         table.add_row(
-            called(peer["peer"], names),
+            peer_label(peer["peer"], names),
             text(peer["direction"] or "–"),
             *counts,
             number(peer["reputation"], 2),
@@ -278,21 +279,16 @@ SLOT_STYLES = {
 
 
 def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
-    """Stages in order, who holds each, and how it is."""
+    """Return the stages in order, with the holder and the state of each."""
     crew, own = stages["crew"], stages["own"] or {}
     if not crew["slots"]:
         return text(
-            f"in no crew; {crew['offers']} {'other' if crew['offers'] == 1 else 'others'} would"
-            " hold a stage",
+            f"in no crew; other nodes that offer to hold a stage: {crew['offers']}",
             "dim",
         )
     facts = [
         f"crew {crew['state']}",
-        (
-            f"standing still for {duration(crew['standing_seconds'])}"
-            if crew["standing_seconds"]
-            else ""
-        ),
+        (f"no step for {duration(crew['stopped_seconds'])}" if crew["stopped_seconds"] else ""),
         (
             f"recovered in {crew['recovery_seconds']:.1f} s"
             if crew["recovery_seconds"] is not None
@@ -307,17 +303,17 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
     ]
     well = crew["state"] == "running"
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("stage", "held by", "layers", "state", "step"):
+    for name in ("stage", "holder", "layers", "state", "step"):
         table.add_column(
             name, justify="right" if name in ("layers", "step") else "left", no_wrap=True
         )
     for slot in crew["slots"]:
         holder = (
-            text("nobody")
+            text("none")
             if not slot["peer"]
             else text("this node")
             if slot["peer"] == me
-            else called(slot["peer"], names)
+            else peer_label(slot["peer"], names)
         )
         state = text(slot["state"], SLOT_STYLES.get(slot["state"], ""))
         table.add_row(
@@ -327,15 +323,15 @@ def _crew(stages: Status, me: str, names: Mapping[str, str]) -> RenderableType:
 
 
 def _swarm(swarm: Status, most: int = 64) -> RenderableType:
-    """What peers say of themselves."""
+    """Return the summaries of peers."""
     median = (
         f", median held-out {number(swarm['reward_median'], 3)}"
         if swarm["reward_median"] is not None
         else ""
     )
-    head = text(f"swarm: {swarm['reporting']} peers tell of themselves (claimed){median}", "dim")
+    head = text(f"swarm: {swarm['reporting']} nodes with a recent summary (claimed){median}", "dim")
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    for name in ("name", "peer", "policy", "held-out", "published", "peers", "said"):
+    for name in ("name", "peer", "policy", "held-out", "published", "peers", "age"):
         table.add_column(
             name, justify="left" if name in ("name", "peer") else "right", no_wrap=True
         )
@@ -359,26 +355,32 @@ def _swarm(swarm: Status, most: int = 64) -> RenderableType:
     return Group(head, table)
 
 
-def drawn(status: Status, place: Place) -> RenderableType:
-    """`render`. Raises `Unavailable` where the node reports its state in another form."""
+def render_or_fail(status: Status, address: NodeAddress) -> RenderableType:
+    """Return `render(status)`. Raises `Unavailable` if the node is of another version."""
     try:
         return render(status)
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise Unavailable(
-            f"the node at {place.url} reports its state in another form"
-            f" ({clean_text(repr(error))}): ask it with its own version"
+            f"the node at {address.url} is of another version ({clean_text(repr(error))}): use the"
+            " swarmnode of that version"
         ) from error
 
 
-def status_command(place: Place, as_json: bool = False) -> int:
-    """Print the node's state once. Returns 0 when it is ready, 1 when it is not; raises
-    `Unavailable` when it does not answer."""
-    told = fetch(place, points=0 if as_json else 120)
+def status_command(address: NodeAddress, as_json: bool = False) -> int:
+    """Print the state of a node once.
+
+    Returns:
+        The exit code: 0 if the node is ready, otherwise 1.
+
+    Raises:
+        Unavailable: the node does not answer.
+    """
+    status = fetch(address, points=0 if as_json else 120)
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(status, indent=2))
     else:
         console = Console()
-        console.print(drawn(told, place))
-        if invite := told["snapshot"]["node"].get("invite"):  # to copy: in one piece, however long
-            console.print(Text(f"invite {inert(invite)}"), soft_wrap=True)
-    return 0 if told["ready"]["ok"] else 1
+        console.print(render_or_fail(status, address))
+        if invite := status["snapshot"]["node"].get("invite"):  # in one piece, to copy it
+            console.print(Text(f"invite {one_line(invite)}"), soft_wrap=True)
+    return 0 if status["ready"]["ok"] else 1

@@ -1,120 +1,87 @@
-"""The few numbers that must be kept between two scrapes: histograms, and the age of what other
-processes told us.
+"""Numbers that must be stored between two snapshots: step times, and reports of other processes.
 
-Everything else in a snapshot is read from its owner at the moment of asking.
+All other numbers of a snapshot are read from their owners when it is taken.
 """
 
 from __future__ import annotations
 
-import bisect
 import shutil
 from pathlib import Path
 
 import msgspec
 import psutil
 
+from swarmnode.histogram import Histogram, HistogramCounter
 from swarmnode.link.messages import Report
 
 STEP_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-"""Seconds. From the embedded policy on a CPU to a large model on a slow card."""
-RECOVERY_BOUNDS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
-"""Seconds from a process's death to its first progress."""
+"""Upper bounds of step times, in seconds."""
 SUPERVISOR_FILE_BYTES = 2**16
 
 
-class Histogram(msgspec.Struct, frozen=True):
-    """Observations by size. `counts[i]` holds those at most `bounds[i]`, not cumulated; the last
-    one those above every bound."""
-
-    bounds: tuple[float, ...]
-    counts: tuple[int, ...]
-    """len(bounds) + 1."""
-    sum: float = 0.0
-
-
 class TrainerStatistics(msgspec.Struct, frozen=True):
-    """The trainer as seen over the link."""
+    """State of the trainer as the network process knows it."""
 
     connected: bool = False
     report: Report | None = None
-    """Its last report, however old."""
+    """Last report of any age."""
     age_seconds: float | None = None
-    """Since the last report: a finished step, an evaluation or a change of phase."""
+    """Time since the last report: a finished step, an evaluation or a change of phase."""
     step_seconds: Histogram | None = None
     pid: int | None = None
 
 
 class SupervisorStatistics(msgspec.Struct, frozen=True):
-    """Read from `<data_dir>/run/supervisor.json`. Empty when the node runs without a supervisor."""
+    """Content of `<data_dir>/run/supervisor.json`. Empty without a supervisor."""
 
     restarts: dict[str, int] = {}
-    """By process: network, trainer."""
+    """Number by process: network, trainer."""
     stalls: dict[str, int] = {}
-    """Restarts because a process made no progress, by process."""
-    last_recovery_seconds: float | None = None
-    recovery_seconds: Histogram | None = None
+    """Restarts of a process that made no progress, by process."""
     down: dict[str, str] = {}
-    """Why a process is not at work: by process, from its end until the next one is past loading."""
+    """Reason why a process is down, from its end until its successor has loaded, by process."""
 
 
 class DiskStatistics(msgspec.Struct, frozen=True):
-    """Room on a file system. None where it cannot be asked."""
+    """Space of a file system. None if it is unknown."""
 
     free_bytes: int | None = None
-    """For this user."""
+    """Available to this user."""
     total_bytes: int | None = None
 
 
 class ProcessStatistics(msgspec.Struct, frozen=True):
     memory_bytes: int = 0
-    """Resident."""
+    """Resident memory."""
     cpu_seconds: float = 0.0
-    """User and system, since the process started."""
-
-
-class Observations:
-    """A histogram that grows. `observe` never fails: what is not a number ≥ 0 is not an
-    observation."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        if 0 <= value < float("inf"):
-            self._counts[bisect.bisect_left(self._bounds, value)] += 1
-            self._sum += value
-
-    def statistics(self) -> Histogram:
-        return Histogram(bounds=self._bounds, counts=tuple(self._counts), sum=self._sum)
+    """User and system time since the start of the process."""
 
 
 class TrainerWatch:
-    """Follows the trainer's reports. `now` is any monotonic clock, seconds."""
+    """Stores the trainer's reports. `now` is the time of any monotonic clock in seconds."""
 
     def __init__(self) -> None:
         self._report: Report | None = None
         self._reported_at = 0.0
         self._connected = False
         self._pid: int | None = None
-        self._steps = Observations(STEP_BOUNDS)
+        self._steps = HistogramCounter(STEP_BOUNDS)
 
     @property
     def pid(self) -> int | None:
-        """None while no trainer is connected."""
+        """Process id of the trainer; None while none is connected."""
         return self._pid
 
     def connected(self, pid: int = 0) -> None:
-        """A trainer has said hello. `pid`: 0 where it is not known."""
+        """Record that a trainer has connected. `pid` is 0 if unknown."""
         self._connected, self._pid = True, pid or None
 
     def disconnected(self) -> None:
         self._connected, self._pid = False, None
 
     def report(self, report: Report, now: float) -> None:
-        """Take over a report. A step is observed once, however often it is mentioned; one that a
-        restored trainer repeats, again."""
+        """Store a report. Each step counts once for the step times, and again if a restored trainer
+        repeats it."""
         before = self._report.step if self._report is not None else 0
         if report.step > before and report.step_seconds is not None:
             self._steps.observe(report.step_seconds)
@@ -130,46 +97,34 @@ class TrainerWatch:
 class SupervisedProcess(msgspec.Struct, frozen=True):
     restarts: int = 0
     stalls: int = 0
-    recovery_seconds: list[float] = []
-    """The newest few hundred, oldest first."""
     down: str = ""
-    """Why it is not at work; empty while it is, and before its first start."""
+    """Reason why it is down; empty while it runs and before its first start."""
 
 
 class SupervisorFile(msgspec.Struct, frozen=True):
-    """What the supervisor writes; fields it adds later are none of our business."""
+    """Content of the supervisor's file. Unknown fields are ignored."""
 
     processes: dict[str, SupervisedProcess] = {}
 
 
 class SupervisorWatch:
-    """Reads `<data_dir>/run/supervisor.json` and makes a histogram that only grows out of its
-    bounded lists.
+    """Reads `<data_dir>/run/supervisor.json`.
 
-    The file is our own, but it may be absent, or from another version: then the last view stays.
+    If the file is missing or of another version, the last valid content stays.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = SupervisorFile()
-        self._latest: float | None = None
-        self._recoveries = Observations(RECOVERY_BOUNDS)
 
     def read(self) -> SupervisorStatistics:
-        """Read the file again. Never raises for what is or is not in it."""
+        """Read the file again. Never raises."""
         try:
             with self._path.open("rb") as file:
-                told = msgspec.json.decode(file.read(SUPERVISOR_FILE_BYTES), type=SupervisorFile)
+                content = msgspec.json.decode(file.read(SUPERVISOR_FILE_BYTES), type=SupervisorFile)
         except (OSError, msgspec.MsgspecError):
             return self.statistics()
-        for name, process in told.processes.items():
-            for seconds in appended(
-                self._file.processes.get(name, SupervisedProcess()).recovery_seconds,
-                process.recovery_seconds,
-            ):
-                self._recoveries.observe(seconds)
-                self._latest = seconds
-        self._file = told
+        self._file = content
         return self.statistics()
 
     def statistics(self) -> SupervisorStatistics:
@@ -178,22 +133,11 @@ class SupervisorWatch:
             restarts={name: process.restarts for name, process in processes},
             stalls={name: process.stalls for name, process in processes},
             down={name: process.down for name, process in processes if process.down},
-            last_recovery_seconds=self._latest,
-            recovery_seconds=self._recoveries.statistics(),
         )
 
 
-def appended(before: list[float], after: list[float]) -> list[float]:
-    """What was appended to a list of which only the newest part is kept: `after` without its
-    longest beginning that `before` ends with."""
-    for known in range(min(len(before), len(after)), 0, -1):
-        if before[-known:] == after[:known]:
-            return after[known:]
-    return after
-
-
 def disk_use(directory: Path) -> DiskStatistics:
-    """Room where `directory` lies. Never raises."""
+    """Return the space of the file system of `directory`. Never raises."""
     try:
         usage = shutil.disk_usage(directory)
     except OSError:
@@ -202,7 +146,7 @@ def disk_use(directory: Path) -> DiskStatistics:
 
 
 def process_use(pids: dict[str, int | None]) -> dict[str, ProcessStatistics]:
-    """Memory and CPU by process name. A process that is gone is left out."""
+    """Return memory and CPU use by process name, without processes that have ended."""
     found = {}
     for name, pid in pids.items():
         try:

@@ -236,7 +236,7 @@ class Admission:
     def statistics(self) -> AdmissionStatistics:
         """Return the counts of groups."""
         by_verdict = lambda verdict: {
-            reason: n for reason, n in self._outcomes.items() if REASONS.get(reason) is verdict
+            reason: self._outcomes[reason] for reason, each in REASONS.items() if each is verdict
         }
         return AdmissionStatistics(
             candidates=self._outcomes["candidate"],

@@ -24,6 +24,8 @@ from swarmnode.wire.messages import RolloutGroup
 
 PUBLISHED = "published"
 """Outcome of `Publisher.publish` for a group that was put on the shelf."""
+REASONS = ("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy")
+"""Outcomes of `Publisher.publish` for a group that was not put on the shelf."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
 """Outcomes of normal operation, logged at level info."""
 
@@ -59,7 +61,7 @@ class Publisher:
         self._allows = allows
         self._gossip = gossip
         self._clock = clock
-        self._tally = DropTally("own group not published", quiet=EXPECTED)
+        self._tally = DropTally("own group not published", quiet=EXPECTED, reasons=REASONS)
 
     def statistics(self) -> DropCounts:
         """Return the number of published groups, and of unpublished ones by outcome."""

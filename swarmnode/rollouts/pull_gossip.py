@@ -97,8 +97,6 @@ class ServingStatistics(msgspec.Struct, frozen=True):
     waiting: int = 0
     """Polls held open now."""
     shelf: ShelfStatistics = ShelfStatistics()
-    askers: int = 0
-    """Peers whose allowance is remembered."""
 
 
 @dataclass(frozen=True)
@@ -432,9 +430,7 @@ class Server:
 
     def statistics(self) -> ServingStatistics:
         """Return the counts of answers."""
-        return ServingStatistics(
-            dict(self._served), self._waiting, self._shelf.statistics(), len(self._allowances)
-        )
+        return ServingStatistics(dict(self._served), self._waiting, self._shelf.statistics())
 
     async def _list(self, peer: str, data: bytes) -> bytes:
         """Answer a poll.

@@ -9,6 +9,7 @@ author can recover if this node's own policy was the one that differed.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from typing import get_args
 
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.reputation import GREYLIST
@@ -33,7 +34,7 @@ class Authors:
         self._network = network
         self._trust = PeerTrust()
         self._admitted: OrderedDict[str, int] = OrderedDict()
-        self._outcomes: Counter[str] = Counter()
+        self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
 
     @property
     def outcomes(self) -> dict[str, int]:

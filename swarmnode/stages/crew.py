@@ -1248,7 +1248,7 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """State of each stage."""
     offers: int = 0
     """Number of other nodes that offer to hold a stage."""
-    standing_seconds: float | None = None
+    stopped_seconds: float | None = None
     """Seconds since a crew of this node last ran; 0 while one runs, or if none ever did. None
     without a crew."""
     recovery_seconds: float | None = None
@@ -1279,7 +1279,7 @@ def statistics(state: State, now: float, settings: MembershipSettings) -> CrewSt
         id=crew.id.hex(),
         stage=crew.stage,
         slots=tuple(slots),
-        standing_seconds=0.0 if state.stopped_at is None else now - state.stopped_at,
+        stopped_seconds=0.0 if state.stopped_at is None else now - state.stopped_at,
     )
 
 

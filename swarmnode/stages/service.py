@@ -14,7 +14,6 @@ here.
 
 from __future__ import annotations
 
-import bisect
 import logging
 import math
 import random
@@ -31,6 +30,7 @@ import trio
 from swarmnode.config import StagesConfig
 from swarmnode.errors import BadMessage, PeerError
 from swarmnode.files import listening, write_atomically
+from swarmnode.histogram import Histogram, HistogramCounter
 from swarmnode.p2p.api import Network, PeerStream, Streams
 from swarmnode.stages import wire
 from swarmnode.stages.crew import (
@@ -64,7 +64,7 @@ LEAVE_TIMEOUT: Final = 3.0
 POLL_INTERVAL: Final = 5.0
 """Longest interval between two reads of the connections, in seconds."""
 RECOVERY_BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
-"""Upper bounds of `StagesStatistics.recovery_counts`, in seconds."""
+"""Upper bounds of `StagesStatistics.recoveries`, in seconds."""
 NOTE_WORDS: Final = {
     "struck": "peer struck",
     "behind": "former member left behind",
@@ -115,10 +115,8 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     streams: StreamProxyStatistics = StreamProxyStatistics()
     events: dict[str, int] = {}
     """Events of this node's crews, by `wire.NOTES`."""
-    recovery_counts: tuple[int, ...] = (0,) * (len(RECOVERY_BOUNDS) + 1)
-    """Histogram of the seconds from the pause or end of a crew to a running one. Counts are not
-    cumulative; the last one is of recoveries above every bound."""
-    recovery_seconds_total: float = 0.0
+    recoveries: Histogram | None = None
+    """Seconds from the pause or end of a crew to a running one."""
     sources: dict[str, int] = {}
     """Restorations of this node's stages, by `wire.SOURCES`."""
     last_reason: str = ""
@@ -202,9 +200,9 @@ class StageService:
         self._progress = HangDetector()
         # counts
         self._notes = Counter(dict.fromkeys(wire.NOTES, 0))
-        self._recoveries = [0] * (len(RECOVERY_BOUNDS) + 1)
-        self._recovery_seconds = 0.0
-        self._sources, self._unanswered = Counter[str](), Counter[str]()
+        self._recoveries = HistogramCounter(RECOVERY_BOUNDS)
+        self._sources = Counter(dict.fromkeys(filter(None, wire.SOURCES), 0))
+        self._unanswered = Counter[str]()
         self._last_reason = ""
         self._heartbeat_seconds: float | None = None
         self._restarts = 0
@@ -264,8 +262,7 @@ class StageService:
             own=own,
             streams=self.proxy.statistics(),
             events=dict(self._notes),
-            recovery_counts=tuple(self._recoveries),
-            recovery_seconds_total=self._recovery_seconds,
+            recoveries=self._recoveries.statistics(),
             sources=dict(self._sources),
             last_reason=self._last_reason,
             heartbeat_seconds=self._heartbeat_seconds,
@@ -373,8 +370,7 @@ class StageService:
         if what == "broken":
             self._last_reason = detail
         if what == "running" and detail:
-            self._recoveries[bisect.bisect_left(RECOVERY_BOUNDS, float(detail))] += 1
-            self._recovery_seconds += float(detail)
+            self._recoveries.observe(float(detail))
 
     async def _tick(self) -> None:
         while True:
@@ -614,7 +610,8 @@ class StreamProxy:
         self._newly_parked = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._sent, self._received = Counter(_NO_BYTES), Counter(_NO_BYTES)
-        self._lost, self._refused = Counter[str](), Counter[str]()
+        self._lost = Counter(_NO_BYTES)
+        self._refused = Counter(dict.fromkeys(wire.STREAM_REFUSALS, 0))
         self._throttled_seconds = 0.0
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:  # type: ignore[name-defined]

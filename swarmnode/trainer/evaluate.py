@@ -22,15 +22,17 @@ from swarmnode.wire.messages import TaskRef
 COMPLETIONS = 4
 """Completions per question."""
 GENERATOR_SEED = 20_260
+STEPS_BETWEEN, TOKEN_SHARE = 10, 0.05
+"""Steps between two evaluations, and the largest share of all sampled tokens that evaluations take,
+if `training.eval_every` is not set."""
 
 
 def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
-    """Whether it is time for another evaluation, and those so far have left room in the budget of
-    sampled tokens."""
-    spent, budget = counters.evaluation_tokens_total, cfg.eval_budget
-    return counters.step % cfg.eval_every == 0 and (
-        budget == 1 or spent <= budget * counters.tokens_total
-    )
+    """Return True if a held-out evaluation follows this step."""
+    if cfg.eval_every:
+        return counters.step % cfg.eval_every == 0
+    has_budget = counters.evaluation_tokens_total <= TOKEN_SHARE * counters.tokens_total
+    return counters.step % STEPS_BETWEEN == 0 and has_budget
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,8 @@ A = TypeVar("A", bound=Answer)
 SILENCE_SECONDS = 60.0
 """Seconds without progress after which a working rank counts as hung; a rank reports after every
 layer and decoding step."""
+STARTUP_SECONDS = 300.0
+"""Seconds without progress after which a rank that has not joined yet counts as hung."""
 GOODBYE_SECONDS = 5.0
 """Seconds after which a rank that was asked to exit is killed."""
 
@@ -113,7 +115,7 @@ class RankPool:
         self._alive = alive
         self.silence_seconds = SILENCE_SECONDS
         """Seconds without progress after which a working rank counts as hung."""
-        self._startup = config.supervisor.startup_seconds
+        self._startup = STARTUP_SECONDS
         self._folder = tempfile.TemporaryDirectory(prefix="swarmnode-ranks-")
         self._store = str(Path(self._folder.name) / "store")
         context = multiprocessing.get_context("spawn")

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmnode.link.messages import Report
 from swarmnode.observe.logfile import FileHandler, log_file
-from swarmnode.observe.samples import Answer, Sample, exchanges, shortened
+from swarmnode.observe.samples import Answer, Sample, shortened, to_turns
 from swarmnode.rollouts.groups import ExternalGroup, OwnGroup, actions
 from swarmnode.trainer.judge import Judgement
 from swarmnode.trainer.trackers import Trackers
@@ -150,7 +150,7 @@ def _answers(
             rewarded.get(number),
             made_of.get(number, {}),
             surprising.get(number),
-            exchanges(actions(completion), seen.get(number, ())) if completion.turns else [],
+            to_turns(actions(completion), seen.get(number, ())) if completion.turns else [],
         )
         for number, completion in enumerate(completions[:COMPLETIONS])
     ]

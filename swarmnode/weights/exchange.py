@@ -229,8 +229,8 @@ class ExchangeStatistics:
     """Counts of outer steps and swaps."""
 
     outcomes: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))
-    failures: Counter[str] = field(default_factory=Counter)
-    judged: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FAILURES, 0)))
+    judged: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(local.OUTCOMES, 0)))
     """Partners' weights by `local.OUTCOMES`."""
     seconds: float = 0.0
     """Duration of the applied swaps, summed."""

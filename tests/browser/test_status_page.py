@@ -121,7 +121,7 @@ async def visit(
     )
 
 
-async def test_the_page_draws_what_the_node_says(tmp_path, monkeypatch) -> None:
+async def test_the_page_draws_the_state_of_the_node(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch)
     for series in (
         "reward_own",
@@ -177,7 +177,7 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
     seen = await visit(tmp_path, monkeypatch, width=390)
     text = re.sub(r"\s+", " ", seen.text)
     assert (
-        "Swarm (claimed, not verified) 4 peers say so of themselves; the median of their held-out"
+        "Swarm (claimed, not verified) 4 nodes with a recent summary; the median of their held-out"
         " rewards is 0.567." in text
     )
     for value in (
@@ -185,10 +185,10 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
         "Küche 2",
         "gpu-box-7",
         "0.624",
-        "heard of through another peer",
+        "received through another peer",
         "noloco",
         "5, 4 fragments",
-        "2.1 % away, 97 % taken",
+        "distance 2.1 %, 97 % of the difference taken",
         "accepted 16, clipped 2",
         "applied done 16",
         "busy no partner 6",
@@ -200,7 +200,7 @@ async def test_the_page_shows_the_swarm_the_exchanges_and_what_the_node_costs(
         "of 186.3 GiB",
         "0.4 s ahead of most peers'",
     ):
-        assert value in (text if value != "heard of through another peer" else seen.dom), value
+        assert value in (text if value != "received through another peer" else seen.dom), value
     assert seen.console == []
 
 
@@ -215,7 +215,7 @@ def recovering() -> NodeSnapshot:
     ]
     slots[1] = msgspec.structs.replace(slots[1], peer=PEERS[2])
     crew = msgspec.structs.replace(
-        s.stages.crew, state="preparing", slots=tuple(slots), standing_seconds=42.0
+        s.stages.crew, state="preparing", slots=tuple(slots), stopped_seconds=42.0
     )
     return msgspec.structs.replace(s, stages=msgspec.structs.replace(s.stages, crew=crew))
 
@@ -230,7 +230,7 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
     assert (
         f"Stage 0 · head this node active 4 layers, step 250 Stage 1 {short(PEERS[2])} loading 6"
         f" layers, step 250 Stage 2 Küche 2 {short(PEERS[1])} failed 6 layers, step 250 Stage 3 ·"
-        f" tail gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
+        f" last gpu-box-7 {short(PEERS[3])} suspected 4 layers, step 250" in text
     )
     assert re.findall(r'<li class="(\w*)" data-stage="(\d)"', seen.dom) == [
         ("good", "0"),
@@ -242,14 +242,14 @@ async def test_the_crew_is_drawn_in_the_order_of_its_stages_by_colour_and_by_wor
         "Preparing; no step for 42 s; 1 other node offers to hold a stage.",
         "a neighbour's checkpoint, in 2.1 s",
         "of step 240, 10 steps old",
-        "a whole copy, 1 steps old, last refresh ",
-        "6.4 s until it ran again",
+        "a policy copy, 1 steps old, last refresh ",
+        "6.4 s",
         "suspected 2, refuted 1, broken 1",
         "0.00070 nats per token",
         "crew 14, step 3",
         "the crew has taken no step for 42 s",
-        "not by strangers; through relays, or where it dials",
-        "2 through which it can be called",
+        "only through relays",
+        "reachable through 2",
         "succeeded 3, failed 1",
     ):
         assert value in text, value
@@ -268,15 +268,13 @@ async def test_a_node_that_holds_its_policy_alone_shows_no_crew(tmp_path, monkey
     seen = await visit(
         tmp_path / "again", monkeypatch, lambda: msgspec.structs.replace(example(), stages=waiting)
     )
-    said = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
-    assert said in seen.text
+    line = "In no crew; 2 other nodes offer to hold a stage; 12D3KooW is gone."
+    assert line in seen.text
     assert not re.search(r'id="crew-card"[^>]*hidden', seen.dom)
 
 
 @pytest.mark.parametrize("evidence", [{"rg/gcd 2": 9.5, "rg/gcd 10": 2.26, "a:b 0": 0.0}, {}])
-async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(
-    tmp_path, monkeypatch, evidence
-) -> None:
+async def test_the_curriculum_is_shown_with_its_evidence(tmp_path, monkeypatch, evidence) -> None:
     s = example()
     report = msgspec.structs.replace(
         s.trainer.report, signals={"rg/gcd 2": 0.614, "rg/gcd 10": 0.05}, evidence=evidence
@@ -294,7 +292,7 @@ async def test_a_curriculum_shows_what_it_expects_and_what_that_rests_on(
     assert seen.console == []
 
 
-async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None:
+async def test_a_used_up_budget_and_a_full_disk_are_shown(tmp_path, monkeypatch) -> None:
     s = example()
     budget = msgspec.structs.replace(
         s.budget,
@@ -313,11 +311,11 @@ async def test_a_budget_that_is_used_up_and_a_full_disk_are_said(tmp_path, monke
         "quiet hours, month",
         "out -2.0 KiB",
         "512.0 MiB free of 256.0 GiB",
-        "512 MiB are left on the data directory's disk",
+        "the disk of the data directory has 512 MiB left",
     ):
         assert value in seen.text, value
     assert "this clock is 95 s behind those of most peers" in seen.text
-    assert "Nobody has said anything of itself yet." in seen.text
+    assert "No summaries yet." in seen.text
     assert 'data-state="paused"' in seen.dom
     assert "/dns4/example.org/tcp/9512/p2p/12D3KooWx/swarm/ab12" in seen.text
     assert re.search(r'id="no-weights"[^>]*>', seen.dom).group(0).count("hidden") == 0
@@ -386,12 +384,12 @@ async def test_an_empty_node_has_a_page_too(tmp_path, monkeypatch) -> None:
     seen = await visit(tmp_path, monkeypatch, lambda: snapshot, past=History)
     assert "<title>evening · swarmnode</title>" in seen.dom
     assert "nothing measured yet" in seen.text
-    assert "network not up yet; policy not loaded yet" in seen.text
-    assert "Nobody yet." in seen.text
+    assert "the network is not up yet; the policy is not loaded yet" in seen.text
+    assert "No peers yet." in seen.text
     assert seen.console == []
 
 
-async def test_the_page_says_when_the_node_stops_answering(tmp_path, monkeypatch) -> None:
+async def test_the_page_reports_a_node_that_stops_answering(tmp_path, monkeypatch) -> None:
     asked = 0
 
     def dying() -> NodeSnapshot:

@@ -12,7 +12,7 @@ import trio
 from swarmnode.config import HttpConfig
 from swarmnode.observe import http
 from swarmnode.observe.history import History
-from swarmnode.observe.samples import Answer, Exchange, Sample
+from swarmnode.observe.samples import Answer, Sample, Turn
 from swarmnode.observe.snapshot import NodeSnapshot, PeerRow
 from swarmnode.observe.watch import ProcessStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
@@ -121,9 +121,7 @@ def keep_samples(data_dir, texts):
                 text,
                 [
                     Answer(text, 9, "length", 0.5, surprise=1.25),
-                    Answer(
-                        "left", 4, "eos", 1.0, turns=[Exchange(text, text)] * (1 + 31 * (at == 0))
-                    ),
+                    Answer("left", 4, "eos", 1.0, turns=[Turn(text, text)] * (1 + 31 * (at == 0))),
                 ],
                 peer,
                 outcome,
@@ -253,7 +251,7 @@ async def test_speed_is_not_shown_when_there_is_no_trainer(tmp_path, monkeypatch
         tmp_path, monkeypatch, change=lambda s: lost(s) if s.at % 1000 > 500 else s
     ) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
-        assert "no trainer now" in tiles
+        assert "no trainer" in tiles
         assert "212" not in tiles
         assert "540" not in await tab.js("document.getElementById('stage-facts').innerText")
         assert "own –" in await tab.js(
@@ -274,14 +272,14 @@ async def test_a_member_that_is_not_the_head_shows_its_stage_and_no_empty_charts
     async with page(tmp_path, monkeypatch, change=member) as tab:
         tiles = await tab.js("document.getElementById('tiles').innerText")
         for expected in (
-            "the crew's head measures it",
+            "measured by the crew's head",
             "Steps of the stage",
             "250",
             "Through the stage",
             "540",
         ):
             assert expected in tiles
-        assert "the crew's head measures it" in await tab.js(
+        assert "measured by the crew's head" in await tab.js(
             "document.querySelector('figure svg').textContent"
         )
         crew = await tab.js("document.getElementById('crew').innerText")
@@ -316,9 +314,7 @@ async def test_a_page_older_than_the_node_says_that_it_is(tmp_path, monkeypatch)
     async with page(tmp_path, monkeypatch) as tab:
         monkeypatch.setattr(http, "status_json", lambda *asked: b'{"snapshot": {}}')
         await tab.until("document.body.dataset.state === 'stale'")
-        assert "load the page again" in await tab.js(
-            "document.getElementById('notice').textContent"
-        )
+        assert "reload the page" in await tab.js("document.getElementById('notice').textContent")
         assert len(tab.errors) >= 1
 
 

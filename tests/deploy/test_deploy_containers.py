@@ -12,13 +12,12 @@ import pytest
 import yaml
 
 from swarmnode import settings
-from swarmnode.config import SupervisorConfig
+from swarmnode.daemon.watchdog import DRAIN_SECONDS, STARTUP_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 COMPOSE = sorted((ROOT / "docker").glob("compose*.yaml"))
 MANIFEST = ROOT / "deploy" / "kubernetes" / "swarmnode.yaml"
-DRAIN = SupervisorConfig().drain_seconds
 
 
 def tool(name):
@@ -112,7 +111,7 @@ def test_compose_mounts_what_exists_and_gives_the_node_its_time():
     assert all((ROOT / "docker" / source).exists() for source in mounted if source.startswith("."))
     assert {source for source in mounted if not source.startswith(".")} == compose["volumes"].keys()
     node = compose["services"]["node"]
-    assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN + 10
+    assert int(node["stop_grace_period"].removesuffix("s")) > DRAIN_SECONDS + 10
     given = {
         name: "" if value.startswith("$") else value for name, value in node["environment"].items()
     }
@@ -166,7 +165,7 @@ def test_kubernetes_would_notice_a_misspelt_field(tmp_path):
 
 
 def test_a_pod_may_drain_and_is_not_killed_for_loading():
-    assert pod()["terminationGracePeriodSeconds"] > DRAIN + 10
+    assert pod()["terminationGracePeriodSeconds"] > DRAIN_SECONDS + 10
     container = pod()["containers"][0]
     assert {
         name: container[name]["httpGet"]["path"]
@@ -177,9 +176,7 @@ def test_a_pod_may_drain_and_is_not_killed_for_loading():
         "readinessProbe": "/readyz",
     }
     startup = container["startupProbe"]
-    assert (
-        startup["periodSeconds"] * startup["failureThreshold"] >= SupervisorConfig().startup_seconds
-    )
+    assert startup["periodSeconds"] * startup["failureThreshold"] >= STARTUP_SECONDS
 
 
 def test_the_identity_outlives_the_pod():

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from swarmnode.cli import app
-from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.supervisor import NOTIFY_SECONDS, OVERDUE_SECONDS
-from swarmnode.daemon.watchdog import FINAL_CODES
+from swarmnode.daemon.watchdog import DRAIN_SECONDS, FINAL_CODES
 from swarmnode.observe.systemd import EXTEND_SECONDS
 
 DIRECTORY = Path(__file__).parents[2] / "deploy" / "systemd"
@@ -107,7 +106,7 @@ def test_a_node_that_was_told_to_finish_stays_ended():
 def test_systemd_is_more_patient_than_the_supervisor():
     service = section("Service")
     assert int(service["WatchdogSec"]) > OVERDUE_SECONDS + 10 * NOTIFY_SECONDS
-    assert int(service["TimeoutStopSec"]) > SupervisorConfig().drain_seconds + EXTEND_SECONDS / 3
+    assert int(service["TimeoutStopSec"]) > DRAIN_SECONDS + EXTEND_SECONDS / 3
     assert int(service["TimeoutStartSec"]) > EXTEND_SECONDS
 
 

@@ -22,7 +22,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, episode
 from swarmnode.errors import BadMessage, ConfigError
 from swarmnode.observe.history import History
-from swarmnode.observe.http import Pulse, Request, Response, Surface
+from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
 from swarmnode.rollouts import groups, offers, shelf
@@ -205,7 +205,7 @@ def signed(payload: bytes) -> bytes:
 def http() -> Feed:
     """Target, Accept header and Host header, one a line, of a request to the status page. Only what
     h11 lets through, visible ASCII, since it looks first."""
-    surface = Surface(
+    surface = HttpRoutes(
         example, History(), _NoPulse(), only_loopback=True, now=itertools.count().__next__
     )
 
@@ -226,7 +226,7 @@ def http() -> Feed:
     return feed
 
 
-class _NoPulse(Pulse):
+class _NoPulse(LoopMonitor):
     def __init__(self) -> None:
         """No event loop is there to have one."""
 

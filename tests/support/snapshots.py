@@ -7,18 +7,16 @@ so that charts have a past.
 
 from __future__ import annotations
 
-import bisect
 import math
 
 from swarmnode.drops import DropCounts
+from swarmnode.histogram import HistogramCounter
 from swarmnode.link.messages import CardUse, Report, WeightsReport
 from swarmnode.observe.logfile import LogLine
 from swarmnode.observe.snapshot import Health, NodeInfo, NodeSnapshot, PeerRow
 from swarmnode.observe.watch import (
-    RECOVERY_BOUNDS,
     STEP_BOUNDS,
     DiskStatistics,
-    Observations,
     ProcessStatistics,
     SupervisorStatistics,
     TrainerStatistics,
@@ -73,11 +71,11 @@ def example_at(t: float) -> NodeSnapshot:
     ignored = int(t * 0.2 + 6 * math.sin(t / 60))
     admitted = received - rejected - ignored
     used = int(admitted * 0.8)
-    seconds = Observations(STEP_BOUNDS)
+    seconds = HistogramCounter(STEP_BOUNDS)
     for step in range(steps):
         seconds.observe(2.2 + 0.5 * _wobble(step, 0.7))
-    recoveries = Observations(RECOVERY_BOUNDS)
-    recoveries.observe(3.4)
+    recoveries = HistogramCounter(CREW_BOUNDS)
+    recoveries.observe(6.4)
     report = Report(
         phase=("generating", "training", "training", "evaluating")[int(t) % 4],
         step=steps,
@@ -207,7 +205,7 @@ def example_at(t: float) -> NodeSnapshot:
             id="9b1c40e2" * 8,
             stage=0,
             offers=1,
-            standing_seconds=0.0,
+            stopped_seconds=0.0,
             recovery_seconds=6.4,
             slots=tuple(
                 SlotStatistics(i, holder, "active", steps, (4, 6, 6, 4)[i])
@@ -248,10 +246,7 @@ def example_at(t: float) -> NodeSnapshot:
             "broken": 1,
             "proposed": 1,
         },
-        recovery_counts=tuple(
-            int(i == bisect.bisect_left(CREW_BOUNDS, 6.4)) for i in range(len(CREW_BOUNDS) + 1)
-        ),
-        recovery_seconds_total=6.4,
+        recoveries=recoveries.statistics(),
         sources={"neighbour": 1},
         heartbeat_seconds=0.02,
         unanswered={"heartbeat": 12, "propose": 1},
@@ -294,9 +289,7 @@ def example_at(t: float) -> NodeSnapshot:
                 offered=5,
                 claims=BeliefStatistics(8, {"absent": 1}, 2),
             ),
-            serving=ServingStatistics(
-                {"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000), 2
-            ),
+            serving=ServingStatistics({"listing": 14, "group": 9}, 2, ShelfStatistics(40, 680_000)),
             pool=PoolStatistics(
                 groups=148,
                 bytes=1_240_000,
@@ -376,9 +369,7 @@ def example_at(t: float) -> NodeSnapshot:
             month_limit_bytes=200 * 10**9,
             refused={"publish": 0, "serve": int(t * 0.02), "relay": 0, "fetch": 0},
         ),
-        supervisor=SupervisorStatistics(
-            {"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}, 3.4, recoveries.statistics()
-        ),
+        supervisor=SupervisorStatistics({"network": 0, "trainer": 1}, {"network": 0, "trainer": 0}),
         scorer=ScorerStatistics(pid=4243, starts=1),
         processes={
             "network": ProcessStatistics(96 * 2**20, t * 0.04),

@@ -193,7 +193,7 @@ class Party:
 
     @property
     def failures(self) -> dict[str, int]:
-        return dict(self.exchange.statistics.failures)
+        return dict(+self.exchange.statistics.failures)
 
     # ---- the trainer -----------------------------------------------------------------------------
 

@@ -45,7 +45,6 @@ NODE = {
     "training": {
         "step_interval": 1.0,
         "eval_every": 5,
-        "eval_budget": 1.0,
         "save_every": 1.0,
         "beta": 0.001,
     },
@@ -56,18 +55,17 @@ NODE = {
 averaging, caps."""
 EXEMPT = {
     "swarmnode_device_memory_bytes": "no accelerator here",
-    "swarmnode_budget_paused": "drawn only while sharing is paused",
-    "swarmnode_top_answer_share": "drawn only where a dataset's verifier is `majority`",
-    "swarmnode_episode_turns": "drawn only where a task has several turns",
-    "swarmnode_environment_share": "drawn only where a task has several turns",
-    "swarmnode_served": "drawn only where an inference server is configured",
-    'state!="active"': "drawn only while a stage has no holder that works",
+    "swarmnode_budget_paused": "only while sharing is paused",
+    "swarmnode_top_answer_share": "only with the verifier `majority`",
+    "swarmnode_environment_share": "only with tasks of several turns",
+    "swarmnode_server_sampling": "only with an inference server",
+    "swarmnode_rollouts_false_listings_total": "no peer lies",
 }
 """Metrics and labels whose panels may stay empty on a healthy node with a CPU, and why."""
 SECONDS = 240.0
 
 
-MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds|task_signal)")
+MADE_UP = re.compile(r"swarmnode_(?:crew_|stage_|clock_offset_seconds)")
 """What two nodes cannot show: of crews, of two peers' clocks, of a swarm whose members choose
 difficulties."""
 

@@ -49,7 +49,6 @@ def settings(number, port=0, learning=True):
         "training": {
             "step_interval": (0.2, 0.3, 0.4, 0.3)[number] if learning else 0.1,
             "eval_every": 50,
-            "eval_budget": 1.0,
             "save_every": 0.0,
             "seed": number,
             "groups_per_step": 4,

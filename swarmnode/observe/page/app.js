@@ -1,12 +1,12 @@
-// The status page: asks /status every two seconds and draws what it says. No library, nothing from elsewhere.
-// Every string that could come from a peer reaches the document through textContent or setAttribute, never as markup.
+// The status page: fetches /status every two seconds and draws it. It uses no library and loads nothing from elsewhere.
+// Strings of peers reach the document through textContent or setAttribute, never as markup.
 "use strict";
 
 const POLL_MS = 2000;
 const STALE_MS = 7000;
 const POINTS = 360;
 
-// --- small things ----------------------------------------------------------------------------------------------------
+// --- helpers ---------------------------------------------------------------------------------------------------------
 
 const byId = (id) => document.getElementById(id);
 
@@ -18,7 +18,7 @@ function node(tag, attributes = {}, ...children) {
   return made;
 }
 
-// Puts children into an element unless they are there already: what somebody has marked to copy stays marked.
+// Replace the children of an element, unless they are equal: a selection of the user stays.
 function put(element, ...children) {
   const there = element.childNodes;
   if (there.length !== children.length || children.some((child, i) => !child.isEqualNode(there[i]))) element.replaceChildren(...children);
@@ -57,7 +57,7 @@ function bytes(value) {
 
 // --- numbers over time -----------------------------------------------------------------------------------------------
 
-// An average that forgets; gaps stay gaps.
+// Exponential moving average; gaps stay gaps.
 function smooth(values) {
   const keep = Math.max(0, 1 - 20 / Math.max(20, values.length));
   let mean = null;
@@ -70,10 +70,10 @@ function smooth(values) {
 
 const scaled = (values, scale) => (scale ? values.map((value) => (known(value) ? value / scale : null)) : values);
 
-// Whether nothing was measured for long before point i: the node was not running.
+// True if nothing was measured for a long time before point i, because the node was down.
 const isGap = (at, i) => i > 0 && at[i] - at[i - 1] > 6 * ((at[at.length - 1] - at[0]) / (at.length - 1));
 
-// Totals → amounts per minute in at most `bins` equal spans of time. A total that falls is a process that started anew.
+// Totals to amounts per minute in at most `bins` equal spans. A total falls when its process restarts.
 function perMinute(at, totals, bins) {
   const start = at[0], span = (at[at.length - 1] - start) / bins;
   const rates = new Array(bins).fill(0);
@@ -93,7 +93,7 @@ function ticks(low, high, wanted) {
   return found;
 }
 
-// For an axis, where there is room for six characters.
+// Number on an axis, at most six characters.
 function plain(value) {
   const [scale, unit] = Math.abs(value) >= 1e6 ? [1e6, " M"] : Math.abs(value) >= 1e4 ? [1e3, " k"] : [1, ""];
   return `${+(value / scale).toPrecision(6)}${unit}`;
@@ -105,9 +105,9 @@ const TIME_STEPS = [10, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 288
 const LEFT = 44, RIGHT = 6, TOP = 6, BOTTOM = 20;
 
 class Chart {
-  // options: title, height, wide, format, max (of the axis, at most), integer, stacked, scale (values are divided by it),
-  //          optional (hidden while nothing is measured), series: [{key, label, look, smooth, area, error}]; error: the column
-  //          with the standard error of key, drawn as a band
+  // options: title, height, wide, format, max (upper limit of the axis), integer, stacked, scale (divisor of the values),
+  //          optional (hidden without values), series: [{key, label, look, smooth, area, error}]; error: column with the
+  //          standard error of key, drawn as a band
   constructor(options) {
     this.options = options;
     this.chosen = null;
@@ -120,7 +120,7 @@ class Chart {
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // empty: what to say where nothing was measured
+  // empty: text if nothing was measured
   show(at, columns, empty) {
     const { stacked, series, scale, optional } = this.options;
     this.figure.hidden = Boolean(optional) && !series.some(({ key }) => (columns[key] || []).some(known));
@@ -173,8 +173,8 @@ class Chart {
     this.caption.replaceChildren(node("span", { class: "title" }, title, node("span", { class: "muted" }, ago)));
     this.caption.append(node("span", { class: series.length > 1 ? "keys row" : "keys" }, ...series.map(({ label, look }, i) => (
       node("span", { class: stacked ? "key box" : "key" }, node("i", { class: look }), label ? `${label} ` : "", node("b", {}, format(values[i][index])))))));
-    const said = series.map(({ label }, i) => `${label} ${format(values[i][index])}`).join(", ");
-    this.svg.setAttribute("aria-label", `${title}: ${said}${ago}`);
+    const valuesText = series.map(({ label }, i) => `${label} ${format(values[i][index])}`).join(", ");
+    this.svg.setAttribute("aria-label", `${title}: ${valuesText}${ago}`);
     this.svg.setAttribute("viewBox", `0 0 ${this.width} ${height}`);
 
     const shown = values.flat().filter(known);
@@ -228,7 +228,7 @@ class Chart {
     return parts;
   }
 
-  // One standard error to each side, in a piece for each run of measurements.
+  // One standard error to each side; a separate shape for each run of measurements.
   band(one, column, errors, x, y) {
     const pieces = [];
     let piece = null;
@@ -327,7 +327,7 @@ const CHARTS = [
   ] }),
 ];
 
-// --- everything that is not a chart ----------------------------------------------------------------------------------
+// --- all other parts of the page ---------------------------------------------------------------------------------------
 
 function tile(label, value, unit, note) {
   const shown = node("p", { class: "value" }, value);
@@ -335,32 +335,32 @@ function tile(label, value, unit, note) {
   return node("div", { class: "tile" }, node("p", { class: "label" }, label), shown, node("p", { class: "note" }, note || ""));
 }
 
-// Of a crew the head alone samples, learns and evaluates.
+// In a crew, only the head samples, trains and evaluates.
 const leads = (s) => !s.stages.enabled || s.stages.crew.stage === 0;
-const waits = (own) => (own && known(own.bubble_share) ? `waits ${Math.round(100 * own.bubble_share)} % of a step` : "");
+const waits = (own) => (own && known(own.bubble_share) ? `waiting ${Math.round(100 * own.bubble_share)} % of a step` : "");
 
 function tiles(s) {
   const { rollouts, network } = s, { crew: c, own } = s.stages, member = !leads(s), report = (!member && s.trainer.report) || {};
   const gained = known(report.reward_held_out) && known(report.reward_held_out_start) ? report.reward_held_out - report.reward_held_out_start : null;
   const error = known(report.reward_held_out_error) ? `±${report.reward_held_out_error.toFixed(3)}` : "";
-  const evaluated = member ? "the crew's head measures it" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
-  const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s a step` : "";
+  const evaluated = member ? "measured by the crew's head" : gained === null ? "not evaluated yet" : `${gained < 0 ? "−" : "+"}${Math.abs(gained).toFixed(3)} since the start`;
+  const pace = known(report.step_seconds) ? `${fixed(2)(report.step_seconds)} s per step` : "";
   put(byId("tiles"),
     tile("Held-out reward", fixed(3)(report.reward_held_out), error, evaluated),
     tile("Used from peers", count(rollouts.judged.used || 0), "groups", `of ${count(rollouts.admission.admitted)} admitted`),
     tile("Peers", count(network.peers.connected), "", `${network.peers.known} known, ${count(rollouts.pulling.polled)} polled`),
-    member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "it holds none")
-      : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % learnt from peers` : ""),
+    member ? tile("Steps of the stage", own ? count(own.step) : "–", "", known(c.stage) ? `stage ${c.stage}, the first is 0` : "holds no stage")
+      : tile("Policy version", count(report.policy_version), "", known(report.external_share) ? `${Math.round(report.external_share * 100)} % from peers` : ""),
     member ? tile("Through the stage", count(own ? own.tokens_per_second : null), "tokens/s", waits(own))
-      : s.trainer.connected ? tile("Sampling", count(report.tokens_per_second), "tokens/s", pace) : tile("Sampling", "–", "tokens/s", "no trainer now"),
+      : s.trainer.connected ? tile("Sampling", count(report.tokens_per_second), "tokens/s", pace) : tile("Sampling", "–", "tokens/s", "no trainer"),
     tile("Pool", count(rollouts.pool.groups), "groups", `${bytes(rollouts.pool.bytes)}, ${rollouts.pool.peers} peers`),
   );
 }
 
-const RESTS = ["owner", "battery", "busy", "quiet_hours"]; // why a trainer rests
+const PAUSES = ["owner", "battery", "busy", "quiet_hours"]; // reasons to stop training
 
-function head(told) {
-  const s = told.snapshot, report = s.trainer.report || {};
+function head(answer) {
+  const s = answer.snapshot, report = s.trainer.report || {};
   const { node: me } = s;
   const title = me.name || me.swarm_name || shortId(me.peer);
   byId("name").textContent = title || "swarmnode";
@@ -368,9 +368,9 @@ function head(told) {
   const facts = [`swarm ${me.swarm_name}`, me.model, [report.device, report.dtype].filter(Boolean).join(" "), `up ${duration(Math.max(0, s.at - me.started_at))}`, `v${me.version}`];
   byId("facts").textContent = facts.filter(Boolean).join("  ·  ");
   byId("phase").textContent = !s.trainer.connected ? "no trainer" : (leads(s) ? report.phase : (s.stages.own || {}).phase) || "";
-  const rests = RESTS.some((why) => s.budget.paused[why]);
-  const state = s.health.draining ? "draining" : !told.ready.ok ? "starting" : rests ? "paused" : told.troubles.length ? "degraded" : "ready";
-  announce(state, [...told.ready.reasons, ...told.troubles].join("; "));
+  const paused = PAUSES.some((why) => s.budget.paused[why]);
+  const state = s.health.draining ? "draining" : !answer.ready.ok ? "starting" : paused ? "paused" : answer.troubles.length ? "degraded" : "ready";
+  announce(state, [...answer.ready.reasons, ...answer.troubles].join("; "));
 }
 
 function announce(state, why) {
@@ -383,7 +383,7 @@ function announce(state, why) {
 
 const cell = (label, value, kind = "number") => node("td", { "data-label": label, class: kind }, value);
 
-// What peers call themselves; anybody may claim a name, so the id stands beside it.
+// Names that peers claim. Any peer may claim a name, so the id is always shown too.
 const namesOf = (s) => new Map(s.swarm.rows.filter((row) => row.name).map((row) => [row.peer, row.name]));
 
 function peers(rows, names) {
@@ -401,19 +401,19 @@ function peers(rows, names) {
 }
 
 function swarm(s) {
-  const said = s.swarm.rows;
+  const rows = s.swarm.rows;
   const median = known(s.swarm.reward_median) ? `; the median of their held-out rewards is ${s.swarm.reward_median.toFixed(3)}` : "";
-  const more = s.swarm.reporting > said.length ? `, ${said.length} of them shown` : "";
-  byId("swarm-line").textContent = said.length
-    ? `${s.swarm.reporting} peers say so of themselves${more}${median}.`
-    : "Nobody has said anything of itself yet. Peers that share a summary do so within a minute.";
-  put(byId("swarm").tBodies[0], ...said.map((row) => node("tr", row.direct ? {} : { class: "gone" },
+  const more = s.swarm.reporting > rows.length ? `, ${rows.length} of them shown` : "";
+  byId("swarm-line").textContent = rows.length
+    ? `${s.swarm.reporting} nodes with a recent summary${more}${median}.`
+    : "No summaries yet. Peers that share a summary send it within a minute.";
+  put(byId("swarm").tBodies[0], ...rows.map((row) => node("tr", row.direct ? {} : { class: "gone" },
     cell("Name", node("bdi", {}, row.name || "–"), "named"),
-    cell("Peer", node("code", { title: row.direct ? row.peer : `${row.peer}, heard of through another peer` }, shortId(row.peer)), ""),
+    cell("Peer", node("code", { title: row.direct ? row.peer : `${row.peer}, received through another peer` }, shortId(row.peer)), ""),
     cell("Version", row.version, ""), cell("Policy", count(row.policy_version)), cell("Steps", count(row.step)), cell("Held-out", fixed(3)(row.reward)),
     cell("Published", count(row.published)), cell("Peers", count(row.peers)), cell("Up", duration(row.uptime_seconds)),
-    cell("Said", since(row.age_seconds)))));
-  byId("swarm").hidden = !said.length;
+    cell("Age", since(row.age_seconds)))));
+  byId("swarm").hidden = !rows.length;
 }
 
 function facts(list, rows) {
@@ -428,35 +428,35 @@ function bars(list, all) {
       node("rect", { class: `block ${look}`, width: (100 * n) / most, height: 4 })))));
 }
 
-const DONE = ["applied", "solo"], NOBODY = ["busy", "refused", "unreachable"];
+const DONE = ["applied", "solo"], NO_PARTNER = ["busy", "refused", "unreachable"];
 
 function weights(s) {
-  const { weights: w } = s, told = (s.trainer.report || {}).weights || {};
+  const { weights: w } = s, report = (s.trainer.report || {}).weights || {};
   const finished = w.outcomes.applied || 0;
   const partners = Object.entries(w.pairs).sort((a, b) => b[1] - a[1]).slice(0, 4).map(([peer, n]) => `${shortId(peer)} ${count(n)}×`);
   facts("weights", !w.enabled ? [] : [
-    ["rule", [told.rule, told.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
-    ["outer steps", known(told.outer_step) ? `${count(told.outer_step)}, ${count(told.fragments)} fragments` : ""],
-    ["partners", `${count(w.candidates)} to choose from${partners.length ? "; " : ""}${partners.join(", ")}`],
-    ["last partner", known(told.distance) ? `${(100 * told.distance).toFixed(1)} % away, ${known(told.clip_ratio) ? Math.round(100 * told.clip_ratio) : "–"} % taken` : ""],
+    ["rule", [report.rule, report.probation ? "on probation" : "", w.phase === "idle" ? "" : w.phase].filter(Boolean).join(", ")],
+    ["outer steps", known(report.outer_step) ? `${count(report.outer_step)}, ${count(report.fragments)} fragments` : ""],
+    ["partners", `${count(w.candidates)} available${partners.length ? "; " : ""}${partners.join(", ")}`],
+    ["last partner", known(report.distance) ? `distance ${(100 * report.distance).toFixed(1)} %, ${known(report.clip_ratio) ? Math.round(100 * report.clip_ratio) : "–"} % of the difference taken` : ""],
     ["exchanges", finished ? `${(w.exchange_seconds / finished).toFixed(2)} s each, ${bytes(w.received_bytes)} received` : ""],
-    ["taken back", told.reverts_total ? count(told.reverts_total) : ""],
+    ["reverted", report.reverts_total ? count(report.reverts_total) : ""],
     ["gate", Object.entries(w.judged).filter(([, n]) => n > 0).map(([outcome, n]) => `${outcome.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
-  const look = (outcome) => (DONE.includes(outcome) ? ["admitted", "done"] : NOBODY.includes(outcome) ? ["ignored", "no partner"] : ["rejected", "no effect"]);
+  const look = (outcome) => (DONE.includes(outcome) ? ["admitted", "done"] : NO_PARTNER.includes(outcome) ? ["ignored", "no partner"] : ["rejected", "no effect"]);
   bars("exchanges", !w.enabled ? [] : Object.entries(w.outcomes).filter(([, n]) => n > 0).sort((a, b) => b[1] - a[1]).slice(0, 8)
     .map(([outcome, n]) => [outcome, n, ...look(outcome)]));
   byId("no-weights").hidden = w.enabled;
 }
 
-// A curriculum's buckets, "task difficulty", in the order of their tasks.
+// Buckets of the curriculum, named "task difficulty", sorted by task.
 function questions(s) {
   const { signals = {}, evidence = {} } = s.trainer.report || {};
   const buckets = Object.entries(evidence).sort(([a], [b]) => a.localeCompare(b, undefined, { numeric: true }));
   put(byId("questions").tBodies[0], ...buckets.map(([bucket, own]) => {
     const cut = bucket.lastIndexOf(" ");
     return node("tr", {}, cell("Task", node("code", {}, bucket.slice(0, cut)), ""), cell("Difficulty", bucket.slice(cut + 1)),
-      cell("With a signal", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)));
+      cell("Signal expected", known(signals[bucket]) ? `${Math.round(100 * signals[bucket])} %` : "–"), cell("Own groups", fixed(1)(own)));
   }));
   byId("questions-card").hidden = !buckets.length;
 }
@@ -473,15 +473,15 @@ function crew(s) {
   const names = namesOf(s);
   const others = c.offers === 1 ? "1 other node offers" : `${c.offers} other nodes offer`;
   byId("crew-line").textContent = [
-    CREW_WORDS[c.state] || c.state, c.standing_seconds > 1 ? `no step for ${duration(c.standing_seconds)}` : "",
+    CREW_WORDS[c.state] || c.state, c.stopped_seconds > 1 ? `no step for ${duration(c.stopped_seconds)}` : "",
     `${others} to hold a stage`, c.slots.length ? "" : stages.last_reason,
   ].filter(Boolean).join("; ") + ".";
   put(byId("crew"), ...c.slots.map((slot) => {
     const mine = slot.peer && slot.peer === s.node.peer;
-    const id = node("code", { title: slot.peer }, shortId(slot.peer)); // beside the name, which anybody may claim
-    const who = !slot.peer ? [node("span", { class: "muted" }, "nobody")]
+    const id = node("code", { title: slot.peer }, shortId(slot.peer)); // shown with the name, which any peer may claim
+    const who = !slot.peer ? [node("span", { class: "muted" }, "none")]
       : mine ? [node("b", {}, "this node")] : names.get(slot.peer) ? [node("bdi", {}, names.get(slot.peer)), " ", id] : [id];
-    const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · tail" : "";
+    const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · last" : "";
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
       node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
@@ -490,18 +490,18 @@ function crew(s) {
   const events = (...kinds) => kinds.map((kind) => [kind, stages.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
     ["crew", c.id ? `${c.id.slice(0, 16)}…` : ""],
-    ["last recovery", known(c.recovery_seconds) ? `${c.recovery_seconds.toFixed(1)} s until it ran again` : "none yet"],
-    ["members", events("suspected", "refuted", "broken", "struck", "behind") || "nobody was suspected"],
+    ["last recovery", known(c.recovery_seconds) ? `${c.recovery_seconds.toFixed(1)} s` : "none yet"],
+    ["members", events("suspected", "refuted", "broken", "struck", "behind") || "none suspected"],
     ["between stages", byProtocol(streams).map(([kind, received, sent]) => `${kind} ${bytes(received)} in, ${bytes(sent)} out`).join("; ")],
     ["dropped", Object.entries(own ? own.dropped : {}).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
   facts("stage-facts", !known(c.stage) ? [] : [
-    ["our stage", own ? `${c.stage}, ${own.phase}, step ${count(own.step)}` : `${c.stage}, not there yet`],
+    ["this node's stage", own ? `${c.stage}, ${own.phase}, step ${count(own.step)}` : `${c.stage}, not loaded yet`],
     ...(own ? [
-      ["came from", own.source ? `${SOURCE_WORDS[own.source] || own.source}${known(own.source_seconds) ? `, in ${own.source_seconds.toFixed(1)} s` : ""}` : ""],
-      ["newest checkpoint at a neighbour", known(own.checkpoint_step) ? `of step ${count(own.checkpoint_step)}, ${count(own.checkpoint_age_steps)} steps old` : c.slots.length > 1 ? "nobody has one yet" : ""],
-      ["samples from", known(own.copy_age_steps) ? `a whole copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
-      ["recovery", known(own.gate_kl) ? `${own.gate_kl.toPrecision(2)} nats per token between before and after` : ""],
+      ["restored from", own.source ? `${SOURCE_WORDS[own.source] || own.source}${known(own.source_seconds) ? `, in ${own.source_seconds.toFixed(1)} s` : ""}` : ""],
+      ["newest checkpoint at a neighbour", known(own.checkpoint_step) ? `of step ${count(own.checkpoint_step)}, ${count(own.checkpoint_age_steps)} steps old` : c.slots.length > 1 ? "none yet" : ""],
+      ["samples from", known(own.copy_age_steps) ? `a policy copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
+      ["recovery", known(own.gate_kl) ? `KL ${own.gate_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],
     ] : []),
@@ -512,12 +512,12 @@ function crew(s) {
 const byProtocol = ({ received, sent }) => [...new Set([...Object.keys(received), ...Object.keys(sent)])]
   .map((protocol) => [protocol, received[protocol] || 0, sent[protocol] || 0]);
 
-// which engine samples, and the state of the inference server where one is configured
+// The engine that samples, and the state of the inference server if one is configured.
 function sampledBy({ engine, server }) {
-  if (!server) return engine ? `the own engine, ${engine}` : "";
+  if (!server) return engine ? `own engine, ${engine}` : "";
   const name = [server.kind, server.version, server.model].filter(Boolean).join(" ");
   if (server.state === "sampling") return `${name} at ${server.url}, ${count(server.loads)} loads of weights, the last in ${duration(server.load_seconds)}`;
-  return `the own engine${engine ? `, ${engine}` : ""}: ${server.reason || `${name} at ${server.url} was not asked yet`}`;
+  return `own engine${engine ? `, ${engine}` : ""}: ${server.reason || `${name} at ${server.url} was not tried yet`}`;
 }
 
 function resources(s) {
@@ -528,12 +528,12 @@ function resources(s) {
   const offset = s.swarm.clock_offset_seconds;
   facts("resources", [
     ...Object.entries(processes).map(([name, use]) => [name, `${bytes(use.memory_bytes)}, ${duration(use.cpu_seconds)} of CPU`]),
-    ["device", known(device) ? `${bytes(device)} at most` : ""],
+    ["device", known(device) ? `${bytes(device)} at peak` : ""],
     ["sampled by", sampledBy(s.trainer.report || {})],
     ...cards.map((card) => [card.device, `${card.name}, ${bytes(card.free_bytes)} of ${bytes(card.total_bytes)} free, ${bytes(card.held_bytes)} held by this node`]),
     ["disk", known(disk.free_bytes) ? `${bytes(disk.free_bytes)} free of ${bytes(disk.total_bytes)}` : ""],
     ["this month", used || b.month_limit_bytes ? `${bytes(used)}${b.month_limit_bytes ? ` of ${bytes(b.month_limit_bytes)}` : ""}` : ""],
-    ["may go now", Object.entries(b.level_bytes).map(([way, level]) => `${way} ${bytes(level)}`).join(", ")],
+    ["available now", Object.entries(b.level_bytes).map(([way, level]) => `${way} ${bytes(level)}`).join(", ")],
     ["sharing paused", paused.join(", ")],
     ["clock", known(offset) ? `${Math.abs(offset).toFixed(1)} s ${offset > 0 ? "behind" : "ahead of"} most peers'` : ""],
   ]);
@@ -544,7 +544,7 @@ function resources(s) {
   byId("no-traffic").hidden = traffic.length > 0;
 }
 
-// Own groups worth sharing that stayed here: in the trainer, and where they would have been sent.
+// Own groups that were not shared, counted in the trainer and in the network process.
 function ownDrops(s) {
   const { drops = {} } = s.trainer.report || {};
   return [...Object.entries((drops.group || {}).dropped || {}), ...Object.entries(s.rollouts.unpublished)]
@@ -563,7 +563,7 @@ function reasons(s) {
   byId("no-reasons").hidden = all.length > 0;
 }
 
-const REACH_WORDS = { public: "by anybody", private: "not by strangers; through relays, or where it dials", unknown: "not known yet" };
+const REACH_WORDS = { public: "by strangers", private: "only through relays", unknown: "not known yet" };
 
 function reach(network) {
   const { reach: found, relay, client, punch, relayed } = network.nat;
@@ -571,7 +571,7 @@ function reach(network) {
   const carries = relay.circuits || relay.bytes;
   facts("reach", [
     ["can be dialled", REACH_WORDS[found.verdict] || found.verdict],
-    ["relays", client.relays.length ? `${count(client.relays.length)} through which it can be called` : ""],
+    ["relays", client.relays.length ? `reachable through ${count(client.relays.length)}` : ""],
     ["peers by relay", relayed ? count(relayed) : ""],
     ["hole punches", punches],
     ["carries for others", carries ? `${count(relay.circuits)} circuits, ${bytes(relay.bytes)} so far` : ""],
@@ -592,18 +592,18 @@ function logs(lines) {
     node("span", { class: "muted process" }, line.process), node("span", { class: "text", title: line.logger }, line.text))));
 }
 
-// Texts come from /samples with whatever moves a cursor or turns text around written out, and stand in boxes of their own.
+// Texts from /samples have no invisible characters, and are shown in separate boxes.
 function answer(one) {
   const measured = [known(one.reward) ? `reward ${fixed(2)(one.reward)}` : "", ...Object.entries(one.components || {}).map(([name, value]) => `${name} ${fixed(2)(value)}`),
     known(one.surprise) ? `surprise ${fixed(2)(one.surprise)}` : "", one.turns && one.turns.length ? "episode" : "", `${count(one.tokens)} tokens${one.finish === "length" ? ", cut" : ""}`];
-  const said = (one.turns || []).flatMap((turn) => [
+  const turns = (one.turns || []).flatMap((turn) => [
     ...(turn.action ? [node("pre", { class: "action", dir: "auto" }, turn.action)] : []),
     ...(turn.observation ? [node("pre", { class: "observation", dir: "auto" }, turn.observation)] : [])]);
   return node("div", { class: "answer" }, node("p", { class: "muted" }, node("bdi", {}, measured.filter(Boolean).join("  ·  "))),
-    ...(said.length ? said : [node("pre", { dir: "auto" }, one.text)]));
+    ...(turns.length ? turns : [node("pre", { dir: "auto" }, one.text)]));
 }
 
-// The token that peers write more often than this node, as the newest sample has it.
+// The token that peers write more often than this node, from the newest sample.
 const drifts = (found) => {
   const drift = (found.find((sample) => sample.drift) || {}).drift;
   return drift ? ` Now ${drift}.` : "";
@@ -611,8 +611,8 @@ const drifts = (found) => {
 
 function samples(found, names) {
   byId("samples-line").textContent = found.length
-    ? "The newest first: some of this node's own, and of its peers' what it learnt from and what it refused. Surprise is in nats per token, under this node's policy." + drifts(found)
-    : "Nothing answered yet.";
+    ? "Newest first: groups of this node, and groups of peers that it trained on or refused. Surprise is in nats per token, under this node's policy." + drifts(found)
+    : "No answers yet.";
   put(byId("samples"), ...found.map((sample) => {
     const name = names.get(sample.peer);
     const who = sample.peer ? [...(name ? [node("bdi", {}, name), " "] : []), node("code", { title: sample.peer }, shortId(sample.peer))] : ["own"];
@@ -624,23 +624,23 @@ function samples(found, names) {
   byId("samples").hidden = !found.length;
 }
 
-// --- asking ----------------------------------------------------------------------------------------------------------
+// --- polling ---------------------------------------------------------------------------------------------------------
 
 let answeredAt = null, shownAt = performance.now(), timer = null, misread = false;
 
-// What /status says, or null when there is no usable answer.
+// Return the body of /status, or null without a valid answer.
 async function ask() {
   try {
     const answer = await fetch(`/status?points=${POINTS}`, { signal: AbortSignal.timeout(STALE_MS) });
     return answer.ok ? await answer.json() : null;
   } catch {
-    return null; // the node is gone or slow; watchAge says so
+    return null; // the node is down or slow; watchAge shows it
   }
 }
 
-let sampled; // the step of which answers are shown
+let sampled; // step of the shown answers
 
-// Answers change with each step, and are more to send than everything else.
+// Answers change with each step. They are larger than the rest, so they are fetched only then.
 async function askSamples(s) {
   const step = s.trainer.report ? s.trainer.report.step : null;
   if (step === sampled) return;
@@ -650,16 +650,16 @@ async function askSamples(s) {
     samples(await answer.json(), namesOf(s));
     sampled = step;
   } catch (error) {
-    if (!["AbortError", "TimeoutError", "TypeError"].includes(error.name)) console.error(error); // asked again soon
+    if (!["AbortError", "TimeoutError", "TypeError"].includes(error.name)) console.error(error); // the next poll tries again
   }
 }
 
-function render(told) {
-  const s = told.snapshot;
-  head(told);
+function render(answer) {
+  const s = answer.snapshot;
+  head(answer);
   tiles(s);
-  const empty = leads(s) ? "nothing measured yet" : "the crew's head measures it";
-  for (const chart of CHARTS) chart.show(told.history.at, told.history, empty);
+  const empty = leads(s) ? "nothing measured yet" : "measured by the crew's head";
+  for (const chart of CHARTS) chart.show(answer.history.at, answer.history, empty);
   crew(s);
   peers(s.peers, namesOf(s));
   reasons(s);
@@ -674,36 +674,36 @@ function render(told) {
 
 async function poll() {
   clearTimeout(timer);
-  const told = await ask();
+  const answer = await ask();
   clearTimeout(timer);
   timer = setTimeout(poll, POLL_MS);
-  if (told === null) return;
+  if (answer === null) return;
   try {
-    render(told);
+    render(answer);
     answeredAt = performance.now();
     misread = false;
   } catch (error) {
-    misread = true; // the node is of another version than this page, which was loaded before
+    misread = true; // the node has another version than this page
     console.error(error);
     watchAge();
     return;
   }
-  await askSamples(told.snapshot);
+  await askSamples(answer.snapshot);
 }
 
 function watchAge() {
-  if (document.hidden) return; // browsers slow the timers of hidden pages down
+  if (document.hidden) return; // browsers slow down the timers of hidden pages
   const now = performance.now(), age = now - (answeredAt ?? shownAt), silent = now - Math.max(answeredAt ?? 0, shownAt);
   byId("age").textContent = answeredAt === null ? "" : `updated ${since(age / 1000)}`;
-  if (misread) announce("stale", "The node's answer is not what this page expects: load the page again. What you see is from before.");
-  else if (silent > STALE_MS) announce("stale", `The node has not answered for ${duration(age / 1000)}. What you see is its last known state.`);
+  if (misread) announce("stale", "The node has another version than this page: reload the page. It shows an earlier state.");
+  else if (silent > STALE_MS) announce("stale", `The node has not answered for ${duration(age / 1000)}. The page shows its last state.`);
 }
 
 byId("charts").append(...CHARTS.map((chart) => chart.figure));
 addEventListener("resize", () => { for (const chart of CHARTS) if (chart.at) chart.draw(); });
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) return;
-  shownAt = performance.now(); // it was not asked while nobody looked: that is no silence of the node's
+  shownAt = performance.now(); // a hidden page does not poll, so its silence does not count
   poll();
 });
 setInterval(watchAge, 1000);

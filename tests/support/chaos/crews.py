@@ -126,7 +126,7 @@ class ChaosCrew(WholeCrew):
                 model,
                 number,
                 network=network,
-                training={"eval_every": 10, "eval_budget": 1.0},
+                training={"eval_every": 10},
                 task={"held_out_per_task": 32},
             )
             nodes.append(DemoNode(f"node{number}", directory / f"node{number}", settings))

@@ -198,7 +198,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
         (
             ["status", "--url", "http://127.0.0.1:9"],
             69,
-            "Connection refused; does it run? -d DIR or HOST:PORT names another",
+            "Connection refused. Start it, or set another -d DIR or HOST:PORT",
         ),
         (
             ["status", "127.0.0.1:9"],
@@ -209,7 +209,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
         (
             ["status", "-d", "{tmp}/none"],
             69,
-            "run in {tmp}/none yet, or it has no status page: name another -d DIR, or HOST:PORT",
+            "run in {tmp}/none yet, or it has no status page: set another -d DIR, or HOST:PORT",
         ),
         (
             ["status", "-d", "{tmp}/stopped"],
@@ -217,7 +217,7 @@ def test_run_warns_of_what_does_not_suit_the_model_that_the_swarm_has(
             "no node answers at http://127.0.0.1:9: Connection refused",
         ),
         (["top", "-d", "{tmp}/damaged"], 69, "no node has run in {tmp}/damaged yet"),
-        (["status", "127.0.0.1:9", "-d", "{tmp}/stopped"], 78, "one node at a time"),
+        (["status", "127.0.0.1:9", "-d", "{tmp}/stopped"], 78, "not both"),
         (["status", "127.0.0.1:9", "127.0.0.1:10"], 2, "127.0.0.1:10"),
         (["completion", "tcsh"], 2, "tcsh"),
         (["run", "--config", "{tmp}"], 78, "{tmp}: Is a directory"),

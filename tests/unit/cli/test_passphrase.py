@@ -235,9 +235,7 @@ async def test_the_trainer_never_has_it(tmp_path, monkeypatch, nursery):
         (tmp_path / f"seen_{name}.py").write_text(CHILD.format(file=str(tmp_path / f"{name}.json")))
     config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
     commands = {name: f"seen_{name}" for name in ("network", "trainer")}
-    supervisor = Supervisor(
-        config.supervisor, config.node.data_dir, config.model_dump_json, commands
-    )
+    supervisor = Supervisor(config.node.data_dir, config.model_dump_json, commands)
     nursery.start_soon(supervisor.run)
     seen = {name: tmp_path / f"{name}.json" for name in commands}
     await until(

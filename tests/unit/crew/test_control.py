@@ -558,7 +558,7 @@ def test_what_is_shown_of_a_crew():
     node = running()
     node.does(wire.StageStatus(node.state.crew.id, 1, "active", 43))
     shown = statistics(node.state, node.now, SETTINGS)
-    assert (shown.state, shown.stage, shown.standing_seconds) == ("running", 1, 0.0)
+    assert (shown.state, shown.stage, shown.stopped_seconds) == ("running", 1, 0.0)
     assert shown.id == node.state.crew.id.hex()
     assert shown.slots == (
         SlotStatistics(0, "a", "active", 40, 1),
@@ -567,4 +567,4 @@ def test_what_is_shown_of_a_crew():
     node.waits(SETTINGS.suspect_seconds + 2)
     shown = statistics(node.state, node.now, SETTINGS)
     assert [slot.state for slot in shown.slots] == ["suspect", "active"]
-    assert (shown.state, shown.standing_seconds) == ("paused", 2.0)
+    assert (shown.state, shown.stopped_seconds) == ("paused", 2.0)

@@ -15,7 +15,7 @@ from swarmnode.config import NetworkConfig, SharingConfig
 from swarmnode.daemon.observer import PEER_ROWS, NodeObserver, Parts
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.link.messages import Hello
-from swarmnode.observe.collector import MAX_LABEL_VALUES, make_registry
+from swarmnode.observe.collector import MAX_SERIES, make_registry
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.logs import LogRing
@@ -186,7 +186,7 @@ async def test_what_a_node_keeps_tells_and_does_for_a_peer_does_not_grow_with_th
     assert grown < (PEERS - 400) * PEER_BYTES
     assert late < 2 * early + 0.5
     by_name = Counter(name for name, _ in many)
-    assert max(by_name.values()) <= MAX_LABEL_VALUES
+    assert max(by_name.values()) <= MAX_SERIES
     assert len(many) <= len(few) + 8  # reasons and outcomes that had not occurred yet
     assert not [
         labels

@@ -42,7 +42,7 @@ def node(tmp_path, monkeypatch):
     """Build a supervisor whose children run the given bodies; `pids(name)` are the children started
     so far."""
 
-    def build(network=FOREVER, trainer=FOREVER, **limits):
+    def build(network=FOREVER, trainer=FOREVER, drain_seconds=5.0):
         commands = {}
         for name, body in {"network": network, "trainer": trainer}.items():
             root = os.path.dirname(os.path.dirname(module.__file__))
@@ -52,13 +52,10 @@ def node(tmp_path, monkeypatch):
             commands[name] = f"child_{name}"
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 0.5)
-        config = Config.model_validate(
-            {
-                "node": {"data_dir": tmp_path / "data"},
-                "supervisor": {"drain_seconds": 5.0, **limits},
-            }
-        )
-        return Supervisor(config.supervisor, config.node.data_dir, config.model_dump_json, commands)
+        for name in ("watchdog", "supervisor"):
+            monkeypatch.setattr(f"swarmnode.daemon.{name}.DRAIN_SECONDS", drain_seconds)
+        config = Config.model_validate({"node": {"data_dir": tmp_path / "data"}})
+        return Supervisor(config.node.data_dir, config.model_dump_json, commands)
 
     def pids(name):
         path = tmp_path / name

@@ -4,17 +4,15 @@ import random
 
 import pytest
 
-from swarmnode.config import SupervisorConfig
 from swarmnode.daemon.watchdog import DEFECT, End, Restart, Watchdog
-
-CONFIG = SupervisorConfig(startup_seconds=100)
 
 
 @pytest.fixture
 def watchdog(monkeypatch):
     monkeypatch.setattr("swarmnode.daemon.watchdog.CRASH_LIMIT", 3)
     monkeypatch.setattr("swarmnode.daemon.watchdog.STALL_FLOOR_SECONDS", 10)
-    dog = Watchdog("trainer", CONFIG, random.Random(0))
+    monkeypatch.setattr("swarmnode.daemon.watchdog.STARTUP_SECONDS", 100)
+    dog = Watchdog("trainer", random.Random(0))
     dog.started(0.0)
     return dog
 

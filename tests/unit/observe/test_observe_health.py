@@ -111,7 +111,7 @@ def test_a_few_rejections_are_no_storm() -> None:
     assert rejecting(10, 10) == []
     assert rejecting(40, 100) == []
     assert rejecting(60, 100) == [
-        "most groups from peers are rejected: their signature is not that of this swarm"
+        "most groups from peers are rejected: their signature is not valid in this swarm"
     ]
 
 
@@ -180,35 +180,35 @@ def test_history_starts_over_when_the_clock_jumps_back() -> None:
     assert history.columns()["at"] == [STARTED_AT + 5]
 
 
-def test_a_crew_that_stands_still_or_lost_its_stage_is_said() -> None:
+def test_a_stopped_crew_and_a_lost_stage_are_reported() -> None:
     stages = example().stages
 
-    def said(changed: StagesStatistics) -> list[str]:
+    def reasons(changed: StagesStatistics) -> list[str]:
         return troubles(replace(example(), stages=changed))
 
-    assert said(replace(stages, crew=replace(stages.crew, standing_seconds=30.0))) == []
-    standing = replace(stages.crew, standing_seconds=31.0, state="preparing")
-    assert said(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
+    assert reasons(replace(stages, crew=replace(stages.crew, stopped_seconds=30.0))) == []
+    standing = replace(stages.crew, stopped_seconds=31.0, state="preparing")
+    assert reasons(replace(stages, crew=standing)) == ["the crew has taken no step for 31 s"]
     failed = replace(stages.own, phase="failed", reason="gate: KL 0.4")
-    assert said(replace(stages, own=failed)) == [
+    assert reasons(replace(stages, own=failed)) == [
         "this node's stage could not be restored: gate: KL 0.4"
     ]
 
 
-def test_a_node_that_needs_a_crew_says_what_it_waits_for() -> None:
+def test_a_node_without_its_crew_reports_what_it_waits_for() -> None:
     stages = example().stages
 
-    def said(changed: StagesStatistics) -> list[str]:
+    def reasons(changed: StagesStatistics) -> list[str]:
         health = Health(network_ready=True, policy_loaded=False)
         return ready(replace(example(), health=health, stages=changed)).reasons
 
-    assert said(replace(stages, crew=CrewStatistics(), own=None)) == [
-        "waits for others to hold the policy with"
+    assert reasons(replace(stages, crew=CrewStatistics(), own=None)) == [
+        "waits for other nodes to form a crew"
     ]
-    assert said(replace(stages, own=replace(stages.own, phase="loading"))) == [
+    assert reasons(replace(stages, own=replace(stages.own, phase="loading"))) == [
         "its stage is not loaded yet"
     ]
-    assert said(replace(stages, enabled=False)) == ["policy not loaded yet"]
+    assert reasons(replace(stages, enabled=False)) == ["the policy is not loaded yet"]
 
 
 def test_a_node_is_ready_once_its_stage_or_policy_is_loaded() -> None:
@@ -241,7 +241,7 @@ def test_a_member_that_is_not_the_head_has_nothing_to_report() -> None:
     ]
 
 
-def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> None:
+def test_a_failing_reward_is_reported_with_the_last_error() -> None:
     ours = replace(
         example(),
         scorer=ScorerStatistics(
@@ -249,7 +249,8 @@ def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> N
         ),
     )
     assert troubles(ours) == [
-        "a reward failed 2 times, each counted as 0; the last: own/a: ZeroDivisionError"
+        "the reward failed for 2 completions, which count as 0; the last error: own/a:"
+        " ZeroDivisionError"
     ]
     report = replace(
         example().trainer.report,
@@ -258,18 +259,19 @@ def test_a_reward_that_fails_is_said_with_the_last_error_of_either_scorer() -> N
     )
     theirs = replace(ours, trainer=replace(ours.trainer, report=report))
     assert troubles(theirs) == [
-        "a reward failed 3 times, each counted as 0; the last: own/b: KeyError: 'x'"
+        "the reward failed for 3 completions, which count as 0; the last error: own/b:"
+        " KeyError: 'x'"
     ]
 
 
-def test_a_majority_that_chose_one_answer_is_said() -> None:
-    for share, said in ((0.9, []), (0.95, ["95% of the majorities"])):
+def test_a_majority_for_one_answer_is_reported() -> None:
+    for share, expected in ((0.9, []), (0.95, ["95% of the majority votes"])):
         report = replace(example().trainer.report, top_answer_share=share)
         s = replace(example(), trainer=replace(example().trainer, report=report))
-        assert [trouble[:21] for trouble in troubles(s)] == said
+        assert [trouble[:25] for trouble in troubles(s)] == expected
 
 
-def test_why_the_trainer_is_not_there_is_said() -> None:
+def test_the_reason_of_a_missing_trainer_is_reported() -> None:
     s = example()
     supervisor = replace(s.supervisor, down={"trainer": "KeyError: 'x' (exit code 1)"})
     gone = replace(s, trainer=replace(s.trainer, connected=False), supervisor=supervisor)
@@ -278,7 +280,7 @@ def test_why_the_trainer_is_not_there_is_said() -> None:
         gone, health=Health(network_ready=True), stages=replace(s.stages, enabled=False)
     )
     assert ready(never).reasons == [
-        "policy not loaded yet",
+        "the policy is not loaded yet",
         "the trainer ended: KeyError: 'x' (exit code 1)",
     ]
 
@@ -291,6 +293,6 @@ def test_a_server_that_does_not_sample_is_a_trouble_with_its_reason() -> None:
     server = replace(report.server, state="away", reason="/health answers 500: EngineCore died")
     away = replace(well, trainer=replace(well.trainer, report=replace(report, server=server)))
     assert troubles(away) == [
-        "the vLLM server at http://127.0.0.1:8000 does not sample, the own engine does:"
+        "the vLLM server at http://127.0.0.1:8000 does not sample, this node's engine does:"
         " /health answers 500: EngineCore died"
     ]

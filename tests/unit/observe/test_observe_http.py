@@ -21,9 +21,9 @@ from swarmnode.observe.http import (
     CACHE_SECONDS,
     CONNECTIONS,
     PORTS_TRIED,
-    Pulse,
+    HttpRoutes,
+    LoopMonitor,
     Request,
-    Surface,
     is_loopback,
     listen,
     serve_http,
@@ -70,7 +70,7 @@ async def test_readyz_says_what_is_missing() -> None:
         alive = await client.get("/healthz")
     assert (early.status_code, early.json()["reasons"]) == (
         503,
-        ["network not up yet", "policy not loaded yet"],
+        ["the network is not up yet", "the policy is not loaded yet"],
     )
     assert (later.status_code, later.json()) == (200, {"ok": True, "reasons": []})
     assert alive.status_code == 200
@@ -292,7 +292,7 @@ async def test_requests_of_a_second_share_one_snapshot(autojump_clock) -> None:
         return example()
 
     history = History()
-    surface = Surface(counted, history, Pulse(counted, history), only_loopback=True)
+    surface = HttpRoutes(counted, history, LoopMonitor(counted, history), only_loopback=True)
 
     async def ask(target: str) -> None:
         answered = await surface.answer(Request("GET", target, {"host": "localhost"}))

@@ -9,7 +9,7 @@ import structlog
 
 from swarmnode.config import LogConfig
 from swarmnode.observe import logfile
-from swarmnode.observe.logfile import Tail, last_error, log_file, parse
+from swarmnode.observe.logfile import LogTail, last_error, log_file, parse
 from swarmnode.observe.logs import configure
 
 
@@ -58,7 +58,7 @@ def test_the_last_error_is_the_newest_since_the_process_began(tmp_path) -> None:
     structlog.get_logger("swarmnode.trainer").info("goes on")
     said = last_error(path, 0.0)
     assert said.startswith("loading failed error=ValueError: no such tokenizer (")
-    (at,) = [line.at for line in Tail(path, "trainer", 9).statistics() if line.level == "error"]
+    (at,) = [line.at for line in LogTail(path, "trainer", 9).statistics() if line.level == "error"]
     assert last_error(path, at + 1) == ""
     assert last_error(tmp_path / "absent", 0.0) == ""
 
@@ -66,7 +66,7 @@ def test_the_last_error_is_the_newest_since_the_process_began(tmp_path) -> None:
 def test_a_tail_follows_what_is_appended_and_put_aside(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(logfile, "FILE_BYTES", 2000)
     configure(LogConfig(), "trainer", io.StringIO(), tmp_path)
-    tail = Tail(log_file(tmp_path, "trainer"), "trainer", 200)
+    tail = LogTail(log_file(tmp_path, "trainer"), "trainer", 200)
     for i in range(60):
         structlog.get_logger("swarmnode.trainer").info("line", i=i)
         newest = tail.statistics()[-1]

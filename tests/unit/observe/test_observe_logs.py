@@ -18,7 +18,7 @@ from swarmnode.observe.logs import (
     NOISY,
     REFILL_SECONDS,
     RING_LINES,
-    Calm,
+    NoiseFilter,
     configure,
 )
 
@@ -188,7 +188,7 @@ def test_the_ring_keeps_the_newest_lines() -> None:
 
 def test_a_noisy_library_is_slowed_down_and_says_how_much_is_missing() -> None:
     clock = [0.0]
-    calm = Calm(now=lambda: clock[0])
+    calm = NoiseFilter(now=lambda: clock[0])
 
     def passes(name: str) -> str | None:
         record = logging.LogRecord(name, logging.WARNING, "", 0, "peer failed", (), None)

@@ -11,20 +11,24 @@ import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from swarmnode.config import SharingConfig
+from swarmnode.drops import TrainerDrops
+from swarmnode.histogram import Histogram
 from swarmnode.link.messages import Report
 from swarmnode.observe import collector
-from swarmnode.observe.collector import LABEL_VALUE, MAX_LABEL_VALUES, make_registry, value_of
+from swarmnode.observe.collector import LABEL_VALUE, MAX_SERIES, make_registry, value_of
 from swarmnode.observe.metrics import METRICS, Metric
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.watch import Histogram, TrainerStatistics
+from swarmnode.observe.watch import SupervisorStatistics, TrainerStatistics
 from swarmnode.p2p.network import NetworkStatistics
 from swarmnode.p2p.streams import StreamStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
-from swarmnode.rollouts.admission import AdmissionStatistics
+from swarmnode.rollouts.admission import Admission, AdmissionStatistics
 from swarmnode.rollouts.exchange import ExchangeStatistics
 from swarmnode.rollouts.pool import PoolStatistics
 from swarmnode.rollouts.reasons import REASONS
 from swarmnode.tasks.tally import ScorerStatistics, Tally
+from swarmnode.weights import exchange
 from tests.support.snapshots import OWN, PEERS, example
 
 
@@ -52,16 +56,55 @@ def test_names_say_what_they_are() -> None:
     assert len({family.name for family in METRICS}) == len(METRICS)
 
 
-def test_counters_exist_before_anything_happened() -> None:
-    scraped = scrape(NodeSnapshot())
-    reasons = {
-        *scraped["swarmnode_rollouts_rejected_total"],
-        *scraped["swarmnode_rollouts_ignored_total"],
+def test_restarts_are_counted_from_zero() -> None:
+    assert scrape(NodeSnapshot())["swarmnode_restarts_total"] == {
+        (process, reason): 0
+        for process in ("network", "trainer")
+        for reason in ("ended", "stalled")
     }
-    assert reasons == {(reason,) for reason in REASONS}
-    assert set(scraped["swarmnode_rollouts_rejected_total"].values()) == {0}
-    assert scraped["swarmnode_restarts_total"] == {("network",): 0, ("trainer",): 0}
-    assert scraped["swarmnode_rollouts_drawn_total"] == {(): 0}
+
+
+def test_counters_of_alerts_start_at_zero() -> None:
+    """A counter that appears with its first event hides that event from `increase`."""
+    admission = Admission(bytes(32), OWN, ["builtin/copy"], SharingConfig()).statistics()
+    assert admission.rejected | admission.ignored == dict.fromkeys(REASONS, 0)
+    assert all(
+        counts.dropped for name, counts in TrainerDrops().statistics().items() if name != "external"
+    )
+    assert dict(exchange.ExchangeStatistics().outcomes) == dict.fromkeys(exchange.OUTCOMES, 0)
+
+
+def test_a_stall_is_no_end() -> None:
+    supervisor = SupervisorStatistics({"trainer": 5}, {"trainer": 2})
+    restarts = scrape(NodeSnapshot(supervisor=supervisor))["swarmnode_restarts_total"]
+    assert restarts["trainer", "stalled"] == 2
+    assert restarts["trainer", "ended"] == 3
+
+
+def test_a_trainer_that_is_gone_is_a_phase() -> None:
+    s = example()
+    gone = msgspec.structs.replace(s, trainer=msgspec.structs.replace(s.trainer, connected=False))
+    assert scrape(gone)["swarmnode_trainer_phase"] == {("disconnected",): 1}
+    helper = msgspec.structs.replace(
+        NodeSnapshot(), node=msgspec.structs.replace(NodeSnapshot().node, trainer=False)
+    )
+    assert "swarmnode_trainer_phase" not in scrape(helper)
+
+
+def test_dropped_items_of_all_parts_are_in_one_metric() -> None:
+    dropped = scrape(example())["swarmnode_dropped_total"]
+    assert dropped["update", "not_finite"] == 1
+    assert dropped["group", "special_ids"] == 3
+    assert dropped["group", "zero_advantage"] == example().rollouts.unpublished["zero_advantage"]
+    assert dropped["pooled_group", "outdated"] == 12
+
+
+def test_requests_are_summed_over_protocols() -> None:
+    assert scrape(example())["swarmnode_requests_total"] == {
+        ("out", "ok"): 12,
+        ("out", "timeout"): 1,
+        ("in", "ok"): 9,
+    }
 
 
 def test_what_is_not_measured_has_no_series() -> None:
@@ -95,7 +138,7 @@ def test_strange_and_surplus_label_values_are_one_series() -> None:
     scraped = scrape(
         NodeSnapshot(network=NetworkStatistics(traffic=TrafficStatistics(received=many)))
     )["swarmnode_network_bytes_total"]
-    assert len(scraped) <= MAX_LABEL_VALUES + 2
+    assert len(scraped) <= MAX_SERIES + 2
     assert sum(scraped.values()) == 1005
     assert all(LABEL_VALUE.fullmatch(value) for labels in scraped for value in labels)
 
@@ -108,8 +151,8 @@ def test_an_unknown_reason_is_not_lost() -> None:
             )
         )
     )
-    assert scraped["swarmnode_rollouts_rejected_total"][("other",)] == 4
-    assert scraped["swarmnode_rollouts_rejected_total"][("seed",)] == 1
+    assert scraped["swarmnode_rollouts_admission_total"]["other", "rejected"] == 4
+    assert scraped["swarmnode_rollouts_admission_total"]["seed", "rejected"] == 1
 
 
 def test_failed_rewards_of_both_scorers_are_counted_by_task_and_start_at_0() -> None:
@@ -205,7 +248,7 @@ def test_a_path_leads_to_what_its_row_says(metric) -> None:
 def test_few_rows_need_a_function() -> None:
     """A number that a part counts is read where it is; what is worked out here is a second
     truth."""
-    assert sum(1 for metric in METRICS if not paths(metric)) <= 22
+    assert sum(1 for metric in METRICS if not paths(metric)) <= 24
 
 
 def test_the_tree_is_made_of_what_the_parts_themselves_tell() -> None:

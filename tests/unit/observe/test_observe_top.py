@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from swarmnode.errors import Unavailable
+from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
 from swarmnode.observe.snapshot import NodeSnapshot
-from swarmnode.observe.top import called, fetch, names_of, render, sparkline, status_command
-from swarmnode.observe.where import Place
+from swarmnode.observe.top import fetch, names_of, peer_label, render, sparkline, status_command
 from swarmnode.stages.service import StagesStatistics
 from tests.support.snapshots import PEERS, example, example_at
 
@@ -28,7 +28,7 @@ def told(snapshot: NodeSnapshot) -> dict:
 
 
 def shown_as(peer: str) -> list[str]:
-    return str(called(peer, names_of(told(example())["snapshot"]))).split()
+    return str(peer_label(peer, names_of(told(example())["snapshot"]))).split()
 
 
 def drawn(snapshot: NodeSnapshot, width: int = 110, styles: bool = True) -> str:
@@ -57,7 +57,7 @@ def answering(body: bytes) -> Iterator[str]:
         thread.join()
 
 
-def test_shows_what_a_person_wants_to_know() -> None:
+def test_shows_the_main_numbers() -> None:
     shown = drawn(example())
     for expected in ("kitchen-3090", "ready", "0.631", "250", PEERS[0][-6:], "rejected", "▁"):
         assert expected in shown
@@ -68,7 +68,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     slots = list(s.stages.crew.slots)
     slots[2] = msgspec.structs.replace(slots[2], state="failed")
     crew = msgspec.structs.replace(
-        s.stages.crew, state="paused", slots=tuple(slots), standing_seconds=42.0
+        s.stages.crew, state="paused", slots=tuple(slots), stopped_seconds=42.0
     )
     with_crew = lambda crew: msgspec.structs.replace(
         s, stages=msgspec.structs.replace(s.stages, crew=crew)
@@ -76,12 +76,12 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     shown = drawn(with_crew(crew), styles=False)
     unwrapped = " ".join(shown.replace("│", " ").split())
     for expected in (
-        "crew paused · standing still for 42 s · recovered in 6.4 s · from neighbour",
+        "crew paused · no step for 42 s · recovered in 6.4 s · from neighbour",
         "checkpoint 10 steps old",
     ):
         assert expected in unwrapped
     lines = [line.split() for line in shown.splitlines()]
-    at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "held"])
+    at = next(i for i, line in enumerate(lines) if line[1:3] == ["stage", "holder"])
     assert [line[1:-1] for line in lines[at + 1 : at + 5]] == [
         ["0", "this", "node", "4", "active", "250"],
         ["1", *shown_as(PEERS[0]), "6", "active", "250"],
@@ -89,13 +89,13 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
         ["3", *shown_as(PEERS[3]), "4", "active", "250"],
     ]
     for expected in (
-        "4 peers tell of themselves (claimed), median held-out 0.567",
+        "4 nodes with a recent summary (claimed), median held-out 0.567",
         "attic",
         "Küche 2",
         "0.624",
     ):
         assert expected in shown
-    assert "in no crew; 1 other would hold a stage" in drawn(
+    assert "in no crew; other nodes that offer to hold a stage: 1" in drawn(
         with_crew(msgspec.structs.replace(crew, slots=()))
     )
     assert "crew" not in drawn(msgspec.structs.replace(s, stages=StagesStatistics()))
@@ -103,7 +103,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
 
 def test_an_empty_node_is_drawn_too() -> None:
     shown = drawn(NodeSnapshot())
-    assert "network not up yet" in shown
+    assert "the network is not up yet" in shown
     assert "no peers yet" in shown
 
 
@@ -142,8 +142,8 @@ def test_speed_and_phase_are_not_shown_when_there_is_no_trainer() -> None:
 
 
 def test_a_node_that_tells_its_state_in_another_form_is_one_clear_line() -> None:
-    with answering(b'{"snapshot": {}}') as url, pytest.raises(Unavailable, match="another form"):
-        status_command(Place(url))
+    with answering(b'{"snapshot": {}}') as url, pytest.raises(Unavailable, match="another version"):
+        status_command(NodeAddress(url))
 
 
 def test_names_are_inert() -> None:
@@ -166,17 +166,17 @@ def test_sparkline_spans_its_own_range_and_keeps_gaps() -> None:
 def test_status_prints_json_and_its_exit_code_is_the_verdict(capsys) -> None:
     for snapshot, code in ((example(), 0), (NodeSnapshot(), 1)):
         with answering(status_json(snapshot, History())) as url:
-            assert status_command(Place(url), as_json=True) == code
+            assert status_command(NodeAddress(url), as_json=True) == code
         assert json.loads(capsys.readouterr().out)["ready"]["ok"] == (code == 0)
 
 
 def test_nobody_there_and_somebody_else_are_one_clear_line() -> None:
     with answering(b"<html>") as url, pytest.raises(Unavailable, match="no node answers"):
-        fetch(Place(url))
+        fetch(NodeAddress(url))
     with answering(b"[]") as url, pytest.raises(Unavailable, match="is not a swarmnode"):
-        fetch(Place(url))
+        fetch(NodeAddress(url))
     with pytest.raises(Unavailable, match=r"no node answers at .*Connection refused"):
-        fetch(Place("http://127.0.0.1:9"))
+        fetch(NodeAddress("http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize(("name", "title"), [("", "evening"), ("attic", "attic")])
@@ -197,6 +197,6 @@ def test_it_says_which_engine_samples() -> None:
     trainer = msgspec.structs.replace(
         snapshot.trainer, report=msgspec.structs.replace(report, server=server)
     )
-    assert "own engine, vLLM 0.32.0 is away" in drawn(
+    assert "own engine; vLLM 0.32.0 is away" in drawn(
         msgspec.structs.replace(snapshot, trainer=trainer), width=200
     )

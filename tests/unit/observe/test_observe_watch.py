@@ -4,22 +4,12 @@ import json
 import os
 
 from swarmnode.link.messages import Report
-from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, appended, process_use
+from swarmnode.observe.watch import SupervisorWatch, TrainerWatch, process_use
 
 
-def told(trainer: list[float], restarts: int = 1) -> str:
-    return json.dumps(
-        {
-            "processes": {
-                "trainer": {
-                    "restarts": restarts,
-                    "stalls": 0,
-                    "recovery_seconds": trainer,
-                    "later": 1,
-                }
-            }
-        }
-    )
+def written(restarts: int) -> str:
+    trainer = {"restarts": restarts, "stalls": 0, "recovery_seconds": [1.5], "later": 1}
+    return json.dumps({"processes": {"trainer": trainer}})
 
 
 def test_a_step_is_observed_once() -> None:
@@ -34,7 +24,7 @@ def test_a_step_is_observed_once() -> None:
         watch.report(Report(phase=phase, step=step, step_seconds=0.3), now=float(step))
     steps = watch.statistics(now=2.0).step_seconds
     assert steps is not None
-    # the second step was lost and done again
+    # the second step was lost and repeated
     assert (sum(steps.counts), round(steps.sum, 6)) == (3, 0.9)
 
 
@@ -58,38 +48,27 @@ def test_step_times_that_are_not_times_are_not_counted() -> None:
     assert sum(steps.counts) == 0
 
 
-def test_recoveries_accumulate_though_the_supervisor_keeps_only_the_newest(tmp_path) -> None:
+def test_a_supervisor_file_is_read_again(tmp_path) -> None:
     path = tmp_path / "supervisor.json"
     watch = SupervisorWatch(path)
     assert watch.read().restarts == {}
-    path.write_text(told([1.5, 2.5]))
-    watch.read()
-    watch.read()
-    path.write_text(told([2.5, 3.5], restarts=3))
-    view = watch.read()
-    assert view.recovery_seconds is not None
-    assert (sum(view.recovery_seconds.counts), view.recovery_seconds.sum) == (3, 7.5)
-    assert (view.restarts, view.last_recovery_seconds) == ({"trainer": 3}, 3.5)
+    path.write_text(written(restarts=1))
+    assert watch.read().restarts == {"trainer": 1}
+    path.write_text(written(restarts=3))
+    assert watch.read().restarts == {"trainer": 3}
 
 
 def test_a_broken_supervisor_file_keeps_the_last_view(tmp_path) -> None:
     path = tmp_path / "supervisor.json"
     watch = SupervisorWatch(path)
-    path.write_text(told([1.0]))
+    path.write_text(written(restarts=1))
     before = watch.read()
     for broken in ("", "{", '{"processes": 3}', "[" * 5000):
         path.write_text(broken)
         assert watch.read() == before
 
 
-def test_appended_finds_the_overlap() -> None:
-    assert appended([], [1.0]) == [1.0]
-    assert appended([1.0, 2.0], [1.0, 2.0]) == []
-    assert appended([1.0, 2.0], [2.0, 3.0]) == [3.0]
-    assert appended([1.0], [5.0, 6.0]) == [5.0, 6.0]
-
-
-def test_process_use_leaves_out_who_is_gone() -> None:
+def test_process_use_omits_ended_processes() -> None:
     use = process_use({"network": os.getpid(), "trainer": None, "scorer": 2**22 + 1})
     assert list(use) == ["network"]
     assert use["network"].memory_bytes > 2**20

@@ -2,6 +2,7 @@
 that it fetches."""
 
 import random
+from collections import Counter
 
 import msgspec
 import pytest
@@ -204,7 +205,7 @@ async def test_only_groups_that_others_would_take_are_published(
     own = msgspec.structs.replace(swarm.authors[0].own_group(0), **change)
     assert swarm.exchanges[0].publish(own) == outcome
     statistics = swarm.exchanges[0].statistics()
-    assert (statistics.published, statistics.unpublished) == (
+    assert (statistics.published, +Counter(statistics.unpublished)) == (
         (1, {}) if outcome == "published" else (0, {outcome: 1})
     )
 
@@ -294,7 +295,7 @@ async def test_forged_ids_cost_trust_and_reputation(swarm, autojump_clock):
     exchange.authors.judged(Judged(liar, "forged_ids"))
     assert exchange.authors.trust(liar) < 0.25
     assert exchange.authors.belief(liar) == 0.5
-    assert exchange.statistics().judged == {"used": 16, "forged_ids": 1}
+    assert +Counter(exchange.statistics().judged) == {"used": 16, "forged_ids": 1}
 
 
 async def test_an_unlikely_text_is_nobodys_fault(swarm, autojump_clock):

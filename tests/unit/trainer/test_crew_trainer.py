@@ -135,10 +135,8 @@ class Idle:
         monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
-async def test_crew_learns_publishes_and_resumes(tmp_path, model):
-    configs = make(
-        tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24, "eval_budget": 1.0}
-    )
+async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
+    configs = make(tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24})
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, _):
         head = network.nodes[0]
         await until(lambda: head.reports and head.reports[-1].phase == "draining", seconds=90)

@@ -55,7 +55,6 @@ async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
         policy={"devices": "cuda"},
         max_steps=60,
         eval_every=60,
-        eval_budget=1.0,
         learning_rate=1e-3,
     )
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "bfloat16")
@@ -72,9 +71,7 @@ async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
 
 async def test_learns_in_float16_and_saves_the_loss_scale(tmp_path):
     place = {"devices": "cuda", "dtype": "float16"}
-    first = await train(
-        tmp_path, policy=place, max_steps=60, eval_every=60, eval_budget=1.0, learning_rate=1e-3
-    )
+    first = await train(tmp_path, policy=place, max_steps=60, eval_every=60, learning_rate=1e-3)
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "float16")
     assert first[-1].reward_held_out > first[-1].reward_held_out_start + 0.1
     assert first[-1].drops["update"].dropped.keys() <= {"no_signal", "overflow"}

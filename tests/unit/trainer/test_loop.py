@@ -52,7 +52,7 @@ async def train(data_dir, network, sharing=True, **training):
 async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
     """At 7 B each of these takes minutes, and people look at the page meanwhile."""
     network = NetworkSide()
-    await train(tmp_path, network, max_steps=2, eval_every=1, eval_budget=1.0)
+    await train(tmp_path, network, max_steps=2, eval_every=1)
     phases = [phase for phase, _ in itertools.groupby(report.phase for report in network.reports)]
     assert phases == [
         "loading",
@@ -64,7 +64,7 @@ async def test_what_it_is_at_is_said_when_it_begins(tmp_path):
 
 async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path):
     network = NetworkSide()
-    await train(tmp_path, network, max_steps=40, eval_every=40, eval_budget=1.0)
+    await train(tmp_path, network, max_steps=40, eval_every=40)
     last = network.reports[-1]
     assert last.step == 40
     assert last.reward_held_out > last.reward_held_out_start + 0.1

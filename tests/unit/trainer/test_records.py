@@ -62,10 +62,10 @@ def test_an_episode_is_kept_as_a_conversation(tmp_path):
     assert [turn.observation for turn in answer.turns] == ["ice", "\x1b[2Ja hole", ""]
     assert answer.turns[0].action == "left"
     assert len(answer.turns[1].action) < samples.TURN_TEXT + 50
-    (shown, _) = samples.harmless(sample).completions
+    (shown, _) = samples.displayable(sample).completions
     assert shown.turns[1].observation == "⟨U+001B⟩[2Ja hole"
     long = msgspec.structs.replace(answer, turns=answer.turns[:1] * 32)
-    (cut,) = samples.harmless(msgspec.structs.replace(sample, completions=[long])).completions
+    (cut,) = samples.displayable(msgspec.structs.replace(sample, completions=[long])).completions
     assert len(cut.turns) == samples.PAGE_TURNS + 1
     assert "20 turns left out" in cut.turns[samples.PAGE_TURNS // 2].observation
 

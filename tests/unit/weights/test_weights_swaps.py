@@ -339,7 +339,7 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         a.due()
         await settled(a)
         assert a.failures == {cause: 1}
-        assert a.exchange.statistics.judged == {outcome: 1}
+        assert +a.exchange.statistics.judged == {outcome: 1}
         assert a.rejected == ([("b", f"weights_{outcome}")] if lied else [])
         left = a.exchange._known("b").backoff.until - trio.current_time()
         assert (left > 0) == (cause == "gate")

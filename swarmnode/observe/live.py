@@ -1,5 +1,5 @@
-"""`swarmnode top`: asks a node every second and shows the answer, as much of it as the terminal has
-lines; keys scroll and end it."""
+"""`swarmnode top`: show the state of a node in the terminal, updated every second. Keys scroll and
+quit."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from rich.segment import Segment
 from rich.text import Text
 
 from swarmnode.errors import Unavailable
-from swarmnode.observe.top import drawn, fetch, text
-from swarmnode.observe.where import Place
+from swarmnode.observe.address import NodeAddress
+from swarmnode.observe.top import fetch, render_or_fail, text
 
-ASK_SECONDS = 1.0
+POLL_SECONDS = 1.0
+"""Interval between two requests."""
 KEY_SECONDS = 0.1
-"""Between two looks at whether there is a new answer, or the terminal another size."""
+"""Interval between two checks for a new state or another size of the terminal."""
 KEYS = {
     b"\x1b[A": "up",
     b"k": "up",
@@ -55,14 +56,15 @@ LONGEST_FIRST = sorted(KEYS, key=len, reverse=True)
 
 @dataclass(frozen=True)
 class View:
-    """Which lines are shown. Pure."""
+    """The lines on the screen."""
 
     first: int = 0
     height: int = 24
     lines: int = 0
-    """How many there are."""
+    """Number of all lines."""
 
-    def pressed(self, key: str) -> View:
+    def scrolled(self, key: str) -> View:
+        """Return the view after a key."""
         page = max(1, self.height - 1)
         last = max(0, self.lines - self.height)
         wanted = {
@@ -75,15 +77,15 @@ class View:
         }.get(key, self.first)
         return replace(self, first=min(max(0, wanted), last))
 
-    def sized(self, height: int, lines: int) -> View:
-        """The same lines, as far as there are so many."""
+    def resized(self, height: int, lines: int) -> View:
+        """Return the view for another number of lines or size of the terminal."""
         return replace(
             self, height=height, lines=lines, first=min(self.first, max(0, lines - height))
         )
 
 
 def keys_in(typed: bytes) -> list[str]:
-    """What was pressed, of what a terminal sent; what is unknown is skipped."""
+    """Return the keys in the bytes of a terminal. Unknown bytes are skipped."""
     found, at = [], 0
     while at < len(typed):
         key = next((each for each in LONGEST_FIRST if typed.startswith(each, at)), None)
@@ -94,7 +96,7 @@ def keys_in(typed: bytes) -> list[str]:
 
 
 class Window:
-    """The lines of `shown` that `view` says, and below them where one is."""
+    """The lines of `shown` in `view`, and a line of help."""
 
     def __init__(self, shown: RenderableType) -> None:
         self.shown = shown
@@ -103,7 +105,7 @@ class Window:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         height = max(2, console.size.height)
         lines = console.render_lines(self.shown, options.update(height=None), pad=False)
-        self.view = view = self.view.sized(height - 1, len(lines))
+        self.view = view = self.view.resized(height - 1, len(lines))
         for line in lines[view.first : view.first + view.height]:
             yield from line
             yield Segment.line()
@@ -115,7 +117,7 @@ class Window:
         )
         yield Text.assemble(
             ("q", "bold"),
-            " ends",
+            " quits",
             "   ",
             more,
             style="dim",
@@ -125,40 +127,44 @@ class Window:
         )
 
 
-class Asking:
-    """Asks in a thread of its own, so that a node that does not answer does not hold up the
-    keys."""
+class StatusPoller:
+    """Fetches the state in a thread, so that keys work while the node does not answer."""
 
-    def __init__(self, place: Place, first: RenderableType) -> None:
-        self._place = place
+    def __init__(self, address: NodeAddress, first: RenderableType) -> None:
+        self._place = address
         self._shown = self.latest = first
         self._ended = threading.Event()
-        threading.Thread(target=self._run, name="asking", daemon=True).start()
+        threading.Thread(target=self._run, name="poll-status", daemon=True).start()
 
     def end(self) -> None:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(ASK_SECONDS):
+        while not self._ended.wait(POLL_SECONDS):
             try:
-                self.latest = self._shown = drawn(fetch(self._place), self._place)
+                self.latest = self._shown = render_or_fail(fetch(self._place), self._place)
             except Unavailable as error:
                 self.latest = Group(text(error, "red"), self._shown)
 
 
-def top_command(place: Place) -> None:
-    """Show the node until q or Ctrl-C. Raises `Unavailable` when it does not answer at the start;
-    later it says so and goes on asking."""
-    first = drawn(fetch(place), place)
+def top_command(address: NodeAddress) -> None:
+    """Show the node until q or Ctrl-C.
+
+    If the node stops answering, the last state stays with an error, and requests continue.
+
+    Raises:
+        Unavailable: the node does not answer at the start.
+    """
+    first = render_or_fail(fetch(address), address)
     console = Console()
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _lines_only(console, place, first)
+        _print_states(console, address, first)
         return
-    window, asking = Window(first), Asking(place, first)
+    window, poller = Window(first), StatusPoller(address, first)
     drawn_at = (first, console.size)
     try:
         with (
-            _keys_at_once(sys.stdin.fileno()),
+            _raw_keys(sys.stdin.fileno()),
             Live(window, console=console, screen=True, auto_refresh=False) as live,
         ):
             live.refresh()
@@ -168,21 +174,20 @@ def top_command(place: Place) -> None:
                 if "quit" in pressed:
                     return
                 for key in pressed:
-                    window.view = window.view.pressed(key)
-                window.shown = asking.latest
+                    window.view = window.view.scrolled(key)
+                window.shown = poller.latest
                 if pressed or (window.shown, console.size) != drawn_at:
                     drawn_at = (window.shown, console.size)
                     live.refresh()
     except KeyboardInterrupt:
         return
     finally:
-        asking.end()
+        poller.end()
 
 
 @contextlib.contextmanager
-def _keys_at_once(fd: int) -> Iterator[None]:
-    """The terminal hands over every key as it is pressed and does not show it; afterwards it is as
-    before."""
+def _raw_keys(fd: int) -> Iterator[None]:
+    """Read each key at once and without echo; restore the terminal afterwards."""
     before = termios.tcgetattr(fd)
     try:
         tty.setcbreak(fd)
@@ -191,13 +196,13 @@ def _keys_at_once(fd: int) -> Iterator[None]:
         termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def _lines_only(console: Console, place: Place, shown: RenderableType) -> None:
-    """Where nobody can press a key: one picture after the other, until interrupted."""
+def _print_states(console: Console, address: NodeAddress, shown: RenderableType) -> None:
+    """Print one state after the other until interrupted, if there is no terminal."""
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             console.print(shown)
-            time.sleep(ASK_SECONDS)
+            time.sleep(POLL_SECONDS)
             try:
-                shown = drawn(fetch(place), place)
+                shown = render_or_fail(fetch(address), address)
             except Unavailable as error:
                 shown = text(error, "red")

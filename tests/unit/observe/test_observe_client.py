@@ -17,11 +17,11 @@ from rich.console import Console
 
 from swarmnode import cli
 from swarmnode.errors import Unavailable
-from swarmnode.observe import ask
+from swarmnode.observe import client
+from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.top import drawn, fetch, names_of
-from swarmnode.observe.where import Place
+from swarmnode.observe.top import fetch, names_of, render_or_fail
 from tests.support.snapshots import example, example_at
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -30,7 +30,7 @@ Script = Callable[[socket.socket], None]
 
 
 @contextlib.contextmanager
-def serving(script: Script) -> Iterator[Place]:
+def serving(script: Script) -> Iterator[NodeAddress]:
     """A server that does `script` with every connection, after it has read the request."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -46,7 +46,7 @@ def serving(script: Script) -> Iterator[Place]:
                     threading.Thread(target=serve, args=(connection,), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        yield Place(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        yield NodeAddress(f"http://127.0.0.1:{listener.getsockname()[1]}")
         listener.shutdown(socket.SHUT_RDWR)
 
 
@@ -78,8 +78,8 @@ def drip(first: bytes, again: bytes) -> Script:
     ids=["silent", "status line", "header", "headers", "body", "chunks", "continue"],
 )
 def test_a_server_that_drips_is_given_up_at_the_deadline(script) -> None:
-    with serving(script) as place, pytest.raises(Unavailable, match="no whole answer"):
-        ask.fetch_status(place, 1, seconds=0.5)
+    with serving(script) as place, pytest.raises(Unavailable, match="no complete answer"):
+        client.fetch_status(place, 1, seconds=0.5)
 
 
 def test_a_body_without_end_is_given_up() -> None:
@@ -89,7 +89,7 @@ def test_a_body_without_end_is_given_up() -> None:
             to.sendall(b"[" * 2**20)
 
     with serving(endless) as place, pytest.raises(Unavailable, match="more than"):
-        ask.fetch_status(place, 1, seconds=60)
+        client.fetch_status(place, 1, seconds=60)
 
 
 @pytest.mark.parametrize(
@@ -174,11 +174,13 @@ def test_any_wrong_value_is_drawn_inert_or_refused() -> None:
         for key in path[:-1]:
             at = at[key]
         at[path[-1]] = draw.choice(WRONG)
-        place = Place("http://127.0.0.1:9")
+        place = NodeAddress("http://127.0.0.1:9")
         console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
         with console.file:
             try:
-                console.print(drawn(ask.decode_status(place, json.dumps(wrong).encode()), place))
+                console.print(
+                    render_or_fail(client.decode_status(place, json.dumps(wrong).encode()), place)
+                )
             except Unavailable:
                 refused += 1
                 continue
@@ -216,6 +218,6 @@ def test_names_of_another_form_are_left_out() -> None:
 
 def test_another_node_than_meant_is_refused() -> None:
     with serving(whole(json.dumps(told()).encode())) as place:
-        assert fetch(Place(place.url, example().node.peer))["ready"]["ok"]
-        with pytest.raises(Unavailable, match="another one answers"):
-            fetch(Place(place.url, "12D3KooWsomebodyelse"))
+        assert fetch(NodeAddress(place.url, example().node.peer))["ready"]["ok"]
+        with pytest.raises(Unavailable, match="another node answers"):
+            fetch(NodeAddress(place.url, "12D3KooWsomebodyelse"))

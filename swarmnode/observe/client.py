@@ -17,8 +17,8 @@ import msgspec
 import trio
 
 from swarmnode.errors import Unavailable
+from swarmnode.observe.address import NodeAddress
 from swarmnode.observe.logs import clean_text
-from swarmnode.observe.where import Place
 
 DEADLINE_SECONDS = 5.0
 MAX_BYTES = 4 * 2**20
@@ -26,7 +26,7 @@ MAX_BYTES = 4 * 2**20
 READ_BYTES = 2**16
 
 
-def fetch_status(place: Place, points: int, seconds: float = DEADLINE_SECONDS) -> bytes:
+def fetch_status(address: NodeAddress, points: int, seconds: float = DEADLINE_SECONDS) -> bytes:
     """Return the body of /status, not yet decoded or checked.
 
     Args:
@@ -37,43 +37,44 @@ def fetch_status(place: Place, points: int, seconds: float = DEADLINE_SECONDS) -
         Unavailable: no complete answer in time, or a status other than 200.
     """
     try:
-        return trio.run(_get, place.url, f"/status?points={points}", seconds)
+        return trio.run(_get, address.url, f"/status?points={points}", seconds)
     except trio.TooSlowError:
-        why = f"no whole answer within {seconds:.0f} s"
+        why = f"no complete answer within {seconds:.0f} s"
     except (OSError, ValueError, h11.ProtocolError, trio.BrokenResourceError) as error:
         why = _reason(error)
-    raise _no_answer(place, why)
+    raise _no_answer(address, why)
 
 
-def decode_status(place: Place, body: bytes) -> dict[str, object]:
+def decode_status(address: NodeAddress, body: bytes) -> dict[str, object]:
     """Return the decoded body of /status.
 
     Raises:
         Unavailable: the body is not the state of a swarmnode, or is from another node than
-            `place.peer`.
+            `address.peer`.
     """
     try:
-        told = msgspec.json.decode(body)
+        status = msgspec.json.decode(body)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _no_answer(place, str(error)) from None
-    if not isinstance(told, dict) or "snapshot" not in told:
-        raise Unavailable(f"{place.url} is not a swarmnode")
-    match told:
+        raise _no_answer(address, str(error)) from None
+    if not isinstance(status, dict) or "snapshot" not in status:
+        raise Unavailable(f"{address.url} is not a swarmnode")
+    match status:
         case {"snapshot": {"node": {**node}}, "ready": {"ok": bool()}}:
-            if place.peer and node.get("peer") not in ("", None, place.peer):
+            if address.peer and node.get("peer") not in ("", None, address.peer):
                 raise Unavailable(
-                    f"the node of this directory does not run: at {place.url} another one answers"
+                    "the node of this directory is not running: another node answers at"
+                    f" {address.url}"
                 )
-            return told
+            return status
     raise Unavailable(
-        f"the node at {place.url} reports its state in another form: ask it with its own version"
+        f"the node at {address.url} is of another version: use the swarmnode of that version"
     )
 
 
-def _no_answer(place: Place, why: str) -> Unavailable:
+def _no_answer(address: NodeAddress, why: str) -> Unavailable:
     return Unavailable(
-        f"no node answers at {place.url}: {clean_text(why)}; does it run? -d DIR or HOST:PORT names"
-        " another"
+        f"no node answers at {address.url}: {clean_text(why)}. Start it, or set another -d DIR or"
+        " HOST:PORT"
     )
 
 
@@ -113,16 +114,16 @@ async def _exchange(stream: trio.abc.Stream, host: str, target: str) -> bytes:
         elif isinstance(event, h11.EndOfMessage):
             return bytes(body)
         elif isinstance(event, h11.ConnectionClosed):
-            raise ValueError("it closed the connection")
+            raise ValueError("the server closed the connection")
 
 
 def _reason(error: BaseException) -> str:
-    """Return the operating system's message for a failed connection, or else the error's own."""
+    """Return the operating system's message of a failed connection, or else the error's own."""
     causes = [each for each in _causes(error) if isinstance(each, OSError) and each.strerror]
     if not causes:
         return str(error)
     last = causes[-1]
-    # trio puts the address in front of the system's words
+    # trio puts the address before the system's message
     return os.strerror(last.errno) if last.errno and last.errno > 0 else str(last.strerror)
 
 

@@ -24,7 +24,7 @@ import pytest
 
 from swarmnode.observe.history import History
 from swarmnode.observe.http import status_json
-from swarmnode.observe.watching import View, keys_in
+from swarmnode.observe.live import View, keys_in
 from tests.support.snapshots import example
 
 
@@ -137,7 +137,7 @@ def test_it_fills_the_terminal_scrolls_to_its_end_and_q_ends_it(terminal: Termin
     terminal.press(b"\x1b[H")
     terminal.until(f"0 lines above, {below} below")
     terminal.resize(80, 200)
-    assert "╰" in terminal.until("q ends"), "everything fits now"
+    assert "╰" in terminal.until("q quits"), "everything fits now"
     terminal.press(b"q")
     assert terminal.process.wait(60) == 0
     assert termios.tcgetattr(terminal.theirs) == terminal.before
@@ -184,14 +184,14 @@ def test_without_a_terminal_it_prints(node: Node) -> None:
 def test_what_is_shown_stays_within_what_there_is(keys: list[str], first: int) -> None:
     view = View(height=20, lines=60)
     for key in keys:
-        view = view.pressed(key)
+        view = view.scrolled(key)
     assert view.first == first
 
 
 def test_fewer_lines_or_a_higher_terminal_show_no_emptiness() -> None:
-    view = View(height=20, lines=60).pressed("end")
-    assert view.sized(20, 45).first == 25
-    assert view.sized(100, 60).first == 0
+    view = View(height=20, lines=60).scrolled("end")
+    assert view.resized(20, 45).first == 25
+    assert view.resized(100, 60).first == 0
 
 
 def test_keys_are_read_off_whatever_arrives_together() -> None:
@@ -213,4 +213,4 @@ def test_a_directory_whose_node_is_another_than_the_one_that_answers_says_so(
         json.dumps({**told, "peer": "12D3KooWAnother"})
     )
     assert cli.run(["status", "-d", str(tmp_path)]) == 69
-    assert "does not run" in capsys.readouterr().err
+    assert "is not running" in capsys.readouterr().err
