@@ -24,7 +24,6 @@ PRODUCT: dict[str, Any] = {
     "external": None,
     "sharing": Sharing(),
     "keep_pool": True,
-    "guard": True,
     "replay": True,
 }
 ARMS = (

@@ -140,14 +140,13 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("4/4 + correction", 4, replace(PAPER, corrected=True)),
         Arm("2/6", 6),
         Arm("adaptive", None),
-        Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True),
-        Arm(ONCE, None, Sharing(), keep_pool=True, guard=True),
+        Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True),
+        Arm(ONCE, None, Sharing(), keep_pool=True),
         Arm(
             "swarmnode, pull from 4",
             None,
             Sharing(),
             keep_pool=True,
-            guard=True,
             replay=True,
             neighbours=4,
         ),
@@ -156,7 +155,6 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
             None,
             Sharing(),
             keep_pool=True,
-            guard=True,
             replay=True,
             neighbours=15,
         ),
@@ -276,7 +274,7 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
     training = TrainingConfig(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
-    product = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
+    product = Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True)
     policies = start_policies(HOSTILE_REGIME, seed, NODES, base)
     results = []
     with Scorer() as scorer:

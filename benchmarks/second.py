@@ -247,7 +247,7 @@ class SecondSwarm(Swarm):
     def __init__(
         self, study: Study, policies: Sequence[Policy], size: Size, scorer: Scorer, seed: int
     ) -> None:
-        arm = Arm("", None, Sharing(), keep_pool=True, guard=True, replay=study.replay)
+        arm = Arm("", None, Sharing(), keep_pool=True, replay=study.replay)
         self.names = (VOTED if study.voted else TASK,)
         super().__init__(arm, policies, size.training, scorer, seed, eval_questions=0)
         self.records = [Record() for _ in self.nodes]

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import random
 import threading
 from collections import Counter, deque
@@ -36,7 +35,6 @@ from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
-from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
@@ -99,25 +97,24 @@ honest."""
 
 
 class FixedSplit:
-    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take
-    from J, to I's benefit.
+    """The paper's fixed split: J = `external`, I = B − J (SAPO, arXiv 2509.08721 §3, Algorithm 1).
 
-    Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
+    Raises:
+        ValueError: J is not in 0..batch − 1.
     """
 
-    def __init__(self, batch: int, external: int, external_scale: float = 1.0) -> None:
+    def __init__(self, batch: int, external: int) -> None:
         if not 0 <= external < batch:
             raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
         self.batch = batch
         self.external = external
-        self.external_scale = external_scale
 
     def observe(self, used: int) -> None:
-        """What others have changes nothing."""
+        """Do nothing: the split is fixed."""
 
     @property
     def external_room(self) -> int:
-        return math.floor(self.external * self.external_scale + 1e-9)
+        return self.external
 
     @property
     def own_groups(self) -> int:
@@ -172,7 +169,6 @@ class Arm:
     keep_pool: bool = False
     """External groups stay drawable for later rounds, as in a real node; else only in the round
     they were made, as in the paper."""
-    guard: bool = False
     average: int = 0
     """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate,
     int8 on the wire; 0 is never."""
@@ -229,7 +225,6 @@ class Trace:
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)
-    external_scale: list[float] = field(default_factory=list)
     agreement: list[float | None] = field(default_factory=list)
     effective_own: list[float | None] = field(default_factory=list)
     """Effective share of the own tokens' weights."""
@@ -348,7 +343,6 @@ class Node:
             AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         )
         self.replay = ReplayBuffer(USES if arm.replay else 0)
-        self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
         self._backlog: list[ExternalGroup] = []
         self.asked = 0
@@ -455,7 +449,7 @@ class Node:
     def learn(
         self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]
     ) -> None:
-        """One optimizer step; tells split and guard."""
+        """Take one optimizer step, and update the split."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
         if self.quota is not None:
             for o in own:
@@ -487,9 +481,6 @@ class Node:
             self.split.replayable = self.replay.spared_groups
         self.split.observe(sum(is_useful(group.rewards) for group in external))
         reward = fmean(fmean(o.rewards) for o in own)
-        if self.guard:
-            share = len(external) / len(fresh) if fresh else 0.0  # as the trainer counts it
-            self.split.external_scale = self.guard.observe(reward, agreement, share)
         trace |= {
             "reward_own": reward,
             "useful_own": fmean(is_useful(o.rewards) for o in own),
@@ -497,7 +488,6 @@ class Node:
             "tokens": sum(len(c.ids) for o in own for c in o.sample.completions),
             "samples": len(batch),
             "useful_samples": sum(is_useful(g.rewards) for g in batch),
-            "external_scale": self.split.external_scale,
         }
         if agreement is not None:
             trace["agreement"] = agreement
@@ -593,7 +583,6 @@ class Swarm:
             "tokens",
             "samples",
             "useful_samples",
-            "external_scale",
         ):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
         rounds = len(self.trace.tokens)

@@ -162,8 +162,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     drift: float | None = None
     """Part of strangers' rewarded answers that have a token, less the part of own ones, of the
     task and token where that is largest; None without evidence."""
-    external_scale: float = 1.0
-    """What the utility guard leaves of J, 0 to 1."""
     device: str = ""
     dtype: str = ""
     device_memory_bytes: int | None = None

@@ -440,7 +440,6 @@ class Loop:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])
-        self._plan.measured(reward_own, result.agreement, share or 0.0)
         self._reporter.last = msgspec.structs.replace(
             self._reporter.last,
             reward_own=reward_own,
@@ -480,7 +479,6 @@ class Loop:
             c.reward_held_out, c.reward_held_out_error = reward, held_out.error
             if c.reward_held_out_start is None:
                 c.reward_held_out_start = reward
-            self._plan.measured(None, None, self._reporter.last.external_share or 0.0, reward)
             error = _rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
             self._engine.observe(reward)

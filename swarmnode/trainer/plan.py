@@ -15,7 +15,6 @@ import structlog
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.rl.objectives import CLIPS_TOKENS
 from swarmnode.rl.split import AdaptiveSplit
-from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.trainer.batch import TrainingGroup
 from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
@@ -67,11 +66,8 @@ class StepPlan:
         counters.groups_per_step = fit_groups(
             counters.groups_per_step or self._configured, 0.0, self._target, self._configured
         )
-        self._split = AdaptiveSplit(
-            self._configured, counters.useful_per_step, counters.external_scale
-        )
+        self._split = AdaptiveSplit(self._configured, counters.useful_per_step)
         self._split.resize(self.groups)
-        self._guard = UtilityGuard(counters.external_scale)
         replays = (
             self._shares
             and training.loss_type in CLIPS_TOKENS
@@ -126,18 +122,3 @@ class StepPlan:
         self._replay.observe(sampled)
         self._replay.store(fresh, self._counters.step)
         self._split.replayable = self._replay.spared_groups
-
-    def measured(
-        self,
-        reward_own: float | None,
-        agreement: float | None,
-        external_share: float,
-        reward_held_out: float | None = None,
-    ) -> None:
-        """Adapt the room for external groups to their measured utility, see
-        `UtilityGuard.observe`."""
-        if self._shares:
-            self._split.external_scale = self._guard.observe(
-                reward_own, agreement, external_share, reward_held_out
-            )
-            self._counters.external_scale = self._split.external_scale

@@ -61,7 +61,6 @@ class Reporter:
             tokens_total=counters.tokens_total,
             episodes_total=counters.episodes_total,
             evaluation_tokens_total=counters.evaluation_tokens_total,
-            external_scale=counters.external_scale,
             device=statistics.device,
             dtype=statistics.dtype,
             device_memory_bytes=statistics.device_memory_bytes,

@@ -81,7 +81,6 @@ class Counters(msgspec.Struct):
     groups_per_step: float = 0.0
     """Groups per step that fit this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0
-    external_scale: float = 1.0
     reward_held_out: float | None = None
     reward_held_out_error: float | None = None
     reward_held_out_start: float | None = None

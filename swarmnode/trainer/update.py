@@ -19,9 +19,9 @@ from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
+from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
-from swarmnode.rl.utility import AgreementProbe
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.judge import GroupRefused, contained

@@ -18,7 +18,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import Row
-from swarmnode.rl.utility import AgreementProbe
+from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.trainer import update
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, own_group
 from swarmnode.trainer.update import RowSelection, Updater

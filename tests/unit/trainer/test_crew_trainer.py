@@ -135,7 +135,7 @@ class Idle:
         monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
-async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
+async def test_crew_learns_publishes_and_resumes(tmp_path, model):
     configs = make(tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24})
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, _):
         head = network.nodes[0]

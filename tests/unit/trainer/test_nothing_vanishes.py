@@ -122,7 +122,7 @@ def test_nothing_sampled_has_no_lengths():
     assert set(loop.completion_lengths([]).values()) == {None}
 
 
-async def test_what_a_grpo_user_looks_at_is_in_every_line(tmp_path):
+async def test_every_line_has_the_usual_grpo_metrics(tmp_path):
     await train(tmp_path, max_steps=2, beta=0.1, eval_every=1, options=["train_once"])
     lines = [json.loads(line) for line in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
     for line in lines:

@@ -149,7 +149,3 @@ def test_replay_reduces_sampling_but_not_to_zero():
     for split.replayable in (0, 1, 3, 20):
         seen.append(split.own_groups)
     assert seen == [6, 5, 3, 2]
-    split.external_scale = 0.0
-    assert split.own_groups == 8, (
-        "the guard's verdict on peers' groups goes for those that were kept, too"
-    )
