@@ -166,7 +166,7 @@ class Crew:
             seconds,
             max(0, before - after),
             tuple(node.view.source for node in holders),
-            parts_of(log, told, killed_at, seconds),
+            reward_parts(log, told, killed_at, seconds),
             os.getloadavg()[0],
         )
 
@@ -185,7 +185,7 @@ class Crew:
             node.wait(30.0)
 
 
-def parts_of(log: Path, told: int, killed_at: float, seconds: float | None) -> dict[str, float]:
+def reward_parts(log: Path, told: int, killed_at: float, seconds: float | None) -> dict[str, float]:
     """Return the seconds of each part of a recovery, by the lines of `log` after byte `told`."""
     with log.open("rb") as file:
         file.seek(told)

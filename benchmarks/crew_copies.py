@@ -36,7 +36,7 @@ from benchmarks.simulator import Arm, Node, Swarm
 from benchmarks.tolerance import scored
 from swarmnode.config import PolicyConfig, TaskConfig, TrainingConfig
 from swarmnode.policy.build_deep import write_deep_model
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.stages.model import LearnRow, StageRuntime
@@ -170,7 +170,9 @@ async def through_the_crew(
     out = []
     for wave in waves:
         done = [
-            Sampled(ids, logprobs, policy.decode(ids), "eos" if ids[-1] in wave.ends else "length")
+            SampledCompletion(
+                ids, logprobs, policy.decode(ids), "eos" if ids[-1] in wave.ends else "length"
+            )
             for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
         ]
         size = wave.num_generations

@@ -43,7 +43,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Sampled:
+class SampledCompletion:
     """A sampled completion."""
 
     ids: list[int]
@@ -65,7 +65,7 @@ class GroupSample:
     """All completions of one question."""
 
     prompt_ids: list[int]
-    completions: list[Sampled]
+    completions: list[SampledCompletion]
 
 
 @torch.no_grad()
@@ -154,7 +154,7 @@ def _generate(
 
     finished, sizes = stopped.tolist(), lengths.tolist()
     completions = [
-        Sampled(ids[:n], chance[:n], policy.decode(ids[:n]), "eos" if end else "length")
+        SampledCompletion(ids[:n], chance[:n], policy.decode(ids[:n]), "eos" if end else "length")
         for ids, chance, n, end in zip(
             drawn.tolist(), chances.tolist(), sizes, finished, strict=True
         )

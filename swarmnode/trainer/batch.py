@@ -26,7 +26,7 @@ from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, ze
 
 
 @dataclass(frozen=True)
-class Parts:
+class RewardParts:
     """The components of a group's rewards. Reward g is Σ_r weights[r] · values[g][r] over the
     components that apply, as TRL adds up reward functions."""
 
@@ -36,9 +36,9 @@ class Parts:
     """(R,), their sum is 1."""
 
 
-def parts_of(
+def reward_parts(
     components: Sequence[Mapping[str, float]], weights: Mapping[str, float]
-) -> Parts | None:
+) -> RewardParts | None:
     """Return the reward components of a group; None if there are none.
 
     A completion without any component, for example because its reward failed, has 0 in each. A
@@ -52,7 +52,7 @@ def parts_of(
     weighed = [weights.get(name, 1.0) for name in names]
     if not names or sum(weighed) <= 0:
         return None
-    return Parts(
+    return RewardParts(
         [[each.get(name, math.nan if each else 0.0) for name in names] for each in components],
         [weight / sum(weighed) for weight in weighed],
     )
@@ -78,7 +78,7 @@ class TrainingGroup:
     sampler_logprobs: list[list[float]] = field(default_factory=list)
     """(G, T_i) log-probabilities recorded at sampling for own groups, or at judging for peers'
     groups. Empty for a replayed group, whose ratio uses `old_logprobs` only."""
-    parts: Parts | None = None
+    parts: RewardParts | None = None
     """Components of the rewards; None if rewards are single numbers."""
     learnt: list[int] = field(default_factory=list)
     """(G,) number of leading ids of a peer's completion that are trained on if its advantage is
@@ -132,7 +132,7 @@ class Rows:
 
 
 def own_group(
-    sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
+    sample: GroupSample, rewards: Sequence[float], parts: RewardParts | None = None
 ) -> TrainingGroup:
     """Return a group that this node sampled, with the rewards of the scorer."""
     rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
@@ -180,7 +180,7 @@ def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
     return sum(silent) / len(silent) if silent else None
 
 
-def components(group: TrainingGroup, shape_to: int) -> Parts:
+def components(group: TrainingGroup, shape_to: int) -> RewardParts:
     """Return the reward components of each completion, with `shape_to` including its length
     penalty.
 
@@ -189,7 +189,7 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
     Args:
         shape_to: Length limit of the overlong penalty in tokens; 0 disables it.
     """
-    earned = group.parts or Parts([[reward] for reward in group.rewards], [1.0])
+    earned = group.parts or RewardParts([[reward] for reward in group.rewards], [1.0])
     if not shape_to:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
@@ -198,11 +198,11 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
         [*r, -overlong_penalty(n, c, shape_to)]
         for r, n, c in zip(earned.values, lengths, cut, strict=True)
     ]
-    return Parts(values, [*earned.weights, 1.0])
+    return RewardParts(values, [*earned.weights, 1.0])
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainedCompletion:
     """The part of one completion that is trained on."""
 
     row: Row
@@ -211,7 +211,9 @@ class Learnt:
     """Share of the completion's tokens that are trained on."""
 
 
-def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]:
+def trained_completions(
+    group: TrainingGroup, advantages: Sequence[float]
+) -> list[TrainedCompletion]:
     """Return the completions of a group, (G,), with a peer's completions cut to the trained part.
 
     A completion with no trained tokens stays whole with share 0, so that no row is empty.
@@ -223,10 +225,10 @@ def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]
         if group.learnt and advantages[i] <= 0:
             count = 0
         if count in (0, len(old)):
-            found.append(Learnt(row, old, float(count > 0)))
+            found.append(TrainedCompletion(row, old, float(count > 0)))
         else:
             cut = row.first(count)
-            found.append(Learnt(cut, old[:count], cut.tokens / row.tokens))
+            found.append(TrainedCompletion(cut, old[:count], cut.tokens / row.tokens))
     return found
 
 
@@ -266,7 +268,7 @@ def assemble(
     learnt = [
         each
         for g, values in zip(groups, per_group, strict=True)
-        for each in learnt_of(g, values.tolist())
+        for each in trained_completions(g, values.tolist())
     ]
     keeps = torch.tensor(
         [

@@ -54,7 +54,7 @@ from swarmnode.policy.text import PolicyText
 from swarmnode.swarm.manifest import check_model
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.trainer.weights import Replica
@@ -118,7 +118,7 @@ class Engine(Protocol):
         update. There is one generation at a time."""
         ...
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         """Return (log-probabilities, entropies) of the completion tokens of each peer's row,
         without gradient.
 
@@ -483,7 +483,7 @@ class WholePolicy:
             self._generation.pause() if self._generation is not None else contextlib.nullcontext()
         )
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:

@@ -51,14 +51,14 @@ from swarmnode.rl.corrections import (
 from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
-from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
+from swarmnode.trainer.batch import TrainingGroup, episode_row, reward_parts
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
-Scored = tuple[list[float], list[float]]
+RowScores = tuple[list[float], list[float]]
 """(log-probabilities, entropies) of the T ids of one completion under the own policy, in nats; 0 at
 ids that were not sampled."""
-Score = Callable[[Sequence[Row], float], list[Scored]]
+Score = Callable[[Sequence[Row], float], list[RowScores]]
 """Function that scores rows at a temperature, without gradient."""
 
 
@@ -175,7 +175,7 @@ def judge(
 def _weighed(
     group: ExternalGroup,
     rows: list[Row],
-    scored: list[Scored] | GroupRefused,
+    scored: list[RowScores] | GroupRefused,
     policy: PolicyText,
     score: Score,
     temperature: float,
@@ -199,7 +199,7 @@ def _weighed(
         raise GroupRefused(outcome)
     weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
     was_cut = [completion.finish == "length" for completion in group.group.completions]
-    parts = parts_of(group.components, task_weights(group.group.task.id))
+    parts = reward_parts(group.components, task_weights(group.group.task.id))
     chosen = [each for each, _ in ours]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
@@ -241,7 +241,7 @@ def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) 
     return replace(accepted, learnt=learnt)
 
 
-def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
+def _at_sampled(rows: Sequence[Row], scored: Sequence[RowScores]) -> list[RowScores]:
     """Return the scores of sampled tokens only."""
     return [
         (row.at_sampled(chosen), row.at_sampled(spread))
@@ -249,7 +249,7 @@ def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
     ]
 
 
-def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
+def _numbers(scored: list[RowScores] | GroupRefused) -> list[RowScores]:
     """Return the scores of a group.
 
     Raises:
@@ -406,7 +406,10 @@ def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> l
 
 
 def believe(
-    rewards: Sequence[float], scored: Sequence[Scored], policy: PolicyText, checks: ExternalChecks
+    rewards: Sequence[float],
+    scored: Sequence[RowScores],
+    policy: PolicyText,
+    checks: ExternalChecks,
 ) -> tuple[Outcome, list[float]]:
     """Decide whether the own policy, or one near it, may have sampled this group.
 
@@ -492,7 +495,7 @@ def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
 
 def _scored(
     score: Score, groups: list[list[Row]], temperature: float
-) -> list[list[Scored] | GroupRefused]:
+) -> list[list[RowScores] | GroupRefused]:
     """Score all groups in one pass. If it fails, score each group by itself, and refuse those that
     fail."""
     try:

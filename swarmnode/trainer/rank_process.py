@@ -32,7 +32,7 @@ from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
 from swarmnode.policy.engine.keeper import Keeper, keeper
 from swarmnode.policy.engine.protocol import (
-    Finished,
+    FinishedRequest,
     GenerationStatistics,
     Request,
 )
@@ -51,7 +51,7 @@ from swarmnode.trainer.engine import (
     make_updater,
     open_policy,
 )
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.update import (
     PeersFailed,
     RowSelection,
@@ -346,14 +346,14 @@ class Samples(Answer, frozen=True):
 class Advanced(Answer, frozen=True):
     """Requests that a rank has finished. `last`: no further answer follows for the same command."""
 
-    done: list[Finished]
+    done: list[FinishedRequest]
     statistics: GenerationStatistics
     seconds: float
     last: bool
 
 
 class Scores(Answer, frozen=True):
-    values: list[Scored]
+    values: list[RowScores]
 
 
 class Accumulated(Answer, frozen=True):

@@ -34,7 +34,7 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError
 from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
 from swarmnode.policy.engine.protocol import (
-    Finished,
+    FinishedRequest,
     Generation,
     GenerationStatistics,
     Request,
@@ -48,7 +48,7 @@ from swarmnode.trainer.engine import (
     EngineStatistics,
     WholePolicy,
 )
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import (
     POLL_SECONDS,
@@ -159,7 +159,7 @@ class DataParallelPolicy(WholePolicy):
         questions = self._questions
         return questions.pause() if questions is not None else super()._weights_move()
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         shares = self._pool.split([len(row.prompt) + len(row.completion) for row in rows])
         with self._pool.working() as pool:
             for rank, some in enumerate(shares[1:], 1):
@@ -217,7 +217,7 @@ class SharedGeneration:
         self._own = own
         self._pool = pool
         self._policy = policy
-        self._done: list[Finished] = []
+        self._done: list[FinishedRequest] = []
         """Finished requests of other ranks that are not yet returned to the caller."""
         self._asked: dict[int, int] = {}
         """Rank by active request."""
@@ -269,7 +269,7 @@ class SharedGeneration:
         self._new[rank] = [one for one in self._new[rank] if one.number != number]
         self._cancelled[rank].append(number)
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         self._pool.broadcast_weights()
         busy = set(self._asked.values())
         for rank in self._pool.others:

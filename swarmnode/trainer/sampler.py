@@ -13,13 +13,13 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_weights
-from swarmnode.trainer.batch import TrainingGroup, own_group, parts_of
+from swarmnode.trainer.batch import TrainingGroup, own_group, reward_parts
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import (
     Episodes,
@@ -62,7 +62,7 @@ UNSHARED = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class PendingQuestion:
     """A question whose completions are being sampled."""
 
     sequence: int
@@ -144,8 +144,8 @@ class Sampler:
             rng,
         )
         self._episodes = Episodes(self._generation, engine.text, scorer)
-        self._asked: dict[int, Asked] = {}
-        self._ready: list[Finished] = []
+        self._asked: dict[int, PendingQuestion] = {}
+        self._ready: list[FinishedRequest] = []
         self._too_long: list[str] = []
         """Error messages of questions that are too long for the model."""
 
@@ -215,7 +215,9 @@ class Sampler:
                 parts if good else {} for parts, good in zip(result.components, fine, strict=False)
             ]
             self._questions.answered(each.ref, rewards)
-            groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
+            groups.append(
+                own_group(sample, rewards, reward_parts(made_of, task_weights(each.ref.id)))
+            )
             first = first_version(sample, version)
             lags.append(version - first)
             for fault in filter(None, faults):
@@ -237,7 +239,7 @@ class Sampler:
             groups, messages, prompts, tokens, groups, lags, observations=observations
         )
 
-    def _fault(self, completion: Sampled) -> str:
+    def _fault(self, completion: SampledCompletion) -> str:
         """Return the reason of UNSHARED why a completion is not published; empty if it is."""
         if has_unwanted_characters(completion.text):
             return "charset"
@@ -254,7 +256,7 @@ class Sampler:
                 return "too_long"
         return ""
 
-    def _gather(self, count: int) -> list[Finished]:
+    def _gather(self, count: int) -> list[FinishedRequest]:
         """Return the `count` oldest finished groups; fewer if questions could not be generated.
 
         Raises:
@@ -304,11 +306,11 @@ class Sampler:
                 self._drops.question.drop("too_long", task=ref.id, error=str(error))
                 continue
             self._drops.question.keep()
-            self._asked[sequence] = Asked(sequence, ref, question.prompt)
+            self._asked[sequence] = PendingQuestion(sequence, ref, question.prompt)
 
     def _message(
         self,
-        asked: Asked,
+        asked: PendingQuestion,
         version: int,
         sample: GroupSample,
         rewards: list[float],
@@ -325,7 +327,7 @@ class Sampler:
         return OwnGroup(asked.ref, version, asked.sequence, sampling, completions, rewards, made_of)
 
 
-def _published(completion: Sampled) -> Completion:
+def _published(completion: SampledCompletion) -> Completion:
     """Return the completion that peers receive; for an episode, the actions concatenated."""
     played = completion.turns if isinstance(completion, PlayedEpisode) else []
     turns = played or [completion]

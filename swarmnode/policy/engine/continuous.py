@@ -7,8 +7,8 @@ active rows keep their keys and values. Each token is recorded with its log-prob
 and the policy version of that moment, so the denominator of the importance ratio is exact
 (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
 
-The keys and values of an episode's row are kept while the environment answers (`Kept`), so that the
-next turn prefills only its new tokens.
+The keys and values of an episode's row are kept while the environment answers (`KeptRow`), so that
+the next turn prefills only its new tokens.
 
 docs/learning.md explains why this is not transformers' continuous batching.
 """
@@ -23,9 +23,9 @@ from typing import Literal
 
 import torch
 
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.engine.slots import Prefilled, Slots, prefill
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling, sample
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.engine.slots import PrefilledRow, Slots, prefill
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
@@ -41,7 +41,7 @@ for the longest completion of a group. Training data is older by as many updates
 
 
 @dataclass
-class Row:
+class ActiveRow:
     """An unfinished completion."""
 
     request: int
@@ -53,7 +53,7 @@ class Row:
 
 
 @dataclass
-class Group:
+class ActiveGroup:
     """An unfinished request."""
 
     prompt_ids: list[int]
@@ -61,21 +61,21 @@ class Group:
     """Largest number of tokens in a completion."""
     generations: int
     continues: bool = False
-    known: Prefilled | None = None
+    known: PrefilledRow | None = None
     """Keys and values of the prompt's first tokens, if the request follows another one."""
-    done: dict[int, Sampled] = field(default_factory=dict)
+    done: dict[int, SampledCompletion] = field(default_factory=dict)
     """Finished completions by their index."""
     since: int | None = None
     """Policy version of its first token."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRow:
     """A finished row whose keys and values are kept for the request that will follow it."""
 
     ids: list[int]
     """All tokens of the row except the last, which the model has not processed."""
-    known: Prefilled
+    known: PrefilledRow
 
 
 class Continuous:
@@ -93,13 +93,13 @@ class Continuous:
         self._batcher = batcher
         self._sampling = sampling
         self._rng = rng
-        self._groups: dict[int, Group] = {}
-        self._waiting: deque[Row] = deque()
-        self._heads: dict[int, Prefilled] = {}
+        self._groups: dict[int, ActiveGroup] = {}
+        self._waiting: deque[ActiveRow] = deque()
+        self._heads: dict[int, PrefilledRow] = {}
         """Prefilled prompts by request, for waiting rows."""
-        self._active: list[Row] = []
+        self._active: list[ActiveRow] = []
         """Active rows by slot."""
-        self._kept: dict[int, list[Kept]] = {}
+        self._kept: dict[int, list[KeptRow]] = {}
         """Kept rows by request, oldest first."""
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
@@ -112,8 +112,10 @@ class Continuous:
         most = self._policy.room(prompt_ids, self._sampling.max_tokens)
         count = request.generations or self._sampling.num_generations
         known = self._take_kept(request.follows, prompt_ids)
-        self._groups[request.number] = Group(prompt_ids, most, count, request.continues, known)
-        rows = [Row(request.number, place) for place in range(count)]
+        self._groups[request.number] = ActiveGroup(
+            prompt_ids, most, count, request.continues, known
+        )
+        rows = [ActiveRow(request.number, place) for place in range(count)]
         if request.follows is None:
             self._waiting.extend(rows)
         else:  # started episodes continue before others start
@@ -127,7 +129,7 @@ class Continuous:
             self._remove([slot for slot, row in enumerate(self._active) if row.request == number])
 
     @torch.no_grad()
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         """Decode until a request is finished, for at most one burst of steps.
 
         On CUDA, always decode the whole burst.
@@ -135,7 +137,7 @@ class Continuous:
         Raises:
             DeviceError: A single row does not fit into memory.
         """
-        done: list[Finished] = []
+        done: list[FinishedRequest] = []
         whole = WHOLE_BURST.get(self._policy.device.type)
         try:
             with self._policy.accelerator.autocast():
@@ -199,14 +201,14 @@ class Continuous:
         wanted = {row.request for row in self._waiting}
         self._heads = {number: head for number, head in self._heads.items() if number in wanted}
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _begin(self, rows: list[ActiveRow]) -> None:
         heads = self._prefilled(rows)
         for head in heads:
             self._slots.add(head)
         logits = torch.stack([head.logits for head in heads])
         self._logits = torch.cat([self._logits, logits]) if len(self._logits) else logits
 
-    def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
+    def _prefilled(self, rows: list[ActiveRow]) -> list[PrefilledRow]:
         """Prefill rows and return their keys and values.
 
         A prompt is prefilled once for all rows of its request. An interrupted row is prefilled with
@@ -214,7 +216,7 @@ class Continuous:
         known tokens.
         """
         wanted: dict[tuple[int, int | None], list[int]] = {}
-        key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (
+        key_of: Callable[[ActiveRow], tuple[int, int | None]] = lambda row: (
             row.request,
             row.place if row.ids else None,
         )
@@ -222,7 +224,7 @@ class Continuous:
             if row.ids or row.request not in self._heads:
                 wanted.setdefault(key_of(row), self._groups[row.request].prompt_ids + row.ids)
         keys, sequences = list(wanted), list(wanted.values())
-        made: dict[tuple[int, int | None], Prefilled] = {}
+        made: dict[tuple[int, int | None], PrefilledRow] = {}
         known = [self._groups[request].known for request, _ in keys]
         for follows in (False, True):
             alike = [i for i in range(len(keys)) if (known[i] is not None) == follows]
@@ -238,7 +240,7 @@ class Continuous:
         self._heads |= {number: head for (number, place), head in made.items() if place is None}
         return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
 
-    def _step(self, version: int) -> list[Finished]:
+    def _step(self, version: int) -> list[FinishedRequest]:
         """Sample one token for every active row; return the requests that have finished."""
         sampling = self._sampling
         drawn, chances = sample(self._logits, sampling.temperature, sampling.top_p, self._rng)
@@ -264,19 +266,19 @@ class Continuous:
             self._in_memory(self._advance)
         return [finished for finished in done if finished is not None]
 
-    def _end(self, row: Row) -> Finished | None:
+    def _end(self, row: ActiveRow) -> FinishedRequest | None:
         """End a row; return its request if it was the last row of it."""
         group = self._groups[row.request]
         finish: Literal["eos", "length"] = (
             "eos" if row.ids[-1] in self._policy.eos_ids else "length"
         )
-        group.done[row.place] = Sampled(
+        group.done[row.place] = SampledCompletion(
             row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions
         )
         if len(group.done) < group.generations:
             return None
         del self._groups[row.request]
-        return Finished(
+        return FinishedRequest(
             row.request,
             GroupSample(
                 group.prompt_ids, [completion for _, completion in sorted(group.done.items())]
@@ -293,7 +295,7 @@ class Continuous:
         group = self._groups[row.request]
         if not group.continues:
             return
-        kept = Kept(group.prompt_ids + row.ids[:-1], self._slots.copy(slot))
+        kept = KeptRow(group.prompt_ids + row.ids[:-1], self._slots.copy(slot))
         self._kept.setdefault(row.request, []).append(kept)
         while sum(len(k.ids) for each in self._kept.values() for k in each) > self._batcher.tokens:
             oldest = next(iter(self._kept))
@@ -301,7 +303,7 @@ class Continuous:
             if not self._kept[oldest]:
                 del self._kept[oldest]
 
-    def _take_kept(self, request: int | None, ids: list[int]) -> Prefilled | None:
+    def _take_kept(self, request: int | None, ids: list[int]) -> PrefilledRow | None:
         """Remove and return the kept row of `request` that is the longest prefix of `ids`.
 
         Several rows may match, since one completion may be a prefix of another.

@@ -23,7 +23,12 @@ import torch
 from swarmnode.errors import DeviceError, SwarmNodeError
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
+from swarmnode.policy.engine.protocol import (
+    FinishedRequest,
+    Generation,
+    GenerationStatistics,
+    Request,
+)
 from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
@@ -58,7 +63,7 @@ CANARY_BOUND_ELSEWHERE = 0.5
 
 
 @dataclass
-class Choice:
+class EngineChoice:
     """The engine in use, and the measurements that choose it."""
 
     kind: Kind
@@ -73,7 +78,7 @@ class Choice:
     @classmethod
     def of(
         cls, options: Collection[str], longest: int, obstacle: str, episodes: bool = False
-    ) -> Choice:
+    ) -> EngineChoice:
         """Choose an engine.
 
         Args:
@@ -170,7 +175,7 @@ class Keeper:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: EngineChoice,
         build: Callable[[Kind], Generation],
         canary: Canary,
         clock: Callable[[], float] = time.monotonic,
@@ -203,7 +208,7 @@ class Keeper:
         self._requests.pop(number, None)
         self._engine.cancel(number)
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         """Return finished requests, see `Generation.finished`.
 
         Raises:
@@ -242,7 +247,7 @@ class Keeper:
             return
         self._rebuild("canary", f"log-probabilities differ from the trainer's by {gap:.2g}")
         if (gap := self._canary(self._engine)) > self._canary.bound:
-            self.choice = Choice(
+            self.choice = EngineChoice(
                 "lockstep", "the other engine's log-probabilities are not the trainer's"
             )
             self._rebuild(
@@ -309,7 +314,7 @@ def keeper(
         )
 
     return Keeper(
-        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
+        EngineChoice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
         build,
         Canary.of(policy),
     )

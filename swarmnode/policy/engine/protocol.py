@@ -33,7 +33,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedRequest:
     """A finished request with its completions."""
 
     number: int
@@ -70,7 +70,7 @@ class Generation(Protocol):
         requests."""
         ...
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         """Sample for a while; return the requests that have finished, possibly none.
 
         Args:

@@ -75,7 +75,7 @@ def slots_gap(policy: Policy) -> float:
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class PrefilledRow:
     """Keys and values of a row's tokens, and the logits of its next token."""
 
     keys: list[torch.Tensor]
@@ -90,8 +90,8 @@ class Prefilled:
 
 @torch.no_grad()
 def prefill(
-    policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[Prefilled] = ()
-) -> list[Prefilled]:
+    policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[PrefilledRow] = ()
+) -> list[PrefilledRow]:
     """Prefill rows of ids in one pass and return their keys and values.
 
     Rows are padded on the left, so that all end at the last column.
@@ -125,7 +125,7 @@ def prefill(
         return torch.cat([whole[i, :, width - lengths[i] : width], new], 1) if lengths[i] else new
 
     return [
-        Prefilled(
+        PrefilledRow(
             [cut(layer.keys, i) for layer in layers],
             [cut(layer.values, i) for layer in layers],
             logits[i],
@@ -144,7 +144,7 @@ def _left_padded_rows(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 
 
 @dataclass
-class View:
+class CacheView:
     """Part of the cache that a step reads: rows 0 to n − 1, columns 0 to `width` − 1."""
 
     width: int = 0
@@ -168,7 +168,7 @@ class SlotLayer(DynamicLayer):
         rows: int,
         columns: int,
         dtype: torch.dtype,
-        window: View,
+        window: CacheView,
     ) -> None:
         super().__init__()
         # Zeros, because masked values must be finite.
@@ -212,13 +212,13 @@ class Slots:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._window = View()
+        self._window = CacheView()
         self._layers: list[SlotLayer] = []
         self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
         """Number of tokens in each row's cache."""
 
-    def add(self, row: Prefilled) -> None:
+    def add(self, row: PrefilledRow) -> None:
         """Add a row in the next slot."""
         slot, length = len(self.lengths), len(row)
         self._make_room(row, slot + 1, length + 1)
@@ -227,11 +227,11 @@ class Slots:
             layer.values[slot, :, :length] = values.to(layer.dtype)
         self.lengths.append(length)
 
-    def copy(self, slot: int) -> Prefilled:
+    def copy(self, slot: int) -> PrefilledRow:
         """Return a copy of a row's keys and values, without logits of the next token."""
         length = self.lengths[slot]
         cut = lambda whole: whole[slot, :, :length].clone()
-        return Prefilled(
+        return PrefilledRow(
             [cut(layer.keys) for layer in self._layers],
             [cut(layer.values) for layer in self._layers],
             torch.zeros(0),
@@ -339,7 +339,7 @@ class Slots:
             for layer in self._layers:
                 layer.resize(rows, columns)
 
-    def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
+    def _make_room(self, row: PrefilledRow, rows: int, columns: int) -> None:
         if not self._layers:
             dtype, first = self._policy.dtype, max(COLUMNS, _rounded(columns))
             self._layers = [

@@ -13,16 +13,16 @@ from swarmnode.policy.engine.keeper import (
     SHORT,
     TRIALS,
     Canary,
-    Choice,
+    EngineChoice,
     Keeper,
     answered,
     keeper,
 )
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
 from swarmnode.policy.micro import MicroBatcher
 
-SAMPLE = GroupSample([1], [Sampled([2, 3], [-0.5, -0.5], "x", "eos")])
+SAMPLE = GroupSample([1], [SampledCompletion([2, 3], [-0.5, -0.5], "x", "eos")])
 TRUTH = [-1.0, -2.0]
 LONG = ["continuous"]
 
@@ -61,7 +61,7 @@ class Scripted:
         self.clock.now += self.seconds
         self.steps += 1
         self.tokens += 2 * len(self.requests)
-        done, self.requests = [Finished(r.number, SAMPLE) for r in self.requests], []
+        done, self.requests = [FinishedRequest(r.number, SAMPLE) for r in self.requests], []
         return done
 
     @contextmanager
@@ -92,7 +92,7 @@ def kept(clock, engines, choice=None):
         return next(made)
 
     canary = Canary([1], [2, 3], lambda prompt, ids: TRUTH, 0.01)
-    return Keeper(choice or Choice.of(LONG, 500, ""), build, canary, clock, clock.wait), kinds
+    return Keeper(choice or EngineChoice.of(LONG, 500, ""), build, canary, clock, clock.wait), kinds
 
 
 def asked(engine, numbers=(1, 2)):
@@ -111,7 +111,7 @@ def asked(engine, numbers=(1, 2)):
     ],
 )
 def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kind, reason):
-    choice = Choice.of(options, longest, obstacle)
+    choice = EngineChoice.of(options, longest, obstacle)
     assert (choice.kind, choice.trials) == (kind, [])
     assert reason in choice.reason
 
@@ -123,7 +123,7 @@ def test_first_steps_choose_the_faster_engine(clock, lockstep, continuous, chose
     seconds = [lockstep, continuous] * TRIALS
     seconds[0] *= 10  # warming up
     engine, kinds = kept(
-        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], Choice.of([], 500, "")
+        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], EngineChoice.of([], 500, "")
     )
     with capture_logs() as said:
         for _ in range(2 * TRIALS):

@@ -10,11 +10,11 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
 from swarmnode.trainer.batch import (
-    Parts,
+    RewardParts,
     TrainingGroup,
     assemble,
     own_group,
-    parts_of,
+    reward_parts,
     silent_share,
 )
 
@@ -109,8 +109,8 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
         {"right": 0.0, "short": 0.1},
         {},
     ]
-    parts = parts_of(made_of, {"right": 3.0})
-    assert parts == Parts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
+    parts = reward_parts(made_of, {"right": 3.0})
+    assert parts == RewardParts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
     group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
     plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
     assert torch.allclose(
@@ -124,9 +124,9 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
     # groups of other components are normalised by themselves
     both = assemble([group, plain], "gdpo").advantages
     assert torch.allclose(both[:4], wanted, atol=1e-2)
-    assert parts_of([], {}) is None
-    assert parts_of([{}, {}], {}) is None
-    assert parts_of([{"a": 1.0}], {"a": 0.0}) is None
+    assert reward_parts([], {}) is None
+    assert reward_parts([{}, {}], {}) is None
+    assert reward_parts([{"a": 1.0}], {"a": 0.0}) is None
 
 
 def test_peer_completions_are_trained_up_to_an_improbable_token(sample):

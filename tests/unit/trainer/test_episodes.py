@@ -14,8 +14,8 @@ from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.engine.protocol import FinishedRequest, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
@@ -192,8 +192,10 @@ def test_an_id_that_was_not_sampled_has_no_gradient(policy):
     sample = GroupSample(
         MASKED.prompt,
         [
-            Sampled(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
-            Sampled([30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"),
+            SampledCompletion(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
+            SampledCompletion(
+                [30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"
+            ),
         ],
     )
     rows = assemble([own_group(sample, [1.0, 0.0])], "grpo")
@@ -275,7 +277,9 @@ def test_rows_of_another_request_are_not_followed(policy):
 def test_a_cut_action_is_not_given_to_the_environment(policy):
     engine = Lockstep(
         lambda prompts, count: [
-            GroupSample([2, 3], [Sampled([30, 31], [-1.0, -1.0], "ab", "length")] * (count or 2))
+            GroupSample(
+                [2, 3], [SampledCompletion([30, 31], [-1.0, -1.0], "ab", "length")] * (count or 2)
+            )
             for _ in prompts
         ]
     )
@@ -438,5 +442,5 @@ def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
 
 
 def test_what_is_no_episode_is_handed_on(policy):
-    one = Finished(7, GroupSample([1], [Sampled([2], [-1.0], "a", "eos")]))
+    one = FinishedRequest(7, GroupSample([1], [SampledCompletion([2], [-1.0], "a", "eos")]))
     assert Episodes(continuous(policy), policy, Walk()).play([one], 0) == ([one], [])

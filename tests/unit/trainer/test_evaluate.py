@@ -9,7 +9,7 @@ import trio
 from swarmnode.config import Config, TaskConfig, TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.link.server import LinkServer
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.frames import ScorerFailed
@@ -77,7 +77,9 @@ class Answers:
 
     def generate(self, prompts, sampling, rng):
         return [
-            GroupSample([1], [Sampled([2], [-0.1], "x", "eos")] * sampling.num_generations)
+            GroupSample(
+                [1], [SampledCompletion([2], [-0.1], "x", "eos")] * sampling.num_generations
+            )
             for _ in prompts
         ]
 

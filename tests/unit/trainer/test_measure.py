@@ -76,7 +76,7 @@ def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
     )
     with pytest.raises(
         Unavailable,
-        match=r"holds an adapter without adapter_model.safetensors, and nothing else is read",
+        match=r"holds an adapter without adapter_model.safetensors, the only format that is read",
     ):
         open_model(CPU.model_copy(update={"model": str(tmp_path / "adapter")}))
 

@@ -7,8 +7,8 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import DYNAMIC_FACTOR, MAX_LAG, Sampler
@@ -28,7 +28,7 @@ class Policy:
     text = Text()
 
     def generation(self, sampling, rng):
-        one = Sampled([5, 1], [-0.5, -0.1], "5", "eos")
+        one = SampledCompletion([5, 1], [-0.5, -0.1], "5", "eos")
         return Lockstep(
             lambda prompts, count: [
                 GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts
@@ -73,9 +73,11 @@ class Slow:
         del self.waiting[number]
         versions = [self.since[number], version]
         return [
-            Finished(
+            FinishedRequest(
                 number,
-                GroupSample([2], [Sampled([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size),
+                GroupSample(
+                    [2], [SampledCompletion([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size
+                ),
             )
         ]
 

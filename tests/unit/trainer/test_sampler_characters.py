@@ -11,7 +11,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.policy.build_tiny import build_tokenizer
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.policy.text import PolicyText
 from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.questions import Questions
@@ -23,7 +23,7 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 def experience(texts, rewards, drops=None):
     """Return the experience of one question with the answers `texts` and their `rewards`."""
-    completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
+    completions = [SampledCompletion([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
         text=SimpleNamespace(hides=lambda ids: False),
         generation=lambda sampling, rng: Lockstep(
@@ -88,7 +88,7 @@ def answered(text, answers, seen, drops=None):
     completions = []
     for answer in answers:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        completions.append(Sampled(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
+        completions.append(SampledCompletion(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
 
     def score_many(questions):
         seen.extend(texts for _, texts in questions if texts)

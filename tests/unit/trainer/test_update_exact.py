@@ -26,7 +26,7 @@ from swarmnode.rl.objectives import (
     SEQUENCE_EPSILON_HIGH,
     WEIGHT_EPSILON_HIGH,
 )
-from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, parts_of
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, reward_parts
 from swarmnode.trainer.update import Updater
 
 PAD, EOS, LENGTH = 0, 1, 7
@@ -429,7 +429,7 @@ def test_four_steps_on_rewards_of_several_components_are_trls(
         recorded = [values.tolist() for values in old[of]]
         groups.append(
             TrainingGroup(
-                chosen[of], recorded, rewards, [1.0] * 4, parts=parts_of(made_of, weights)
+                chosen[of], recorded, rewards, [1.0] * 4, parts=reward_parts(made_of, weights)
             )
         )
     rows = assemble(groups, estimator)
