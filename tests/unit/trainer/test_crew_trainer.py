@@ -29,7 +29,7 @@ from swarmnode.stages.policy_copy import MAX_AGE
 from swarmnode.stages.trainer import CrewPolicy, CrewTrainer, make_trainer
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.export_crew import find_copies
+from swarmnode.trainer.export import find_copies
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
