@@ -264,10 +264,10 @@ def read_stages(
     """
     if crew.missing:
         raise Unavailable(
-            f"of {len(crew.about.layers)} stages this node has no copy of"
-            f" {', '.join(map(str, crew.missing))}: it stores its own and its neighbours'. Run it"
-            " with stages.policy_copy = disk until the crew has copied its stages, then export"
-            " again"
+            f"this node has no checkpoint of {len(crew.missing)} of {len(crew.about.layers)} stages"
+            f" ({', '.join(map(str, crew.missing))}), since it stores its own and its neighbours'."
+            " Run it with stages.policy_copy = disk until the crew has copied its stages, then"
+            " export again"
         )
     hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
     specs = stage_specs(hf, crew.about.layers)

@@ -451,7 +451,7 @@ async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
     assert learnt.keys() == before.keys()
     moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
     assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
-    with pytest.raises(Unavailable, match="no copy of"):
+    with pytest.raises(Unavailable, match="no checkpoint of"):
         export(configs[0], tmp_path / "other", merge=False)
 
 
