@@ -462,9 +462,9 @@ def drops():
         (drops(), "timeout", "no complete response"),
         ([b"HTTP/1.1 200 OK\r\nX: ", b"a" * 2**20], "unreachable", "too long"),
         ([b"nonsense\r\n\r\n"], "unreachable", "illegal"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "more than"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "exceeds"),
     ],
 )
 def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):
