@@ -63,7 +63,7 @@ def probe(cfg: PolicyConfig) -> Placement:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Unavailable(f"policy.devices {name!r} is not a device torch knows") from None
+        raise Unavailable(f"policy.devices {name!r} is not a device of torch") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:

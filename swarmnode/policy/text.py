@@ -45,7 +45,7 @@ class Chat:
         if not tokenizer.chat_template:
             if settings:
                 raise Unavailable(
-                    "policy.chat is set, and policy.model has no chat template: take an instruct"
+                    "policy.chat is set, and policy.model has no chat template: use an instruct"
                     " model, or unset it"
                 )
             return cls()

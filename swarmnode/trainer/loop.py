@@ -482,7 +482,7 @@ class Loop:
             error = _rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
             self._engine.observe(reward)
-        self._reporter.enter("evaluating")  # with what it has measured
+        self._reporter.enter("evaluating")  # again, with the measurements
 
 
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:

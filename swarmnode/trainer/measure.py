@@ -85,7 +85,9 @@ def measure(
         if isinstance(result, Scored) and result.prompt and policy.fits(result.prompt)
     ]
     if not asked:
-        raise Unavailable(f"{task}: none of its questions could be made")
+        raise Unavailable(
+            f"{task}: none of its questions could be generated, or none fits the context"
+        )
     generator = policy.random_generator(SEED)
     greedy, sampled, lengths, cut = list[float](), list[list[float]](), list[int](), 0
     for start in range(0, len(asked), QUESTIONS_AT_ONCE):

@@ -372,7 +372,7 @@ class RankPool:
                 raise self._lost(rank)
             if each.owed and now - self._shared.last_beat(rank) > most:
                 raise RankLost(
-                    f"rank {rank} ({each.device}) has done nothing for {most:.0f} seconds"
+                    f"rank {rank} ({each.device}) has made no progress for {most:.0f} seconds"
                 )
         self._alive()
 

@@ -281,7 +281,7 @@ class Sampler:
             self._ready.sort(key=lambda one: first_version(one.sample, version))
         taken, self._ready = self._ready[:count], self._ready[count:]
         if self._too_long and not taken:
-            raise Unavailable(f"no question can be asked: {self._too_long[0]}")
+            raise Unavailable(f"all questions are too long: {self._too_long[0]}")
         return taken
 
     def _too_old(self, version: int) -> bool:

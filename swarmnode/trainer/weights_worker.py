@@ -292,7 +292,7 @@ class AveragingWorker:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
         except (OSError, ValueError) as error:
-            log.warning("weights of %s could not be read: %s", message.peer, error)
+            log.warning("cannot read weights of %s: %s", message.peer, error)
             return PayloadExamined(session, None, "local")
         self.lag = float(exchange.outer_step - message.outer_step)
         if too_far_behind(self.lag):

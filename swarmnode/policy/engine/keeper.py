@@ -248,11 +248,9 @@ class Keeper:
         self._rebuild("canary", f"log-probabilities differ from the trainer's by {gap:.2g}")
         if (gap := self._canary(self._engine)) > self._canary.bound:
             self.choice = EngineChoice(
-                "lockstep", "the other engine's log-probabilities are not the trainer's"
+                "lockstep", "the other engine's log-probabilities differ from the trainer's"
             )
-            self._rebuild(
-                "canary", f"a new engine's differ by {gap:.2g}: sampling goes on in lockstep"
-            )
+            self._rebuild("canary", f"those of a new engine differ by {gap:.2g}: using lockstep")
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
         return self._engine.score(prompt_ids, ids)
@@ -275,14 +273,14 @@ class Keeper:
         self._failures += 1
         if self._failures > FAILURES:
             raise DeviceError(
-                f'generation fails again and again: {detail}. Try training.options = ["lockstep"]'
+                f'sampling failed repeatedly: {detail}; set training.options = ["lockstep"]'
             )
         log.warning(
             "engine rebuilt",
             reason=reason,
             detail=detail,
             engine=self.choice.kind,
-            asked_again=len(self._requests),
+            resubmitted=len(self._requests),
         )
         for number in self._requests:
             with contextlib.suppress(Exception):

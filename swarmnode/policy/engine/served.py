@@ -247,7 +247,7 @@ class ServerFirst:
             "the server does not sample, the own engine does",
             reason=error.reason,
             detail=str(error),
-            asked_again=len(self._requests),
+            resubmitted=len(self._requests),
             retry_seconds=round(wait),
         )
         served, self._served, self._weights = self._served, None, None
@@ -422,12 +422,12 @@ class Served:
         if min(ids) < 0 or max(ids) >= policy.vocab_size or not policy.unused_ids.isdisjoint(ids):
             raise ServerFailed("answer", "token ids outside the vocabulary")
         if not all(math.isfinite(x) and LOWEST < x <= ROUNDING for x in found.logprobs):
-            raise ServerFailed("answer", "log-probabilities that are none")
+            raise ServerFailed("answer", "invalid log-probabilities")
         has_ended = ids[-1] in policy.eos_ids
         if found.was_cut == has_ended or (found.was_cut and len(ids) != most):
             raise ServerFailed("answer", "a completion that neither ended nor was cut at its limit")
         if not policy.eos_ids.isdisjoint(ids[:-1]):
-            raise ServerFailed("answer", "a completion that goes on after its end")
+            raise ServerFailed("answer", "a completion that continues after its end")
         return SampledCompletion(
             list(ids),
             [min(x, 0.0) for x in found.logprobs],

@@ -156,14 +156,16 @@ class ServedWeights:
                 break
             made += [self._version(span.version)] * (span.end - span.start)
         if len(made) != len(found.ids):
-            raise ServerFailed("version", "the server does not say which weights sampled a token")
+            raise ServerFailed(
+                "version", "the server does not report which weights sampled a token"
+            )
         return made
 
     def _version(self, text: str) -> int:
         run, _, digits = text.partition(".")
         number = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 12 else 0
         if run != self._run or not max(0, self._number - VERSIONS) < number <= self._number:
-            raise ServerFailed("version", f"it has weights {text[:40]!r}, not this node's")
+            raise ServerFailed("version", f"the server has weights {text[:40]!r}, not this node's")
         # weights that were loaded for an evaluation get their version at the following step
         later = min((each for each in self._named if each >= number), default=0)
         return self._named.get(later, 0)
@@ -262,7 +264,7 @@ class WeightCheck:
             if off < 0.5 * square:
                 raise ServerFailed(
                     "canary",
-                    "its log-probabilities are those of former weights: it ignores what was loaded",
+                    "its log-probabilities are those of former weights: it ignored the load",
                 )
         squares = math.fsum((a - b) ** 2 for a, b in zip(found, expected, strict=True))
         self._sigma = max(math.sqrt(squares / len(found)), SMALLEST_SIGMA)

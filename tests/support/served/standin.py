@@ -30,11 +30,11 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 
 ANSWER_FAULTS = {
-    "positive": "log-probabilities that are none",
-    "nan": "another form",
-    "minus_9999": "log-probabilities that are none",
+    "positive": "invalid log-probabilities",
+    "nan": "invalid response",
+    "minus_9999": "invalid log-probabilities",
     "one_fewer": "completions",
-    "text": "another form",
+    "text": "invalid response",
     "beyond_vocabulary": "outside the vocabulary",
     "negative_id": "outside the vocabulary",
     "other_tokens": "of other tokens",
@@ -43,19 +43,19 @@ ANSWER_FAULTS = {
     "aborted": "ended by",
     "empty": "a completion of 0 tokens",
     "no_versions": "which weights",
-    "error_500": "answers 500",
-    "html": "another form",
-    "huge": "more than",
+    "error_500": "returned status 500",
+    "html": "invalid response",
+    "huge": "exceeds",
     "half": "closed",
-    "moved": "answers 307",
+    "moved": "returned status 307",
 }
-"""Fault of an answer to `generate` → words of the line that says so."""
+"""Part of the log line for each fault of a response to `generate`."""
 WEIGHT_FAULTS = {"ignores_weights": "former weights", "other_model": "other weights"}
-"""Fault of what it computes with → words of the line."""
+"""Part of the log line for each fault of the weights."""
 
 
 class StandIn:
-    """Listens on loopback. policy: what it computes with, which it changes."""
+    """A server on loopback that samples from `policy`, whose weights it loads."""
 
     def __init__(self, policy: Policy, kind: str = "vllm") -> None:
         self.kind = kind
@@ -64,7 +64,7 @@ class StandIn:
         self.asked: list[str] = []
         """Targets of all requests, in order."""
         self.bodies: list[Any] = []
-        """What `generate` was asked."""
+        """Bodies of all requests to `generate`."""
         self.hold_at: int | None = None
         """A completion waits for a load before this token."""
         self._policy, self._first = policy, policy.clone()

@@ -153,7 +153,7 @@ def test_failed_engine_is_rebuilt_with_its_requests(clock, ill, word):
     assert [one.number for one in done] == [1, 2]
     assert (engine.rebuilds, kinds) == (1, LONG * 2)
     (line,) = [entry for entry in said if entry["event"] == "engine rebuilt"]
-    assert (line["reason"], line["asked_again"]) == (ill, 2)
+    assert (line["reason"], line["resubmitted"]) == (ill, 2)
     assert word in line["detail"]
     assert "more of it" not in str(said)
 

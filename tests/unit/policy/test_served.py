@@ -291,7 +291,7 @@ def test_invalid_answers_are_not_trained_on(first, fault):
     (line,) = took_over(said)
     assert ANSWER_FAULTS[fault] in line["detail"]
     assert "\n" not in line["detail"]
-    assert (line["asked_again"], line["retry_seconds"]) == (3, RETRY_SECONDS)
+    assert (line["resubmitted"], line["retry_seconds"]) == (3, RETRY_SECONDS)
     assert furthest(policy, samples, 1.0) < BOUND, "the own engine has answered"
     assert engine.kind() == "lockstep"
     assert engine.server().state == "away"
@@ -459,12 +459,12 @@ def drops():
 @pytest.mark.parametrize(
     ("chunks", "reason", "words"),
     [
-        (drops(), "timeout", "no whole answer"),
+        (drops(), "timeout", "no complete response"),
         ([b"HTTP/1.1 200 OK\r\nX: ", b"a" * 2**20], "unreachable", "too long"),
         ([b"nonsense\r\n\r\n"], "unreachable", "illegal"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "more than"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "exceeds"),
     ],
 )
 def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):

@@ -29,7 +29,7 @@ from swarmnode.stages.policy_copy import MAX_AGE
 from swarmnode.stages.trainer import CrewPolicy, CrewTrainer, make_trainer
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.export_crew import find_copies
+from swarmnode.trainer.export import find_copies
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
@@ -449,7 +449,7 @@ async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
     assert learnt.keys() == before.keys()
     moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
     assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
-    with pytest.raises(Unavailable, match="no copy of"):
+    with pytest.raises(Unavailable, match="no checkpoint of"):
         export(configs[0], tmp_path / "other", merge=False)
 
 

@@ -78,7 +78,7 @@ def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
     engine = fixture.engine()
     fixture.pool.silence_seconds = 2.0
     os.kill(fixture.pool._ranks[1].process.pid, signal.SIGSTOP)
-    with pytest.raises(RankLost, match=r"^rank 1 \(cpu\) has done nothing for 2 seconds$"):
+    with pytest.raises(RankLost, match=r"^rank 1 \(cpu\) has made no progress for 2 seconds$"):
         engine.update(assemble(groups, "grpo"))
     fixture.pool.close()
     assert not ranks(), "it is ended all the same"
