@@ -182,11 +182,11 @@ class Node:
             judgement, left = judge_until_full(self.pool, self.plan.external_room, judged)
             self.pool = left[: self.plan.groups]
             fresh = [*experience.trained, *judgement.accepted]
-            rows = assemble([*fresh, *self.plan.again(fresh)], training.advantage)
+            rows = assemble([*fresh, *self.plan.replayed(fresh)], training.advantage)
             result = self.engine.update(rows)
         self.judged.update(outcome for _, outcome in judgement.outcomes)
         self.learnt += [group.peer for group in judgement.accepted]
-        self.plan.learnt(fresh, experience.groups)
+        self.plan.observe(fresh, experience.groups)
         self.counters.step += 1
         self.counters.policy_version += result.stepped
         played = experience.played

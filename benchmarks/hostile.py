@@ -142,7 +142,7 @@ def play(
         by_connection=defence != "undefended",
     )
     average = AVERAGE_ROUNDS if attack.endswith(", adapter") else 0
-    arm = Arm("swarmnode", None, sharing, keep_pool=True, guard=True, average=average, replay=True)
+    arm = Arm("swarmnode", None, sharing, keep_pool=True, average=average, replay=True)
     hostile = dict.fromkeys(range(size.honest, len(policies)), attack)
     if mark := MARKS.get(attack.partition(", ")[0]):
         scorer = BlindScorer(scorer, mark)

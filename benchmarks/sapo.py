@@ -146,8 +146,8 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
         Arm("4/4 + correction", 4, replace(PAPER, corrected=True)),
         Arm("2/6", 6),
         Arm("adaptive", None),
-        Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True),
-        Arm(ONCE, None, Sharing(), keep_pool=True, guard=True),
+        Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True),
+        Arm(ONCE, None, Sharing(), keep_pool=True),
         Arm(
             TRUNCATED,
             None,
@@ -161,7 +161,6 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
             None,
             Sharing(),
             keep_pool=True,
-            guard=True,
             replay=True,
             neighbours=4,
         ),
@@ -170,7 +169,6 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
             None,
             Sharing(),
             keep_pool=True,
-            guard=True,
             replay=True,
             neighbours=15,
         ),
@@ -290,7 +288,7 @@ def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> lis
     training = TrainingConfig(
         learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
     )
-    product = Arm("swarmnode", None, Sharing(), keep_pool=True, guard=True, replay=True)
+    product = Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True)
     policies = start_policies(HOSTILE_REGIME, seed, NODES, base)
     results = []
     with Scorer() as scorer:

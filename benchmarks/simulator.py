@@ -36,7 +36,6 @@ from swarmnode.policy.load import Policy, trainable
 from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
-from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
 from swarmnode.rollouts.pool import Pool
 from swarmnode.rollouts.sampling import most_per_peer
@@ -50,7 +49,7 @@ from swarmnode.trainer.judge import ExternalChecks, judge, judge_until_full, res
 from swarmnode.trainer.loop import best_rows
 from swarmnode.trainer.needed import Rescore
 from swarmnode.trainer.quota import TokenQuota
-from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
+from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.update import Updater
 from swarmnode.weights.rule import make_rule
 from swarmnode.wire.envelope import peer_id, seal
@@ -104,25 +103,24 @@ honest."""
 
 
 class FixedSplit:
-    """The paper's: J = `external`, I = B − J, whatever arrives. The utility guard can still take
-    from J, to I's benefit.
+    """The paper's fixed split: J = `external`, I = B − J (SAPO, arXiv 2509.08721 §3, Algorithm 1).
 
-    Source: SAPO (arXiv 2509.08721) §3, Algorithm 1. Raises ValueError for J outside 0..batch − 1.
+    Raises:
+        ValueError: J is not in 0..batch − 1.
     """
 
-    def __init__(self, batch: int, external: int, external_scale: float = 1.0) -> None:
+    def __init__(self, batch: int, external: int) -> None:
         if not 0 <= external < batch:
             raise ValueError(f"external must be 0 to {batch - 1}, not {external}")
         self.batch = batch
         self.external = external
-        self.external_scale = external_scale
 
     def observe(self, used: int) -> None:
-        """What others have changes nothing."""
+        """Do nothing: the split is fixed."""
 
     @property
     def external_room(self) -> int:
-        return math.floor(self.external * self.external_scale + 1e-9)
+        return self.external
 
     @property
     def own_groups(self) -> int:
@@ -177,7 +175,6 @@ class Arm:
     keep_pool: bool = False
     """External groups stay drawable for later rounds, as in a real node; else only in the round
     they were made, as in the paper."""
-    guard: bool = False
     average: int = 0
     """Rounds between two outer steps: all nodes in random pairs, NoLoCo with the product's gate,
     int8 on the wire; 0 is never."""
@@ -236,7 +233,6 @@ class Trace:
     samples: list[float] = field(default_factory=list)
     """Groups in the optimizer's batch."""
     useful_samples: list[float] = field(default_factory=list)
-    external_scale: list[float] = field(default_factory=list)
     agreement: list[float | None] = field(default_factory=list)
     effective_own: list[float | None] = field(default_factory=list)
     """Effective share of the own tokens' weights."""
@@ -363,7 +359,6 @@ class Node:
             AdaptiveSplit(batch) if arm.external is None else FixedSplit(batch, arm.external)
         )
         self.replay = ReplayBuffer(USES if arm.replay else 0)
-        self.guard = UtilityGuard() if arm.guard else None
         self.sequence = self.version = self.step = 0
         self._backlog: list[ExternalGroup] = []
         self.asked = 0
@@ -479,7 +474,7 @@ class Node:
     def learn(
         self, own: list[OwnSample], external: list[TrainingGroup], trace: dict[str, float]
     ) -> None:
-        """One optimizer step; tells split and guard."""
+        """Take one optimizer step, and update the split."""
         mine = [self._without_correction(own_group(o.sample, o.rewards)) for o in own]
         if self.quota is not None:
             for o in own:
@@ -489,13 +484,13 @@ class Node:
         if self.replica is not None:
             rewarded = [row for group in mine for row in best_rows(group)]
             self.replica.probe.remember(rewarded, [row for group in mine for row in group.rows])
-        self.replay.sampled(mine)
+        self.replay.observe(mine)
         if self.arm.filter_own or self.arm.oversample:
             mine = [g for g in mine if is_useful(g.rewards)]
         if self.arm.oversample:
             mine = mine[: self.training.groups_per_step]
         fresh = mine + external
-        batch = fresh + self.replay.take(lacking(self.training.groups_per_step, fresh))
+        batch = fresh + self.replay.take(missing_groups(self.training.groups_per_step, fresh))
         agreement = None
         if batch:
             done = self.updater.update(assemble(batch, self.training.advantage))
@@ -506,14 +501,11 @@ class Node:
             if self.past:
                 self.past.learnt()
         self.step += 1
-        self.replay.keep(fresh, self.step)
+        self.replay.store(fresh, self.step)
         if isinstance(self.split, AdaptiveSplit):
-            self.split.replayable = self.replay.spares
+            self.split.replayable = self.replay.spared_groups
         self.split.observe(sum(is_useful(group.rewards) for group in external))
         reward = fmean(fmean(o.rewards) for o in own)
-        if self.guard:
-            share = len(external) / len(fresh) if fresh else 0.0  # as the trainer counts it
-            self.split.external_scale = self.guard.observe(reward, agreement, share)
         trace |= {
             "reward_own": reward,
             "useful_own": fmean(is_useful(o.rewards) for o in own),
@@ -521,7 +513,6 @@ class Node:
             "tokens": sum(len(c.ids) for o in own for c in o.sample.completions),
             "samples": len(batch),
             "useful_samples": sum(is_useful(g.rewards) for g in batch),
-            "external_scale": self.split.external_scale,
         }
         if agreement is not None:
             trace["agreement"] = agreement
@@ -649,7 +640,6 @@ class Swarm:
             "tokens",
             "samples",
             "useful_samples",
-            "external_scale",
         ):
             getattr(self.trace, name).append(fmean(r[name] for r in rows))
         rounds = len(self.trace.tokens)

@@ -286,12 +286,6 @@ SWARM: dict[str, list[Panel]] = {
         ),
         p("Gradient agreement", gauge("swarmnode_gradient_agreement"), width=12),
         p(
-            "Factor on the number of peers' groups",
-            gauge("swarmnode_external_groups_scale"),
-            unit="percentunit",
-            top=1,
-        ),
-        p(
             "Effective sample size",
             (gauge("swarmnode_effective_sample_share"), "{{instance}} {{source}}"),
             unit="percentunit",

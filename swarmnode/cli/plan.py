@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from swarmnode.cli.options import AsJson, parse_size, print_result
 from swarmnode.errors import ConfigError
-
-if TYPE_CHECKING:
-    from swarmnode.policy.plan import Choice
 
 MAX_LENGTH = 2**20
 PROMPT_TOKENS = 512
@@ -155,7 +152,7 @@ def plan(
     return print_result(result, "\n".join(lines), json)
 
 
-def _format_table(found: list[Choice], room: int | None) -> list[str]:
+def _format_table(found: list[PlannedMethod], room: int | None) -> list[str]:
     last = "smallest card" if room is None else "fits, micro-batch"
     lines = [
         f"{'method':<26}{'optimizer':<12}{'checkpointing':<18}"
@@ -176,7 +173,7 @@ def _format_table(found: list[Choice], room: int | None) -> list[str]:
     return lines
 
 
-def _format_advice(chosen: Choice, model: str, revision: str | None) -> str:
+def _format_advice(chosen: PlannedMethod, model: str, revision: str | None) -> str:
     from swarmnode.policy.plan import settings
 
     overrides = [
@@ -191,7 +188,7 @@ def _format_advice(chosen: Choice, model: str, revision: str | None) -> str:
     )
 
 
-def _format_failure(found: list[Choice], memory: str) -> str:
+def _format_failure(found: list[PlannedMethod], memory: str) -> str:
     least = min(found, key=lambda c: c.row.total)
     return (
         f"No method fits {memory}: {least.name} needs {_format_size(least.row.total)}. Use shorter"

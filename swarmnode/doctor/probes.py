@@ -48,7 +48,6 @@ from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, classify_address
 from swarmnode.policy.engine.client import ServerFailed
-from swarmnode.policy.engine.servers import server_of
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
@@ -417,7 +416,7 @@ def nvidia_driver(path: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def server(settings: ServerSettings, adapter: bool) -> ServerFacts:
     """Query the configured inference server."""
-    asked = server_of(settings, adapter)
+    asked = make_server(settings, adapter)
     facts = ServerFacts(settings.url, asked.name)
     try:
         about, flags = asked.about(), asked.settings()

@@ -163,8 +163,6 @@ class Report(msgspec.Struct, frozen=True, tag="report"):
     drift: float | None = None
     """Largest excess, over tasks and tokens, of the share of external rewarded answers with a token
     over the share of own ones; None without evidence."""
-    external_scale: float = 1.0
-    """Factor of the utility guard on J, 0 to 1."""
     device: str = ""
     dtype: str = ""
     device_memory_bytes: int | None = None

@@ -249,10 +249,6 @@ def troubles(s: NodeSnapshot) -> list[str]:
             f"{report.top_answer_share:.0%} of the majority votes chose the same answer: stop the"
             " node and restore an earlier state"
         )
-    if report is not None and report.external_scale < 0.5:
-        found.append(
-            "the gradients of peers' groups disagree with this node's; fewer of them are used"
-        )
     if report is not None and report.oom_retries_total and report.micro_batch_tokens:
         found.append(
             f"memory ran out; micro-batches were reduced to {report.micro_batch_tokens} tokens"

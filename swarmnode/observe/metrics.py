@@ -522,13 +522,6 @@ SHARING = (
         " to 0.4. If it stays below 0, peers' groups work against this node's.",
     ),
     Metric(
-        "swarmnode_external_groups_scale",
-        "gauge",
-        "trainer.report.external_scale",
-        "Factor, 0 to 1, on the number of peers' groups in a batch. It falls below 1 while peers'"
-        " gradients disagree with this node's.",
-    ),
-    Metric(
         "swarmnode_peer_drift",
         "gauge",
         "trainer.report.drift",

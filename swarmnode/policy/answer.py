@@ -1,7 +1,7 @@
-"""`python -m swarmnode.policy.answer --config FILE`, prompts as a JSON list on stdin: one sampled
-completion for each, as JSON on stdout.
+"""`python -m swarmnode.policy.answer --config FILE`, with prompts as a JSON list on stdin: samples
+one completion per prompt, as JSON on stdout.
 
-For `swarmnode task try`. A process of its own, so that the command line does not load torch.
+`swarmnode task try` starts it as a separate process, so that the command line does not load torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from swarmnode.process import die_with_parent, run_main
 
 
 def answers(cfg: PolicyConfig, training: TrainingConfig, prompts: list[str]) -> list[str]:
-    """One completion for each prompt, sampled as in training. Raises LocalError when the model is
-    not there, does not fit, or cannot be sampled from."""
+    """Return one completion per prompt, sampled as in training.
+
+    Raises:
+        LocalError: The model does not exist, does not fit, or cannot be sampled from.
+    """
     policy = load_policy(cfg)
     try_sampling(f"policy.model {cfg.model!r}", policy, training)
     generator = policy.random_generator(training.seed)
     sampling = Sampling(1, training.max_completion_length, training.temperature, training.top_p)
     found = []
-    # one by one: an answer of a real model may be long, and nobody said that ten of them fit
+    # One by one, because several long answers may not fit into memory.
     for prompt in prompts:
         (group,) = generate(policy, [prompt], sampling, generator)
         found.append(group.completions[0].text)

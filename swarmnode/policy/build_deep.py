@@ -1,11 +1,9 @@
-"""The embedded policy with as many layers as a crew needs: `python -m swarmnode.policy.build_deep
+"""Builds the embedded policy with enough layers for a crew: `python -m swarmnode.policy.build_deep
 DIR --layers 8`.
 
-The same function, and it learns: what `swarmnode demo --crew` trains. A tool; nothing imports it at
-run time.
-
-Around its two trained layers lie random ones whose outputs are zero: to begin with, each of them
-adds nothing to the residual stream.
+It computes the same function as the embedded policy and can be trained; `swarmnode demo --crew`
+uses it. Besides the two trained layers it has random layers whose output projections are zero, so
+that they initially add nothing to the residual stream.
 """
 
 from __future__ import annotations
@@ -22,9 +20,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 def write_deep_model(
     directory: Path, layers: int = 8, tied: bool = True, middle: bool = False
 ) -> Path:
-    """A model's directory. tied: as the embedded policy is; else its head is a copy of its
-    embedding. middle: its trained layers are there, so that each of up to four stages has what the
-    policy cannot do without (embedding, trained layer or head); else first and last."""
+    """Write the model; return its directory.
+
+    Args:
+        layers: Number of layers.
+        tied: True for a head that is tied to the embedding, as in the embedded policy; otherwise
+            the head is a copy.
+        middle: True to place the trained layers in the middle, so that each of up to four stages
+            holds a part that the policy needs (embedding, trained layer or head); otherwise they
+            are the first and the last.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     with resources.as_file(resources.files("swarmnode.policy") / "embedded") as embedded:
         small = AutoModelForCausalLM.from_pretrained(embedded, dtype=torch.float32)
@@ -63,5 +68,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write the deep embedded policy to a directory.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--layers", type=int, default=8)
-    asked = parser.parse_args()
-    write_deep_model(asked.directory, asked.layers, middle=True)
+    arguments = parser.parse_args()
+    write_deep_model(arguments.directory, arguments.layers, middle=True)

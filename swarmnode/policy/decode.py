@@ -2,10 +2,10 @@
 
 There are three decoders, in order of preference:
 
-    Recorded    CUDA: keys and values in memory of fixed size, and a step that is recorded once as
-                a CUDA graph and then replayed
-    Fixed       any one device: keys and values in memory of fixed size
-    Growing     any model: transformers' own cache, which is copied at every step
+    RecordedDecoder    CUDA: keys and values in memory of fixed size; a step is recorded once as a
+                       CUDA graph and then replayed
+    FixedDecoder       any single device: keys and values in memory of fixed size
+    GrowingDecoder     any model: transformers' own cache, which is copied at every step
 
 A step of one token consists of about a thousand small kernels, and launching them from Python takes
 several times longer than running them. A CUDA graph launches all of them at once. A graph reads and
@@ -43,21 +43,21 @@ from swarmnode.policy.ways import (
 log = logging.getLogger(__name__)
 
 RECORD_FROM = 6
-"""Tokens from which recording a step pays."""
+"""Least number of tokens for which recording a step is faster."""
 ROOM = 256
-"""Tokens that there is memory for at first: most completions are much shorter than they may be."""
+"""Tokens for which memory is allocated at first. Most completions are much shorter than allowed."""
 ALIGNED = 8
-"""Columns of a mask come in multiples of this: fused attention would copy it in every layer
-otherwise."""
+"""The number of columns of a mask is a multiple of this. Otherwise fused attention would copy the
+mask in every layer."""
 
 _unrecordable: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-"""Models whose step turned out to do something that cannot be recorded."""
+"""Models whose step could not be recorded."""
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class Decoder(Protocol):
-    """(N,) the tokens just sampled → (N, V) logits of the next ones. Rows are Q prompts × G
-    completions."""
+    """Function from the newest token (N,) of each row to the logits (N, V) of the next one. Rows
+    are Q prompts × G completions."""
 
     keeps_rows: bool
     """True if `keep` can drop rows during decoding."""
@@ -90,10 +90,10 @@ def decoder(
         position.repeat_interleave(generations, 0),
     )
     if room >= RECORD_FROM and recordable(policy):
-        return Recorded(policy, cache, mask, position, generations, room)
+        return RecordedDecoder(policy, cache, mask, position, generations, room)
     if not policy.is_spread and has_fixed_form(policy):
-        return Fixed(policy, cache, mask, position, generations, room)
-    return Growing(policy, cache, mask, position, generations, room)
+        return FixedDecoder(policy, cache, mask, position, generations, room)
+    return GrowingDecoder(policy, cache, mask, position, generations, room)
 
 
 def recordable(policy: Policy) -> bool:
@@ -114,25 +114,26 @@ def recordable(policy: Policy) -> bool:
 
 
 def has_fixed_form(policy: Policy) -> bool:
-    """Return True if `Fixed` computes the same log-probabilities as the model.
+    """Return True if `FixedDecoder` computes the same log-probabilities as the model.
 
     The model must have no sliding windows and must apply the given mask unchanged. The trial runs
     once per policy.
     """
     return sees_everything(policy) and not obstacle(
-        policy, "fixed memory", lambda: decoding_gap(policy, Fixed)
+        policy, "fixed memory", lambda: decoding_gap(policy, FixedDecoder)
     )
 
 
 def pads(policy: Policy) -> bool:
-    """Return True if left-padded prompts of unlike length can share a pass. Tried once."""
-    return not obstacle(policy, "padding", lambda: decoding_gap(policy, Growing))
+    """Return True if left-padded prompts of different lengths can share a pass. The trial runs
+    once."""
+    return not obstacle(policy, "padding", lambda: decoding_gap(policy, GrowingDecoder))
 
 
 @torch.no_grad()
-def decoding_gap(policy: Policy, kind: type[Growing | Fixed]) -> float:
-    """Mean difference in nats of log-probabilities while decoding by `kind` from the plain way, for
-    two rows of unlike length."""
+def decoding_gap(policy: Policy, kind: type[GrowingDecoder | FixedDecoder]) -> float:
+    """Return the mean difference in nats between log-probabilities of decoding by `kind` and of the
+    plain way, for two rows of different lengths."""
     rows = [trial_rows(policy)[0], trial_rows(policy)[2]]
     length = min(len(row.completion) for row in rows)
     ids, mask = left_padded([row.prompt for row in rows], policy.pad_id, policy.device)
@@ -155,7 +156,8 @@ def decoding_gap(policy: Policy, kind: type[Growing | Fixed]) -> float:
 def left_padded(
     rows: Sequence[Sequence[int]], pad_id: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask (Q, P) of rows that end at the last column; the mask is 1 on their tokens."""
+    """Return ids and mask, both (Q, P), of rows that end at the last column. The mask is 1 on
+    tokens."""
     width = max(map(len, rows))
     ids = torch.tensor([[pad_id] * (width - len(r)) + list(r) for r in rows], device=device)
     mask = torch.tensor([[0] * (width - len(r)) + [1] * len(r) for r in rows], device=device)
@@ -163,13 +165,14 @@ def left_padded(
 
 
 def reorder(cache: DynamicCache, rows: torch.Tensor) -> None:
-    """Let row i of `cache` be what row rows[i] was. Unlike repeating and selecting, every kind of
-    layer can do that, and each on its own device."""
+    """Replace row i of `cache` by row rows[i]. Every kind of cache layer supports this, each on its
+    own device, unlike repeating and selecting."""
     cache.reorder_cache(cast("torch.LongTensor", rows))
 
 
-class Growing:
-    """transformers' own cache, one column longer at each step. Any device, any model."""
+class GrowingDecoder:
+    """Decoder with transformers' own cache, which grows by one column per step. It works with any
+    device and model."""
 
     keeps_rows = True
 
@@ -250,8 +253,8 @@ class FixedLayer(DynamicLayer):
 def _widened(
     prompts: torch.Tensor, generations: int, columns: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """(Q, heads, P, D) → (Q · G, heads, `columns`, D), zeros behind the prompts: what is masked
-    must still be a number."""
+    """Repeat keys or values of prompts (Q, heads, P, D) to (Q · G, heads, `columns`, D). Columns
+    behind the prompts are 0, since masked values must be finite."""
     count, heads, width, size = prompts.shape
     out = torch.zeros(count, generations, heads, columns, size, dtype=dtype, device=prompts.device)
     out[:, :, :, :width] = prompts[:, None]
@@ -265,7 +268,7 @@ def _longer(tensor: torch.Tensor, dim: int, size: int, value: float) -> torch.Te
     return torch.cat([tensor, tensor.new_full(shape, value)], dim)
 
 
-class Fixed:
+class FixedDecoder:
     """Decoder that writes keys and values in place, into memory that is allocated in advance.
 
     The cache has the policy's compute dtype, because attention computes in that dtype.
@@ -337,8 +340,8 @@ class Fixed:
         return (~seen).to(dtype)[:, None, None] * torch.finfo(dtype).min
 
 
-class Recorded(Fixed):
-    """`Fixed` decoder whose second step is recorded as a CUDA graph and replayed afterwards.
+class RecordedDecoder(FixedDecoder):
+    """`FixedDecoder` whose second step is recorded as a CUDA graph and replayed afterwards.
 
     The first step runs without a graph, so that lazily allocated workspaces exist before recording.
     Every step attends to all columns; columns that are not filled yet are masked.
@@ -351,7 +354,7 @@ class Recorded(Fixed):
     _graph: torch.cuda.CUDAGraph | None = None
     _warm = False
     _launched = False
-    """Recording has failed: every step is launched by itself."""
+    """True if recording has failed, so that every step is launched by itself."""
     _token = torch.zeros(0)
     _logits = torch.zeros(0)
 
@@ -412,11 +415,11 @@ def record(policy: Policy, step: Callable[[], None]) -> torch.cuda.CUDAGraph | N
     except RuntimeError as error:
         # the graph cannot reuse memory that the allocator caches for other pools
         if isinstance(error, torch.OutOfMemoryError):
-            log.info("no memory left to record a decoding step")
+            log.info("out of memory while recording a decoding step")
             torch.cuda.empty_cache()
         else:
             log.warning(
-                "a decoding step cannot be recorded, each is launched by itself: %s",
+                "cannot record a decoding step, launching each step by itself: %s",
                 str(error).split("\n")[0],
             )
             _unrecordable.add(policy.base)
@@ -426,8 +429,8 @@ def record(policy: Policy, step: Callable[[], None]) -> torch.cuda.CUDAGraph | N
 
 @contextlib.contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """Recording is not allowed on the default stream; the same one for the warm-up, whose
-    workspaces it then finds."""
+    """Run the block on a side stream. Recording is not allowed on the default stream. The warm-up
+    uses the same side stream, so that its workspaces are reused."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     current, side = torch.cuda.current_stream(device), _streams[device]

@@ -1,9 +1,9 @@
-"""`python -m swarmnode.policy.describe --config FILE`: what a manifest says of a model, as one line
-of JSON.
+"""`python -m swarmnode.policy.describe --config FILE`: prints the model's entries of a manifest as
+one line of JSON.
 
-A process of its own, so that `swarmnode init` does not load torch. The model is hashed; where it
-fits, it is also tried, so that nobody founds a swarm on a model that cannot be trained. A founder's
-small machine need not have the memory.
+It is a separate process, so that `swarmnode init` does not load torch. The model is hashed. If it
+fits into memory, it is also tried, so that no swarm is founded on a model that cannot be trained.
+The founder's machine need not have the memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from swarmnode.process import die_with_parent, run_main
 
 
 def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[str, str]:
-    """name, revision, and the two hashes in hex. Raises Unavailable when the model is not there,
-    not whole, or cannot be trained."""
+    """Return name, revision, and the hashes of model and tokenizer in hex.
+
+    Raises:
+        Unavailable: The model does not exist, is incomplete, or cannot be trained.
+    """
     with local_directory(cfg) as directory:
         weight_files(directory)
         tokenizer = offline(
@@ -39,7 +42,7 @@ def describe(cfg: PolicyConfig, training: TrainingConfig | None = None) -> dict[
             "fingerprint": fingerprint(directory).hex(),
             "tokenizer": tokenizer_hash(tokenizer).hex(),
         }
-        with contextlib.suppress(DeviceError):  # it does not fit here, and may fit the members
+        with contextlib.suppress(DeviceError):  # it may fit on the members' machines
             fit(cfg, config, probe(cfg))
             try_policy(cfg, training)
     name = Path(cfg.model).name if Path(cfg.model).expanduser().is_dir() else cfg.model

@@ -1,4 +1,5 @@
-"""Which device and dtype, why, and whether the model fits. Decided before weights are read."""
+"""Selects device and dtype of the policy, and checks that the model fits, before weights are
+read."""
 
 from __future__ import annotations
 
@@ -19,29 +20,36 @@ from swarmnode.policy.footprint import OPTIMIZER_BYTES, Method, Optim, Shape, fo
 
 BASE_BITS = {"none": None, "8bit": 8, "4bit": 4}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TRAINED_BYTES = 16  # per trained parameter: float32 weight 4, gradient 4, Adam's two moments 8
-# malloc.h; smaller tensors are made too often to be mapped
+TRAINED_BYTES = 16
+"""Bytes per trained parameter: float32 weight 4, gradient 4, Adam's two moments 8."""
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 2**20
-ROW_TOKENS = 1024  # of the row that has to fit where nobody says how long rows will be
-HEADROOM = 1.1  # activations and the allocator; micro-batches shrink to what is left
+"""Parameter of mallopt (malloc.h), and the smallest tensor in bytes that is mapped. Smaller tensors
+are allocated too often."""
+ROW_TOKENS = 1024
+"""Tokens of the row that has to fit, if the length of rows is not given."""
+HEADROOM = 1.1
+"""Factor for activations and the allocator. Micro-batches shrink to the memory that is left."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the policy runs. `dtype` is what it computes in; trained weights are float32 whatever
-    it is."""
+    """Device and compute dtype of the policy."""
 
     device: torch.device
     dtype: torch.dtype
+    """Compute dtype. Trained weights are always float32."""
     reason: str
-    """One line for the log, e.g. "cuda:0, bfloat16: compute capability 9.0"."""
+    """A line for the log, for example "cuda:0, bfloat16: compute capability 9.0"."""
     spread: bool = False
-    """Layers over all GPUs of this machine, by accelerate."""
+    """True if accelerate spreads the layers over all GPUs of this machine."""
 
 
 def probe(cfg: PolicyConfig) -> Placement:
-    """Device and dtype for `cfg`. Raises Unavailable when a device was named that torch does not
-    have."""
+    """Return device and dtype for `cfg`.
+
+    Raises:
+        Unavailable: The configured device does not exist here.
+    """
     if cfg.device == "auto":
         name = (
             "cuda:0"
@@ -55,7 +63,7 @@ def probe(cfg: PolicyConfig) -> Placement:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise Unavailable(f"policy.devices {name!r} is not a device torch knows") from None
+        raise Unavailable(f"policy.devices {name!r} is not a device of torch") from None
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -151,10 +159,10 @@ def cards() -> list[Card]:
 def memory_users(index: int) -> str:
     """Return the ids of the processes that use a GPU's memory, or "" if the driver reports none."""
     try:
-        told = torch.cuda.list_gpu_processes(index)
+        listing = torch.cuda.list_gpu_processes(index)
     except Exception:  # noqa: BLE001 without pynvml, or in a container
         return ""
-    return ", ".join(re.findall(r"process\s+(\d+) uses", told))
+    return ", ".join(re.findall(r"process\s+(\d+) uses", listing))
 
 
 UNLIKE = 10
@@ -198,28 +206,28 @@ def training_devices(
 
 
 def set_up(device: torch.device) -> None:
-    """What torch is told of a device before a policy, or a stage of one, computes there."""
+    """Configure torch for a device, before a policy or a stage computes there."""
     if device.type == "cuda":
-        # it plans each new shape for a tenth of a second, and ours are new at every step
+        # cuDNN attention takes 0.1 s to plan each new shape, and every step has new shapes.
         torch.backends.cuda.enable_cudnn_sdp(False)
     elif device.type == "cpu":
-        give_back_large_tensors()
+        map_large_tensors()
 
 
-def give_back_large_tensors() -> None:
-    """Have glibc map every tensor above MAPPED_BYTES by itself, and unmap it when it is freed.
+def map_large_tensors() -> None:
+    """Make glibc map every tensor above MAPPED_BYTES separately, and unmap it when it is freed.
 
-    Left alone it raises that size to the largest that was ever freed, up to 32 MiB, and activations
-    then lie in a heap with holes: 797 instead of 614 MiB at the peak of an update of 9 M parameters
-    with rows of 1,016 tokens. Other C libraries have no such call.
+    By default glibc raises this threshold to the largest size that was freed, up to 32 MiB, and
+    activations fragment the heap: the peak of an update of 9 M parameters with rows of 1,016 tokens
+    is 797 instead of 614 MiB. Other C libraries have no such call.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
-    """(all parameters, inputs + outputs summed over the linear layers) of the architecture, without
-    allocating it."""
+    """Return (number of parameters, inputs + outputs summed over the linear layers) of the
+    architecture, without allocating it."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     head = model.get_output_embeddings()
@@ -232,7 +240,7 @@ def count_parameters(config: PretrainedConfig) -> tuple[int, int]:
 
 
 def is_matrix(module: torch.nn.Module) -> bool:
-    """Whether an adapter can sit on it: nn.Linear, and GPT-2's Conv1D."""
+    """Return True if an adapter can be attached: to nn.Linear and GPT-2's Conv1D."""
     weight = getattr(module, "weight", None)
     return isinstance(weight, torch.Tensor) and weight.ndim == 2
 
@@ -244,9 +252,11 @@ def needed_bytes(
     base_bits: int | None = None,
     optim: Optim = "adamw",
 ) -> int:
-    """Bytes to train. With LoRA (`lora_parameters` > 0) the base lies frozen in `dtype`, or in
-    `base_bits`, and only the adapter has gradients. Embeddings and norms are not quantised, which
-    the headroom has to hold."""
+    """Return the bytes for training, without activations.
+
+    With LoRA (`lora_parameters` > 0) the base is frozen in `dtype` or in `base_bits`, and only the
+    adapter has gradients. Embeddings and norms are not quantised; the headroom includes them.
+    """
     trained = 8 + OPTIMIZER_BYTES[optim]  # weight, gradient, moments
     if lora_parameters:
         base = parameters * (dtype.itemsize if base_bits is None else base_bits / 8)
@@ -257,17 +267,14 @@ def needed_bytes(
 def update_bytes(
     cfg: PolicyConfig, config: PretrainedConfig, placement: Placement, tokens: int = ROW_TOKENS
 ) -> int:
-    """What an update with one row of so many tokens takes at least beside torch itself, as
-    `swarmnode plan` says it.
-
-    Layers are run again in the backward pass, as they are where they have to be.
-    """
+    """Return the least bytes for an update with one row of `tokens` tokens, without torch itself,
+    as in `swarmnode plan`. It assumes activation checkpointing, which is used if memory is
+    short."""
     parameters, edges = count_parameters(config)
     try:
         shape = Shape.of_config(config.to_dict()).counted(parameters, edges)
     except Unavailable:
-        # an architecture that only transformers knows: its weights can be counted, its activations
-        # cannot
+        # An architecture with an unknown configuration: only its weights can be counted.
         return needed_bytes(
             parameters, cfg.lora.r * edges, placement.dtype, BASE_BITS[cfg.quantization], cfg.optim
         )
@@ -285,7 +292,7 @@ def update_bytes(
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None where it cannot be asked."""
+    """Return the free memory of the device in bytes; None if it cannot be queried."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "cpu":
@@ -296,16 +303,16 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def spare_bytes(device: torch.device) -> int | None:
-    """`free_bytes`, and what torch's allocator keeps of the device without using it."""
+    """Return `free_bytes` plus the unused memory in torch's allocator, in bytes."""
     free = free_bytes(device)
     if device.type != "cuda" or free is None:
         return free
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def shape_of(model: PreTrainedModel) -> Shape | None:
-    """The shape of a loaded model, an adapter in it not counted; None where its configuration does
-    not say."""
+def model_shape(model: PreTrainedModel) -> Shape | None:
+    """Return the shape of a loaded model without its adapter; None if its configuration lacks a
+    dimension."""
     if model not in _shapes:
         try:
             _shapes[model] = Shape.of_config(model.config.to_dict())
@@ -318,8 +325,12 @@ _shapes: weakref.WeakKeyDictionary[PreTrainedModel, Shape | None] = weakref.Weak
 
 
 def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Placement:
-    """`placement`, spread over all GPUs when one is too small and none was named. Raises
-    DeviceError when it does not fit."""
+    """Return `placement`; spread over all GPUs if one is too small and the configuration names
+    none.
+
+    Raises:
+        DeviceError: The model does not fit.
+    """
     need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
     if free is None or need <= free:
         return placement
@@ -333,7 +344,7 @@ def fit(cfg: PolicyConfig, config: PretrainedConfig, placement: Placement) -> Pl
             return Placement(placement.device, placement.dtype, reason, spread=True)
     hint = "" if cfg.lora.r else "; policy.lora.r = 16 trains an adapter instead of all weights"
     hint += (
-        "; `swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+        "; `swarmnode recipes` lists settings for smaller GPUs, `swarmnode plan` shows what fits"
     )
     raise DeviceError(
         f"{cfg.model}: {count_parameters(config)[0]:,} parameters need about {need / 2**30:.1f} GiB"

@@ -1,8 +1,8 @@
-"""`python -m swarmnode.policy.examine`, a Request as JSON on stdin: device, torch and memory fit as
-JSON on stdout. Reads weights only with `--trial`, and then tries the policy (`trial.py`).
+"""`python -m swarmnode.policy.examine`, with a Request as JSON on stdin: prints device, torch and
+memory fit as JSON. With `--trial` it also loads the weights and tries the policy (`trial.py`).
 
-Of a model on the Hub only config.json is fetched. A process of its own, since torch takes seconds
-to load and may fail in C.
+Of a model on the Hub only config.json is downloaded. It is a separate process, since torch takes
+seconds to load and may crash.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from swarmnode.policy.ways import reason
 
 
 class Request(BaseModel):
-    """The settings that are examined."""
+    """Settings to examine."""
 
     policy: PolicyConfig
     training: TrainingConfig = TrainingConfig()
@@ -45,10 +45,12 @@ class Request(BaseModel):
 def examine(
     cfg: PolicyConfig, trial: bool = False, training: TrainingConfig | None = None
 ) -> dict[str, object]:
-    """Fields of `doctor.checks.DeviceFacts`; an error of ours ends up in `error` and `error_code`
-    beside what was found before it.
+    """Return fields of `doctor.checks.DeviceFacts`. An error is reported in `error` and
+    `error_code`, beside the fields that were found before it.
 
-    trial: also load the model, if it is here, and try to train it as `training` says.
+    Args:
+        trial: True to also load the model, if it is on this machine, and try to train it.
+        training: Settings of the trial.
     """
     built = (
         f"CUDA {torch.version.cuda}"
@@ -67,10 +69,10 @@ def examine(
         found.update(placement=placement.reason, on_cpu=placement.device.type == "cpu")
         found.update(cards=card_lines(cfg, placement))
         check_optim(cfg, placement)
-        found.update(fitted(cfg, placement))
+        found.update(memory_fit(cfg, placement))
         if trial:
-            said, warned = try_policy(cfg, training) if is_here(cfg) else ("", [])
-            found.update(trial=said, trial_warnings=list(warned))
+            result, warned = try_policy(cfg, training) if is_here(cfg) else ("", [])
+            found.update(trial=result, trial_warnings=list(warned))
     except LocalError as error:
         found.update(error=str(error), error_code=error.exit_code)
     except Exception as error:  # a model's code may raise anything  # noqa: BLE001
@@ -81,20 +83,25 @@ def examine(
 
 def card_lines(cfg: PolicyConfig, placement: Placement) -> list[str]:
     """Return one line per GPU, and one line of ranks if there are several. Raises LocalError."""
-    here, chosen, left_out = cards(), devices(cfg), list[str]()
+    here, chosen, excluded = cards(), devices(cfg), list[str]()
     if len(chosen) > 1 and placement.device.type == "cuda":
         need = update_bytes(cfg, architecture(cfg), placement)
-        chosen, left_out = training_devices(cfg, chosen, here, need)
+        chosen, excluded = training_devices(cfg, chosen, here, need)
     ranks = ", ".join(map(str, chosen))
     return [
         *map(str, here),
-        *(f"not used: {line}" for line in left_out),
+        *(f"not used: {line}" for line in excluded),
         *([f"{len(chosen)} ranks: {ranks}"] if len(chosen) > 1 else []),
     ]
 
 
-def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
-    """Raises Unavailable without the model, DeviceError when it does not fit."""
+def memory_fit(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
+    """Return the number of parameters, needed and free bytes, and the final placement.
+
+    Raises:
+        Unavailable: The model does not exist.
+        DeviceError: The model does not fit.
+    """
     config = architecture(cfg)
     need, free = update_bytes(cfg, config, placement), free_bytes(placement.device)
     found = {"parameters": count_parameters(config)[0], "need_bytes": need, "free_bytes": free}
@@ -102,7 +109,11 @@ def fitted(cfg: PolicyConfig, placement: Placement) -> dict[str, object]:
 
 
 def architecture(cfg: PolicyConfig) -> PretrainedConfig:
-    """config.json of the model. Raises Unavailable."""
+    """Return the model's configuration.
+
+    Raises:
+        Unavailable: The model does not exist.
+    """
     read = lambda directory: offline(
         cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False)
     )

@@ -1,4 +1,4 @@
-"""What makes two nodes' policies the same: hashes of architecture with base weights, and of the
+"""Hashes that identify a policy: of the architecture with the base weights, and of the
 tokenizer."""
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from swarmnode.errors import Unavailable
 
-# Keys of config.json that do not change what the network computes from token ids.
 BOOKKEEPING = {
     "_name_or_path",
     "_attn_implementation",
@@ -34,11 +33,15 @@ BOOKKEEPING = {
     "id2label",
     "label2id",
 }
+"""Keys of config.json that do not affect the network's function of token ids."""
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors files that hold the model: those of the index where there is one. Raises
-    Unavailable when there are none."""
+    """Return the safetensors files of the model: those of the index if there is one.
+
+    Raises:
+        Unavailable: A file is missing, or the index is damaged.
+    """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         try:
@@ -59,12 +62,14 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def fingerprint(directory: Path) -> bytes:
-    """32 bytes: SHA-256 over config.json without bookkeeping keys, then name, dtype, shape and
-    bytes of every tensor, by name.
+    """Return SHA-256 (32 bytes) over config.json without bookkeeping keys, then name, dtype, shape
+    and bytes of every tensor, sorted by name.
 
-    One tensor is in memory at a time, and how a model is cut into files makes no difference. The
-    hash is of the base: training does not change it. Raises Unavailable when a file is missing or
-    unreadable.
+    One tensor is in memory at a time. The division of a model into files does not matter. Training
+    does not change the hash, since it covers the base weights.
+
+    Raises:
+        Unavailable: A file is missing or unreadable.
     """
     config: dict[str, object] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     digest = hashlib.sha256(b"swarmnode policy 1\n")
@@ -82,11 +87,11 @@ def fingerprint(directory: Path) -> bytes:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """32 bytes: SHA-256 over what tokenizer.json says, the end-of-sequence token and the chat
-    template (it is part of every prompt).
+    """Return SHA-256 (32 bytes) over tokenizer.json, the end-of-sequence token and the chat
+    template, which is part of every prompt.
 
-    Padding and truncation are left out: they are state of the object, not of the mapping from text
-    to ids.
+    Padding and truncation are excluded. They are state of the object and do not affect the mapping
+    from text to ids.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = (
@@ -99,7 +104,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 
 def canonical(value: object) -> bytes:
-    """One byte string for equal JSON values."""
+    """Return a JSON encoding that is the same for equal values."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode(
         "utf-8", "surrogatepass"
     )

@@ -1,20 +1,19 @@
-"""What training a causal LM takes in memory, from its shape alone: no torch, no weights.
+"""Estimates the memory for training a causal LM from its shape, without torch and without weights.
 
-    weights       float32 where they are trained, the compute dtype (or 8, 4 bits) where they lie
-    frozen under an adapter
-    copies        of the trained weights in the compute dtype, made by autocast, alive from forward
-    to backward
+    weights       float32 if they are trained; the compute dtype (or 8 or 4 bits) if they are frozen
+                  under an adapter
+    copies        trained weights in the compute dtype, made by autocast, from forward to backward
     gradients     float32
-    optimizer     Adam's two moments, 4 bytes each, or one each in 8 bits
-    activations   what the backward pass needs of a micro-batch; with checkpointing the input of
-    every layer, and one layer whole
-    head          logits of as many tokens as are made at a time
-    runtime       the process with torch in it, or a CUDA context
+    optimizer     Adam's two moments: 4 bytes each, or 1 byte each in 8 bits
+    activations   of a micro-batch, for the backward pass; with activation checkpointing the input
+                  of every layer, and all activations of one layer
+    head          logits of the tokens that are computed at a time
+    runtime       the process with torch, or a CUDA context
 
-The activation coefficients are bytes per token and layer, by what they are multiples of. They were
-counted with `torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers, transformers
-5.23, rows without padding; `tests/unit/policy/test_footprint.py` counts again, and compares the
-whole with the peak of a trainer's update.
+The activation coefficients are bytes per token and layer, for each dimension of the layer. They
+were counted with `torch.autograd.graph.saved_tensors_hooks` on Qwen2 and Qwen3 layers of
+transformers 5.23, rows without padding. `tests/unit/policy/test_footprint.py` repeats the count and
+compares the total with the peak of an update.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Optim = Literal["adamw", "adamw_8bit"]
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_BYTES: dict[Optim, float] = {"adamw": 8.0, "adamw_8bit": 2.1}
-"""Per trained parameter; the latter with its block scales."""
+"""Bytes per trained parameter; 8-bit moments include their block scales."""
 LOGITS_BYTES = {"cuda": 512 * 2**20}
 """Size of the logits that are computed at a time, counted in float32. Each piece reads the whole
 output head and adds to the head's whole gradient, and with more than one piece all logits are
@@ -40,11 +39,10 @@ LOGITS_COPIES = 3
 """Number of copies of the logits at the peak of the backward pass: the logits, their gradient, and
 one more that is passed to the head. On a GPU the third is the slice converted to float32."""
 CACHE_ROOM = 1.25
-"""Room for keys and values, for each byte of them: it grows a layer at a time, by steps, and leaves
-holes in the allocator."""
+"""Allocated bytes per byte of keys and values. The cache grows layer by layer in steps, which
+fragments the allocator's memory."""
 SCORES_COPIES = 5
-"""How often the logits of all completions under way are there, in float32, while tokens are
-drawn."""
+"""Number of float32 copies of the logits of all concurrent completions while tokens are drawn."""
 RUNTIME_BYTES = {"cuda": 700 * 2**20, "cpu": 415 * 2**20}
 """Memory beside all tensors. On a GPU: a CUDA context with its kernels. On a CPU: the interpreter
 with torch, transformers and accelerate (368 MiB before a model is loaded), plus 30 to 50 MiB after
@@ -54,14 +52,14 @@ QUERY_KEY_NORMS = frozenset({"qwen3", "qwen3_moe", "olmo2", "gemma3", "gemma3_te
 
 @dataclass(frozen=True)
 class Shape:
-    """A causal LM's, as far as memory depends on it."""
+    """Dimensions of a causal LM on which its memory depends."""
 
     layers: int
     hidden: int
     queries: int
-    """Heads × their size."""
+    """Number of heads × head size."""
     keys: int
-    """Key-value heads × their size."""
+    """Number of key-value heads × head size."""
     intermediate: int
     vocabulary: int
     query_key_norms: bool
@@ -69,13 +67,17 @@ class Shape:
     embeddings: int
     """Parameters of embedding and head, which are not quantised."""
     edges: int
-    """Inputs + outputs summed over the linear layers but the head: an adapter has rank times as
-    many parameters."""
+    """Inputs + outputs, summed over all linear layers except the head. An adapter has `rank ·
+    edges` parameters."""
 
     @classmethod
     def of_config(cls, config: Mapping[str, object]) -> Shape:
-        """What a config.json says. Parameters are counted as for Llama and its like; `counted`
-        knows better. Raises Unavailable."""
+        """Return the shape of a config.json. Parameters are counted as for Llama; `counted`
+        replaces them by exact numbers.
+
+        Raises:
+            Unavailable: A dimension is missing.
+        """
         nested = config.get("text_config")
         text = {**config, **nested} if isinstance(nested, dict) else config
         hidden = _number(text, "hidden_size", "n_embd")
@@ -106,12 +108,12 @@ class Shape:
         )
 
     def counted(self, parameters: int, edges: int) -> Shape:
-        """The same with numbers that somebody counted in the weights themselves."""
+        """Return the same shape with numbers that were counted in the model."""
         return replace(self, parameters=parameters, edges=edges)
 
     @property
     def cache_bytes(self) -> int:
-        """Keys and values of a token, in two bytes each."""
+        """Bytes of the keys and values of a token, two bytes each."""
         return self.layers * 2 * self.keys * 2
 
 
@@ -127,15 +129,16 @@ def _number(config: Mapping[str, object], *names: str, default: int | None = Non
 
 @dataclass(frozen=True)
 class Method:
-    """How a policy is trained."""
+    """Training method of a policy."""
 
     device: str
-    """Kind: cpu, cuda, …"""
+    """Device type: cpu, cuda, …"""
     dtype: str
-    """What it computes in."""
+    """Compute dtype."""
     lora_rank: int = 0
-    """0 trains all weights."""
+    """Rank of the adapter; 0 trains all weights."""
     base_bits: int | None = None
+    """Bits per weight of a quantised base; None if it is not quantised."""
     optim: Optim = "adamw"
     checkpointing: bool = False
 
@@ -154,7 +157,7 @@ class Footprint:
 
     @property
     def resident(self) -> int:
-        """What is there whatever is computed."""
+        """Bytes that are allocated between computations too."""
         return self.weights + self.gradients + self.optimizer + self.runtime
 
     @property
@@ -163,7 +166,7 @@ class Footprint:
 
 
 def logits_tokens(vocabulary: int, device: str) -> int:
-    """Tokens whose logits are made at a time."""
+    """Return the number of tokens whose logits are computed at a time."""
     return max(1, LOGITS_BYTES.get(device, LOGITS_BYTES_ELSEWHERE) // (4 * vocabulary))
 
 
@@ -172,7 +175,7 @@ def trained_parameters(shape: Shape, method: Method) -> int:
 
 
 def layer_bytes(shape: Shape, method: Method) -> float:
-    """What one layer keeps of a token for its backward pass."""
+    """Return the bytes that one layer stores per token for the backward pass."""
     lora, norms = method.lora_rank > 0, shape.query_key_norms
     if method.dtype == "float32":
         h, q, kv, m = (16.0 if lora else 24.0), 8.25, 8.0, 16.0
@@ -192,16 +195,17 @@ def layer_bytes(shape: Shape, method: Method) -> float:
 
 
 def token_bytes(shape: Shape, method: Method) -> float:
-    """Activations of a token, of all layers. With checkpointing: the inputs of all layers, and one
-    layer whole."""
-    # of trained, so float32, embeddings
+    """Return the bytes of activations per token in all layers. With activation checkpointing: the
+    inputs of all layers, and all activations of one layer."""
+    # Trained embeddings are float32.
     stream = shape.hidden * (ITEM_BYTES[method.dtype] if method.lora_rank else 4)
     layer = layer_bytes(shape, method)
     return (shape.layers + 1) * stream + (layer if method.checkpointing else shape.layers * layer)
 
 
 def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
-    """What an update takes whose largest micro-batch has so many tokens, without padding."""
+    """Return the memory of an update whose largest micro-batch has `tokens` tokens without
+    padding."""
     trained = trained_parameters(shape, method)
     adapter = method.lora_rank > 0
     item = ITEM_BYTES[method.dtype]
@@ -213,8 +217,7 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
     )
     copies = 0 if adapter or item == 4 or method.checkpointing else item * shape.parameters
     at_once = min(tokens, logits_tokens(shape.vocabulary, method.device))
-    # the gradient of a trained head or embedding is made before it is added to the one that is
-    # there
+    # The gradient of a trained head or embedding is computed before it is added to the stored one.
     head = shape.vocabulary * (
         item * at_once * LOGITS_COPIES + (0 if adapter else 4 * shape.hidden)
     )
@@ -230,17 +233,21 @@ def footprint(shape: Shape, method: Method, tokens: int) -> Footprint:
 
 
 UNDO_WEIGHTS = 2**26
-"""Averaging keeps so many weights, 12 bytes each, as they were until a reward is seen, or one
-fragment's where that has more: all that a small policy or an adapter has."""
+"""Number of weights, 12 bytes each, that averaging stores for a revert, or those of one fragment if
+it is larger. A small policy or an adapter has fewer weights in total."""
 
 
 def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
-    """Host memory that averaging so many trained weights takes: (always, and at most more while an
-    exchange is under way).
+    """Return the bytes of host memory for averaging: (always, additional maximum).
 
-    Always: φ, δ and the base weights that differences are relative to, float32. From an exchange to
-    the next held-out reward, weights, φ and δ of one fragment, or of UNDO_WEIGHTS, as they were;
-    during one, its copy, the partner's, their average, and the new φ and δ.
+    Always: φ, δ and the base weights for differences, in float32. Additional maximum:
+
+    * from an exchange to the next held-out reward: the former weights, φ and δ of one fragment or
+      of UNDO_WEIGHTS weights;
+    * during an exchange: its copy, the partner's weights, their average, and the new φ and δ.
+
+    Args:
+        trained: Number of trained weights.
     """
     return 12 * trained, 12 * max(
         trained // fragments, min(trained, UNDO_WEIGHTS)
@@ -248,20 +255,24 @@ def averaging_bytes(trained: int, fragments: int = 4) -> tuple[int, int]:
 
 
 def saving_bytes(trained: int, optim: Optim = "adamw") -> int:
-    """Host memory that the state takes while it is written: copies of weights and moments."""
+    """Return the bytes of host memory for a save: copies of weights and moments."""
     return int((4 + OPTIMIZER_BYTES[optim]) * trained)
 
 
 def host_bytes(trained: int, fragments: int = 0, optim: Optim = "adamw") -> tuple[int, int]:
-    """Host memory beside training: (always, and at most more at times), where so many trained
-    weights are saved and, in `fragments`, averaged. 0 fragments: they are not averaged."""
+    """Return the bytes of host memory for averaging and saving: (always, additional maximum).
+
+    Args:
+        trained: Number of trained weights.
+        fragments: Number of fragments; 0 if weights are not averaged.
+    """
     always, more = averaging_bytes(trained, fragments) if fragments else (0, 0)
     return always, max(more, saving_bytes(trained, optim))
 
 
 def micro_batch(shape: Shape, method: Method, room: float) -> int:
-    """Tokens of the largest micro-batch that an update can have within `room` bytes; 0 where
-    nothing fits."""
+    """Return the tokens of the largest micro-batch whose update fits into `room` bytes; 0 if none
+    fits."""
     fixed = footprint(shape, method, 1)
     left = (
         room
@@ -274,12 +285,14 @@ def micro_batch(shape: Shape, method: Method, room: float) -> int:
     return max(0, int(left / token_bytes(shape, method)))
 
 
-def tokens_under_way(shape: Shape, method: Method, longest: int, room: float) -> int:
-    """Completions that can be sampled at once, times the `longest` that one can be with its prompt;
-    0 where not even one fits.
+def sampling_tokens(shape: Shape, method: Method, longest: int, room: float) -> int:
+    """Return the number of completions that can be sampled concurrently, times `longest`; 0 if not
+    even one fits.
 
-    room: bytes beside the weights. Completions under way stay there while the policy is updated, so
-    one row of that length has to fit too.
+    Args:
+        longest: Largest number of tokens of a completion with its prompt.
+        room: Bytes beside the weights. Unfinished completions stay in memory during an update,
+            therefore the update of one row of that length has to fit too.
     """
     row = footprint(shape, replace(method, checkpointing=True), longest)
     left = room - (row.total - row.weights - row.runtime)

@@ -1,8 +1,7 @@
-"""Sampling: prefill once per question, then all completions of a group from that one cache.
+"""Sampling: one prefill per question, then all completions of the group from its cache.
 
-A question's prompt is the same for its G completions, so its keys and values are computed once and
-repeated. Against `model.generate` on G copies this halves the
-time with the embedded policy.
+The G completions of a question share its prompt, so its keys and values are computed once and
+repeated. With the embedded policy this takes half the time of `model.generate` on G copies.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ the cache: 13 ms instead of 41 ms for 64 rows of 151,936 logits."""
 
 @dataclass(frozen=True)
 class Sampling:
-    """How completions are drawn."""
+    """Settings of sampling."""
 
     num_generations: int
-    """Completions of each prompt, G."""
+    """Completions per prompt, G."""
     max_tokens: int
-    """Sampled tokens of a completion, at most."""
+    """Largest number of sampled tokens in a completion."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """0 means greedy decoding."""
     top_p: float = 1.0
     episodes: bool = False
     """True if requests may follow completions, as the turns of episodes do."""
@@ -44,18 +43,18 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Sampled:
-    """One completion."""
+class SampledCompletion:
+    """A sampled completion."""
 
     ids: list[int]
-    """Sampled tokens, the EOS token included where there is one."""
+    """Sampled tokens, including the EOS token if there is one."""
     logprobs: list[float]
-    """Log-probability of each token when it was sampled, nats, <= 0; see `sample`."""
+    """Log-probability of each token at sampling, nats, ≤ 0; see `sample`."""
     text: str
-    """Decoded, without special tokens."""
+    """Decoded text, without special tokens."""
     finish: Literal["eos", "length"]
     versions: list[int] = field(default_factory=list)
-    """The policy version that sampled each token; empty: all are of the present one."""
+    """Policy version that sampled each token; empty if the present policy sampled all."""
     sampled: list[bool] = field(default_factory=list)
     """For an episode, True for each of `ids` that the policy sampled and False for the
     environment's; empty if the policy sampled all."""
@@ -66,7 +65,7 @@ class GroupSample:
     """All completions of one question."""
 
     prompt_ids: list[int]
-    completions: list[Sampled]
+    completions: list[SampledCompletion]
 
 
 @torch.no_grad()
@@ -109,11 +108,11 @@ def _generate(
     generator: torch.Generator,
     alive: Callable[[], None],
 ) -> list[GroupSample]:
-    """As `generate`, of prompts' ids that can be run in one pass."""
+    """As `generate`, for prompt ids that can be run in one pass."""
     if not heads:
         return []
-    # Left padding, so that every row's next position is the last column; positions count real
-    # tokens only. Both (Q, P)
+    # With left padding the next position of every row is the last column. Positions count tokens
+    # without padding. Both are (Q, P).
     ids, mask = left_padded(heads, policy.pad_id, policy.device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     num_generations = sampling.num_generations
@@ -122,12 +121,12 @@ def _generate(
     rows = len(heads) * num_generations  # N
     ends = torch.tensor(sorted(policy.eos_ids), device=policy.device)
     stopped = torch.zeros(rows, dtype=torch.bool, device=policy.device)
-    # (N,) until a row stops by itself, the tokens that it may have
+    # (N,) length of each row; the largest allowed one until the row has ended
     lengths = torch.tensor(most, device=policy.device).repeat_interleave(num_generations)
     drawn = torch.zeros(rows, max_tokens, dtype=torch.long, device=policy.device)  # (N, T)
     chances = torch.zeros(rows, max_tokens, device=policy.device)  # (N, T), nats
-    under_way = torch.arange(rows, device=policy.device)  # (n,) those that the model is run on
-    # around all steps, so that weights are cast to the compute dtype once and not at each of them
+    under_way = torch.arange(rows, device=policy.device)  # (n,) rows that the model is run on
+    # Autocast encloses all steps, so that weights are cast to the compute dtype only once.
     with policy.accelerator.autocast():
         cache = DynamicCache(config=policy.base.config)
         # (n, V)
@@ -136,7 +135,7 @@ def _generate(
         )
         advance = decoder(policy, cache, mask, positions[:, -1:], num_generations, max_tokens - 1)
         for step in range(max_tokens):
-            # drawn for all rows, so that one row's numbers do not depend on which others are active
+            # Numbers are drawn for all rows, so that they do not depend on which rows are active.
             uniform = uniforms(rows, generator).to(policy.device)[under_way]
             token, logprob = draw(logits, sampling.temperature, sampling.top_p, uniform)
             drawn[under_way, step], chances[under_way, step] = token, logprob
@@ -155,7 +154,7 @@ def _generate(
 
     finished, sizes = stopped.tolist(), lengths.tolist()
     completions = [
-        Sampled(ids[:n], chance[:n], policy.decode(ids[:n]), "eos" if end else "length")
+        SampledCompletion(ids[:n], chance[:n], policy.decode(ids[:n]), "eos" if end else "length")
         for ids, chance, n, end in zip(
             drawn.tolist(), chances.tolist(), sizes, finished, strict=True
         )
@@ -174,9 +173,9 @@ def sample(
     (N,).
 
     The log-probability is that of the policy at `temperature`, in float32, **before** `top_p` cuts
-    the tail. So the importance ratio of a fresh group is 1 whatever top_p is, and a peer can
-    recompute the value without knowing top_p. The price: below top_p = 1 the ratio does not correct
-    for the cut tail (at most a factor top_p per token). At temperature 0 the likeliest token is
+    the tail. Therefore the importance ratio of a fresh group is 1 for every top_p, and a peer can
+    recompute the value without knowing top_p. On the other hand the ratio does not correct for the
+    cut tail, by at most a factor top_p per token. At temperature 0 the most likely token is
     returned, with its log-probability at temperature 1.
     """
     return draw(logits, temperature, top_p, uniforms(len(logits), generator).to(logits.device))
@@ -211,7 +210,7 @@ def _draw(
         token = chances.argmax(-1, keepdim=True)  # (n, 1)
     elif top_p < 1:
         ordered, order = chances.sort(-1, descending=True)
-        # the token that crosses top_p is kept, and so always the first
+        # The token that crosses top_p is kept, so there is always at least one token.
         beyond = ordered.cumsum(-1) - ordered >= top_p
         token = order.gather(-1, _drawn(ordered.masked_fill(beyond, 0.0), uniform))
     else:
@@ -234,8 +233,8 @@ def _drawn(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
 
 def _inverted(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Return the first column (n, 1) at which the running sum of weights (n, K) exceeds `uniform`
-    (n, 1) times the sum of all: the inverse of their cumulative distribution."""
+    """Return the first column (n, 1) at which the cumulative sum of weights (n, K) exceeds
+    `uniform` (n, 1) times their total, by the inverse of the cumulative distribution."""
     sums = weights.cumsum(-1)
     found = torch.searchsorted(sums, uniform * sums[:, -1:], right=True)
     found = found.clamp(max=weights.shape[1] - 1)

@@ -1,5 +1,4 @@
-"""Loads any Hugging Face causal LM, the embedded one by the same path, and holds it as a
-`Policy`."""
+"""Loads a Hugging Face causal LM, or the embedded one, as a `Policy`."""
 
 from __future__ import annotations
 
@@ -50,24 +49,29 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LORA_MODULES = "all-linear"
-"""What gets an adapter: nodes with adapters elsewhere could not average, so that it is nobody's
-choice alone."""
+"""Modules that have an adapter. It is not a setting, since nodes with different modules could not
+average."""
 LOSS_SCALE_GROWTH_STEPS = 100
-"""Steps without an overflow after which float16's loss scale is doubled. torch's 2,000 suit
-training with millions of steps: a run of reinforcement learning has hundreds."""
+"""Steps without an overflow after which float16's loss scale is doubled. torch's default of 2,000
+is too large for reinforcement learning with hundreds of steps."""
 PRECISION = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: None) -> Policy:
-    """Reads `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected).
-    `log` gets a line per stage.
+    """Load `cfg.model`: `embedded`, a directory, or a Hub name (HF_HUB_OFFLINE is respected).
 
-    Never runs code that comes with a model and reads only safetensors. Raises Unavailable when the
-    model or device is not there, DeviceError, with the estimate, when it does not fit.
+    Code that comes with a model never runs, and only safetensors are read.
+
+    Args:
+        log: Receives a line per stage of loading.
+
+    Raises:
+        Unavailable: The model or the device does not exist.
+        DeviceError: The model does not fit; the message has the estimate.
     """
     if cfg.threads:
         torch.set_num_threads(cfg.threads)
-    disable_progress_bar()  # `log` says it, in lines
+    disable_progress_bar()  # `log` reports progress
     placement = probe(cfg)
     check_optim(cfg, placement)
     log(placement.reason)
@@ -105,7 +109,7 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         vocab_size=vocab_size,
         unused_ids=unused_ids,
         chat=Chat.of(cfg.chat, tokenizer),
-        context=context_of(model.config),
+        context=context_length(model.config),
     )
     s = policy.statistics()
     log(
@@ -117,15 +121,19 @@ def load_policy(cfg: PolicyConfig, log: Callable[[str], None] = lambda line: Non
         and policy.dtype == torch.float16
         and not math.isfinite(rounding(policy))
     ):
-        log("float16 cannot hold what this model computes; it computes in float32")
-        del policy, model, embeddings  # its memory
+        log("this model overflows in float16; using float32")
+        del policy, model, embeddings  # free their memory
         return load_policy(cfg.model_copy(update={"dtype": "float32"}), log)
     find_ways(cfg, policy)
     return policy
 
 
 def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
-    """Try every way of computing on a few tokens. Raises DeviceError when memory runs out."""
+    """Try every way of computing on a few tokens.
+
+    Raises:
+        DeviceError: Memory ran out.
+    """
     try:
         pads(policy)
         unsuited(policy)
@@ -138,10 +146,14 @@ def find_ways(cfg: PolicyConfig, policy: Policy) -> None:
 
 @contextlib.contextmanager
 def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
-    """The model as a directory, so that the rest knows one case only. Raises Unavailable with what
-    was tried.
+    """Yield the directory of the model; download it if necessary.
 
-    fits: refuse to fetch, with DeviceError, what this machine could not hold.
+    Args:
+        fits: True to refuse the download of a model that does not fit on this machine.
+
+    Raises:
+        Unavailable: There is no such model.
+        DeviceError: The model does not fit.
     """
     if cfg.model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
@@ -159,8 +171,11 @@ def local_directory(cfg: PolicyConfig, fits: bool = True) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
-    """Where the model's config.json is; of a Hub model nothing else is fetched. Raises
-    Unavailable."""
+    """Yield the directory of the model's config.json. Of a Hub model no other file is downloaded.
+
+    Raises:
+        Unavailable: There is no such model.
+    """
     if (
         cfg.model != "embedded"
         and not Path(cfg.model).expanduser().is_dir()
@@ -177,8 +192,8 @@ def config_directory(cfg: PolicyConfig) -> Iterator[Path]:
 
 
 def download(cfg: PolicyConfig, fits: bool = True) -> Path:
-    """The snapshot of a Hub model, config first: whether the model fits is known before its weights
-    are fetched."""
+    """Download a Hub model and return its directory. config.json comes first, so that a model that
+    does not fit is refused before its weights are downloaded."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     config_file = offline(
@@ -201,7 +216,11 @@ def download(cfg: PolicyConfig, fits: bool = True) -> Path:
 
 
 def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
-    """`read()`, its many ways to fail turned into one line. Raises Unavailable."""
+    """Return `read()`.
+
+    Raises:
+        Unavailable: `read` failed; the message is one line.
+    """
     try:
         return read()
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -213,7 +232,7 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
         )
 
         if isinstance(error, GatedRepoError):
-            why = "its licence has to be accepted on the Hub first"
+            why = "its licence must be accepted on the Hub first"
         elif isinstance(error, RepositoryNotFoundError):
             why = "neither a directory nor a model on the Hub"
         elif isinstance(error, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
@@ -229,8 +248,13 @@ def offline(cfg: PolicyConfig, read: Callable[[], T]) -> T:
 
 
 def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreTrainedModel:
-    """Weights on their device: float32 where they are trained, the compute dtype where they lie
-    frozen under an adapter."""
+    """Load the weights onto their device: in float32 if they are trained, in the compute dtype if
+    they are frozen under an adapter.
+
+    Raises:
+        Unavailable: The files are damaged, or the architecture is unknown.
+        DeviceError: The model does not fit.
+    """
     dtype = placement.dtype if cfg.lora.r else torch.float32
     target = "auto" if placement.spread else {"": placement.device}
     extra = (
@@ -255,15 +279,16 @@ def load_model(cfg: PolicyConfig, directory: Path, placement: Placement) -> PreT
         raise Unavailable(
             f"policy.model {cfg.model!r}: {str(error).strip().splitlines()[0]}"
         ) from error
-    # no dropout: the log-probabilities of sampling and of training must be of one function
+    # Without dropout, so that sampling and training compute the same log-probabilities.
     return model.eval()
 
 
 def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
-    """How bitsandbytes is to keep the frozen base: LLM.int8() (arXiv 2208.07339) or NF4 with double
-    quantisation (QLoRA, arXiv 2305.14314).
+    """Return the bitsandbytes configuration of the frozen base: LLM.int8() (arXiv 2208.07339), or
+    NF4 with double quantisation (QLoRA, arXiv 2305.14314).
 
-    Raises Unavailable without the extra `quant`, and on anything but a CUDA device.
+    Raises:
+        Unavailable: bitsandbytes is not installed, or the device is not a CUDA device.
     """
     check_bitsandbytes(f"policy.quantization {cfg.quantization!r}", placement)
     if cfg.quantization == "8bit":
@@ -277,34 +302,43 @@ def quantization(cfg: PolicyConfig, placement: Placement) -> BitsAndBytesConfig:
 
 
 def check_optim(cfg: PolicyConfig, placement: Placement) -> None:
-    """Raises Unavailable where the moments cannot be kept in 8 bits: before a model is downloaded
-    for it."""
+    """Check before a download that 8-bit moments are possible, if they are configured.
+
+    Raises:
+        Unavailable: bitsandbytes is not installed, or the device is not a CUDA device.
+    """
     if cfg.optim == "adamw_8bit":
         check_bitsandbytes(f"policy.optim {cfg.optim!r}", placement)
 
 
 def check_bitsandbytes(key: str, placement: Placement) -> None:
-    """Make sure that it can be used, and does not fill the log.
+    """Check that bitsandbytes can be used, and silence its warnings.
 
-    Raises Unavailable, naming the setting that wants it, without the extra `quant` or a CUDA
-    device.
+    Args:
+        key: Setting that needs it, for the error message.
+
+    Raises:
+        Unavailable: bitsandbytes is not installed, or the device is not a CUDA device.
     """
     if importlib.util.find_spec("bitsandbytes") is None:
         raise Unavailable(f"{key} needs bitsandbytes: {install_command('quant')}")
     if placement.device.type != "cuda":
         raise Unavailable(f"{key} needs a CUDA device, not {placement.device}")
-    # a warning for each product of bfloat16 in 8 bits
+    # It logs a warning for each product of bfloat16 in 8 bits.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
 def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
-    """LoRA by peft: base frozen, adapter in float32. Raises Unavailable when the model has no
-    linear layer to adapt."""
+    """Add a LoRA adapter in float32, and freeze the base.
+
+    Raises:
+        Unavailable: The model has no linear layer.
+    """
     from peft import get_peft_model
 
     settings = lora_settings(cfg)
-    # not `prepare_model_for_kbit_training`, which makes embedding and head, and so all activations,
-    # float32
+    # Not `prepare_model_for_kbit_training`: it converts embedding and head, and therefore all
+    # activations, to float32.
     rename_checkpointing_flag(type(model))
     try:
         return get_peft_model(model, settings).eval()
@@ -313,7 +347,7 @@ def add_adapter(cfg: PolicyConfig, model: PreTrainedModel) -> PeftModel:
 
 
 def lora_settings(cfg: PolicyConfig) -> LoraConfig:
-    """peft's LoraConfig."""
+    """Return the settings of the adapter for peft."""
     from peft import LoraConfig
 
     return LoraConfig(
@@ -325,12 +359,12 @@ def lora_settings(cfg: PolicyConfig) -> LoraConfig:
 
 
 def make_accelerator(placement: Placement) -> Accelerator:
-    """accelerate's mixed precision. Its state is global; two policies of different dtype in one
-    process need it reset."""
+    """Return an accelerator for mixed precision. Its state is global; it is reset if another policy
+    in this process has another dtype."""
     wanted = PRECISION[placement.dtype]
     if AcceleratorState._shared_state:
         state = AcceleratorState()
-        # autocast is of the state's kind of device
+        # Autocast applies to the state's device type.
         elsewhere = state.device.type != placement.device.type
         if elsewhere or state.mixed_precision != wanted:
             AcceleratorState._reset_state(reset_partial_state=elsewhere)
@@ -340,8 +374,8 @@ def make_accelerator(placement: Placement) -> Accelerator:
         kwargs_handlers=[GradScalerKwargs(growth_interval=LOSS_SCALE_GROWTH_STEPS)],
     )
     if placement.dtype == torch.float16 and placement.device.type == "cpu":
-        # accelerate scales the loss on other devices only; scaling on a CPU lets tests run the same
-        # code
+        # accelerate does not scale the loss on a CPU. It is scaled here so that tests run the same
+        # code.
         accelerator.native_amp = True
         accelerator.scaler = torch.amp.GradScaler("cpu", growth_interval=LOSS_SCALE_GROWTH_STEPS)
     return accelerator
@@ -350,23 +384,26 @@ def make_accelerator(placement: Placement) -> Accelerator:
 def end_tokens(
     cfg: PolicyConfig, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Where generation stops: what the tokenizer and the generation config say together. Raises
-    Unavailable when neither says."""
-    return ends_of(cfg, model.generation_config, tokenizer)
+    """Return the tokens that end a completion: those of tokenizer and generation config together.
+
+    Raises:
+        Unavailable: Neither of them names one.
+    """
+    return collect_end_tokens(cfg, model.generation_config, tokenizer)
 
 
 def configured_ends(
     cfg: PolicyConfig, directory: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """`end_tokens` of a model that is not loaded."""
+    """Return `end_tokens` of a model that is not loaded."""
     try:
         generation = GenerationConfig.from_pretrained(directory)
-    except OSError:  # it has none: transformers makes one of the model's config
+    except OSError:  # without one, transformers derives it from the model's config
         generation = GenerationConfig.from_model_config(config)
-    return ends_of(cfg, generation, tokenizer)
+    return collect_end_tokens(cfg, generation, tokenizer)
 
 
-def ends_of(
+def collect_end_tokens(
     cfg: PolicyConfig, generation: GenerationConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
     configured = getattr(generation, "eos_token_id", None)
@@ -382,11 +419,12 @@ def ends_of(
     return frozenset(found)
 
 
-def context_of(config: PretrainedConfig) -> int | None:
-    """Most tokens of a row for which the model computes one function; None without a limit.
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the largest number of tokens in a row; None without a limit.
 
-    Beyond `original_max_position_embeddings` a model with long-rope takes other frequencies for
-    all positions of a pass: a short row would then depend on the longest row beside it.
+    For a model with long-rope the limit is `original_max_position_embeddings`. Beyond it, the model
+    uses other frequencies for all positions of a pass, and a short row would depend on the longest
+    row in its batch.
     """
     text = config.get_text_config(decoder=True)
     names = ("max_position_embeddings", "max_seq_len", "n_positions", "n_ctx")
@@ -402,10 +440,10 @@ def context_of(config: PretrainedConfig) -> int | None:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: torch.Tensor, eos_id: int) -> int:
-    """A token to pad with: the tokenizer's own, unless its embedding is zero.
+    """Return the padding token: the tokenizer's, unless its embedding is zero.
 
-    A model that divides by the norm of a hidden state has no gradient at zero, and a gradient that
-    is not a number spreads from padding to all weights.
+    A model that divides by the norm of a hidden state has a NaN gradient at zero, which would
+    spread from padding to all weights.
     """
     wanted = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else eos_id
     for token in (wanted, eos_id):
@@ -416,7 +454,7 @@ def padding_token(tokenizer: PreTrainedTokenizerBase, embeddings: torch.Tensor, 
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The trained tensors by name, not copied: what a state file has to hold beside the base."""
+    """Return the trained parameters by name, not copied."""
     return {
         name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad
     }
@@ -425,29 +463,35 @@ def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def check_shapes(
     parameters: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Raises StateError when `tensors` cannot take the place of `parameters`: other names or
-    shapes."""
+    """Check that `tensors` have the names and shapes of `parameters`.
+
+    Raises:
+        StateError: A name or shape differs.
+    """
     wrong = {name: p.shape for name, p in parameters.items()}.items() ^ {
         name: t.shape for name, t in tensors.items()
     }.items()
     if wrong:
-        raise StateError(f"these weights are of another policy: {min(name for name, _ in wrong)}")
+        raise StateError(f"weights of another policy: {min(name for name, _ in wrong)} differs")
 
 
 @torch.no_grad()
 def overwrite(
     parameters: Mapping[str, torch.nn.Parameter], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Set every parameter to the tensor of its name. Raises StateError, before anything has
-    changed, when names or shapes differ."""
+    """Set every parameter to the tensor of its name.
+
+    Raises:
+        StateError: A name or shape differs; nothing has changed.
+    """
     check_shapes(parameters, tensors)
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 
 
 def rename_checkpointing_flag(model: type[PreTrainedModel]) -> None:
-    """Let a class answer to the earlier name of `is_activation_checkpointing`. peft 0.21 still
-    reads it, and transformers 5.23 deprecates it."""
+    """Add the former name of `is_activation_checkpointing` to a model class. peft 0.21 still reads
+    it, and transformers 5.23 deprecates it."""
     current = getattr(PreTrainedModel, "is_activation_checkpointing", None)
     if current is not None:
         model.is_gradient_checkpointing = current  # type: ignore[method-assign,assignment]

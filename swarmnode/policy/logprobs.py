@@ -1,5 +1,5 @@
-"""Log-probabilities of given completions: with gradient for training, and without for judging
-peers' groups.
+"""Log-probabilities of given completions, with gradient for training and without for the judgement
+of peers' groups.
 
 The prompt of a group is run through the model **once**, with gradient, and shared by its G
 completions, as when sampling. This computes the same function as running prompt + completion for
@@ -37,9 +37,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from swarmnode.policy.decode import reorder
-from swarmnode.policy.device import shape_of, spare_bytes
+from swarmnode.policy.device import model_shape, spare_bytes
 from swarmnode.policy.footprint import Method, logits_tokens, token_bytes
-from swarmnode.policy.layers import layers_of
+from swarmnode.policy.layers import find_layers
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import (
     Row,
@@ -51,13 +51,13 @@ from swarmnode.policy.ways import (
 )
 
 ONE_PASS = {"cuda": 1024}
-"""Columns of a row, P + K · T, up to which one pass is faster. On an H200 with 0.5 B parameters 89
-ms instead of 176 at 271 columns, 335 instead of 297 at 2233; on a CPU with the embedded policy 9.5
-instead of 12.4 at 52, 49 instead of 39 at 268."""
+"""Largest number of columns of a row, P + K · T, for which one pass is faster than two. On an H200
+with 0.5 B parameters: 89 instead of 176 ms at 271 columns, 335 instead of 297 ms at 2233. On a CPU
+with the embedded policy: 9.5 instead of 12.4 ms at 52, 49 instead of 39 ms at 268."""
 ONE_PASS_ELSEWHERE = 96
 LONG_ROW = {"cuda": 1024}
-"""Tokens from which a row fills the device by itself, so that nothing is lost by running it
-alone."""
+"""Least tokens of a row that uses the whole device, so that rows can be run one by one without a
+loss."""
 LONG_ROW_ELSEWHERE = 256
 PACKED_GAIN = {"cuda": 1.75}
 """Rows are packed if the padded batch has at least this many tokens per real token
@@ -66,16 +66,16 @@ at a ratio of 2.7, and 0.10 s instead of 0.21 s at 5.8. Attention computes score
 drops, so the gain at a ratio of 1.5 would be small."""
 PACKED_GAIN_ELSEWHERE = 1.25
 PACKED_COLUMNS = 1024
-"""Tokens of a packed row, at most, but for a prompt with one answer: attention looks at all pairs,
-also those that it must not see."""
+"""Largest number of tokens in a packed row, except for a prompt with one completion. Attention
+computes the scores of all pairs, also of masked ones."""
 PACKED_TOGETHER = frozenset({"cuda"})
-"""Kinds of device that run packed rows as one batch. A CPU runs them one by one, without padding,
+"""Device types that run packed rows as one batch. A CPU runs them one by one, without padding,
 because a single row already keeps it busy."""
 WHOLE_SHARE = 1.25
-"""Rows are run one by one while that is at most so many times the tokens of two passes, which share
-prompts and pad."""
+"""Rows are run one by one if they have at most this many times the tokens of two passes, which
+share prompts but pad."""
 SPARE_SHARE = 0.8
-"""The part of the memory that is free which activations may take: the estimate is within 15 %."""
+"""Share of the free memory that activations may use. The estimate is accurate within 15 %."""
 
 Way = Literal["one pass", "packed", "two passes", "row by row", "recomputed"]
 """How log-probabilities are computed; `recomputed` is row by row with activation checkpointing."""
@@ -96,15 +96,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class Batch:
-    """N completions of Q distinct prompts. Prompts are padded on the left, completions on the
-    right, so that they meet."""
+    """N completions of Q distinct prompts. Prompts are padded on the left and completions on the
+    right, so that they are adjacent."""
 
     prompt_ids: torch.Tensor
     """(Q, P)."""
     prompt_mask: torch.Tensor
     """(Q, P) 1 on tokens, 0 on padding."""
     prompt_of: torch.Tensor
-    """(N,) which prompt a completion answers."""
+    """(N,) index of each completion's prompt."""
     completion_ids: torch.Tensor
     """(N, T)."""
     completion_mask: torch.Tensor
@@ -112,12 +112,12 @@ class Batch:
     sampled_mask: torch.Tensor
     """(N, T) bool, True at tokens that the policy sampled; only these are scored and trained on."""
     recompute: bool = False
-    """Layers are run again in the backward pass, however much memory there seems to be."""
+    """True to use activation checkpointing, even if memory seems to suffice."""
 
     @property
     def padded_tokens(self) -> int:
-        """N × (P + T): what `MicroBatcher` counts. A bound, since a prompt is run once per
-        group."""
+        """N × (P + T), as `MicroBatcher` counts. It is an upper bound, since a prompt is run once
+        per group."""
         return len(self.completion_ids) * (self.prompt_ids.shape[1] + self.completion_ids.shape[1])
 
     @cached_property
@@ -135,8 +135,11 @@ class Batch:
 
 
 def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> Batch:
-    """Rows as one batch, in their order; equal prompts become one. Raises ValueError for an empty
-    prompt or completion."""
+    """Return rows as one batch, in their order; equal prompts are merged.
+
+    Raises:
+        ValueError: A prompt or completion is empty.
+    """
     rows = [Row(*row) for row in rows]  # a plain pair is a row as well
     if not rows or not all(row.prompt and row.completion for row in rows):
         raise ValueError("every row needs a prompt and a completion of at least one token")
@@ -175,7 +178,7 @@ def completion_logprobs(
 
 
 def choose_way(policy: Policy, batch: Batch) -> Way:
-    """The way that suits `batch` best, of those that the model takes."""
+    """Return the cheapest way for `batch` among those that work with the model."""
     if (
         torch.is_grad_enabled()
         and (
@@ -206,7 +209,7 @@ def logprobs_by(
         piece: Number of tokens whose logits are in memory at once; None is `logits_tokens`.
     """
     ids, mask = batch.completion_ids, batch.completion_mask
-    # completion tokens but the first: of which row, and after which token
+    # (M - N,) row and preceding column of each completion token except the first
     later, place = mask[:, 1:].nonzero(as_tuple=True)
     first = torch.arange(len(ids), device=ids.device)
     row, column = torch.cat([first, later]), torch.cat([torch.zeros_like(first), place + 1])
@@ -223,21 +226,22 @@ def logprobs_by(
         outputs, row, column = outputs[wanted.to(outputs.device)], row[wanted], column[wanted]
     head = (lambda states: head_logits(policy, states)) if split else (lambda logits: logits)
     chosen, spread = in_pieces(head, outputs, ids[row, column], temperature, piece)
-    # where the head is, which may be another card than where ids are
+    # On the device of the head, which may differ from that of the ids.
     zeros = torch.zeros(ids.shape, device=chosen.device)
     where = row.to(chosen.device), column.to(chosen.device)
     return zeros.index_put(where, chosen), zeros.index_put(where, spread)
 
 
 def takes_way(policy: Policy, way: Way) -> bool:
-    """Return True if `way` gives the same values as row by row. Tried once."""
+    """Return True if `way` gives the same values as row by row. The trial runs once."""
     if way in ("one pass", "packed") and not sees_everything(policy):
-        return False  # its masks are its own
+        return False  # the model needs its own masks
     return way == "row by row" or not obstacle(policy, way, lambda: way_gap(policy, way))
 
 
 def way_gap(policy: Policy, way: Way, piece: int | None = None) -> float:
-    """Mean difference in nats of log-probabilities computed by `way` from the plain way."""
+    """Return the mean difference in nats between log-probabilities computed by `way` and by the
+    plain way."""
     rows = trial_rows(policy)
     batch = collate(rows, policy.pad_id, policy.device)
     found, _ = logprobs_by(way, policy, batch, 1.0, piece)
@@ -274,8 +278,8 @@ def stands_alone(batch: Batch) -> bool:
 
 
 def fits_packed(policy: Policy, batch: Batch) -> bool:
-    """Whether lengths are so unlike that padding is worth leaving out, and the model takes a mask
-    of ours as it is."""
+    """Return True if lengths differ so much that packing is worthwhile, and packing works with the
+    model."""
     real = int(batch.prompt_mask.sum() + batch.completion_mask.sum())
     run = batch.prompt_ids.numel() + batch.completion_ids.numel()
     gain = PACKED_GAIN.get(batch.prompt_ids.device.type, PACKED_GAIN_ELSEWHERE)
@@ -307,7 +311,7 @@ def needs_checkpointing(
     model: PreTrainedModel, dtype: torch.dtype, lora_rank: int, batch: Batch
 ) -> bool:
     """Return True if the activations of all layers would not fit into the free memory."""
-    spare, shape = spare_bytes(batch.prompt_ids.device), shape_of(model)
+    spare, shape = spare_bytes(batch.prompt_ids.device), model_shape(model)
     if spare is None or shape is None:
         return False
     method = Method(
@@ -318,21 +322,22 @@ def needs_checkpointing(
 
 @contextlib.contextmanager
 def checkpointed(model: PreTrainedModel) -> Iterator[None]:
-    """Layers that are run inside keep their input only, and are run once more in the backward pass,
-    which may come later.
+    """Use activation checkpointing for all passes inside the block. The backward pass may run after
+    it.
 
-    transformers' own way needs `model.train()`, and with it dropout: sampling and training would be
-    of two functions.
+    transformers' own checkpointing needs `model.train()`, which enables dropout, so that sampling
+    and training would compute different functions.
     """
-    layers = layers_of(model)
-    # accelerate has one there, where layers lie on several devices
+    layers = find_layers(model)
+    # accelerate sets `forward` if layers are on several devices
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _Recomputed(
+        layer.forward = _CheckpointedLayer(
             layer.forward, hidden=bool(getattr(model, "is_loaded_in_8bit", False))
         )
     cached = torch.is_autocast_cache_enabled()
-    # casts of all weights would stay until the end of the pass, each used once
+    # Otherwise casts of all weights, each used once, would stay in memory until the end of the
+    # pass.
     torch.set_autocast_cache_enabled(False)
     try:
         yield
@@ -344,12 +349,13 @@ def checkpointed(model: PreTrainedModel) -> Iterator[None]:
                 layer.forward = forward
 
 
-class _Recomputed:
-    """A layer's forward, computed again when its gradient is wanted. There is no dropout, so that
-    no random state has to be kept.
+class _CheckpointedLayer:
+    """A layer's forward with activation checkpointing. Without dropout, no random state is stored.
 
-    hidden: it keeps inputs where autograd does not see them, as bitsandbytes' 8-bit product does in
-    its context. Then the first pass is one without gradients, which needs an input that wants one.
+    Args:
+        hidden: True if the layer stores inputs where autograd does not see them, as bitsandbytes'
+            8-bit product does in its context. The first pass then runs without gradients, and needs
+            an input that requires a gradient.
     """
 
     def __init__(self, forward: Callable[..., object], hidden: bool = False) -> None:
@@ -357,7 +363,7 @@ class _Recomputed:
         self._hidden = hidden
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        again = functools.partial(self._forward, **kwargs)
+        forward = functools.partial(self._forward, **kwargs)
         if (
             self._hidden
             and args
@@ -365,7 +371,9 @@ class _Recomputed:
             and not args[0].requires_grad
         ):
             args = (args[0].detach().requires_grad_(), *args[1:])
-        out: object = checkpoint(again, *args, use_reentrant=self._hidden, preserve_rng_state=False)
+        out: object = checkpoint(
+            forward, *args, use_reentrant=self._hidden, preserve_rng_state=False
+        )
         return out
 
 
@@ -392,7 +400,7 @@ def _splits(policy: Policy) -> bool:
     watch = head.register_forward_hook(lambda module, inputs, output: made.append(output))
     try:
         one = torch.zeros(1, 1, dtype=torch.long, device=policy.device)
-        # nothing masked, so that what is not copied is the head's output as it is
+        # Without masked ids, so that logits that are not copied are the head's own output.
         logits = replace(policy, unused_ids=frozenset()).logits(one, torch.ones_like(one), one)
     finally:
         watch.remove()
@@ -402,7 +410,7 @@ def _splits(policy: Policy) -> bool:
 
 
 class _Stop(Exception):
-    """Raised where a model reaches its head, to bring out what that would be given."""
+    """Raised when a model reaches its head; carries the head's input."""
 
     def __init__(self, states: torch.Tensor) -> None:
         super().__init__()
@@ -411,7 +419,7 @@ class _Stop(Exception):
 
 @contextlib.contextmanager
 def _head_inputs(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a pass ends with _Stop before the head."""
+    """End every pass inside the block before the head, with _Stop."""
     head = model.get_output_embeddings()
     assert head is not None
 
@@ -433,8 +441,8 @@ def _outputs(
     keep: int = 0,
     cache: DynamicCache | None = None,
 ) -> torch.Tensor:
-    """(N, keep, ·) what `Policy.logits` gives, or inside `_head_inputs` what the head would be
-    given."""
+    """Return the logits of `Policy.logits`, or inside `_head_inputs` the head's inputs; (N, keep,
+    ·)."""
     try:
         return policy.logits(ids, mask, positions, keep, cache)
     except _Stop as stop:
@@ -442,7 +450,7 @@ def _outputs(
 
 
 def head_logits(policy: Policy, states: torch.Tensor) -> torch.Tensor:
-    """(M, V) logits of (M, d) head inputs."""
+    """Return logits (M, V) of head inputs (M, d)."""
     with policy.accelerator.autocast():
         logits: torch.Tensor = policy.base.get_output_embeddings()(states)
     return policy.known_logits(logits)
@@ -501,8 +509,8 @@ def _row_by_row(
 
 
 def _packed(policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """As `_one_pass`, with the answers to a prompt one behind the other in a row of its own: each
-    sees the prompt and itself."""
+    """As `_one_pass`, but the completions of a prompt follow each other in packed rows. Each
+    completion attends to the prompt and itself."""
     prompts = [
         ids[mask.bool()] for ids, mask in zip(batch.prompt_ids, batch.prompt_mask, strict=True)
     ]
@@ -575,8 +583,8 @@ def _laid_out(
 def _one_pass(
     policy: Policy, batch: Batch, later: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
-    """(M, V) logits, or head inputs, that predict the first token of each row, then the tokens
-    `place` + 1 of rows `later`."""
+    """Return logits (M, V) or head inputs (M, d) that predict the first token of each row, then
+    the tokens `place` + 1 of rows `later`."""
     owner, start, columns = batch.prompt_of, batch.layout.start, batch.layout.columns
     lengths, width = batch.prompt_mask.sum(1), batch.prompt_ids.shape[1]  # (Q,), P
     column = torch.arange(columns, device=owner.device)
@@ -611,12 +619,12 @@ def _two_passes(
     ids, mask, owner = batch.completion_ids, batch.completion_mask, batch.prompt_of
     positions = (batch.prompt_mask.cumsum(1) - 1).clamp(min=0)  # (Q, P)
     cache = DynamicCache(config=policy.base.config)
-    # (Q, V), they predict the first tokens
+    # (Q, V) predictions of the first tokens
     first = _outputs(policy, batch.prompt_ids, batch.prompt_mask, positions, 1, cache)[:, -1]
     logits = [first[owner.to(first.device)]]
     if ids.shape[1] > 1:
         reorder(cache, owner)
-        before = ids[:, :-1]  # (N, T - 1), they predict the others
+        before = ids[:, :-1]  # (N, T - 1) inputs that predict the other tokens
         seen = torch.cat([batch.prompt_mask[owner], mask[:, :-1].to(batch.prompt_mask.dtype)], 1)
         after = positions[owner, -1:] + 1 + torch.arange(before.shape[1], device=ids.device)
         made = _outputs(policy, before, seen, after, cache=cache)
@@ -641,7 +649,7 @@ def token_logprobs(
     Args:
         logits: (M, V).
         tokens: (M,).
-        entropy: If False, the entropies are 0.
+        entropy: False to skip the entropies, which are then 0.
 
     Returns:
         Log-probabilities with gradient, and entropies without; both (M,) float32, in nats.
@@ -673,7 +681,7 @@ class _TokenLogprobs(torch.autograd.Function):
             scores = logits[rows].float() / temperature
             most = scores.amax(-1)
             scores -= most[:, None]
-            chances = scores.exp()  # times the sum of all of the row
+            chances = scores.exp()  # not normalised
             sums = chances.sum(-1)
             total[rows] = most + sums.log()
             if entropy:

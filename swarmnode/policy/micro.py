@@ -1,5 +1,5 @@
-"""Micro-batches by padded tokens, and what to do when memory runs out: halve them, and try larger
-ones again much later."""
+"""Micro-batches bounded by padded tokens. The bound is halved when memory runs out, and raised
+again after many successful passes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ T = TypeVar("T")
 def micro_batches(
     lengths: Sequence[int], max_tokens: int, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Row indices in batches of at most `max_tokens` padded tokens (rows × longest row), short rows
-    with short ones.
+    """Split rows into batches of at most `max_tokens` padded tokens (rows × longest row), with rows
+    of similar length together.
 
-    Rows of one group (equal value in `groups`) stay together where a batch can hold the group. A
-    row longer than `max_tokens` is a batch by itself. Every index comes exactly once.
+    Rows of one group (equal value in `groups`) stay together if a batch can hold the group. A row
+    longer than `max_tokens` is a batch of its own.
+
+    Returns:
+        Row indices of each batch. Every index occurs exactly once.
     """
     members: dict[int, list[int]] = {}
     for row in range(len(lengths)):
@@ -42,7 +45,7 @@ def micro_batches(
         elif len(rows) * width <= max_tokens:
             batches.append(list(rows))
             longest = width
-        else:  # a group that no batch can hold
+        else:  # the group does not fit into one batch
             for row in rows:
                 if (
                     batches
@@ -57,8 +60,8 @@ def micro_batches(
 
 
 def is_oom(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, on whichever device; backends other than CUDA raise
-    plain RuntimeError."""
+    """Return True if `error` means that memory ran out, on any device. Backends other than CUDA
+    raise plain RuntimeError."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -66,8 +69,8 @@ def is_oom(error: BaseException) -> bool:
 
 
 def free_memory() -> None:
-    """What nobody refers to any more, back to the device. Outside the `except` that caught the
-    failure: its frames refer to a lot."""
+    """Return unreferenced memory to the device. Call it outside of the `except` block that caught
+    the error, since the error's frames refer to tensors."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -79,22 +82,25 @@ NO_MEMORY = (
     "cannot allocate memory",
     "status_alloc_failed",
 )
-"""In what backends say; the last is cuBLAS and cuDNN, which allocate a workspace at the first call
-on a device or stream."""
+"""Parts of backends' error messages when memory runs out. The last one is of cuBLAS and cuDNN,
+which allocate a workspace at the first call on a device or stream."""
 
 
 CALM_PASSES = 200
+"""Number of successful passes near the bound after which it is raised."""
 LONGEST_PATIENCE = 20_000
+"""Largest value of that number, which doubles after each raise that failed."""
 
 
 class RowTooLarge(DeviceError):
-    """Raised when one row alone (of `generate`: one question) does not fit; `row` is its index."""
+    """Raised if a single row (in `generate`: a single question) does not fit. `row` is its
+    index."""
 
     def __init__(self, row: int, tokens: int) -> None:
         super().__init__(
             f"out of memory with {tokens} tokens, and a micro-batch cannot be smaller: set"
-            " training.max_completion_length lower, train an adapter (policy.lora.r = 16), or take"
-            " a recipe for a smaller card; `swarmnode plan` says what fits"
+            " training.max_completion_length lower, train an adapter (policy.lora.r = 16), or use"
+            " a recipe for a smaller GPU; `swarmnode plan` shows what fits"
         )
         self.row = row
         self.tokens = tokens
@@ -108,14 +114,18 @@ class MicroBatchStatistics:
 
 
 class MicroBatcher:
-    """Runs passes in micro-batches of at most `tokens` padded tokens and halves that on
-    out-of-memory.
+    """Runs passes in micro-batches of at most `tokens` padded tokens, and halves the bound when
+    memory runs out.
 
-    What ran out may have been somebody else's memory: after CALM_PASSES passes that came near the
-    bound it is raised by a quarter, up to `most` again, and where that was wrong the next attempt
-    takes twice as long. Write `tokens` to disk and give it back after a restart. `alive` is called
-    after every micro-batch. With `first` it begins with so many and doubles them after each such
-    pass, until something is too much: slow start, for who cannot know what others are able to do.
+    Another program may have caused the shortage. Therefore the bound is raised by a quarter after
+    CALM_PASSES passes near it, up to `most`. If memory runs out again, the next raise takes twice
+    as many passes. Save `tokens` and restore it after a restart.
+
+    Args:
+        most: Largest bound, in padded tokens.
+        alive: Called after every micro-batch.
+        first: Initial bound, if the memory of other nodes is unknown (slow start). It doubles after
+            each pass near it until memory runs out for the first time.
     """
 
     def __init__(
@@ -126,7 +136,7 @@ class MicroBatcher:
         self._most = most
         self._doubles = first is not None
         self._longest: int | None = None
-        """The longest row that may fit, once one alone did not."""
+        """Length of the longest row that may fit; None while every single row has fit."""
         self._retries = 0
         self._calm = 0
         self._patience = CALM_PASSES
@@ -142,11 +152,16 @@ class MicroBatcher:
         groups: Sequence[int] | None = None,
         restart: Callable[[], None] | None = None,
     ) -> list[tuple[list[int], T]]:
-        """[(row indices, work(row indices))] for all micro-batches.
+        """Run `work` on all micro-batches; return (row indices, result) of each.
 
-        On out-of-memory what failed is done again in smaller pieces. With `restart` everything is,
-        after `restart()`, which has to undo what `work` left, e.g. zero the gradients: a backward
-        pass that dies has added some of them already. Raises RowTooLarge.
+        If memory runs out, the failed micro-batch is repeated in smaller pieces.
+
+        Args:
+            restart: If given, all micro-batches are repeated instead, after `restart()`. It has to
+                undo the effects of `work`: a failed backward pass has added some gradients.
+
+        Raises:
+            RowTooLarge: A single row does not fit into memory.
         """
         for row, length in enumerate(lengths):
             if self._longest is not None and length > self._longest:
@@ -167,7 +182,7 @@ class MicroBatcher:
                 if len(rows) == 1:
                     self._longest = lengths[rows[0]] - 1
                     raise RowTooLarge(rows[0], lengths[rows[0]]) from error
-            # Outside the handler: the exception's frames hold the tensors that have to go.
+            # Outside of the handler, because the exception's frames refer to tensors.
             if restart is None:
                 self.ran_out(_padded(rows, lengths))
                 left = sorted(row for batch in waiting for row in batch)
@@ -222,7 +237,7 @@ class MicroBatcher:
                     self._longest = lengths[rows[0]] - 1
                     raise RowTooLarge(rows[0], lengths[rows[0]]) from error
                 failed = _padded(rows, lengths)
-            # Outside the handler: the exception's frames hold the tensors that have to go.
+            # Outside of the handler, because the exception's frames refer to tensors.
             self.ran_out(failed)
             raise MemoryError(f"out of memory with {failed} tokens")
         self.passed(max((_padded(rows, lengths) for rows in batches), default=0))
@@ -235,7 +250,8 @@ class MicroBatcher:
         sampling: Sampling,
         generator: torch.Generator,
     ) -> list[GroupSample]:
-        """`generate.generate` in pieces of whole questions, in order of `prompts`."""
+        """Run `generate.generate` in micro-batches of whole questions; return one group per
+        prompt, in order."""
         longest = (
             max((len(policy.prompt_ids(prompt)) for prompt in prompts), default=0)
             + sampling.max_tokens
@@ -252,7 +268,7 @@ class MicroBatcher:
     def score_with_entropy(
         self, policy: Policy, rows: Sequence[Row], temperature: float
     ) -> list[tuple[list[float], list[float]]]:
-        """`logprobs.score_with_entropy` in micro-batches."""
+        """Run `logprobs.score_with_entropy` in micro-batches."""
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         work = lambda indices: score_with_entropy(policy, [rows[i] for i in indices], temperature)
         for indices, values in self.run([len(p) + len(c) for p, c, *_ in rows], work):
@@ -261,14 +277,17 @@ class MicroBatcher:
         return out
 
     def score(self, policy: Policy, rows: Sequence[Row], temperature: float) -> list[list[float]]:
-        """`logprobs.score` in micro-batches."""
+        """Run `logprobs.score` in micro-batches."""
         return [chosen for chosen, _ in self.score_with_entropy(policy, rows, temperature)]
 
     def cut(
         self, lengths: Sequence[int], groups: Sequence[int] | None = None, tokens: int | None = None
     ) -> int:
-        """Padded tokens of the largest micro-batch of rows of these lengths, each of at most
-        `tokens`, or of what may be."""
+        """Return the padded tokens of the largest micro-batch of rows with these lengths.
+
+        Args:
+            tokens: Bound of a micro-batch; None means the present one.
+        """
         return max(
             (
                 _padded(rows, lengths)
@@ -278,21 +297,29 @@ class MicroBatcher:
         )
 
     def ran_out(self, failed: int) -> None:
-        """Memory did. `failed`: padded tokens of what was tried."""
+        """Process a shortage of memory in a micro-batch of `failed` padded tokens."""
         self.shrink(failed)
         self._retries += 1
         free_memory()
 
     def shrink(self, failed: int) -> None:
-        """Halve what failed, `failed` padded tokens: the bound itself may be far above any batch
-        there was."""
+        """Set the bound to half of `min(bound, failed)`: the bound may be far above every
+        micro-batch so far.
+
+        Args:
+            failed: Padded tokens of the micro-batch that ran out of memory.
+        """
         self.tokens = max(min(self.tokens, failed) // 2, 1)
         self._calm, self._doubles = 0, False
         if self._raised:
             self._raised, self._patience = False, min(2 * self._patience, LONGEST_PATIENCE)
 
     def passed(self, largest: int) -> None:
-        """A pass went through whose largest micro-batch had so many padded tokens."""
+        """Process a successful pass.
+
+        Args:
+            largest: Padded tokens of its largest micro-batch.
+        """
         if self._longest is None and self.tokens >= self._most:
             return
         if self._doubles:

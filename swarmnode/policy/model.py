@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer: what everything else computes with."""
+"""A loaded model with its tokenizer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
-class Adapted(Protocol):
-    """peft's wrapper around a model with an adapter; peft itself takes a second to import, and most
-    policies do without."""
+class AdaptedModel(Protocol):
+    """peft's wrapper around a model with an adapter. It is a protocol, because importing peft takes
+    a second, and most policies have no adapter."""
 
     def get_base_model(self) -> torch.nn.Module: ...
     def disable_adapter(self) -> contextlib.AbstractContextManager[None]: ...
@@ -43,36 +43,34 @@ class PolicyStatistics:
 
 @dataclass(frozen=True)
 class Policy(PolicyText):
-    """A loaded model with its tokenizer, and everything about the pair that the trainer and peers
-    ask for."""
+    """A loaded model with its tokenizer."""
 
     model: Model
     device: torch.device
-    """Where input ids go."""
+    """Device of the input ids."""
     dtype: torch.dtype
     """Dtype of the computation. Trained weights are float32 (accelerate's mixed precision)."""
     accelerator: Accelerator
-    """With dtype float16 use its `prepare_optimizer`, `backward` and `clip_grad_norm_`: they scale
-    the loss."""
+    """Its `prepare_optimizer`, `backward` and `clip_grad_norm_` scale the loss in float16."""
     adapter_off: bool = False
     """True for the reference policy of a LoRA policy: same weights, adapter bypassed."""
     obstacles: dict[str, str] = field(default_factory=dict, compare=False)
-    """Way of computing → why the model does not take it, empty if it does; see `ways.py`. Shared
-    with the policies that are made of this one."""
+    """Reason why a way of computing does not work with the model, by way; empty if it works. See
+    `ways.py`. Copies of this policy share it."""
     measured: dict[str, float] = field(default_factory=dict, compare=False)
-    """What trials have measured, by name. Shared like `obstacles`."""
+    """Measurements of trials, by name. Copies of this policy share it."""
 
     def trainable_parameters(self) -> list[torch.nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     @property
     def base(self) -> PreTrainedModel:
-        """transformers' model, inside peft's wrapper where there is an adapter."""
+        """The transformers model, without peft's wrapper."""
         return base_model(self.model)
 
     @property
     def is_spread(self) -> bool:
-        """Whether its layers lie on several devices."""
+        """True if the layers are on several devices."""
         return len(set(self.device_map.values())) > 1
 
     @property
@@ -83,12 +81,12 @@ class Policy(PolicyText):
 
     @property
     def lora_rank(self) -> int:
-        """0 where all weights are trained."""
+        """Rank of the adapter; 0 if all weights are trained."""
         adapters = getattr(self.model, "peft_config", {})
         return max((settings.r for settings in adapters.values()), default=0)
 
     def random_generator(self, seed: int) -> torch.Generator:
-        """A generator on the policy's device."""
+        """Return a generator on the policy's device."""
         return torch.Generator(
             self.device if self.device.type in ("cpu", "cuda") else "cpu"
         ).manual_seed(seed)
@@ -101,10 +99,15 @@ class Policy(PolicyText):
         keep: int = 0,
         cache: Cache | None = None,
     ) -> torch.Tensor:
-        """Return logits (N, keep, V) of the last `keep` positions, of all where 0, in mixed
-        precision, of the tokens that the tokenizer has (`known_logits`).
+        """Return logits (N, keep, V) in mixed precision, masked by `known_logits`.
 
-        `cache` is read and extended. No mask: no padding."""
+        Args:
+            input_ids: (N, T).
+            attention_mask: (N, T); None without padding.
+            position_ids: (N, T).
+            keep: Number of last positions with logits; 0 means all.
+            cache: Keys and values, which are read and extended.
+        """
         fewer = (
             {"logits_to_keep": keep}
             if keep and takes_logits_to_keep(self.base.__class__.forward)
@@ -119,27 +122,26 @@ class Policy(PolicyText):
                 **{cache_keyword(self.base.__class__.forward): cache},
                 **fewer,
             )
-        # a model that is spread may give them on the card of its head
+        # A model on several devices returns them on the device of its head.
         return self.known_logits(output.logits[:, -keep:]).to(input_ids.device)
 
     def bypassed(self) -> contextlib.AbstractContextManager[None]:
-        """Bypass the adapter inside, if this is the reference policy of a LoRA policy."""
+        """Bypass the adapter inside the block, if this is the reference policy of a LoRA policy."""
         return (
             self.model.disable_adapter()
-            if self.adapter_off and isinstance(self.model, Adapted)
+            if self.adapter_off and isinstance(self.model, AdaptedModel)
             else contextlib.nullcontext()
         )
 
     def reference(self) -> Policy:
-        """This policy as it is now, frozen, for a KL term: a copy, or with LoRA the base under the
-        same weights."""
-        if isinstance(self.model, Adapted):
+        """Return the present policy, frozen, for a KL term: a copy, or with LoRA the same base
+        without the adapter."""
+        if isinstance(self.model, AdaptedModel):
             return replace(self, adapter_off=True)
         return replace(self, model=copy.deepcopy(self.model).requires_grad_(False))
 
     def clone(self) -> Policy:
-        """An independent policy with equal weights, e.g. for many simulated nodes in one
-        process."""
+        """Return an independent policy with equal weights."""
         return replace(self, model=copy.deepcopy(self.model))
 
     def statistics(self) -> PolicyStatistics:
@@ -155,8 +157,8 @@ class Policy(PolicyText):
 
 
 def base_model(model: Model) -> PreTrainedModel:
-    """transformers' model, inside peft's wrapper where there is an adapter."""
-    if isinstance(model, PreTrainedModel):  # first: it is fast, and a look at a protocol is not
+    """Return the transformers model, without peft's wrapper."""
+    if isinstance(model, PreTrainedModel):  # first, because a check of a protocol is slow
         return model
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
@@ -170,6 +172,6 @@ def takes_logits_to_keep(forward: Callable[..., object]) -> bool:
 
 @functools.cache
 def cache_keyword(forward: Callable[..., object]) -> str:
-    """Return the name under which a model takes its keys and values. transformers 5.24 calls it
-    `cache`, and deprecates the earlier name."""
+    """Return the name of the model's argument for keys and values. transformers 5.24 renamed it to
+    `cache` and deprecates the former name."""
     return "cache" if "cache" in inspect.signature(forward).parameters else "past_key_values"

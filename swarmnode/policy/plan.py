@@ -1,4 +1,4 @@
-"""Which ways of training a model there are, and what each needs: what `swarmnode plan` prints."""
+"""Training methods for a model and their memory, as `swarmnode plan` prints them."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from dataclasses import dataclass, replace
 from swarmnode.policy.footprint import Footprint, Method, Optim, Shape, footprint, micro_batch
 
 CARDS = (8, 12, 16, 24, 32, 48, 80, 141)
-"""GB of memory that GPUs are sold with."""
+"""Common memory sizes of GPUs, in GB."""
 CARD_BYTES = 10**9
-"""What they call a GB: a card has a little more than this, and its driver takes a little of it."""
+"""Usable bytes per nominal GB. A GPU has slightly more, and its driver uses some of it."""
 LORA_RANK = 16
+"""Rank of the adapters in the plan."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One way to train, with rows of a length."""
+class PlannedMethod:
+    """A training method with its memory."""
 
     name: str
     method: Method
     row: Footprint
-    """With one row in a micro-batch."""
+    """Memory with one row per micro-batch."""
     micro_batch: int
-    """Tokens of the largest micro-batch in the memory that there is; 0 where a row does not fit, or
-    no memory was said."""
+    """Tokens of the largest micro-batch that fits; 0 if a row does not fit, or if the memory is
+    unknown."""
 
     @property
     def card(self) -> int | None:
-        """GB of the smallest card that holds it."""
+        """Size of the smallest GPU on which one row fits, in GB; None if it fits on none."""
         return next((size for size in CARDS if self.row.total <= size * CARD_BYTES), None)
 
 
 def methods(device: str, dtype: str, rank: int) -> list[tuple[str, Method]]:
-    """By what it costs in quality: first what costs none."""
+    """Return (name, method) of all training methods, those with the least loss of quality first."""
     plain = Method(device, dtype)
     kinds = [("all weights", plain)]
     optims: list[Optim] = ["adamw"]
@@ -46,40 +47,46 @@ def methods(device: str, dtype: str, rank: int) -> list[tuple[str, Method]]:
         ]
     whole = [(name, replace(method, optim=optim)) for name, method in kinds for optim in optims]
     return [
-        (name, replace(method, checkpointing=again))
+        (name, replace(method, checkpointing=checkpointing))
         for name, method in [*whole, *adapters]
-        for again in (False, True)
+        for checkpointing in (False, True)
     ]
 
 
 def choices(
     shape: Shape, device: str, dtype: str, rank: int, length: int, memory: int | None
-) -> list[Choice]:
-    """All ways to train with rows of `length` tokens, prompt included. memory: bytes of the device,
-    where somebody said."""
+) -> list[PlannedMethod]:
+    """Return all training methods with their memory.
+
+    Args:
+        length: Tokens per row, including the prompt.
+        memory: Memory of the device in bytes; None if it is unknown.
+    """
     found = []
     for name, method in methods(device, dtype, rank):
         tokens = micro_batch(shape, method, memory) if memory is not None else 0
         found.append(
-            Choice(
+            PlannedMethod(
                 name, method, footprint(shape, method, length), tokens if tokens >= length else 0
             )
         )
     return found
 
 
-def best(found: list[Choice]) -> Choice | None:
-    """The first that fits, layers run again only where they have to be; None where nothing does."""
+def best(found: list[PlannedMethod]) -> PlannedMethod | None:
+    """Return the first method that fits; None if none fits. Methods without activation
+    checkpointing come first."""
     return next((choice for choice in found if choice.micro_batch), None)
 
 
-def settings(choice: Choice) -> list[str]:
-    """What to set for it, each as key=value. Layers are run again by need, which nobody sets."""
-    method, said = choice.method, []
+def settings(choice: PlannedMethod) -> list[str]:
+    """Return the settings for a method, each as key=value. Activation checkpointing has no setting;
+    it is used if memory is short."""
+    method, found = choice.method, []
     if method.lora_rank:
-        said.append(f"policy.lora.r={method.lora_rank}")
+        found.append(f"policy.lora.r={method.lora_rank}")
     if method.base_bits:
-        said.append(f'policy.quantization="{method.base_bits}bit"')
+        found.append(f'policy.quantization="{method.base_bits}bit"')
     if method.optim != "adamw":
-        said.append(f'policy.optim="{method.optim}"')
-    return said
+        found.append(f'policy.optim="{method.optim}"')
+    return found

@@ -1,5 +1,5 @@
-"""The shape of a model by what is published of it: config.json and the headers of its safetensors
-files. No weights, no torch."""
+"""Reads the shape of a model from config.json and the headers of its safetensors files, without
+weights and without torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from swarmnode.errors import Unavailable
 from swarmnode.policy.footprint import Shape
 
 HEADER_BYTES = 100 * 2**20
-"""More than any header of a safetensors file may have."""
+"""Largest header of a safetensors file that is read."""
 NO_LAYER = ("embed_tokens", "lm_head", "wte", "wpe", "embed_in", "embed_out")
-"""Parts of names of matrices that no adapter is put on."""
+"""Parts of the names of matrices without an adapter."""
 
 Shapes = Mapping[str, Sequence[int]]
 """Tensor name → its dimensions."""
 
 
 def published_shape(model: str, revision: str | None = None) -> Shape:
-    """The shape of `embedded`, a directory, or a Hub name. Raises Unavailable, saying what is
-    missing."""
+    """Return the shape of `embedded`, a directory, or a Hub name.
+
+    Raises:
+        Unavailable: The model does not exist, or a file is missing or damaged.
+    """
     if model == "embedded":
         with resources.as_file(resources.files("swarmnode.policy") / "embedded") as directory:
             return shape_in(directory)
@@ -35,8 +38,12 @@ def published_shape(model: str, revision: str | None = None) -> Shape:
 
 
 def shape_in(directory: Path) -> Shape:
-    """The shape of a model in a directory; its parameters are counted where its weights are there,
-    else computed. Raises Unavailable."""
+    """Return the shape of a model in a directory. Parameters are counted if the weights are there,
+    and otherwise computed from the configuration.
+
+    Raises:
+        Unavailable: A file is missing or damaged.
+    """
     config = _config(directory / "config.json")
     shapes = {
         name: dims
@@ -50,8 +57,11 @@ def shape_in(directory: Path) -> Shape:
 
 
 def shape_on_hub(model: str, revision: str | None) -> Shape:
-    """The shape of a model on the Hub, by config.json, and the first bytes of each weight file.
-    Raises Unavailable."""
+    """Return the shape of a model on the Hub, from config.json and the headers of its weight files.
+
+    Raises:
+        Unavailable: The model does not exist, or the Hub cannot be reached.
+    """
     from huggingface_hub import get_safetensors_metadata, hf_hub_download
     from huggingface_hub.errors import (
         HfHubHTTPError,
@@ -64,13 +74,13 @@ def shape_on_hub(model: str, revision: str | None) -> Shape:
         config = _config(Path(hf_hub_download(model, "config.json", revision=revision)))
     except (OSError, HfHubHTTPError, HFValidationError, ValueError) as error:
         raise Unavailable(
-            f"{model}: neither a directory nor a model that the Hub shows ({_first_line(error)})"
+            f"{model}: neither a directory nor a model on the Hub ({_first_line(error)})"
         ) from None
     shape = Shape.of_config(config)
     try:
         metadata = get_safetensors_metadata(model, revision=revision)
     except (NotASafetensorsRepoError, SafetensorsParsingError, OSError, HfHubHTTPError, ValueError):
-        return shape  # the Hub has no headers to show, or is offline: computed from config.json
+        return shape  # no headers are available; computed from config.json
     shapes = {
         name: info.shape
         for file in metadata.files_metadata.values()
@@ -92,8 +102,11 @@ def _config(path: Path) -> Mapping[str, object]:
 
 
 def headers(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
-    """(name, dimensions) of each tensor in a safetensors file. Raises Unavailable when it is
-    damaged."""
+    """Yield (name, dimensions) of each tensor in a safetensors file.
+
+    Raises:
+        Unavailable: The file is damaged.
+    """
     try:
         with file.open("rb") as stream:
             size = int.from_bytes(stream.read(8), "little")
@@ -108,8 +121,11 @@ def headers(file: Path) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def count(shapes: Shapes, tied: bool) -> tuple[int, int]:
-    """(parameters, inputs + outputs summed over what gets an adapter). tied: a head that is stored
-    all the same is the embedding."""
+    """Return (number of parameters, inputs + outputs summed over the matrices with an adapter).
+
+    Args:
+        tied: True if the head is the embedding; a stored head is then not counted.
+    """
     parameters = edges = 0
     for name, dims in shapes.items():
         if len(dims) > 2 or (tied and "lm_head" in name):  # GPT-2 stores its causal masks

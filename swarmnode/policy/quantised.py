@@ -1,9 +1,9 @@
-"""A policy to sample from whose matrices are int8, a scale for each row: a byte per weight, where a
-trained policy takes four. Torch.
+"""A policy for sampling with int8 matrices and one scale per row: one byte per weight instead of
+the four of a trained policy.
 
-A matrix is multiplied as it is and its rows are scaled afterwards, so no more than one of them is
-ever there in the dtype of the activations. What is not a matrix (norms, biases, adapters) is kept
-as it is. A weight errs by at most 1/254 of the largest in its row.
+A product uses the codes, and scales the result by row. Therefore at most one matrix exists in the
+dtype of the activations at a time. Norms, biases and adapters are not quantised. The error of a
+weight is at most 1/254 of the largest weight of its row.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ if TYPE_CHECKING:
 
 MOST = 127
 BLOCK = 2**22
-"""Values at a time, each of which takes some 20 bytes meanwhile: an embedding of 7 B whole took 6
-GB beside the stage."""
+"""Number of weights that are quantised at a time, about 20 bytes each. The embedding of a model
+with 7 billion parameters at once took 6 GB beside the stage."""
 ROOM = 1.004
-"""A row keeps its scale until its largest weight has grown by so much: half a unit of 127, which is
-cut off."""
+"""A row keeps its scale until its largest weight exceeds 127 units by this factor. Half a unit is
+then clamped."""
 
 
 def quantise(
     weight: torch.Tensor, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, columns) → int8 of the same shape and (rows,) float32 scales: weight ≈ scale · code,
-    codes in −127 … 127.
+    """Quantise a matrix by row: weight ≈ scale · code, with codes from −127 to 127.
 
-    scales: those of an earlier state, which are kept for every row that they still fit, so that
-    what has not moved has the same code.
+    Args:
+        weight: (rows, columns).
+        scales: Scales (rows,) of an earlier state. A row keeps its scale while it fits, so that the
+            codes of unchanged weights do not change.
+
+    Returns:
+        int8 codes (rows, columns) and float32 scales (rows,).
     """
     count = max(1, BLOCK // max(1, weight.shape[1]))
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
@@ -55,7 +59,7 @@ def quantise(
 
 
 class Int8Matrix(nn.Module):
-    """(out, in) codes and (out,) scales."""
+    """A quantised matrix: codes (out, in) and scales (out,)."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -73,16 +77,20 @@ class Int8Matrix(nn.Module):
         self.register_buffer("scales", scales)
         self.register_buffer("bias", bias)
         self.dtype = dtype
-        """An embedding's rows are of it."""
+        """Dtype of the rows of an embedding."""
 
 
 class Int8Linear(Int8Matrix):
+    """A linear layer with an int8 matrix."""
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = functional.linear(x, self.codes.to(x.dtype)) * self.scales.to(x.dtype)
         return out if self.bias is None else out + self.bias.to(x.dtype)
 
 
 class Int8Embedding(Int8Matrix):
+    """An embedding with an int8 matrix."""
+
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.codes[ids].to(self.dtype) * self.scales[ids].to(self.dtype)[..., None]
 
@@ -95,15 +103,17 @@ def build_quantised(
     device: torch.device | str,
     adapt: Callable[[PreTrainedModel], Model] = lambda model: model,
 ) -> Model:
-    """The model with weights `read(name)`, one tensor at a time. adapt: puts an untrained adapter
-    on a model without weights.
+    """Build a quantised model, one tensor at a time.
 
-    `read` may be asked for the names of transformers' model only; what `adapt` adds is zero.
+    Args:
+        read: Returns the weight with a name of the transformers model.
+        dtype: Dtype of unquantised weights and of activations.
+        adapt: Adds an adapter to a model without weights. The adapter's weights are 0.
     """
     with torch.device("meta"):
         model = adapt(AutoModelForCausalLM.from_config(config, dtype=dtype))
         base = base_model(model)
-    # buffers that no file holds
+    # Its buffers are in no file.
     base.model.rotary_emb = type(base.model.rotary_emb)(config=config).to(device)
     tied: Int8Matrix | None = None
     for path, module in list(base.named_modules()):

@@ -61,7 +61,7 @@ def writes_out(policy: Policy) -> bool:
 
 def _gap(policy: Policy) -> float:
     # imported here, because decoding imports this module
-    from swarmnode.policy.decode import Fixed, decoding_gap
+    from swarmnode.policy.decode import FixedDecoder, decoding_gap
 
     kind = policy.base.config.model_type
     if kind not in MODEL_TYPES:
@@ -69,8 +69,8 @@ def _gap(policy: Policy) -> float:
     if policy.is_spread:
         raise ValueError("its layers lie on several devices")
     if not sees_everything(policy):
-        raise ValueError("its layers do not see everything")
-    return decoding_gap(policy, Fixed)
+        raise ValueError("a layer has a sliding window")
+    return decoding_gap(policy, FixedDecoder)
 
 
 def _step(
@@ -100,7 +100,7 @@ def _step(
                 key = _normed(key, attention.k_norm)
             query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
             keys, values = cache.update(key[:, :, None], value, number)  # (N, key heads, L, D)
-            # query heads that share keys are rows of one attention: no key is repeated
+            # Query heads that share keys are rows of one attention, so that no key is repeated.
             query = query.reshape(rows, keys.shape[1], -1, size).to(keys.dtype)
             mixed = _attention(query, keys, values, mask, attention.scaling, windows)
             hidden = hidden + attention.o_proj(mixed.reshape(rows, -1))

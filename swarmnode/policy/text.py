@@ -1,5 +1,5 @@
-"""What of a policy needs none of its weights: its tokenizer and its identity. Whoever holds a stage
-has it, and the head trains with it."""
+"""The part of a policy without weights: its tokenizer and its identity. Nodes with a stage hold it
+too."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from swarmnode import tool_prompt
 from swarmnode.errors import Incompatible, Unavailable
 
 UNUSED_LOGIT = -1e4
-"""Logit of an unused id: no probability at any temperature up to 100, and finite in 16 bits, so
-that an entropy stays a number."""
+"""Logit of an unused id: probability 0 at every temperature up to 100, and finite in 16 bits, so
+that entropies are finite."""
 SAMPLE_TEXT = (
     "Let's work through it step by step. There are 24 apples; 3/8 of them, i.e. 24 * 3 / 8 = 9,"
     " are green. So 24 - 9 = 15 apples are red, and at $0.35 each they cost 15 * 0.35 = 5.25"
     " dollars.\n\nFirst, note that f(x) = x^2 + 2x + 1 = (x + 1)^2, therefore f(3) = 16. The word"
     ' "backward" spelled backward is "drawkcab".\n<answer>5.25</answer>'
 )
-"""What answers look like, for the rate at which a tokenizer makes tokens of them."""
+"""Typical answer, for measuring the tokenizer's tokens per byte."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """The conversation around a question, part of what a swarm agrees on."""
+    """The conversation around a question. All nodes of a swarm use the same."""
 
     system: str = ""
     arguments: tuple[tuple[str, bool | int | float | str], ...] = ()
@@ -42,12 +42,15 @@ class Chat:
     def of(
         cls, settings: Mapping[str, bool | int | float | str], tokenizer: PreTrainedTokenizerBase
     ) -> Chat:
-        """`policy.chat`, tried on a question. Raises Unavailable where the tokenizer has no
-        template for it, or that fails."""
+        """Return the conversation of `policy.chat`, after a test with a question.
+
+        Raises:
+            Unavailable: The tokenizer has no chat template, or the template fails.
+        """
         if not tokenizer.chat_template:
             if settings:
                 raise Unavailable(
-                    "policy.chat is set, and policy.model has no chat template: take an instruct"
+                    "policy.chat is set, and policy.model has no chat template: use an instruct"
                     " model, or unset it"
                 )
             return cls()
@@ -89,26 +92,26 @@ class PolicyText:
     eos_ids: frozenset[int]
     """All tokens at which generation stops; chat models have several."""
     pad_id: int
-    """Fills batches. Masked everywhere, so that any valid id will do."""
+    """Padding id. It is masked everywhere, so that any valid id works."""
     vocab_size: int
-    """Ids below this may mean something to both model and tokenizer; see `vocabulary`."""
+    """Size of the vocabulary that model and tokenizer share; see `vocabulary`."""
     chat: Chat = field(default=Chat(), kw_only=True)
-    """What is around every question."""
+    """Conversation around every question."""
     context: int | None = field(default=None, kw_only=True)
-    """Most tokens of a prompt and its answer together; None where the model has no limit."""
+    """Largest number of tokens of a prompt with its answer; None if the model has no limit."""
     unused_ids: frozenset[int] = field(default=frozenset(), kw_only=True)
-    """Ids below `vocab_size` that the tokenizer has no token for. They are never sampled."""
+    """Ids below `vocab_size` without a token in the tokenizer. They are never sampled."""
 
     @property
     def tokens_per_text_byte(self) -> float:
-        """About how many of our tokens a byte of somebody else's text becomes."""
+        """Approximate number of this tokenizer's tokens per byte of text."""
         return len(
             self.tokenizer(SAMPLE_TEXT, add_special_tokens=False, verbose=False)["input_ids"]
         ) / len(SAMPLE_TEXT.encode())
 
     def encode_prompt(self, prompt: str) -> list[int]:
-        """Token ids of a question: a system turn if there is one, a user turn and the start of the
-        answer where the tokenizer has a chat template, else the text."""
+        """Return the token ids of a question. With a chat template they are the system turn if
+        there is one, the user turn, and the start of the answer; otherwise those of the text."""
         return list(encode_prompt(self.tokenizer, prompt, self.chat))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
@@ -150,8 +153,11 @@ class PolicyText:
         return bool(first.tools) and shows_tools(self.tokenizer, self.chat, first.form)
 
     def room(self, prompt_ids: Sequence[int], wanted: int) -> int:
-        """Return how many of `wanted` answer tokens fit behind a prompt. Raises PromptTooLong if
-        none does."""
+        """Return the number of answer tokens that fit after a prompt, at most `wanted`.
+
+        Raises:
+            PromptTooLong: None fits.
+        """
         room = wanted if self.context is None else min(wanted, self.context - len(prompt_ids))
         if room < 1:
             raise PromptTooLong(
@@ -165,34 +171,36 @@ class PolicyText:
         return self.context is None or len(self.encode_prompt(prompt)) < self.context
 
     def known_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits (…, V) of (…, rows of the model): an id without a token in the tokenizer
-        has no probability. Sampling and scoring must agree on that, so both call this."""
+        """Return logits (…, V) of the model's logits (…, rows). An id without a token in the
+        tokenizer has probability 0. Sampling and scoring both call this, so that they agree."""
         known = logits[..., : self.vocab_size]
         if not self.unused_ids:
             return known
         return known.index_fill(-1, _index(self.unused_ids, logits.device), UNUSED_LOGIT)
 
     def decode(self, ids: list[int]) -> str:
-        """Return the text of completion ids: what a reward sees and what peers get.
+        """Return the text of completion ids, which is scored and sent to peers.
 
-        Tokens that stand for no text are left out. Every other special token is spelled, such as
-        the ones that open a channel, a tool call or another turn.
+        Tokens that stand for no text are omitted. All other special tokens are spelled out, such as
+        those that open a channel, a tool call or another turn.
         """
         silent = silent_ids(self.tokenizer, self.eos_ids)
         spoken = [i for i in ids if i not in silent]
         return str(self.tokenizer.decode(spoken, skip_special_tokens=False))
 
     def hides(self, ids: list[int]) -> bool:
-        """Return True if completion ids hold something that `decode` does not show: a token that
-        stands for no text, other than the end."""
+        """Return True if completion ids contain a token that `decode` does not show, other than the
+        end."""
         silent = silent_ids(self.tokenizer, self.eos_ids)
         return any(i in silent for i in (ids[:-1] if ids and ids[-1] in self.eos_ids else ids))
 
     def tokenize_completion(self, text: str, finish: str) -> list[int]:
-        """Ids of a peer's completion, EOS appended when it ended by itself (`finish == "eos"`).
+        """Return the ids of a peer's completion, with EOS appended if `finish` is "eos".
 
-        Special tokens spelled out in the text stay text. Raises Incompatible when this tokenizer
-        cannot represent it.
+        Names of special tokens in the text are encoded as text.
+
+        Raises:
+            Incompatible: The tokenizer cannot represent the text.
         """
         ids = list(
             self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
@@ -204,8 +212,12 @@ class PolicyText:
         return self.check_ids(ids)
 
     def check_ids(self, ids: list[int]) -> list[int]:
-        """`ids`, which came from a peer. Raises Incompatible when empty or outside the vocabulary:
-        an embedding would read past its end."""
+        """Return `ids` of a peer if they are valid.
+
+        Raises:
+            Incompatible: There are no ids, or an id is outside of the vocabulary, where the
+                embedding would read out of bounds.
+        """
         if (
             not ids
             or min(ids) < 0
@@ -386,7 +398,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, froz
     random or barely trained model samples them.
 
     Args:
-        rows: of the model's embedding.
+        rows: Number of rows of the model's embedding.
     """
     used = {i for i in tokenizer.get_vocab().values() if i < rows}
     size = max(used, default=-1) + 1
@@ -394,7 +406,7 @@ def vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int) -> tuple[int, froz
 
 
 SILENT_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-"""Special tokens that a tokenizer names by their purpose, which is not to be read."""
+"""Special tokens that a tokenizer names by their purpose and that stand for no text."""
 
 
 @functools.lru_cache(maxsize=64)

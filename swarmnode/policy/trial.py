@@ -1,4 +1,4 @@
-"""Try a policy before training: sample, score by every way, and compute gradients.
+"""Tries a policy before training: samples, scores by every way, and computes gradients.
 
     sample     two questions of different length, by both engines
     score      the same tokens again: log-probabilities must equal those of sampling
@@ -80,8 +80,8 @@ def try_policy(
     """Load a policy and try it. Return the result in a few words, and warnings.
 
     Raises:
-        Unavailable: the model cannot be trained.
-        LocalError: as `load_policy` does.
+        Unavailable: The model cannot be trained.
+        LocalError: As `load_policy` does.
     """
     started = time.monotonic()
     policy = load_policy(cfg)
@@ -103,8 +103,8 @@ def try_loaded(
         alive: Called between the parts of the trial, to report progress.
 
     Raises:
-        Unavailable: the model cannot be trained.
-        DeviceError: memory ran out.
+        Unavailable: The model cannot be trained.
+        DeviceError: Memory ran out.
     """
     name, started = f"policy.model {cfg.model!r}", time.monotonic()
     try:
@@ -138,17 +138,17 @@ def try_sampling(
         The sampled rows, and the engines that can sample.
 
     Raises:
-        Unavailable: no engine can sample.
+        Unavailable: No engine can sample.
     """
     prompts = list(QUESTIONS)
     for prompt in prompts:
-        asked = policy.encode_prompt(prompt)
-        if not asked or max(asked) >= policy.vocab_size:
-            made = "tokens that the model does not have" if asked else "no tokens"
-            raise Unavailable(f"{name}: its tokenizer makes {made} of a question")
+        ids = policy.encode_prompt(prompt)
+        if not ids or max(ids) >= policy.vocab_size:
+            problem = "to tokens that the model does not have" if ids else "to no tokens"
+            raise Unavailable(f"{name}: its tokenizer encodes a question {problem}")
         if not policy.fits(prompt):
             raise Unavailable(
-                f"{name}: a question of {len(asked):,} tokens leaves no room for an answer in its"
+                f"{name}: a question of {len(ids):,} tokens leaves no room for an answer in its"
                 f" context of {policy.context:,} tokens"
             )
     temperature = training.temperature
@@ -169,8 +169,8 @@ def try_sampling(
     alive()
     if not math.isfinite(gap):
         raise Unavailable(
-            f"{name}: its log-probabilities are not numbers; a damaged download, or weights that"
-            f" {str(policy.dtype).removeprefix('torch.')} cannot hold"
+            f"{name}: its log-probabilities are not finite; the download is damaged, or the weights"
+            f" overflow in {str(policy.dtype).removeprefix('torch.')}"
         )
     if gap > widest_bound(policy):
         raise Unavailable(
@@ -230,7 +230,7 @@ def try_training(
         Warnings: what an operator should change, one line each.
 
     Raises:
-        Unavailable: the model cannot be trained.
+        Unavailable: The model cannot be trained.
     """
     warnings, long = list[str](), long_rows(policy, rows, training.max_completion_length)
     longest = max(len(row.completion) for row in long)
@@ -242,7 +242,7 @@ def try_training(
     try:
         plain = gradient_norm(policy, trial_rows(policy), "row by row")
         if not math.isfinite(plain):
-            raise Unavailable(f"{name} cannot be trained: its gradient is not a number")
+            raise Unavailable(f"{name} cannot be trained: its gradient is not finite")
         for way in WAYS:
             alive()
             _try_way(policy, way, plain, long)
@@ -276,11 +276,11 @@ def _try_way(policy: Policy, way: Way, plain: float, long: Sequence[Row]) -> Non
         norm = gradient_norm(policy, trial_rows(policy), way)
         off = abs(norm - plain) / max(plain, 1e-30)
         if not off <= NORM_BOUND.get(policy.dtype, NORM_BOUND_ELSEWHERE):
-            is_other = "is another" if math.isfinite(norm) else "is not a number"
-            refuse(policy, way, f"its gradient {is_other}")
+            problem = "differs" if math.isfinite(norm) else "is not finite"
+            refuse(policy, way, f"its gradient {problem}")
             return
         if way in ("one pass", "packed"):
-            # a window that no cache shows would be seen here
+            # Detects a sliding window that the model's cache does not show.
             with torch.no_grad():
                 some = [Row(row.prompt, row.completion[: PACKED_COLUMNS // 2]) for row in long]
                 gap = mean_gap(_flat(policy, some, way), _flat(policy, some, "row by row"))
@@ -315,7 +315,7 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
         A warning if memory is too small, else an empty list.
 
     Raises:
-        Unavailable: it fails for another reason, or the gradient is not finite.
+        Unavailable: It fails for another reason, or the gradient is not finite.
     """
     policy.model.zero_grad(set_to_none=True)
     tokens = len(long[0].prompt) + len(long[0].completion)
@@ -332,8 +332,8 @@ def _full_length(name: str, policy: Policy, long: Sequence[Row], temperature: fl
     else:
         if not math.isfinite(total_norm(policy)):
             raise Unavailable(
-                f"{name} cannot be trained on a row of {tokens:,} tokens: its gradient is not a"
-                " number"
+                f"{name} cannot be trained on a row of {tokens:,} tokens: its gradient is not"
+                " finite"
             )
         return []
     free_memory()

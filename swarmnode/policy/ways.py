@@ -1,7 +1,7 @@
-"""Find out which ways of computing log-probabilities work with a model, by trying each way once.
+"""Finds out which ways of computing log-probabilities work with a model, by trying each way once.
 
-The flags of a model class do not show whether the model applies our own attention mask correctly,
-whether padding changes an answer, or whether keys and values of several rows can share one cache
+The flags of a model class do not show whether the model applies a given attention mask unchanged,
+whether padding changes a result, or whether keys and values of several rows can share one cache
 (slots). Therefore every way is compared with the plain way: one row at a time, without padding,
 mask or cache.
 """
@@ -34,9 +34,9 @@ class Row(NamedTuple):
     prompt: list[int]
     completion: list[int]
     """(T,). For an episode: the ids that the policy sampled, and between them the observations with
-    the text that the chat template puts around them."""
+    the text that the chat template adds."""
     sampled: Sequence[bool] = ()
-    """(T,) True at ids of the completion that the policy sampled; empty: all of them."""
+    """(T,) True at ids of the completion that the policy sampled; empty if it sampled all."""
 
     @property
     def tokens(self) -> int:
@@ -68,7 +68,7 @@ def obstacle(policy: Policy, way: str, gap: Callable[[], float]) -> str:
     """
     known = policy.obstacles
     if way not in known:
-        known[way] = ""  # the trial itself may ask
+        known[way] = ""  # the trial itself may call this function
         try:
             with torch.no_grad():
                 known[way] = _failure(policy, gap)

@@ -1,10 +1,9 @@
-"""How much of a training batch a node samples itself, and how much room it leaves for others'
-groups.
+"""Number of groups that a node samples itself, and its room for peers' groups.
 
-With q the share of own groups that carry a signal, N nodes and a batch of B = I + J groups, a node
-trains on I·q + min(J, (N−1)·I·q) useful groups, at most where I* = B / (1 + (N−1)·q). No node knows
-N or q. Each knows how many useful groups of others it was trained on: `AdaptiveSplit` needs nothing
-else, and when everybody does the same its fixed point is I*. No torch here.
+With q the share of useful own groups, N nodes and a batch of B = I + J groups, a node trains on
+I·q + min(J, (N−1)·I·q) useful groups, which is largest at I* = B / (1 + (N−1)·q). No node knows N
+or q. Each node knows the number of useful external groups that it trained on. `AdaptiveSplit` needs
+nothing else, and if all nodes use it, its fixed point is I*. No torch.
 """
 
 from __future__ import annotations
@@ -12,64 +11,67 @@ from __future__ import annotations
 import math
 
 SMOOTHING = 0.4
-"""Weight of the newest count in the average: half of it is forgotten in 1.4 steps."""
+"""Weight of the newest count in the average. Half of an older count is forgotten after 1.4
+steps."""
 OWN_SHARE = 0.25
-"""Least share of the batch that a node generates itself: what it takes from the swarm must come
-from somewhere."""
+"""Least share of the batch that a node samples itself, so that the swarm does not run out of
+groups."""
 
 
 def floor_groups(batch: int) -> int:
-    """Least own groups per step: at least one, since a node that only takes starves the swarm."""
+    """Return the least number of own groups per step, at least 1."""
     return min(batch, max(1, math.ceil(batch * OWN_SHARE - 1e-9)))
 
 
-def _check(batch: int, scale: float) -> None:
-    if batch < 1 or not 0.0 <= scale <= 1.0:
-        raise ValueError(f"batch must be >= 1 and external_scale in [0, 1], not {batch}, {scale}")
-
-
 class AdaptiveSplit:
-    """I = B − min(room, round(s) + k), s ← 0.6 s + 0.4 · used, and room = B − floor external groups
-    whatever s is.
+    """Adaptive split of a batch: I = B − min(J, round(s) + k), with s ← 0.6 s + 0.4 · used, and a
+    constant J = B − floor.
 
-    Room does not shrink with s: rare successes come in bursts, and a burst refused is the only
-    signal of many steps. A step may therefore train on more than B groups. k: groups of the last
-    steps that can be trained on again (`trainer.replay`).
+    J does not shrink with s. Rare successes come in bursts, and a burst may be the only signal of
+    many steps. Therefore a step may train on more than B groups.
+
+    Args:
+        batch: Groups per step, B.
+        smoothed: Average s of an earlier process.
+
+    Raises:
+        ValueError: The batch is smaller than 1.
     """
 
-    def __init__(self, batch: int, smoothed: float = 0.0, external_scale: float = 1.0) -> None:
-        """smoothed, external_scale: as they were before a restart. Raises ValueError."""
-        _check(batch, external_scale)
-        self.batch = batch
+    def __init__(self, batch: int, smoothed: float = 0.0) -> None:
+        self.resize(batch)
         self.smoothed = smoothed
-        """Useful external groups that a step was trained on, averaged: s."""
-        self.external_scale = external_scale
-        """Set by the utility guard: what is left of J, 0 to 1."""
+        """Average number of useful external groups that a step was trained on, s."""
         self.replayable = 0
-        """Useful groups that the next step can train on again, k."""
+        """Useful groups that the next step can replay, k (`trainer.replay`)."""
 
     def observe(self, used: int) -> None:
-        """Take how many useful (non-zero-advantage) external groups a step was trained on.
+        """Record the number of useful external groups that a step was trained on.
 
-        What merely arrives does not count: until they are judged a liar's groups look useful, and
-        whoever sends enough of them would keep a node from sampling without teaching it anything.
+        Groups that only arrived do not count. Groups of a lying peer look useful until they are
+        judged, and would keep a node from sampling without teaching it anything.
         """
         self.smoothed = (1.0 - SMOOTHING) * self.smoothed + SMOOTHING * used
 
     def resize(self, batch: int) -> None:
-        """Take another B from the next step on. Raises ValueError below 1."""
-        _check(batch, self.external_scale)
+        """Set B from the next step on.
+
+        Raises:
+            ValueError: The batch is smaller than 1.
+        """
+        if batch < 1:
+            raise ValueError(f"batch must be >= 1, not {batch}")
         self.batch = batch
 
     @property
     def external_room(self) -> int:
-        """External groups that the next step takes at most, J."""
-        return math.floor((self.batch - floor_groups(self.batch)) * self.external_scale + 1e-9)
+        """Largest number of external groups in the next step, J."""
+        return self.batch - floor_groups(self.batch)
 
     @property
     def own_groups(self) -> int:
-        """Groups to generate for the next step, I."""
-        # half up, not Python's half to even: 0.5 and 2.5 should not differ in kind
+        """Number of groups to sample for the next step, I."""
+        # Half up and not Python's half to even, so that 0.5 and 2.5 are treated alike.
         return self.batch - min(
             self.external_room, math.floor(self.smoothed + 0.5) + self.replayable
         )

@@ -89,12 +89,12 @@ from swarmnode.policy.footprint import (
     layer_bytes,
     logits_tokens,
 )
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.layers import report_layers
 from swarmnode.policy.load import (
     config_directory,
     configured_ends,
-    context_of,
+    context_length,
     local_directory,
     lora_settings,
     offline,
@@ -167,7 +167,7 @@ from swarmnode.tasks.registry import TASKS
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import EngineStatistics, adapter_shape
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.loop import HEAD, Loop, Pauses, Trainer
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import UpdateStatistics, normalizer, trained
@@ -1115,9 +1115,9 @@ class CrewPolicy:
             for q, prompt in enumerate(encoded)
         ]
 
-    def _completions(self, wave: Wave) -> list[Sampled]:
+    def _completions(self, wave: Wave) -> list[SampledCompletion]:
         return [
-            Sampled(
+            SampledCompletion(
                 ids, logprobs, self.text.decode(ids), "eos" if ids[-1] in wave.ends else "length"
             )
             for ids, logprobs in zip(wave.ids, wave.logprobs, strict=True)
@@ -1138,7 +1138,7 @@ class CrewPolicy:
                 remedy='stages.policy_copy = "memory"',
             )
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         """Return (log-probabilities, entropies) of the completion tokens of each row.
 
         Raises:
@@ -1147,7 +1147,7 @@ class CrewPolicy:
         """
         pairs = [(prompt, completion) for prompt, completion, *_ in rows]
         lengths = [len(prompt) + len(completion) for prompt, completion in pairs]
-        scored: list[Scored] | None = None if rows else []
+        scored: list[RowScores] | None = None if rows else []
         while scored is None:
             head, memory = self._head(), self._memory
             tokens = _micro_batch_tokens(memory, lengths, head.stages)
@@ -2006,7 +2006,7 @@ def open_model(
             vocab_size=vocab_size,
             unused_ids=unused_ids,
             chat=Chat.of(cfg.chat, tokenizer),
-            context=context_of(hf),
+            context=context_length(hf),
         )
         opened = load_current(config.node.data_dir)
         if opened is not None:

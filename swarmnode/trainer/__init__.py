@@ -1,2 +1,2 @@
-"""The trainer process: generate, score, update, evaluate, keep state. It never talks to a peer;
-`link/` is how it hears of them."""
+"""The trainer process: generates, scores, updates, evaluates and saves the policy. It communicates
+with the network process through `link/` only, and never with a peer."""

@@ -1,5 +1,5 @@
-"""`python -m swarmnode.trainer --config FILE`: what the supervisor starts. torch and transformers
-are loaded here and nowhere else."""
+"""`python -m swarmnode.trainer --config FILE`: the process that the supervisor starts. Only this
+process loads torch and transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main() -> int:
             raise Unavailable(torch_failure(cause)) from error
         from swarmnode.stages.trainer import make_trainer
 
-    # After the import of transformers, which installs a log handler of its own.
+    # Again, because the import of transformers installs its own log handler.
     logs.configure(config.log, "trainer", data_dir=config.node.data_dir)
     trainer = make_trainer(config, progress)
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())

@@ -1,13 +1,14 @@
-"""From groups to rows: what one training step learns from, own and external side by side.
+"""Assembles the rows of a training step from own and external groups.
 
-    own group        ids and log-probabilities as sampled here     ratio 1, each token corrected for
-    how far the sampler is
-    external group   what `judge` has made of a peer's             ratio 1, weight in [0, 1] by how
-    far the peer's policy is
-    either, again    the same, some steps later (`replay`)         ratio against what was recorded,
-    and clipped by it
+    own group        ids and log-probabilities from sampling        ratio 1; each token is corrected
+                                                                    for the distance of the sampler
+    external group   a peer's group that passed `judge`             ratio 1; weight in [0, 1] for
+    the
+                                                                    distance of the peer's policy
+    replayed group   either of them, some steps later (`replay`)    ratio to the recorded
+                                                                    log-probabilities, clipped
 
-Ratio 1, since one step is taken on a batch: the old policy is the one that the step begins with.
+The ratio is 1 because each batch is used for one step, so that the old policy is the present one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from swarmnode.rl.advantages import advantages, overlong_penalty, train_mask, ze
 
 
 @dataclass(frozen=True)
-class Parts:
+class RewardParts:
     """The components of a group's rewards. Reward g is Σ_r weights[r] · values[g][r] over the
     components that apply, as TRL adds up reward functions."""
 
@@ -35,20 +36,23 @@ class Parts:
     """(R,), their sum is 1."""
 
 
-def parts_of(
+def reward_parts(
     components: Sequence[Mapping[str, float]], weights: Mapping[str, float]
-) -> Parts | None:
-    """`components` (G,) as the scorer returned them and their weights by name, 1 where none is
-    said; None where there are none.
+) -> RewardParts | None:
+    """Return the reward components of a group; None if there are none.
 
-    A completion without any, e.g. because its reward failed, has 0 in each. One that has others but
-    not this one has NaN there: the component does not apply to it.
+    A completion without any component, for example because its reward failed, has 0 in each. A
+    completion with other components has NaN for the ones that do not apply to it.
+
+    Args:
+        components: (G,), as the scorer returned them.
+        weights: Weights by name; 1 for a missing name.
     """
     names = sorted({name for each in components for name in each})
     weighed = [weights.get(name, 1.0) for name in names]
     if not names or sum(weighed) <= 0:
         return None
-    return Parts(
+    return RewardParts(
         [[each.get(name, math.nan if each else 0.0) for name in names] for each in components],
         [weight / sum(weighed) for weight in weighed],
     )
@@ -66,16 +70,16 @@ class TrainingGroup:
     rewards: list[float]
     """(G,)."""
     weights: list[float]
-    """(G,) 1 for own; the correction, or 0 for a completion that is left out, for external ones."""
+    """(G,) 1 for own completions. For external ones the correction, or 0 if it is excluded."""
     peer: str = ""
-    """Empty for own."""
+    """Peer id of the sender; empty for an own group."""
     was_cut: list[bool] = field(default_factory=list)
-    """(G,) whether it ended at the length limit; empty: none did."""
+    """(G,) True if a completion ended at the length limit; empty if none did."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
     """(G, T_i) log-probabilities recorded at sampling for own groups, or at judging for peers'
     groups. Empty for a replayed group, whose ratio uses `old_logprobs` only."""
-    parts: Parts | None = None
-    """What the rewards are made of; None where they are single numbers."""
+    parts: RewardParts | None = None
+    """Components of the rewards; None if rewards are single numbers."""
     learnt: list[int] = field(default_factory=list)
     """(G,) number of leading ids of a peer's completion that are trained on if its advantage is
     positive; otherwise none are. Empty: all ids of all completions."""
@@ -92,43 +96,45 @@ class Rows:
     rows: list[Row]
     old_logprobs: list[list[float]]
     advantages: torch.Tensor
-    """(N,) float32; 0 where nothing is learnt."""
+    """(N,) float32; 0 for rows that are not trained on."""
     weights: torch.Tensor
     """(N,) float32."""
     groups: list[int]
-    """(N,) which group a row is of."""
+    """(N,) number of each row's group."""
     external: list[bool]
-    """(N,)."""
+    """(N,) True for rows of peers."""
     sampler_logprobs: list[list[float]] = field(default_factory=list)
-    """(N, T_i), a row's empty where its ratio is against `old_logprobs`; empty: every row's is."""
+    """(N, T_i) log-probabilities of the sampler; empty for a row whose ratio uses `old_logprobs`,
+    and empty as a whole if all rows use it."""
     lengths: list[int] = field(default_factory=list)
     """(N,) number of tokens of each completion as sampled; empty: the same as in `rows`."""
     masked: frozenset[int] = frozenset()
-    """Rows that are neither learnt from nor counted, because they were cut."""
+    """Rows that are neither trained on nor counted, because they were cut."""
 
     def length(self, i: int) -> int:
         """Return the number of tokens of completion `i` as it was sampled."""
         return self.lengths[i] if self.lengths else self.rows[i].tokens
 
     def is_sampled(self, i: int) -> bool:
-        """Whether what is recorded of row `i` is its sampler's, to be corrected for."""
+        """Return True if the recorded log-probabilities of row `i` are the sampler's, which are
+        corrected for."""
         return bool(self.sampler_logprobs and self.sampler_logprobs[i])
 
     def recorded(self, i: int) -> list[float]:
-        """(T_i,) its sampler's log-probabilities where they are known, else what the ratio is
-        against."""
+        """Return the log-probabilities (T_i,) of the sampler of row `i` if they are known, and
+        otherwise those of the ratio's denominator."""
         return self.sampler_logprobs[i] if self.is_sampled(i) else self.old_logprobs[i]
 
     def informative(self, external: bool) -> list[int]:
-        """Indices of the own or external rows that carry a gradient."""
+        """Return the indices of the own or external rows that have a gradient."""
         live = (self.advantages * self.weights != 0).tolist()
         return [i for i, is_live in enumerate(live) if is_live and self.external[i] == external]
 
 
 def own_group(
-    sample: GroupSample, rewards: Sequence[float], parts: Parts | None = None
+    sample: GroupSample, rewards: Sequence[float], parts: RewardParts | None = None
 ) -> TrainingGroup:
-    """A group sampled here, with the rewards of the scorer."""
+    """Return a group that this node sampled, with the rewards of the scorer."""
     rows = [Row(sample.prompt_ids, c.ids, c.sampled) for c in sample.completions]
     was_cut = [c.finish == "length" for c in sample.completions]
     logprobs = [c.logprobs for c in sample.completions]
@@ -171,18 +177,21 @@ def episode_row(
 
 
 def silent_share(groups: Sequence[TrainingGroup]) -> float | None:
-    """Share of `groups` whose rewards are all equal; None without any."""
+    """Return the share of `groups` whose rewards are all equal; None without groups."""
     silent = [bool(zero_advantage(torch.tensor([g.rewards]))) for g in groups]
     return sum(silent) / len(silent) if silent else None
 
 
-def components(group: TrainingGroup, shape_to: int) -> Parts:
-    """What each completion earned: its reward or what that is made of, and with `shape_to` what its
-    length costs.
+def components(group: TrainingGroup, shape_to: int) -> RewardParts:
+    """Return the reward components of each completion, with `shape_to` including its length
+    penalty.
 
-    The same for own groups and for peers', whose sender cannot say how long they are.
+    The penalty is computed alike for own and peers' groups, from the tokens and not from claims.
+
+    Args:
+        shape_to: Length limit of the overlong penalty in tokens; 0 disables it.
     """
-    earned = group.parts or Parts([[reward] for reward in group.rewards], [1.0])
+    earned = group.parts or RewardParts([[reward] for reward in group.rewards], [1.0])
     if not shape_to:
         return earned
     cut = group.was_cut or [False] * len(group.rows)
@@ -191,11 +200,11 @@ def components(group: TrainingGroup, shape_to: int) -> Parts:
         [*r, -overlong_penalty(n, c, shape_to)]
         for r, n, c in zip(earned.values, lengths, cut, strict=True)
     ]
-    return Parts(values, [*earned.weights, 1.0])
+    return RewardParts(values, [*earned.weights, 1.0])
 
 
 @dataclass(frozen=True)
-class Learnt:
+class TrainedCompletion:
     """The part of one completion that is trained on."""
 
     row: Row
@@ -204,22 +213,24 @@ class Learnt:
     """Share of the completion's tokens that are trained on."""
 
 
-def learnt_of(group: TrainingGroup, advantages: Sequence[float]) -> list[Learnt]:
+def trained_completions(
+    group: TrainingGroup, advantages: Sequence[float]
+) -> list[TrainedCompletion]:
     """Return the completions of a group, (G,), with a peer's completions cut to the trained part.
 
     A completion with no trained tokens stays whole with share 0, so that no row is empty.
     """
     found = []
-    rows = [Row(*row) for row in group.rows]  # a plain pair is a row as well
+    rows = [Row(*row) for row in group.rows]  # a plain pair is a valid row
     for i, (row, old) in enumerate(zip(rows, group.old_logprobs, strict=True)):
         count = group.learnt[i] if group.learnt else len(old)
         if group.learnt and advantages[i] <= 0:
             count = 0
         if count in (0, len(old)):
-            found.append(Learnt(row, old, float(count > 0)))
+            found.append(TrainedCompletion(row, old, float(count > 0)))
         else:
             cut = row.first(count)
-            found.append(Learnt(cut, old[:count], cut.tokens / row.tokens))
+            found.append(TrainedCompletion(cut, old[:count], cut.tokens / row.tokens))
     return found
 
 
@@ -259,7 +270,7 @@ def assemble(
     learnt = [
         each
         for g, values in zip(groups, per_group, strict=True)
-        for each in learnt_of(g, values.tolist())
+        for each in trained_completions(g, values.tolist())
     ]
     keeps = torch.tensor(
         [

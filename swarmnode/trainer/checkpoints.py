@@ -1,16 +1,16 @@
-"""When the state is saved, off the training's path, and which older states are kept to go back to.
+"""Saves the state in the background, and keeps earlier states for a rollback.
 
-    main thread      in time, between two steps: hold the optimizer's lock ─▶ go on with the next
-    step
-    saver's thread   copy to host memory, let go of the lock ─▶ write, sync, rename ─▶ now and then
-    keep a former state
+    main thread      when a save is due, between two steps: acquire the optimizer's lock ─▶ continue
+                     with the next step
+    saver's thread   copy to host memory, release the lock ─▶ write, sync, rename ─▶ sometimes keep
+                     the former state
 
-Generation and backward passes go on meanwhile; only an optimizer step waits for the copy, which is
-as long as copying memory takes. A crash loses what came after the last state that is *on disk*, so
-one is taken a step and a write before `save_every` seconds are over.
+Generation and backward passes continue during a save; only an optimizer step waits for the copy. A
+crash loses everything after the last state that is *on disk*. Therefore a snapshot is taken one
+step and one write before `save_every` seconds are over.
 
-Whole states have a bound by the day, because they would wear a disk out within weeks: where one is
-due and the bound is reached, weights and counters alone are saved, without the optimizer's moments.
+The bytes per day of whole states are bounded, because they would wear out a disk within weeks. When
+the bound is reached, only weights and counters are saved, without the optimizer's moments.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ from swarmnode.trainer.state import SEQUENCE_MARGIN, Counters, Snapshot
 log = structlog.get_logger("swarmnode.trainer")
 
 COMPLAIN_SECONDS = 30.0
-"""Between two complaints that the state cannot be saved."""
+"""Interval between log lines that the state cannot be saved."""
 ALIVE_SECONDS = 1.0
+"""Interval between progress reports during a wait."""
 LONGEST_WRITE_SECONDS = 1800.0
-"""A state of a hundred gigabytes on a slow disk; what takes longer hangs."""
+"""Time after which a write counts as hung. It suffices for a hundred gigabytes on a slow disk."""
 HISTORY_SECONDS = 900.0
-"""Between two former states that are kept."""
+"""Interval between earlier states that are kept."""
 SLOTS, SPACING = 3, 4
-"""Former states that are kept at most, and how many times older each is than the one before: up to
-15 minutes, an hour, four hours."""
+"""Largest number of earlier states, and the ratio of their ages: up to 15 minutes, an hour, four
+hours."""
 BYTES_PER_DAY = 10**12
-"""Of whole states. A disk is made for some 600 TB in all; 3 B weights with their moments, every
-minute, are 52 TB a day."""
+"""Bound of whole states per day. A disk endures about 600 TB in total; 3 billion weights with their
+moments, saved every minute, are 52 TB a day."""
 DAY, AT_ONCE = 86400.0, 3600.0
-"""Seconds. What may be written in the latter may be written at once: a small state never notices
-the bound."""
+"""Seconds. The amount that is allowed for AT_ONCE may be written at once, so that a small state
+never reaches the bound."""
 
 
 class Saver:
@@ -59,13 +60,14 @@ class Saver:
     def __init__(self, directory: Path, history_seconds: float = HISTORY_SECONDS) -> None:
         self.saved_step = 0
         self.seconds = {True: 0.0, False: 0.0}
-        """How long the last write took, with the copy: of a whole state, and of weights alone."""
+        """Duration of the last write including the copy: True for a whole state, False for weights
+        only."""
         self.error: str | None = None
-        """Why the last write failed; None after one that succeeded. Training goes on either way."""
+        """Error of the last write; None if it succeeded. Training continues in both cases."""
         self.written = 0
-        """Bytes, all whole states together."""
+        """Bytes of all whole states."""
         self.weights_bytes = 0
-        """Size of what was last written without moments."""
+        """Size of the last state without moments."""
         self._directory = directory
         self._history_seconds = history_seconds
         self._kept = 0
@@ -84,13 +86,13 @@ class Saver:
 
     @property
     def idle(self) -> bool:
-        """Whether a snapshot submitted now would be written at once."""
+        """True if a submitted snapshot would be written at once."""
         with self._condition:
             return self._snapshot is None
 
     def wait(self, alive: Callable[[], None] = lambda: None) -> None:
-        """Wait until it is idle. `alive` is called now and then; not for ever, because a disk may
-        hang."""
+        """Wait until the saver is idle. `alive` is called regularly, but not longer than
+        LONGEST_WRITE_SECONDS, because a disk may hang."""
         late = time.monotonic() + LONGEST_WRITE_SECONDS
         with self._condition:
             while not self._condition.wait_for(lambda: self._snapshot is None, ALIVE_SECONDS):
@@ -98,13 +100,17 @@ class Saver:
                     alive()
 
     def submit(self, snapshot: Snapshot, whole: bool = True) -> None:
-        """Have `snapshot` written, while idle; with the optimizer's moments where it is `whole`."""
+        """Write `snapshot` in the saver's thread. The saver must be idle.
+
+        Args:
+            whole: True to include the optimizer's moments.
+        """
         with self._condition:
             self._snapshot, self._whole = snapshot, whole
             self._condition.notify_all()
 
     def close(self) -> None:
-        """Stop, once what was submitted has been written."""
+        """Stop the thread after it has written the submitted snapshot."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -122,10 +128,10 @@ class Saver:
                 self._write(snapshot, whole)
                 self.saved_step, self.error = snapshot.counters.step, None
             except (OSError, RuntimeError, MemoryError, StateError) as error:
-                # torch raises RuntimeError and MemoryError for want of memory to copy into
+                # torch raises RuntimeError and MemoryError if the copy does not fit into memory.
                 self.error = str(error)
                 if "No space left" in self.error:
-                    self._forget()
+                    self._remove_history()
             self.seconds[whole] = time.monotonic() - began
             with self._condition:
                 self._snapshot = None
@@ -144,8 +150,8 @@ class Saver:
         self.weights_bytes = (self._directory / state.WEIGHTS_FILE).stat().st_size
 
     def _keep(self) -> None:
-        """Keep the state that is about to be replaced, if the last one kept is old enough. Costs a
-        name, not a copy."""
+        """Keep the state that is about to be replaced, by a hard link, if the last kept state is
+        old enough."""
         now = time.monotonic()
         if now - self._kept_at < self._history_seconds:
             return
@@ -162,32 +168,36 @@ class Saver:
             os.link(self._directory / state.FILE, kept)
             sync_directory(history)
         except OSError as error:
-            # a file system without a second name for a file, say: the state itself is saved all the
-            # same
-            log.warning("no former state kept", error=str(error))
+            # For example a file system without hard links. The state itself is still saved.
+            log.warning("cannot keep an earlier state", error=str(error))
 
-    def _forget(self) -> None:
-        """Give the room of former states to the next attempt: the present one counts for more than
-        any of them."""
+    def _remove_history(self) -> None:
+        """Delete earlier states, to make room for the next write of the present one."""
         (self._directory / DAMAGED).unlink(missing_ok=True)
         for kept in (self._directory / HISTORY).glob("*.safetensors"):
             kept.unlink(missing_ok=True)
 
 
-class Snapshots(Protocol):
-    """What a state is taken from: an engine."""
+class SnapshotSource(Protocol):
+    """An engine whose state is saved."""
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot: ...
 
 
 class Checkpoints:
-    """Saves by time. Use as a context manager: leaving it waits for the last one to be on disk."""
+    """Saves the state every `save_every` seconds.
+
+    Use it as a context manager. Its exit waits until the last snapshot is on disk.
+
+    Args:
+        bytes_per_day: Bound of whole states.
+    """
 
     def __init__(
         self,
         directory: Path,
         save_every: float,
-        source: Snapshots,
+        source: SnapshotSource,
         rng: torch.Generator,
         counters: Counters,
         bytes_per_day: float = BYTES_PER_DAY,
@@ -198,8 +208,8 @@ class Checkpoints:
         self._source = source
         self._rng = rng
         self._counters = counters
-        self._taken_at = self._complain_at = float("-inf")
-        self._began = self._asked_at = time.monotonic()
+        self._taken_at = self._next_complaint = float("-inf")
+        self._began = self._last_call = time.monotonic()
         self._taken_sequence = counters.sequence
         self._reported = False
 
@@ -221,44 +231,48 @@ class Checkpoints:
 
     @property
     def idle(self) -> bool:
-        """Whether everything that was to be saved is on disk."""
+        """True if every submitted snapshot is on disk."""
         return self._saver.idle
 
     def finish(self, alive: Callable[[], None]) -> None:
-        """Save once more, and wait until that is on disk. `alive` is called now and then
-        meanwhile."""
+        """Save the whole state and wait until it is on disk. `alive` is called regularly."""
         self._saver.wait(alive)
         self.save(last=True)
         self._saver.wait(alive)
 
     def save(self, last: bool = False) -> None:
-        """Have the state saved, if that is due and the disk is not busy with an earlier one. last:
-        in any case.
+        """Submit a snapshot if a save is due and the disk is idle.
 
-        It is due by time, and before the numbers of groups that a restart skips are used up. By
-        time: where the next chance, a step from now, and a write would make it too late; but not
-        before half of `save_every`, however slow the disk is. Without moments while more has been
-        written than `bytes_per_day` allows.
+        A save is due if
+
+        * the next opportunity, one step from now, plus a write would be later than `save_every`
+          seconds after the last snapshot, but not before half of `save_every`; or
+        * half of the group numbers that a restart skips are used up.
+
+        The snapshot has no moments while more has been written than `bytes_per_day` allows.
+
+        Args:
+            last: True to save the whole state in any case.
         """
         now = time.monotonic()
         if last:
             self._saver.wait()
         allowed = self._saver.written <= (now - self._began + AT_ONCE) * self._bytes_per_second
         whole = last or allowed
-        ahead = min(now - self._asked_at + self._saver.seconds[whole], self._save_every / 2)
-        self._asked_at = now
+        ahead = min(now - self._last_call + self._saver.seconds[whole], self._save_every / 2)
+        self._last_call = now
         due = now - self._taken_at + ahead >= self._save_every
         due = due or self._counters.sequence - self._taken_sequence > SEQUENCE_MARGIN // 2
         if last or (due and self.idle):
             self._taken_at, self._taken_sequence = now, self._counters.sequence
             self._saver.submit(self._source.snapshot(self._rng, self._counters), whole)
         self._report()
-        if self._saver.error and now >= self._complain_at:
+        if self._saver.error and now >= self._next_complaint:
             log.error("state not saved", error=self._saver.error, saved_step=self._saver.saved_step)
-            self._complain_at = now + COMPLAIN_SECONDS
+            self._next_complaint = now + COMPLAIN_SECONDS
 
     def _report(self) -> None:
-        """Log once how a large state is saved."""
+        """Log once how a state is saved that exceeds `bytes_per_day`."""
         size = self._saver.weights_bytes
         if not size or self._reported:
             return
@@ -273,6 +287,6 @@ class Checkpoints:
             log.info("weights are saved more often than the optimizer's moments", **fields)
         else:
             log.warning(
-                "saving the weights so often wears the disk out; set training.save_every higher",
+                "saving weights this often wears out the disk; set training.save_every higher",
                 **fields,
             )

@@ -15,9 +15,9 @@ from swarmnode.tasks.registry import TASKS
 from swarmnode.tasks.verifiers import MAJORITY, ballot
 
 WINDOW = 64
-"""Latest own groups whose winning answers are compared."""
+"""Number of latest own groups whose winning answers are compared."""
 FEWEST = 32
-"""Winning answers without which nothing is reported."""
+"""Least number of winning answers for a report."""
 
 
 class WinningAnswers:
@@ -27,7 +27,7 @@ class WinningAnswers:
         self._latest: deque[str] = deque(maxlen=WINDOW)
 
     def sampled(self, groups: Sequence[OwnGroup]) -> None:
-        """Take the own groups of a step. Groups of other verifiers are ignored."""
+        """Add the own groups of a step. Groups of other verifiers are ignored."""
         for group in groups:
             spec = TASKS.get(group.task.id)
             if spec is None or spec.generator != MAJORITY or not any(group.rewards):

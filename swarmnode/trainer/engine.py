@@ -29,13 +29,13 @@ from swarmnode.config import (
 )
 from swarmnode.errors import DeviceError
 from swarmnode.link.messages import CardUse, WeightsReport
-from swarmnode.policy.device import free_bytes, shape_of, spare_bytes
+from swarmnode.policy.device import free_bytes, model_shape, spare_bytes
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.keeper import Keeper, answered, keeper
 from swarmnode.policy.engine.protocol import Generation
 from swarmnode.policy.engine.served import Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import ServerStatistics, server_of
+from swarmnode.policy.engine.servers import ServerStatistics, make_server
 from swarmnode.policy.footprint import (
     OPTIMIZER_BYTES,
     Method,
@@ -43,7 +43,7 @@ from swarmnode.policy.footprint import (
     footprint,
     host_bytes,
     micro_batch,
-    tokens_under_way,
+    sampling_tokens,
 )
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.layers import report_layers
@@ -54,7 +54,7 @@ from swarmnode.policy.text import PolicyText
 from swarmnode.swarm.manifest import check_model
 from swarmnode.trainer import state
 from swarmnode.trainer.batch import Rows
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.state import Counters, Snapshot
 from swarmnode.trainer.update import Updater, UpdateStatistics
 from swarmnode.trainer.weights import Replica
@@ -63,10 +63,10 @@ from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.wire.messages import SwarmManifest
 
 QUESTION_TOKENS = 512
-"""Completions under way leave room for a question of so many."""
+"""Tokens of the question that the estimate of concurrent completions assumes."""
 CPU_TOKENS = 4096
-"""Tokens of a micro-batch that is scored or trained on, at most, on a CPU: one is busy with a few
-hundred, and with more a layer only takes longer until it says that it goes on."""
+"""Largest number of tokens in a scored micro-batch on a CPU. A few hundred already use all cores;
+more would only delay the progress report that follows each layer."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +77,24 @@ class EngineStatistics:
     micro_batch_tokens: int
     """Present bound of a micro-batch in training, padded tokens."""
     generation_tokens: int
-    """The same in generation."""
+    """Present bound of the tokens of concurrent completions in generation."""
     oom_retries: int
+    """Number of times that a micro-batch ran out of memory and was retried."""
     engine_rebuilds: int = 0
-    """Times that what samples had stopped, failed or fallen behind, and was built anew."""
+    """Number of times that the sampling engine failed, stopped or fell behind and was rebuilt."""
     engine: str = ""
-    """Engine that samples: lockstep, continuous or served."""
+    """Sampling engine: lockstep, continuous or served."""
     server: ServerStatistics | None = None
     """None if no server is configured."""
     cards: list[CardUse] = field(default_factory=list)
 
 
 class Engine(Protocol):
-    """Calls block, from one thread, one at a time. None of them ever waits without an end; what
-    waits may raise EngineGone."""
+    """A policy as the training loop uses it.
+
+    All methods block and are called from one thread. Every wait has a timeout; methods that wait
+    may raise EngineGone.
+    """
 
     @property
     def text(self) -> PolicyText: ...
@@ -100,7 +104,7 @@ class Engine(Protocol):
     # ---- a step ----------------------------------------------------------------------------------
 
     def random_generator(self, seed: int) -> torch.Generator:
-        """What `generate` draws with."""
+        """Return the random generator for `generate`."""
         ...
 
     def generate(
@@ -110,66 +114,89 @@ class Engine(Protocol):
         ...
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
-        """What answers training's questions, where they may go on from one update to the next;
-        there is one at a time."""
+        """Return the generation that samples for training. Its completions may continue across an
+        update. There is one generation at a time."""
         ...
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
-        """(log-probabilities, entropies) at the completion tokens of each of somebody else's rows,
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
+        """Return (log-probabilities, entropies) of the completion tokens of each peer's row,
         without gradient.
 
-        Raises DeviceError when one does not fit into memory: that is no shortage of ours.
+        Raises:
+            DeviceError: A row does not fit into memory.
         """
         ...
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        """Learn from `rows`, at the learning rate `rate`; None is the configured one."""
+        """Take one optimizer step on `rows`.
+
+        Args:
+            rate: Learning rate; None means the configured one.
+        """
         ...
 
     # ---- between steps ---------------------------------------------------------------------------
 
     def average(self, connected: bool, step_seconds: float, stepped: bool) -> bool:
-        """Whatever is due with other replicas; see `Replica.between_steps`. Whether the policy has
-        changed."""
+        """Process averaging with other replicas, see `Replica.between_steps`; return True if the
+        policy has changed."""
         ...
 
     def remember(self, rewarded: Sequence[Row], own: Sequence[Row]) -> None:
-        """Own completions that earned their group's highest reward, and all of that batch."""
+        """Store own completions for the probe.
+
+        Args:
+            rewarded: Completions with the highest reward of their group.
+            own: All completions of the batch.
+        """
         ...
 
     def observe(self, reward: float) -> None:
-        """A held-out reward was measured."""
+        """Process a measured held-out reward."""
         ...
 
     def facts(self, fresh: bool) -> local.ReplicaFacts | None:
-        """What is averaged here; None where nothing is."""
+        """Return the description of the replica; None if no weights are averaged.
+
+        Args:
+            fresh: True if the policy has not been trained.
+        """
         ...
 
     def averaging(self) -> WeightsReport | None: ...
 
     def wait_for_state(self, seconds: float, late: float) -> bool:
-        """See `Replica.wait_for_state`; at once where nothing will ever be adopted."""
+        """See `Replica.wait_for_state`. Return True at once if no weights are averaged."""
         ...
 
     # ---- across restarts -------------------------------------------------------------------------
 
     def restore(self, directory: Path, rng: torch.Generator) -> Counters | None:
-        """Take back what `snapshot` gave, as far as it is the engine's to keep. Raises
-        StateError."""
+        """Restore the engine's part of a saved snapshot; return its counters, None if there is no
+        saved state.
+
+        Raises:
+            StateError: The state is damaged or belongs to another policy.
+        """
         ...
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
-        """Everything that must survive this process, as it is now; see `state.take`."""
+        """Return the present state that must survive a restart, see `state.take`."""
         ...
 
 
 def open_policy(
     cfg: PolicyConfig, manifest: SwarmManifest | None, shared_a: bool, log: Callable[[str], None]
 ) -> Policy:
-    """The whole policy. shared_a: of an adapter, A is frozen where all nodes have it. `log` gets a
-    line per stage.
+    """Load the whole policy.
 
-    Raises LocalError: it does not exist or fit, or is not the swarm's.
+    Args:
+        manifest: Manifest of the swarm; None without a swarm.
+        shared_a: True if the adapter's A matrices are the same on all nodes, and frozen.
+        log: Receives a line per stage of loading.
+
+    Raises:
+        LocalError: The policy does not exist, does not fit, or is not the swarm's.
     """
     policy = load_policy(cfg, log)
     if manifest is not None:
@@ -210,11 +237,11 @@ def make_whole_policy(
     memory, updater = make_updater(config, policy, alive, ranks)
     training, shared_a = config.training, shares_a(config.policy.lora, config.weights)
     replica, probe, cfg = None, None, config.weights
-    # before a state is restored: payloads are differences to the base weights
+    # Before a state is restored, because payloads are differences from the base weights.
     if cfg.rule != "off":
         trained = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
         tensors = AveragedTensors(trained, cfg.fragments, updater.lock)
-        # of its own, since a row that is too long to train on may be scored
+        # A separate batcher, since a row that is too long to train on may still be scored.
         scoring = MicroBatcher(memory.training.tokens, alive)
         probe = LossProbe(policy, scoring, training.temperature, tensors)
         adapter = adapter_shape(config.policy.lora, shared_a)
@@ -234,10 +261,10 @@ def make_updater(
 ) -> tuple[Memory, Updater]:
     """Return the memory and the updater that a process needs to compute gradients with `policy`."""
     training, optim = config.training, config.policy.optim
-    tokens = affordable(policy, training.per_device_train_tokens, optim, ranks)
+    tokens = affordable_tokens(policy, training.per_device_train_tokens, optim, ranks)
     memory = Memory.of(
         tokens,
-        max(tokens, under_way(policy, training.max_completion_length, optim)),
+        max(tokens, concurrent_tokens(policy, training.max_completion_length, optim)),
         policy.device.type,
         alive,
     )
@@ -262,7 +289,7 @@ def check_host_memory(
     optim, free = cfg.optim, free_bytes(torch.device("cpu"))
     always, more = host_bytes(trained, weights.fragments if weights.rule != "off" else 0, optim)
     each, moments = 4 * trained, OPTIMIZER_BYTES[optim] * trained
-    # gradients of every rank, and weights of those that are still to be started
+    # Gradients of every rank, and weights of the ranks that are not started yet.
     here = ranks * each + moments + (ranks - 1) * each if device.type == "cpu" else 0
     need = here + always + more
     if free is None or need <= free:
@@ -276,13 +303,13 @@ def check_host_memory(
     ) + f"{always / 1e9:.1f} GB to average, " * bool(always)
     raise DeviceError(
         f"{trained:,} trained weights need {need / 1e9:.1f} GB of the machine's memory"
-        f" ({parts}{more / 1e9:.1f} GB while an average is made or the state is saved), and"
+        f" ({parts}{more / 1e9:.1f} GB during an outer step or a save), and"
         f" {free / 1e9:.1f} GB are free: set {' or '.join(remedies) or 'policy.model smaller'};"
-        " `swarmnode plan` says what each takes"
+        " `swarmnode plan` lists the memory of each"
     )
 
 
-def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
+def affordable_tokens(policy: Policy, configured: int, optim: Optim, ranks: int = 1) -> int:
     """Return the maximum number of tokens in a micro-batch.
 
     The result is the smaller of the configured number and the number that fits beside weights,
@@ -290,48 +317,60 @@ def affordable(policy: Policy, configured: int, optim: Optim, ranks: int = 1) ->
     plan matters on a CPU: if memory runs out there, the kernel kills the process, whereas a GPU
     reports the error and the micro-batch is halved.
     """
-    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    spare, shape = spare_bytes(policy.device), model_shape(policy.base)
     if spare is None or shape is None or policy.device.type != "cpu":
         return configured
-    method = method_of(policy, optim)
+    method = training_method(policy, optim)
     here = footprint(shape, method, 1)
-    # weights and torch are there already
+    # Weights and torch are in memory already.
     fits = micro_batch(shape, method, SPARE_SHARE * spare / ranks + here.weights + here.runtime)
     return min(configured, max(64, fits))
 
 
-def method_of(policy: Policy, optim: Optim) -> Method:
-    """How `policy` is trained where memory is short."""
+def training_method(policy: Policy, optim: Optim) -> Method:
+    """Return the training method of `policy` when memory is short: with activation
+    checkpointing."""
     dtype = str(policy.dtype).removeprefix("torch.")
     return Method(policy.device.type, dtype, policy.lora_rank, optim=optim, checkpointing=True)
 
 
-def under_way(policy: Policy, longest: int, optim: Optim) -> int:
-    """Tokens of completions of at most `longest` that a GPU has room to sample at once, beside what
-    trains; 0 where nobody can say.
+def concurrent_tokens(policy: Policy, longest: int, optim: Optim) -> int:
+    """Return the number of tokens of concurrent completions for which a GPU has memory beside
+    training; 0 if it cannot be estimated.
 
-    A decoding step reads all weights, however few completions are under way.
+    More concurrent completions are faster, since a decoding step reads all weights for any number
+    of completions.
+
+    Args:
+        longest: Largest number of tokens in a completion.
     """
-    spare, shape = spare_bytes(policy.device), shape_of(policy.base)
+    spare, shape = spare_bytes(policy.device), model_shape(policy.base)
     if policy.device.type != "cuda" or spare is None or shape is None or policy.is_spread:
         return 0
-    return tokens_under_way(
-        shape, method_of(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
+    return sampling_tokens(
+        shape, training_method(policy, optim), QUESTION_TOKENS + longest, SPARE_SHARE * spare
     )
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What has been learnt of how much fits: a shortage in one place says nothing of another."""
+    """Micro-batchers of the three kinds of work. Each adapts its size by itself when memory runs
+    out."""
 
     training: MicroBatcher
     generation: MicroBatcher
     external: MicroBatcher
-    """For rows whose lengths others have chosen."""
+    """For peers' rows, whose lengths this node did not choose."""
 
     @classmethod
     def of(cls, tokens: int, sampled: int, device: str, alive: Callable[[], None]) -> Memory:
-        """Micro-batches have so many `tokens`, completions under way so many `sampled` at most."""
+        """Return batchers for the device type `device`.
+
+        Args:
+            tokens: Largest number of tokens in a micro-batch.
+            sampled: Largest number of tokens in concurrent completions.
+            alive: Called regularly during all computation.
+        """
         scored = min(tokens, CPU_TOKENS) if device == "cpu" else tokens
         return cls(
             MicroBatcher(scored, alive), MicroBatcher(sampled, alive), MicroBatcher(scored, alive)
@@ -395,7 +434,7 @@ class WholePolicy:
             rebuilds,
             first.kind() if first is not None else kind,
             first.server() if first is not None else None,
-            cards_of(self._policy),
+            card_uses(self._policy),
         )
 
     def _own(self) -> Keeper | None:
@@ -429,7 +468,7 @@ class WholePolicy:
         if self._server is None:
             self._generation = own()
             return self._generation
-        server = server_of(self._server, adapter=policy.lora_rank > 0)
+        server = make_server(self._server, adapter=policy.lora_rank > 0)
         self._generation = ServerFirst(
             server,
             lambda: ServedWeights(server, policy, self._served, alive),
@@ -444,7 +483,7 @@ class WholePolicy:
             self._generation.pause() if self._generation is not None else contextlib.nullcontext()
         )
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         return self._memory.external.score_with_entropy(self._policy, rows, temperature)
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
@@ -475,7 +514,8 @@ class WholePolicy:
         return self._replica.wait_for_state(seconds, late) if self._replica is not None else True
 
     def receive(self, message: local.ToTrainer) -> None:
-        """What the network process says about averaging; from the link's thread."""
+        """Handle a message of the network process about averaging; called from the link's
+        thread."""
         if self._replica is not None:
             self._replica.receive(message)
 
@@ -498,12 +538,12 @@ class WholePolicy:
             if not has_outer:
                 self._replica.restore({})
         memory = self._memory
-        for batcher, learnt in (
+        for batcher, reduced in (
             (memory.training, counters.micro_batch_tokens),
             (memory.generation, counters.generation_tokens),
         ):
-            if learnt:  # from running out of memory
-                batcher.tokens = min(batcher.tokens, learnt)
+            if reduced:  # it ran out of memory before
+                batcher.tokens = min(batcher.tokens, reduced)
         self._updater.restore_loss_scale(counters.loss_scale)
         return counters
 
@@ -523,7 +563,7 @@ class WholePolicy:
         )
 
 
-def cards_of(policy: Policy) -> list[CardUse]:
+def card_uses(policy: Policy) -> list[CardUse]:
     """Return the GPUs on which this process computes: several if the layers are spread."""
     placed = [policy.device, *map(torch.device, set(policy.device_map.values()))]
     found = []
@@ -535,7 +575,7 @@ def cards_of(policy: Policy) -> list[CardUse]:
 
 
 def adapter_shape(lora: LoraSettings, shared_a: bool) -> LoraShape | None:
-    """The shape of the adapter that is trained; None where all weights are."""
+    """Return the shape of the trained adapter; None if all weights are trained."""
     if not lora.r:
         return None
     return LoraShape(lora.r, lora.lora_alpha, (LORA_MODULES,), A_SEED if shared_a else None)

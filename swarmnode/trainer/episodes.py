@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from swarmnode.errors import Unavailable
-from swarmnode.policy.engine.protocol import Finished, Generation, Request
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.engine.protocol import FinishedRequest, Generation, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.policy.text import PolicyText, PromptTooLong, around_observations
 from swarmnode.tasks.client import Scored, ScoreError, Scorer
 from swarmnode.tasks.registry import TASKS, task_version
@@ -34,14 +34,14 @@ log = structlog.get_logger("swarmnode.trainer")
 
 
 @dataclass(frozen=True)
-class PlayedEpisode(Sampled):
+class PlayedEpisode(SampledCompletion):
     """One episode as a completion.
 
     `ids` and `logprobs` cover everything after the first prompt, `text` is the concatenation of the
     actions, and `finish` is that of the last action.
     """
 
-    turns: list[Sampled] = field(default_factory=list)
+    turns: list[SampledCompletion] = field(default_factory=list)
     """The sampled actions, in order."""
     observations: list[str] = field(default_factory=list)
     """The environment's text after each action that it received, including the last one of a
@@ -55,18 +55,18 @@ class PlayedEpisode(Sampled):
         return [turn.text for turn in self.turns if turn.finish == "eos"]
 
 
-def judged_text(completion: Sampled) -> str | list[str]:
+def judged_text(completion: SampledCompletion) -> str | list[str]:
     """Return the input of the scorer: the text of an answer, or the actions of an episode."""
     return completion.actions if isinstance(completion, PlayedEpisode) else completion.text
 
 
-def sampled_tokens(completion: Sampled) -> int:
+def sampled_tokens(completion: SampledCompletion) -> int:
     """Return the number of tokens that the policy sampled."""
     return sum(completion.sampled) if completion.sampled else len(completion.ids)
 
 
 @dataclass
-class Unfinished:
+class UnfinishedEpisode:
     """An episode in progress."""
 
     ids: list[int] = field(default_factory=list)
@@ -74,12 +74,12 @@ class Unfinished:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
-    turns: list[Sampled] = field(default_factory=list)
+    turns: list[SampledCompletion] = field(default_factory=list)
     observations: list[str] = field(default_factory=list)
     ended: bool = False
     context_full: bool = False
 
-    def act(self, action: Sampled, version: int) -> None:
+    def act(self, action: SampledCompletion, version: int) -> None:
         """Append a sampled action. One that was cut ends the episode."""
         self.turns.append(action)
         self.ids += action.ids
@@ -119,7 +119,7 @@ class EpisodeGroup:
     tools: bool = False
     """True if observations are the results of tools to the chat template."""
     prompt_ids: list[int] = field(default_factory=list)
-    episodes: list[Unfinished] = field(default_factory=list)
+    episodes: list[UnfinishedEpisode] = field(default_factory=list)
 
     @property
     def since(self) -> int | None:
@@ -182,8 +182,8 @@ class Episodes:
         self._of[number] = EpisodeGroup(number, ref, self._text.has_tools(prompt)), None
 
     def play(
-        self, finished: Sequence[Finished], version: int
-    ) -> tuple[list[Finished], list[tuple[int, ScoreError]]]:
+        self, finished: Sequence[FinishedRequest], version: int
+    ) -> tuple[list[FinishedRequest], list[tuple[int, ScoreError]]]:
         """Pass finished actions to the environments, and submit the next turns.
 
         Args:
@@ -194,7 +194,10 @@ class Episodes:
         Returns:
             Completed groups, and the numbers of failed groups with the scorer's error.
         """
-        done, moved = list[Finished](), dict[int, tuple[EpisodeGroup, list[tuple[int, int]]]]()
+        done, moved = (
+            list[FinishedRequest](),
+            dict[int, tuple[EpisodeGroup, list[tuple[int, int]]]](),
+        )
         for one in finished:
             group, place = self._of.pop(one.number, (None, None))
             if group is None:
@@ -202,7 +205,7 @@ class Episodes:
                 continue
             if place is None:
                 group.prompt_ids = one.sample.prompt_ids
-                group.episodes = [Unfinished() for _ in one.sample.completions]
+                group.episodes = [UnfinishedEpisode() for _ in one.sample.completions]
             _, places = moved.setdefault(group.number, (group, []))
             for offset, action in enumerate(one.sample.completions):
                 at = offset if place is None else place
@@ -212,7 +215,7 @@ class Episodes:
         under_way = {group.number for group, _ in self._of.values()}
         for number, (group, _) in moved.items():
             if number not in under_way and all(number != lost for lost, _ in failed):
-                done.append(Finished(number, self._complete(group)))
+                done.append(FinishedRequest(number, self._complete(group)))
         return done, failed
 
     def _observe(

@@ -1,5 +1,5 @@
-"""Held-out reward: the same questions for every node and every time, from seeds that training
-refuses to draw."""
+"""Held-out reward. The questions are the same for every node and every evaluation, from seeds that
+training never draws."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from swarmnode.trainer.state import Counters
 from swarmnode.wire.messages import TaskRef
 
 COMPLETIONS = 4
-"""Completions of each question: the mean of four is a steadier number than four times the questions
-are a cheaper one."""
+"""Completions per question."""
 GENERATOR_SEED = 20_260
 STEPS_BETWEEN, TOKEN_SHARE = 10, 0.05
 """Steps between two evaluations, and the largest share of all sampled tokens that evaluations take,
@@ -37,7 +36,7 @@ def evaluation_due(cfg: TrainingConfig, counters: Counters) -> bool:
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutReward:
     """A held-out reward."""
 
     reward: float
@@ -47,8 +46,10 @@ class HeldOut:
 
 
 class Evaluation:
-    """Questions, of a task's difficulties in turn, are regenerated once; every evaluation samples
-    them with the same random numbers."""
+    """Evaluation on held-out questions, which cycle through a task's difficulties.
+
+    The questions are generated once. Every evaluation samples with the same random numbers.
+    """
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class Evaluation:
                 self._prompts.append(None)
                 self._drops.drop("no_question", task=ref.id, error=str(question))
 
-    def __call__(self, engine: Engine, counters: Counters) -> HeldOut | None:
-        """Return the reward at the training temperature over all questions; None when nothing
-        could be scored. Tokens are counted."""
+    def __call__(self, engine: Engine, counters: Counters) -> HeldOutReward | None:
+        """Return the held-out reward at the training temperature; None if no question could be
+        scored. Adds the sampled tokens to `counters`."""
         asked = [
             (ref, prompt)
             for ref, prompt in zip(self._refs, self._prompts, strict=True)
@@ -102,7 +103,7 @@ class Evaluation:
                 self._drops.drop("not_scored", task=ref.id, error="its environment failed")
         asked = [each for each, sample in zip(asked, answered, strict=True) if sample is not None]
         groups = [sample for sample in answered if sample is not None]
-        # a newcomer has no others yet
+        # An untrained node has no other own completions for its probe.
         engine.remember(
             [],
             [
@@ -129,4 +130,4 @@ class Evaluation:
         self._drops.keep(len(rewards))
         if not rewards:
             return None
-        return HeldOut(sum(rewards) / len(rewards), standard_error(rewards))
+        return HeldOutReward(sum(rewards) / len(rewards), standard_error(rewards))

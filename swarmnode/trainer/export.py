@@ -1,12 +1,13 @@
-"""`python -m swarmnode.trainer.export DIR [--merge]`, configuration on stdin: what `swarmnode
-export` starts.
+"""`python -m swarmnode.trainer.export DIR [--merge]`, with the configuration on stdin: exports the
+policy for `swarmnode export`.
 
-    base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
-    trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard each ─▶ DIR.partial ─▶ DIR       where the
-    policy is held in stages
+    whole policy   base weights + trainer/state.safetensors ─▶ model ─▶ DIR.partial ─▶ DIR
+    in stages      trainer/shadows/<crew>/stage-*.safetensors ─▶ a shard per stage ─▶ DIR.partial ─▶
+                   DIR
 
-On the CPU and in float32, whatever the trainer uses, so that nothing is lost and a running trainer
-keeps its device. What was saved last counts, where a node has trained both ways.
+The export runs on the CPU in float32, so that no precision is lost and a running trainer keeps its
+device. If a node has trained both ways, the newer state is exported. The stages of a crew are
+written one after the other, so that only one stage is in memory.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from swarmnode.averaging.lora import A_SEED, freeze_a, shares_a
 from swarmnode.config import Config, PolicyConfig
-from swarmnode.errors import LocalError, StateError, Unavailable
+from swarmnode.errors import BadMessage, LocalError, StateError, Unavailable
 from swarmnode.files import make_readable, sync_directory
 from swarmnode.policy.device import Placement
 from swarmnode.policy.fingerprint import fingerprint
@@ -38,39 +41,59 @@ from swarmnode.policy.load import (
     overwrite,
     trainable,
 )
+from swarmnode.stages.recovery import (
+    CHECKPOINTS,
+    CheckpointIdentity,
+    decode_state,
+    find_checkpoints,
+    read_checkpoint,
+    stage_layouts,
+)
+from swarmnode.stages.wire import stage_specs
 from swarmnode.trainer import state
-from swarmnode.trainer.export_crew import CrewCopies, adapter_of, find_copies, write_shards
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from peft import LoraConfig, PeftModel
 
 
 @dataclass(frozen=True)
-class Exported:
-    """swarmnode.json in the directory."""
+class ExportRecord:
+    """Content of swarmnode.json in the directory."""
 
     kind: str
-    """weights, or adapter."""
+    """`weights` or `adapter`."""
     step: int
     policy_version: int
     reward_held_out: float | None
-    """None where this node has not measured it."""
+    """None if this node has not measured it."""
     base: str = ""
+    """policy.model."""
     base_fingerprint: str = ""
-    """Hex; what a manifest calls the model."""
+    """Fingerprint of the base model in the manifest, hex."""
     swarm: str = ""
-    """Id, hex; empty for a crew's."""
+    """Swarm id, hex; empty for a policy in stages."""
     own_groups: int = 0
-    """Groups that this node sampled and learnt from; 0 of a crew's, where they are not counted."""
+    """Own groups that were trained on; 0 for a policy in stages, which does not count them."""
     external_groups: int = 0
-    """Groups of peers' that it learnt from."""
+    """Peers' groups that were trained on."""
     stages: tuple[int, ...] = ()
-    """Committed steps in the copy of each stage, where the policy was held in stages."""
+    """Committed steps of each stage, for a policy in stages."""
 
 
-def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool) -> Exported:
-    """See `swarmnode.swarm.export.export`. trainer: its directory; shared_a: see
-    `averaging.lora.shares_a`."""
+def export(
+    cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge: bool
+) -> ExportRecord:
+    """Export the policy, see `swarmnode.swarm.export.export`.
+
+    Args:
+        trainer: The trainer's directory.
+        shared_a: See `averaging.lora.shares_a`.
+        target: Directory of the export; it must be empty or absent.
+        merge: True to write an adapter's weights merged into the base.
+
+    Raises:
+        LocalError: There is no state, it cannot be used, or the target cannot be written.
+    """
     disable_progress_bar()
     cfg = cfg.model_copy(update={"devices": "cpu", "dtype": "float32", "quantization": "none"})
     partial = target.with_name(f".{target.name}.partial")
@@ -93,7 +116,7 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
             (partial / "swarmnode.json").write_text(json.dumps(asdict(exported), indent=1) + "\n")
             make_readable(partial)
             if target.exists():
-                target.rmdir()  # empty, or somebody else has just filled it
+                target.rmdir()  # fails if another process has just written into it
             os.replace(partial, target)
             sync_directory(target.parent)
         except (OSError, SafetensorError) as error:
@@ -107,19 +130,22 @@ def export(cfg: PolicyConfig, trainer: Path, shared_a: bool, target: Path, merge
 
 @dataclass(frozen=True)
 class Base:
-    """What was trained, and how."""
+    """The base model and the kind of training."""
 
     cfg: PolicyConfig
     directory: Path
-    """Where the base model is."""
+    """Directory of the base model."""
     shared_a: bool
-    """The adapter's A is that which all nodes have."""
+    """True if the adapter's A matrices are the same on all nodes."""
     owner: str
     """See `state.owner`."""
 
     def trained(self, weights: dict[str, torch.Tensor]) -> PreTrainedModel | PeftModel:
-        """The base with the trained tensors in it. Raises StateError when they are not this
-        model's."""
+        """Return the base with the trained tensors.
+
+        Raises:
+            StateError: The tensors belong to another model.
+        """
         base = load_model(
             self.cfg, self.directory, Placement(torch.device("cpu"), torch.float32, "")
         )
@@ -131,12 +157,12 @@ class Base:
 
 
 def _written(trainer: Path) -> float:
-    """Unix seconds of the last save; 0 without one."""
+    """Return the time of the last save in Unix seconds; 0 without one."""
     files = [trainer / name for name in (state.FILE, state.WEIGHTS_FILE)]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
-def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Exported:
+def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> ExportRecord:
     found = state.read(trainer, base.owner)
     if found is None:
         raise Unavailable(
@@ -144,7 +170,7 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
         )
     counters, tensors = found
     kind = _save(base, state.weights(tensors), partial, merge)
-    return Exported(
+    return ExportRecord(
         kind,
         counters.step,
         counters.policy_version,
@@ -155,23 +181,23 @@ def _write_whole(base: Base, trainer: Path, partial: Path, merge: bool) -> Expor
     )
 
 
-def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> Exported:
+def _write_crew(base: Base, crew: CrewCopies, partial: Path, merge: bool) -> ExportRecord:
     if crew.about.owner != base.owner:
         raise StateError(
-            "the copies of the crew's stages are of another model; set policy.model and policy.lora"
-            " as they were"
+            "the checkpoints of the crew's stages belong to another model; set policy.model and"
+            " policy.lora to their former values"
         )
     adapter = lora_settings(base.cfg) if base.cfg.lora.r else None
     if adapter is not None:
-        weights, steps = adapter_of(crew, adapter, base.shared_a, base.directory)
+        weights, steps = read_adapter(crew, adapter, base.shared_a, base.directory)
         kind = _save(base, weights, partial, merge)
     else:
         kind, steps = "weights", write_shards(crew, base.directory, partial)
-    return Exported(kind, min(steps), min(steps), None, stages=tuple(steps))
+    return ExportRecord(kind, min(steps), min(steps), None, stages=tuple(steps))
 
 
 def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bool) -> str:
-    """Write the base with `weights` into `partial`; returns which kind of export it is."""
+    """Write the base with `weights` into `partial`; return the kind of the export."""
     model = base.trained(weights)
     if isinstance(model, PreTrainedModel):
         model.save_pretrained(partial)
@@ -185,6 +211,126 @@ def _save(base: Base, weights: dict[str, torch.Tensor], partial: Path, merge: bo
         model.save_pretrained(str(partial))
         return "adapter"
     return "weights"
+
+
+# ---- a policy in stages --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CrewCopies:
+    """The checkpoints of one crew on this node's disk."""
+
+    directory: Path
+    about: CheckpointIdentity
+    steps: dict[int, int]
+    """Stage → committed steps in its checkpoint."""
+    written: float
+    """Modification time of the newest checkpoint."""
+
+    @property
+    def missing(self) -> list[int]:
+        """Stages without a checkpoint here."""
+        return [stage for stage in range(len(self.about.layers)) if stage not in self.steps]
+
+
+def find_copies(trainer: Path) -> CrewCopies | None:
+    """Return the checkpoints of the crew that wrote last on this disk; None if there are none.
+
+    Args:
+        trainer: The trainer's directory.
+    """
+    directory = trainer / CHECKPOINTS
+    crews: dict[CheckpointIdentity, dict[int, int]] = {}
+    for about in find_checkpoints(directory):
+        crews.setdefault(about.identity, {})[about.stage] = about.step
+    written = lambda crew: max((directory / crew.path(i)).stat().st_mtime for i in crews[crew])
+    found = [CrewCopies(directory, crew, steps, written(crew)) for crew, steps in crews.items()]
+    return max(found, key=lambda crew: crew.written, default=None)
+
+
+def read_stages(
+    crew: CrewCopies, base: Path, adapter: LoraConfig | None = None, shared_a: bool = False
+) -> Iterator[tuple[int, dict[str, torch.Tensor], int]]:
+    """Yield (stage, tensors by their names in the whole model, committed steps), one stage after
+    the other. Tensors of a bfloat16 checkpoint stay in bfloat16.
+
+    Args:
+        adapter: Settings of the adapter, if one was trained.
+        shared_a: True if all nodes derive the adapter's A, so that the checkpoints omit it.
+
+    Raises:
+        Unavailable: A stage is missing.
+        StateError: A checkpoint is damaged.
+    """
+    if crew.missing:
+        raise Unavailable(
+            f"this node has no checkpoint of {len(crew.missing)} of {len(crew.about.layers)} stages"
+            f" ({', '.join(map(str, crew.missing))}), since it stores its own and its neighbours'."
+            " Run it with stages.policy_copy = disk until the crew has copied its stages, then"
+            " export again"
+        )
+    hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    specs = stage_specs(hf, crew.about.layers)
+    layouts = stage_layouts(hf, specs, adapter, shared_a)
+    for spec, layout in zip(specs, layouts, strict=True):
+        path = crew.about.path(spec.index)
+        found = read_checkpoint(crew.directory, path)
+        try:
+            decoded = decode_state(
+                found.body, layout, found.metadata.form, found.metadata.step, 0.0
+            )
+        except BadMessage as error:
+            raise StateError(f"{path}: {error}") from None
+        dtype = torch.float32 if found.metadata.form == "exact" else torch.bfloat16
+        tensors = {
+            spec.whole_name(name): tensor.to(dtype) for name, tensor in decoded.weights.items()
+        }
+        yield spec.index, tensors, found.metadata.step
+
+
+def write_shards(crew: CrewCopies, base: Path, target: Path) -> list[int]:
+    """Write the weights and their configuration into `target`; return each stage's committed steps.
+
+    Raises:
+        OSError: A file cannot be written.
+        Unavailable, StateError: As `read_stages` does.
+    """
+    where: dict[str, str] = {}
+    steps, size, dtypes = [], 0, set()
+    count = len(crew.about.layers)
+    for stage, tensors, step in read_stages(crew, base):
+        # The first and the last stage both hold a tied embedding.
+        new = {name: tensor.contiguous() for name, tensor in tensors.items() if name not in where}
+        file = f"model-{stage + 1:05d}-of-{count:05d}.safetensors"
+        save_file(new, target / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(new, file)
+        size += sum(tensor.nbytes for tensor in new.values())
+        dtypes |= {tensor.dtype for tensor in new.values()}
+        steps.append(step)
+    index = {"metadata": {"total_size": size}, "weight_map": where}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+    hf = AutoConfig.from_pretrained(base, trust_remote_code=False)
+    hf.dtype = torch.float32 if torch.float32 in dtypes else torch.bfloat16
+    hf.save_pretrained(target)
+    if (base / "generation_config.json").exists():
+        GenerationConfig.from_pretrained(base).save_pretrained(target)
+    return steps
+
+
+def read_adapter(
+    crew: CrewCopies, adapter: LoraConfig, shared_a: bool, base: Path
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    """Return (the adapter, each stage's committed steps).
+
+    Raises:
+        Unavailable, StateError: As `read_stages` does.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    steps = []
+    for _, tensors, step in read_stages(crew, base, adapter, shared_a):
+        weights |= tensors
+        steps.append(step)
+    return weights, steps
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
-"""Other nodes' groups of a step: asked for and taken when sampling has ended, so that they are the
-newest; judged."""
+"""Peers' groups of a step: requested and received after sampling, so that they are recent, and
+judged."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from swarmnode.wire.messages import Completion
 from swarmnode.wire.tensors import unpack_ids
 
 ANSWER_SECONDS = 0.2
-"""How long a step waits at most for what the network process hands over, once or twice: it answers
-in milliseconds, unless it is busy; what comes later is for the next step."""
+"""Largest wait of a step for groups from the network process, once or twice. It responds in
+milliseconds unless it is busy; later groups are used in the next step."""
 
 
 class ExternalGroups:
@@ -49,13 +49,13 @@ class ExternalGroups:
         self.quota = TokenQuota()
 
     def exchange(self, own: list[OwnGroup], policy_version: int) -> Judgement:
-        """Publish what the step has sampled, and judge what others have by now, until the step's
-        room is full. `learnt` follows."""
+        """Publish the step's own groups, and judge peers' groups until the step's room is full.
+        Call `learnt` afterwards."""
         for message in own:
             for completion in rewarded(message):
                 self.quota.own(message.task.id, unpack_ids(completion.token_ids).tolist())
         room = self._plan.external_room
-        # some in place of those that will be refused, less those that wait
+        # A reserve replaces groups that will be refused; waiting groups are subtracted.
         missing = room + reserve(room) - len(self._backlog)
         ask = lambda count: self._link.request_external(count, policy_version, most_per_peer(room))
         if missing > 0:
@@ -87,10 +87,10 @@ class ExternalGroups:
         """Send each group's outcome to the network process.
 
         Args:
-            refused: why an accepted group was left out of the update, by its number.
+            refused: Reasons of accepted groups that the update excluded, by their number.
 
         Returns:
-            The groups that were learnt from.
+            The groups that were trained on.
         """
         accepted = iter(range(len(judgement.accepted)))
         for group, judged in judgement.outcomes:

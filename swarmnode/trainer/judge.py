@@ -53,35 +53,34 @@ from swarmnode.rl.corrections import (
 from swarmnode.rollouts.groups import ExternalGroup, Outcome, actions, turn_ids
 from swarmnode.rollouts.sampling import most_per_peer
 from swarmnode.tasks.registry import task_weights
-from swarmnode.trainer.batch import TrainingGroup, episode_row, parts_of
+from swarmnode.trainer.batch import TrainingGroup, episode_row, reward_parts
 from swarmnode.trainer.needed import Rescore, needed_only
 from swarmnode.trainer.quota import TokenQuota
 from swarmnode.wire.tensors import unpack_logprobs
 
-Scored = tuple[list[float], list[float]]
+RowScores = tuple[list[float], list[float]]
 """(log-probabilities, entropies) of the T ids of one completion under the own policy, in nats; 0 at
 ids that were not sampled."""
-Score = Callable[[Sequence[Row], float], list[Scored]]
-"""What scores rows at a temperature, without gradient."""
+Score = Callable[[Sequence[Row], float], list[RowScores]]
+"""Function that scores rows at a temperature, without gradient."""
 
 
 @dataclass(frozen=True)
 class ExternalChecks:
-    """How far a peer's group may be from what our policy would have sampled. Measured in
-    benchmarks/RESULTS.md, "Rollouts"."""
+    """Largest distance of a peer's group from samples of the own policy. The values were chosen by
+    measurement (benchmarks/RESULTS.md, "Rollouts")."""
 
     spot_check_tolerance: float = 3.0
-    """Median |difference of log-probability| per token, nats, above which a group is not trained
-    on."""
+    """Median |difference of log-probability| per token, nats, above which a group is refused."""
     surprise_tolerance: float = 4.0
-    """Mean excess of surprise over our policy's entropy per token of a group, nats, above which
-    nobody sampled it."""
+    """Mean surprise minus entropy per token of a group under the own policy, nats, above which a
+    group is refused: no similar policy sampled it."""
     burst_slack: float | None = None
-    """Nats of excess that a completion's worst stretch may have; None is `corrections.burst_slack`
-    of the vocabulary."""
+    """Excess that a completion's most surprising stretch may have, nats; None means
+    `corrections.burst_slack` of the vocabulary."""
     temperature_factor: float = 2.0
-    """A sender's temperature is at most this factor from ours: beyond it the log-probabilities that
-    it gives say nothing."""
+    """Largest ratio of the sender's temperature to the own one, or its inverse. Beyond it, reported
+    log-probabilities cannot be compared."""
     least_probability: float = LEAST_PROBABILITY
     """A completion is cut before the first token with a lower probability than this under the own
     policy. With 0, all tokens are trained on, and so are completions that earned less than the
@@ -98,8 +97,7 @@ class Judgement:
     accepted: list[TrainingGroup] = field(default_factory=list)
     outcomes: list[tuple[ExternalGroup, Outcome]] = field(default_factory=list)
     details: dict[Outcome, str] = field(default_factory=dict)
-    """Reason → what is known of a group that was refused for it, where that is more than the reason
-    says."""
+    """Description of a refused group by reason, if it adds to the reason."""
 
     def refuse(self, group: ExternalGroup, refused: GroupRefused) -> None:
         """Record why a group is not trained on."""
@@ -119,10 +117,10 @@ class GroupRefused(Exception):
 
 @contextlib.contextmanager
 def contained(*others: type[Exception]) -> Iterator[None]:
-    """Inside, whatever a peer's group causes is raised as GroupRefused, except `others`.
+    """Convert all exceptions inside the block to GroupRefused, except `others`.
 
-    Not EngineGone and PeerTimeout, which say nothing of the group: the next own pass would raise
-    them too.
+    EngineGone and PeerTimeout are not converted. The group does not cause them; the next own pass
+    would raise them too.
     """
     ends = KeyboardInterrupt, SystemExit, GeneratorExit
     passed: tuple[type[BaseException], ...] = (
@@ -136,7 +134,7 @@ def contained(*others: type[Exception]) -> Iterator[None]:
         yield
     except passed:
         raise
-    except BaseException as error:  # a panic of the tokenizers library is no Exception
+    except BaseException as error:  # a panic of the tokenizers library is not an Exception
         too_large = isinstance(error, DeviceError) or is_oom(error)
         outcome: Outcome = "too_large" if too_large else "failed"
         raise GroupRefused(outcome, reason(error)) from error
@@ -184,18 +182,22 @@ def judge(
 def _weighed(
     group: ExternalGroup,
     rows: list[Row],
-    scored: list[Scored] | GroupRefused,
+    scored: list[RowScores] | GroupRefused,
     policy: PolicyText,
     score: Score,
     temperature: float,
     checks: ExternalChecks,
 ) -> TrainingGroup:
-    """Return what is learnt from a group. Raises GroupRefused."""
+    """Return the group with its weights.
+
+    Raises:
+        GroupRefused: A check failed.
+    """
     ours = _numbers(scored)
     outcome, weights = believe(group.rewards, _at_sampled(rows, ours), policy, checks)
     correction: list[float] = []
     if outcome == "used":
-        # what the peer says is of its policy at its temperature
+        # The reported log-probabilities are at the sender's temperature.
         theirs = group.group.sampling.temperature
         comparable = ours if theirs == temperature else _numbers(*_scored(score, [rows], theirs))
         at_sampled = [chosen for chosen, _ in _at_sampled(rows, comparable)]
@@ -204,7 +206,7 @@ def _weighed(
         raise GroupRefused(outcome)
     weights = [weight * factor for weight, factor in zip(weights, correction, strict=True)]
     was_cut = [completion.finish == "length" for completion in group.group.completions]
-    parts = parts_of(group.components, task_weights(group.group.task.id))
+    parts = reward_parts(group.components, task_weights(group.group.task.id))
     chosen = [each for each, _ in ours]
     least = checks.least_probability
     learnt = [learnt_tokens(each, least) for each in chosen] if least else []
@@ -246,7 +248,7 @@ def _within_quota(accepted: TrainingGroup, task: str, quota: TokenQuota | None) 
     return replace(accepted, learnt=learnt)
 
 
-def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
+def _at_sampled(rows: Sequence[Row], scored: Sequence[RowScores]) -> list[RowScores]:
     """Return the scores of sampled tokens only."""
     return [
         (row.at_sampled(chosen), row.at_sampled(spread))
@@ -254,8 +256,12 @@ def _at_sampled(rows: Sequence[Row], scored: Sequence[Scored]) -> list[Scored]:
     ]
 
 
-def _numbers(scored: list[Scored] | GroupRefused) -> list[Scored]:
-    """Return the scores of a group. Raises GroupRefused if there are none, or not all finite."""
+def _numbers(scored: list[RowScores] | GroupRefused) -> list[RowScores]:
+    """Return the scores of a group.
+
+    Raises:
+        GroupRefused: Scoring failed, or a score is not finite.
+    """
     if isinstance(scored, GroupRefused):
         raise scored
     if not all(math.isfinite(x) for chosen, spread in scored for x in (*chosen, *spread)):
@@ -301,8 +307,11 @@ def judge_until_full(
 def _first(
     groups: list[ExternalGroup], most: int, per_peer: int, taken: Counter[str]
 ) -> tuple[list[ExternalGroup], list[ExternalGroup]]:
-    """The first `most` of groups, with those `taken` at most `per_peer` of one peer; and the
-    others."""
+    """Return the first `most` groups with at most `per_peer` of one peer, and the remaining groups.
+
+    Args:
+        taken: Number of groups that count already, by peer; updated.
+    """
     first: list[ExternalGroup] = []
     others: list[ExternalGroup] = []
     for group in groups:
@@ -313,14 +322,19 @@ def _first(
 
 
 def reserve(room: int) -> int:
-    """Groups that are drawn beyond `room`, for as many that may be refused: half, rounded up."""
+    """Return the number of groups to request in addition to `room`, to replace refused ones: half
+    of it, rounded up."""
     return -(-room // 2)
 
 
 def rows_of(
     group: ExternalGroup, policy: PolicyText, temperature: float, checks: ExternalChecks
 ) -> list[Row]:
-    """Return the row of each completion, (G,). Raises GroupRefused."""
+    """Return the row of each completion, (G,).
+
+    Raises:
+        GroupRefused: The group cannot be read.
+    """
     theirs = group.group.sampling.temperature
     if (
         not temperature / checks.temperature_factor
@@ -381,7 +395,11 @@ def completion_row(policy: PolicyText, group: ExternalGroup, prompt: list[int], 
 
 
 def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> list[int]:
-    """Return `ids` if they are the tokens of `text`. Raises the errors of `completion_row`."""
+    """Return `ids` if they are the tokens of `text`.
+
+    Raises:
+        Incompatible, GroupRefused: As `completion_row` does.
+    """
     ids = policy.check_ids(ids)
     ends = ids[-1] in policy.eos_ids
     if (
@@ -396,7 +414,10 @@ def checked_ids(policy: PolicyText, ids: list[int], text: str, finish: str) -> l
 
 
 def believe(
-    rewards: Sequence[float], scored: Sequence[Scored], policy: PolicyText, checks: ExternalChecks
+    rewards: Sequence[float],
+    scored: Sequence[RowScores],
+    policy: PolicyText,
+    checks: ExternalChecks,
 ) -> tuple[Outcome, list[float]]:
     """Decide whether the own policy, or one near it, may have sampled this group.
 
@@ -437,11 +458,14 @@ def compare(
     policy: PolicyText,
     checks: ExternalChecks,
 ) -> tuple[Outcome, list[float]]:
-    """What the sender says of its log-probabilities against ours at its temperature, `local` (G,
-    T_i): the correction of each completion.
+    """Compare the sender's log-probabilities with the own ones; return the outcome and the
+    correction of each completion.
 
-    Sums are compared whoever sent them, since text is text in any tokenizer; tokens as well where
-    the sender has our policy.
+    Sums are compared for every sender, since they do not depend on the tokenizer. Single tokens are
+    compared too if the sender has the same model and tokenizer.
+
+    Args:
+        local: (G, T_i) own log-probabilities at the sender's temperature.
     """
     completions = group.group.completions
     tokens = torch.tensor([float(max(len(row), 1)) for row in local])
@@ -460,14 +484,14 @@ def compare(
             checks.spot_check_tolerance,
         ):
             return "spot_check", []
-    # per token of each side: with another tokenizer the same text has another length
+    # Per token of each side, since the number of tokens depends on the tokenizer.
     sent = torch.tensor([float(max(c.tokens, 1)) for c in completions])
     weights = sequence_correction(ours / tokens, theirs / sent, torch.ones(len(local))).tolist()
     best = max(group.rewards)
     if not any(
         weight > 0 for weight, reward in zip(weights, group.rewards, strict=True) if reward == best
     ):
-        return "spot_check", []  # nothing to learn from is left
+        return "spot_check", []  # no completion with the best reward is left
     return "used", weights
 
 
@@ -479,9 +503,9 @@ def _is_ours(group: ExternalGroup, policy: PolicyText) -> bool:
 
 def _scored(
     score: Score, groups: list[list[Row]], temperature: float
-) -> list[list[Scored] | GroupRefused]:
-    """Score all groups in one pass; where that fails, each by itself, and those that fail are
-    refused."""
+) -> list[list[RowScores] | GroupRefused]:
+    """Score all groups in one pass. If it fails, score each group by itself, and refuse those that
+    fail."""
     try:
         with contained():
             flat = iter(score([row for rows in groups for row in rows], temperature))
@@ -489,6 +513,6 @@ def _scored(
     except GroupRefused as refused:
         if len(groups) == 1:
             return [GroupRefused(refused.outcome, refused.detail)]
-    # outside the handler: the exception's frames hold the tensors that have to go
+    # Outside of the handler, because the exception's frames refer to tensors.
     free_memory()
     return [one for rows in groups for one in _scored(score, [rows], temperature)]

@@ -1,13 +1,11 @@
-"""The trainer process: sample, share, learn, save; one step after the other, whatever the network
-does.
+"""The training loop. It continues without peers and without the network process.
 
-    plan → sample I groups, score, publish → ask the network for J groups, judge them → one update →
-    average → save → report
+    plan → sample I groups, score, publish → pull J groups, judge them → one update → average →
+    save → report
 
-The network process is asked when sampling has ended, so that its groups are the newest, and waited
-for a fifth of a second at most; once more where too much of what it gave is refused. What arrives
-late is there for the next step. Where useful groups are few, some of the last steps are trained on
-again (replay.py).
+Peers' groups are requested after sampling, so that they are recent. The loop waits for them for at
+most a fifth of a second, and requests more once if too many are rejected. Groups that arrive later
+are used in the next step. If useful groups are rare, recent ones are trained on again (replay.py).
 """
 
 from __future__ import annotations
@@ -62,16 +60,15 @@ from swarmnode.trainer.update import UpdateStatistics, learning_rate
 log = structlog.get_logger("swarmnode.trainer")
 
 REST_SECONDS = 1.0
-"""Between two looks whether the trainer may go on."""
+"""Interval between checks of whether a pause is over."""
 IDENTITY_SECONDS = 1.0
-"""Between two signs of progress while the network process has not said who we are."""
+"""Interval between progress reports while the trainer waits for the node's peer id."""
 HEAD = "head"
-"""Below the trainer's directory: what it was as a crew's head."""
+"""Subdirectory of the trainer's directory with its state as the head of a crew."""
 
 
 class Trainer:
-    """A whole policy and everything that changes it. `run` returns when `stop` was called or
-    `max_steps` are done."""
+    """The trainer of a node that holds the whole policy."""
 
     def __init__(self, config: Config, progress: Progress) -> None:
         self._config = config
@@ -79,15 +76,15 @@ class Trainer:
         self._stop = threading.Event()
 
     def stop(self) -> None:
-        """Finish the step, save and leave."""
+        """Make `run` finish the step, save and return."""
         self._stop.set()
 
     def run(self) -> None:
-        """Load or restore the policy, then train.
+        """Load or restore the policy, then train until `stop` is called or `max_steps` are done.
 
         Raises:
-            LocalError: the model does not exist or fit, cannot be trained, or the state on disk is
-                another model's.
+            LocalError: The model does not exist, does not fit or cannot be trained, or the state on
+                disk belongs to another model.
         """
         config = self._config
         opened = load_current(config.node.data_dir)
@@ -101,7 +98,7 @@ class Trainer:
         )
         directory, alive = config.node.data_dir / "trainer", self._progress.alive
         with other_ranks(config, devices, alive) as make, Scorer(alive=alive) as scorer:
-            self._try(policy)
+            self._run_trial(policy)
             counters = Counters()
             engine = make_whole_policy(
                 config,
@@ -119,8 +116,12 @@ class Trainer:
             with link:
                 loop.run(config.weights.join_seconds)
 
-    def _try(self, policy: Policy) -> None:
-        """Try the policy before anything is trained. Raises LocalError."""
+    def _run_trial(self, policy: Policy) -> None:
+        """Run a trial of the policy before training.
+
+        Raises:
+            LocalError: The policy cannot be trained on this machine.
+        """
         self._progress("loading, trying the policy")
         trial = try_loaded(self._config.policy, policy, self._config.training, self._progress.alive)
         log.info("trial", detail=str(trial))
@@ -133,8 +134,13 @@ class Trainer:
 
 
 class Loop:
-    """Sample, share, learn, save, with an engine. Goes on from what is in `directory`, if anything
-    is; `counters` if nothing is."""
+    """The training loop of one engine.
+
+    Args:
+        counters: Initial counters, if there is no saved state.
+        directory: Directory of the saved state.
+        stop: Set from another thread to end the loop after the step.
+    """
 
     def __init__(
         self,
@@ -192,19 +198,23 @@ class Loop:
         self._evaluation = Evaluation(config.task, training, scorer, drops.held_out)
         self._checkpoints = Checkpoints(directory, training.save_every, engine, rng, counters)
         self._reporter = Reporter(progress, link, engine, scorer, self._checkpoints, counters)
-        told = flat(config.model_dump(include={"policy", "training", "weights"}))
+        settings = flat(config.model_dump(include={"policy", "training", "weights"}))
         self._records = Records(
             config.node.data_dir,
-            Trackers(config.log.trackers, config.node.data_dir, config.node.name, told),
+            Trackers(config.log.trackers, config.node.data_dir, config.node.name, settings),
         )
         self._pauses = Pauses(
             config.node.quiet_hours, PauseFlags(config.node.data_dir), training.step_interval, stop
         )
 
     def run(self, join_seconds: float) -> None:
-        """Train until `stop` or `max_steps`. The link has been entered. Raises EngineGone.
+        """Train until `stop` is set or `max_steps` are done. The link must be running.
 
-        join_seconds: how long a node that has learnt nothing yet waits for its neighbours' state.
+        Args:
+            join_seconds: Time that an untrained node waits for the state of a neighbour.
+
+        Raises:
+            EngineGone: The engine cannot continue.
         """
         with self._checkpoints, closing(self._records):
             self._reporter.enter("loading")
@@ -220,13 +230,13 @@ class Loop:
             self._reporter.flush(2.0)
 
     def _train(self, join_seconds: float) -> None:
-        self._rest()
+        self._wait_while_paused()
         if (
             self._fresh or self._counters.reward_held_out_start is None
         ) and not self._pauses.stop.is_set():
             self._evaluate()
         self._join(join_seconds)
-        while not self._finished() and self._rest():
+        while not self._finished() and self._wait_while_paused():
             started = time.monotonic()
             self._step()
             if self._pauses.stop.is_set():
@@ -237,9 +247,9 @@ class Loop:
             self._checkpoints.save()
             self._pauses.until_next_step(started, self._reporter)
 
-    def _rest(self) -> bool:
-        """Wait while there is a reason to; what was learnt is on disk before long. False when the
-        trainer is to stop."""
+    def _wait_while_paused(self) -> bool:
+        """Wait while the trainer is paused, and save the state. Return False if the trainer must
+        stop."""
         rested = False
         while not self._pauses.stop.is_set() and (reasons := self._pauses.reasons()):
             rested = True
@@ -247,7 +257,7 @@ class Loop:
             if self._checkpoints.saved_step != self._counters.step:
                 self._checkpoints.save()
         if rested and not self._pauses.stop.is_set():
-            log.info("going on")
+            log.info("resumed")
         return not self._pauses.stop.is_set()
 
     def hello(self) -> Hello:
@@ -264,8 +274,13 @@ class Loop:
     # ---- start -----------------------------------------------------------------------------------
 
     def _wait_for_identity(self) -> bool:
-        """Our questions follow from the node's peer id, which the network process holds. Known from
-        an earlier run, nobody waits."""
+        """Wait for the node's peer id, from which its questions are derived. The network process
+        holds it.
+
+        Returns:
+            True as soon as the peer id is known, at once if it is known from an earlier run; False
+            if the trainer must stop.
+        """
         while not self._identity.adopt(IDENTITY_SECONDS):
             if self._counters.peer:
                 return True
@@ -275,8 +290,8 @@ class Loop:
         return True
 
     def _join(self, seconds: float) -> None:
-        """A node that has learnt nothing yet would rather start where its neighbours are; for a
-        state on its way it waits longer."""
+        """Wait up to `seconds` for the state of a neighbour, if this node is untrained; longer if a
+        state has been announced."""
         if not self._fresh:
             return
         late = time.monotonic() + seconds
@@ -310,9 +325,9 @@ class Loop:
         training = self._training
         rate = learning_rate(training, self._counters.step)
         fresh = [*experience.trained, *judgement.accepted]
-        again = self._plan.again(fresh)
+        replayed = self._plan.replayed(fresh)
         rows = assemble(
-            [*fresh, *again],
+            [*fresh, *replayed],
             training.advantage,
             shape_to=training.max_completion_length
             if "overlong_shaping" in training.options
@@ -327,7 +342,7 @@ class Loop:
         external = self._external.learnt(
             judgement, {group - first: why for group, why in result.refused.items()}
         )
-        self._plan.learnt([*experience.trained, *external], experience.groups)
+        self._plan.observe([*experience.trained, *external], experience.groups)
         self._count(experience.tokens, experience.groups, external, result)
         self._counters.episodes_total += experience.played.episodes
         self._measure(experience.groups, external, result, rate)
@@ -335,7 +350,7 @@ class Loop:
         drift = self._external.quota.drift()
         self._winning.sampled(experience.messages)
         ended = time.monotonic()
-        self._plan.stepped(ended - started)
+        self._plan.fit(ended - started)
         self._reporter.last = msgspec.structs.replace(
             self._reporter.last,
             step_seconds=ended - started,
@@ -349,12 +364,12 @@ class Loop:
             top_answer_share=self._winning.top_share,
             signals=self._questions.signals(),
             evidence=self._questions.evidence(),
-            replayed_groups=len(again),
+            replayed_groups=len(replayed),
             drift=drift.excess if drift is not None else None,
             drops=self._drops.statistics(),
         )
         self._reporter.enter("training", ended - started)
-        self._keep(experience, judgement, drift.words(self._engine.text.decode) if drift else "")
+        self._record(experience, judgement, drift.words(self._engine.text.decode) if drift else "")
         self._log_step()
 
     def _count_drops(self, rows: Rows, result: UpdateStatistics) -> None:
@@ -369,7 +384,7 @@ class Loop:
         self._drops.message.drop("link_full", lost - self._lost_messages)
         self._lost_messages = lost
 
-    def _keep(self, experience: Experience, judgement: Judgement, drift: str) -> None:
+    def _record(self, experience: Experience, judgement: Judgement, drift: str) -> None:
         """Write samples and measurements to disk."""
         now, last = time.time(), self._reporter.last
         self._records.step(now, last)
@@ -415,7 +430,7 @@ class Loop:
             c.note_use(group.peer)
         now = self._engine.statistics()
         most = self._training.per_device_train_tokens
-        # a larger setting counts after a restart
+        # 0 without a shortage of memory, so that a larger setting applies after a restart
         c.micro_batch_tokens = now.micro_batch_tokens if now.micro_batch_tokens < most else 0
         c.generation_tokens = now.generation_tokens if now.generation_tokens < most else 0
         c.oom_retries_total = self._oom_before + now.oom_retries
@@ -430,7 +445,6 @@ class Loop:
         total = len(own) + len(external)
         share = len(external) / total if total else None
         reward_own = _mean([r for g in own for r in g.rewards])
-        self._plan.measured(reward_own, result.agreement, share or 0.0)
         self._reporter.last = msgspec.structs.replace(
             self._reporter.last,
             reward_own=reward_own,
@@ -456,8 +470,7 @@ class Loop:
     # ---- between steps ---------------------------------------------------------------------------
 
     def _average(self, stepped: bool = True) -> bool:
-        """Outer steps, and whatever the network process has said about them. Whether the policy has
-        changed."""
+        """Process averaging with other replicas; return True if the policy has changed."""
         return self._engine.average(
             self._reporter.connected, self._reporter.last.step_seconds or 0.0, stepped
         )
@@ -471,16 +484,18 @@ class Loop:
             c.reward_held_out, c.reward_held_out_error = reward, held_out.error
             if c.reward_held_out_start is None:
                 c.reward_held_out_start = reward
-            self._plan.measured(None, None, self._reporter.last.external_share or 0.0, reward)
             error = _rounded(held_out.error, 4)
             log.info("held out", step=c.step, reward=round(reward, 4), error=error)
             self._engine.observe(reward)
-        self._reporter.enter("evaluating")  # with what it has measured
+        self._reporter.enter("evaluating")  # again, with the measurements
 
 
 def skip_used_numbers(counters: Counters, trainer: Path) -> None:
-    """Go on behind every number that this node may have used: whole, as a head and beside a stage
-    it is one peer with one series."""
+    """Continue the group numbers and policy versions after all that this node may have used.
+
+    A node is one peer with one series of numbers, whether it trains the whole policy, is the head
+    of a crew, or trains beside a stage.
+    """
     known = [*rollback.used_counters(trainer), *rollback.used_counters(trainer / HEAD)]
     if known:
         counters.sequence = (
@@ -524,7 +539,8 @@ def episode_measures(played: EpisodeTotals, seconds: float) -> dict[str, float |
 
 
 def best_rows(group: TrainingGroup) -> list[Row]:
-    """Completions that earned more than others of their group."""
+    """Return the completions with the highest reward of the group; none if all rewards are
+    equal."""
     best = max(group.rewards)
     return (
         [row for row, reward in zip(group.rows, group.rewards, strict=True) if reward == best]
@@ -534,7 +550,7 @@ def best_rows(group: TrainingGroup) -> list[Row]:
 
 
 def reward_by_task(groups: Sequence[OwnGroup]) -> dict[str, float]:
-    """Task → mean reward of all its completions in a batch."""
+    """Return the mean reward of all completions in a batch, by task."""
     rewards: dict[str, list[float]] = {}
     for group in groups:
         rewards.setdefault(group.task.id, []).extend(group.rewards)
@@ -550,8 +566,11 @@ def _mean(values: list[float]) -> float | None:
 
 
 class Identity:
-    """Who this node is, as the network process says: its questions follow from the peer id and the
-    swarm's. swarm: the configured id."""
+    """The node's peer id and swarm id, from which its questions are derived.
+
+    Args:
+        swarm: Configured swarm id, hex; empty if none is configured.
+    """
 
     def __init__(self, link: Link, counters: Counters, swarm: str) -> None:
         self._link = link
@@ -559,43 +578,51 @@ class Identity:
         self._swarm = swarm
 
     def adopt(self, seconds: float = 0.0) -> bool:
-        """Take what the network process has said, waiting up to `seconds`; whether it has. Raises
-        LocalError for another swarm."""
+        """Copy the ids that the network process has sent into the counters, waiting up to
+        `seconds`; return False if it has not sent them.
+
+        Raises:
+            LocalError: The network process belongs to another swarm.
+        """
         welcome = self._link.welcome(seconds)
         if welcome is None:
             return False
         if self._swarm and welcome.swarm.hex() != self._swarm:
-            raise LocalError(
-                "the node has moved to another swarm; starting again with its manifest"
-            )
+            raise LocalError("the node has moved to another swarm; restarting with its manifest")
         self._counters.peer, self._counters.swarm = welcome.peer, welcome.swarm.hex()
         return True
 
 
 class Pauses:
-    """When the trainer rests though it could go on. told(): of `pauses.REASONS`, those that
-    hold."""
+    """Pauses of the training loop.
+
+    Args:
+        quiet_hours: Hours without training, see `node.quiet_hours`.
+        flags: Returns the present reasons to pause, of `pauses.REASONS`.
+        step_interval: Least time between the starts of two steps, in seconds.
+        stop: Event that ends every wait.
+    """
 
     def __init__(
         self,
         quiet_hours: str,
-        told: Callable[[], Sequence[str]],
+        flags: Callable[[], Sequence[str]],
         step_interval: float,
         stop: threading.Event,
     ) -> None:
         self.stop = stop
         self._quiet_hours = quiet_hours
-        self._told = told
+        self._flags = flags
         self._step_interval = step_interval
 
     def reasons(self) -> Sequence[str]:
-        """Why to rest now; none while the trainer may go on."""
+        """Return the present reasons to pause; none if the trainer may continue."""
         now = time.localtime()
         quiet = is_quiet(self._quiet_hours, now.tm_hour * 60 + now.tm_min)
-        return [*(["quiet_hours"] if quiet else []), *self._told()]
+        return [*(["quiet_hours"] if quiet else []), *self._flags()]
 
     def rest(self, reasons: Sequence[str], reporter: Reporter) -> None:
-        """Wait a little. The model stays loaded."""
+        """Wait REST_SECONDS. The model stays loaded."""
         if reporter.last.phase != "paused":
             log.info("paused", reasons=list(reasons))
             reporter.enter("paused")

@@ -1,11 +1,10 @@
-"""`python -m swarmnode.trainer.measure`, a request as JSON on stdin: how good a model is at tasks'
-held-out questions.
+"""`python -m swarmnode.trainer.measure`, with a request as JSON on stdin: evaluates a model on the
+held-out questions of tasks. `swarmnode eval` starts it, so that the command line does not load
+torch.
 
-What `swarmnode eval` starts, so that the command line does not load torch.
-
-    greedy    one answer of temperature 0 to each question: mean reward
-    pass@k    n sampled answers to each: the chance that at least one of k is right, without bias;
-    right is a reward of 1
+    greedy    mean reward of one answer per question at temperature 0
+    pass@k    unbiased estimate of the probability that at least one of k sampled answers is right,
+              from n samples per question; an answer with reward 1 is right
 """
 
 from __future__ import annotations
@@ -41,10 +40,12 @@ QUESTIONS_AT_ONCE = 16
 
 
 def open_model(cfg: PolicyConfig) -> Policy:
-    """The model of `cfg`; where that is a directory with an adapter, as `swarmnode export` writes
-    it, its base with the adapter.
+    """Load the model of `cfg`. If it is a directory with an adapter, as `swarmnode export` writes
+    it, load its base with the adapter.
 
-    Raises LocalError.
+    Raises:
+        LocalError: The model does not exist or fit, or the directory has no adapter_model file in
+            safetensors.
     """
     directory = Path(cfg.model).expanduser()
     about = directory / "adapter_config.json"
@@ -52,8 +53,8 @@ def open_model(cfg: PolicyConfig) -> Policy:
         return load_policy(cfg)
     if not (directory / "adapter_model.safetensors").is_file():
         raise Unavailable(
-            f"{directory} holds an adapter without adapter_model.safetensors, and nothing else is"
-            " read"
+            f"{directory} holds an adapter without adapter_model.safetensors, the only format that"
+            " is read"
         )
     from peft import PeftModel
 
@@ -67,8 +68,11 @@ def open_model(cfg: PolicyConfig) -> Policy:
 def measure(
     policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig
 ) -> Measured:
-    """Ask the first held-out questions of `task`. Raises Unavailable when none of them can be
-    asked."""
+    """Evaluate the policy on the first `request.questions` held-out questions of `task`.
+
+    Raises:
+        Unavailable: None of the questions can be generated, or none fits into the context.
+    """
     batches = MicroBatcher(training.per_device_train_tokens)
     version, levels = registry.task_version(task), registry.TASKS[task].levels
     refs = [
@@ -81,7 +85,9 @@ def measure(
         if isinstance(result, Scored) and result.prompt and policy.fits(result.prompt)
     ]
     if not asked:
-        raise Unavailable(f"{task}: none of its questions could be made")
+        raise Unavailable(
+            f"{task}: none of its questions could be generated, or none fits the context"
+        )
     generator = policy.random_generator(SEED)
     greedy, sampled, lengths, cut = list[float](), list[list[float]](), list[int](), 0
     for start in range(0, len(asked), QUESTIONS_AT_ONCE):
@@ -99,7 +105,7 @@ def measure(
         )
         certain = answers(Sampling(1, length, 0.0))
         drawn = answers(Sampling(request.samples, length, training.temperature, training.top_p))
-        # a failed environment gives no reward
+        # A question whose environment failed has no completions and no reward.
         completions = [
             [c for group in pair if group is not None for c in group.completions]
             if None not in pair

@@ -1,9 +1,8 @@
-"""How many groups a step holds on a machine of this speed, and how many of them a node samples
-itself.
+"""Plan of a step: the number of groups, and how many of them this node samples itself.
 
-A slow node is never waited for, but its own steps should not take so long that its policy is old
-before it has changed: with a target it takes smaller batches. What a step costs besides its groups
-need not be known, since the next step is measured again.
+No node waits for a slow node, but a slow node's steps must not take so long that its groups are
+stale when they are trained on. With `training.target_step_seconds`, such a node uses smaller
+batches. Fixed costs of a step need no model, because every step is measured.
 """
 
 from __future__ import annotations
@@ -16,29 +15,33 @@ import structlog
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.rl.objectives import CLIPS_TOKENS
 from swarmnode.rl.split import AdaptiveSplit
-from swarmnode.rl.utility import UtilityGuard
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.trainer.batch import TrainingGroup
-from swarmnode.trainer.replay import USES, ReplayBuffer, lacking
+from swarmnode.trainer.replay import USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.state import Counters
 
 log = structlog.get_logger("swarmnode.trainer")
 
 SMALLEST_SHARE = 1 / 8
-"""Least share of the configured groups: below that a step says too little about the gradient."""
+"""Least share of the configured groups. With fewer groups the gradient is too noisy."""
 CLOSE_ENOUGH = 0.1
-"""Relative distance from the target within which nothing changes."""
+"""Relative distance from the target within which the number of groups does not change."""
 LARGEST_FACTOR = 2.0
-"""A step changes the number by this factor at most: one slow step may be somebody else's compile
-job."""
+"""Largest factor by which one step changes the number of groups. Other programs may slow down a
+single step."""
 
 
-def fitted(groups: float, seconds: float, target: float, configured: int) -> float:
-    """The groups to take after a step of `groups` took `seconds`, not rounded; `target` seconds, 0
-    is off.
+def fit_groups(groups: float, seconds: float, target: float, configured: int) -> float:
+    """Return the number of groups of the next step, not rounded, from 1 to `configured`.
 
-    Half of the distance on a logarithmic scale, so that noise does not swing it. Always within 1 …
-    `configured`.
+    The number moves half of the distance to the target on a logarithmic scale, so that noise does
+    not make it oscillate.
+
+    Args:
+        groups: Groups of the last step.
+        seconds: Duration of the last step.
+        target: Target duration in seconds; 0 disables the adaptation.
+        configured: `training.groups_per_step`.
     """
     smallest = max(1, math.ceil(configured * SMALLEST_SHARE))
     if target <= 0:
@@ -50,8 +53,8 @@ def fitted(groups: float, seconds: float, target: float, configured: int) -> flo
 
 
 class StepPlan:
-    """Own and external groups of the next step. What it has learnt is kept in the counters, and so
-    survives a restart."""
+    """Numbers of own and external groups of the next step. They are stored in the counters and
+    survive a restart."""
 
     def __init__(
         self, training: TrainingConfig, sharing: SharingConfig, counters: Counters
@@ -60,72 +63,62 @@ class StepPlan:
         self._configured = training.groups_per_step
         self._shares = sharing.enabled
         self._counters = counters
-        counters.groups_per_step = fitted(
+        counters.groups_per_step = fit_groups(
             counters.groups_per_step or self._configured, 0.0, self._target, self._configured
         )
-        self._split = AdaptiveSplit(
-            self._configured, counters.useful_per_step, counters.external_scale
-        )
+        self._split = AdaptiveSplit(self._configured, counters.useful_per_step)
         self._split.resize(self.groups)
-        self._guard = UtilityGuard(counters.external_scale)
-        again = (
+        replays = (
             self._shares
             and training.loss_type in CLIPS_TOKENS
             and "train_once" not in training.options
         )
-        self._replay = ReplayBuffer(USES if again else 0)
+        self._replay = ReplayBuffer(USES if replays else 0)
 
     @property
     def groups(self) -> int:
-        """Groups of the next step, B."""
+        """Number of groups of the next step, B."""
         return max(1, round(self._counters.groups_per_step))
 
     @property
     def own_groups(self) -> int:
-        """Groups to sample for the next step, I."""
+        """Number of groups to sample for the next step, I."""
         return self._split.own_groups if self._shares else self.groups
 
     @property
     def external_room(self) -> int:
-        """External groups that the next step takes at most, J."""
+        """Largest number of external groups in the next step, J."""
         return self._split.external_room if self._shares else 0
 
-    def stepped(self, seconds: float) -> None:
-        """Take fewer groups where a step took longer than it should, more where it need not be so
-        few."""
-        self._counters.groups_per_step = fitted(
+    def fit(self, seconds: float) -> None:
+        """Adapt the number of groups to the duration of the last step."""
+        self._counters.groups_per_step = fit_groups(
             self._counters.groups_per_step, seconds, self._target, self._configured
         )
         if self.groups != self._split.batch:
             log.info("groups per step", groups=self.groups, step_seconds=round(seconds, 2))
             self._split.resize(self.groups)
 
-    def again(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
-        """Useful groups of the last steps, as many as the step's own and external ones lack of a
-        batch."""
-        return self._replay.take(lacking(self.groups, fresh))
+    def replayed(self, fresh: Sequence[TrainingGroup]) -> list[TrainingGroup]:
+        """Return useful groups of recent steps that fill up the batch.
 
-    def learnt(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
-        """Take what the step, the `Counters.step`th, has learnt from for the first time. The next
-        steps sample fewer by what came of peers, and while useful groups are rare among those that
-        were sampled, by what can be trained on again."""
+        Args:
+            fresh: The step's own and external groups.
+        """
+        return self._replay.take(missing_groups(self.groups, fresh))
+
+    def observe(self, fresh: Sequence[TrainingGroup], sampled: Sequence[TrainingGroup]) -> None:
+        """Adapt the split to a step that was trained on.
+
+        The next steps sample fewer groups by the number of useful external groups, and by the
+        number of groups that can be replayed while useful groups are rare.
+
+        Args:
+            fresh: Groups that were trained on for the first time.
+            sampled: All groups that this node has sampled for the step.
+        """
         self._split.observe(sum(bool(group.peer) and is_useful(group.rewards) for group in fresh))
         self._counters.useful_per_step = self._split.smoothed
-        self._replay.sampled(sampled)
-        self._replay.keep(fresh, self._counters.step)
-        self._split.replayable = self._replay.spares
-
-    def measured(
-        self,
-        reward_own: float | None,
-        agreement: float | None,
-        external_share: float,
-        reward_held_out: float | None = None,
-    ) -> None:
-        """Leave less room for external groups while they go together with getting worse; see
-        `UtilityGuard.observe`."""
-        if self._shares:
-            self._split.external_scale = self._guard.observe(
-                reward_own, agreement, external_share, reward_held_out
-            )
-            self._counters.external_scale = self._split.external_scale
+        self._replay.observe(sampled)
+        self._replay.store(fresh, self._counters.step)
+        self._split.replayable = self._replay.spared_groups

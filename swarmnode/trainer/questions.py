@@ -1,4 +1,4 @@
-"""A node's next question: number, task, difficulty, address."""
+"""The series of a node's questions: number, task, difficulty and seed of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from swarmnode.wire.messages import TaskRef
 
 
 class Questions:
-    """The series of them. Where the swarm lets its members choose, all buckets alike or by the
-    curriculum.
+    """The series of this node's questions.
 
-    In a swarm that does not, a curriculum chooses among the tasks, at the difficulty 0. What it
-    knows is not saved: a few steps teach it.
+    If the swarm lets its members choose, the buckets (task and difficulty) are drawn uniformly or
+    by the curriculum. Otherwise a curriculum chooses only among the tasks, at difficulty 0. The
+    curriculum's estimates are not saved; a few steps restore them.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Questions:
         return sequence, TaskRef(name, task_version(name), seed, index, difficulty)
 
     def signals(self) -> dict[str, float]:
-        """The share of groups with a signal that is expected of each task at each difficulty; empty
-        without a curriculum."""
+        """Return the expected share of useful groups by task and difficulty; empty without a
+        curriculum."""
         if self._curriculum is None:
             return {}
         return {
@@ -69,8 +69,8 @@ class Questions:
         }
 
     def evidence(self) -> dict[str, float]:
-        """Return how many own groups that rests on, by the same names. Empty where nothing is
-        chosen by it."""
+        """Return the number of own groups behind each value of `signals`; empty if questions are
+        not chosen by the curriculum."""
         if self._curriculum is None or self._alike:
             return {}
         return {
@@ -79,6 +79,6 @@ class Questions:
         }
 
     def answered(self, ref: TaskRef, rewards: list[float]) -> None:
-        """What an own group earned. rewards: (G,)."""
+        """Report the rewards (G,) of an own group."""
         if self._curriculum is not None:
             self._curriculum.own(Bucket(ref.id, ref.difficulty), is_useful(rewards))

@@ -55,7 +55,7 @@ from swarmnode.trainer.rank_process import (
     run_rank,
 )
 from swarmnode.trainer.update import (
-    Passes,
+    RowSelection,
     Updater,
 )
 
@@ -327,20 +327,20 @@ class RankPool:
         self._stale = False
 
     @contextmanager
-    def accumulating(self, rows: Rows, passes: Passes) -> Iterator[MicroBatchQueue]:
+    def accumulating(self, rows: Rows, selection: RowSelection) -> Iterator[MicroBatchQueue]:
         policy, updater = self._attached
         scaler = policy.accelerator.scaler
         command = Accumulate(
             rows,
-            passes.own,
-            [] if passes.apart else passes.external,
-            sorted(passes.recomputed),
-            dict(passes.refused),
+            selection.own,
+            [] if selection.one_by_one else selection.external,
+            sorted(selection.recomputed),
+            dict(selection.refused),
             [batcher.tokens for batcher in updater.batchers],
-            bool(passes.external),
+            bool(selection.external),
             None if scaler is None else scaler.state_dict(),
         )
-        self._marked = bool(passes.external)
+        self._marked = bool(selection.external)
         with self.working():
             self._shared.start_taking()
             for rank in self.others:
@@ -372,7 +372,7 @@ class RankPool:
                 raise self._lost(rank)
             if each.owed and now - self._shared.last_beat(rank) > most:
                 raise RankLost(
-                    f"rank {rank} ({each.device}) has done nothing for {most:.0f} seconds"
+                    f"rank {rank} ({each.device}) has made no progress for {most:.0f} seconds"
                 )
         self._alive()
 

@@ -32,7 +32,7 @@ from swarmnode.link.messages import CardUse
 from swarmnode.observe import logs
 from swarmnode.policy.engine.keeper import Keeper, keeper
 from swarmnode.policy.engine.protocol import (
-    Finished,
+    FinishedRequest,
     GenerationStatistics,
     Request,
 )
@@ -47,14 +47,14 @@ from swarmnode.swarm.manifest_store import load_current
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.engine import (
     Memory,
-    cards_of,
+    card_uses,
     make_updater,
     open_policy,
 )
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.update import (
-    Passes,
     PeersFailed,
+    RowSelection,
     StartOver,
     Sums,
     Updater,
@@ -93,7 +93,7 @@ def run_rank(setup: Setup, connection: Connection, shared: Shared) -> None:
 
     The process has no state that rank 0 lacks, so it may be killed at any time.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 finishes its step, and needs us
+    for number in (signal.SIGTERM, signal.SIGINT):  # rank 0 finishes its step and needs this rank
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL)
     config = Config.model_validate_json(setup.config)
@@ -134,7 +134,7 @@ class OtherRank:
     def run(self) -> None:
         policy = self._policy
         device, dtype = str(policy.device), str(policy.dtype)
-        self._send(Ready(policy.fingerprint, device, dtype, cards_of(policy)))
+        self._send(Ready(policy.fingerprint, device, dtype, card_uses(policy)))
         while True:
             command = COMMANDS.decode(self._connection.recv_bytes())
             self._alive()
@@ -229,14 +229,14 @@ class OtherRank:
         scaler = self._policy.accelerator.scaler
         if scaler is not None and command.scaler is not None:
             scaler.load_state_dict(command.scaler)
-        passes = Passes(
+        selection = RowSelection(
             command.own, command.external, set(command.recomputed), refused=command.refused
         )
         sharing = MicroBatchQueue(self._shared, self._setup.count)
-        sums = self._updater.accumulate(command.rows, passes, sharing)
-        if command.marks and not passes.external:
+        sums = self._updater.accumulate(command.rows, selection, sharing)
+        if command.marks and not selection.external:
             self._updater.probe.mark()
-        return Accumulated(sums.own.tolist(), sums.external.tolist(), cards_of(self._policy))
+        return Accumulated(sums.own.tolist(), sums.external.tolist(), card_uses(self._policy))
 
 
 # ---- messages ------------------------------------------------------------------------------------
@@ -346,14 +346,14 @@ class Samples(Answer, frozen=True):
 class Advanced(Answer, frozen=True):
     """Requests that a rank has finished. `last`: no further answer follows for the same command."""
 
-    done: list[Finished]
+    done: list[FinishedRequest]
     statistics: GenerationStatistics
     seconds: float
     last: bool
 
 
 class Scores(Answer, frozen=True):
-    values: list[Scored]
+    values: list[RowScores]
 
 
 class Accumulated(Answer, frozen=True):

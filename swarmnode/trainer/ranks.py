@@ -34,7 +34,7 @@ from swarmnode.config import Config
 from swarmnode.errors import DeviceError
 from swarmnode.policy.device import cards, devices, probe, training_devices, update_bytes
 from swarmnode.policy.engine.protocol import (
-    Finished,
+    FinishedRequest,
     Generation,
     GenerationStatistics,
     Request,
@@ -48,7 +48,7 @@ from swarmnode.trainer.engine import (
     EngineStatistics,
     WholePolicy,
 )
-from swarmnode.trainer.judge import Scored
+from swarmnode.trainer.judge import RowScores
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.rank_process import (
     POLL_SECONDS,
@@ -83,7 +83,7 @@ def choose_devices(config: Config, log: Callable[[str], None]) -> list[torch.dev
     try:
         here = child.submit(cards).result(QUERY_SECONDS)
     except Exception as error:
-        raise DeviceError(f"the GPUs do not say what memory they have: {reason(error)}") from error
+        raise DeviceError(f"cannot query the memory of the GPUs: {reason(error)}") from error
     finally:
         child.shutdown(wait=False, cancel_futures=True)
     found, left_out = training_devices(cfg, found, here, need)
@@ -150,7 +150,7 @@ class DataParallelPolicy(WholePolicy):
 
     def generation(self, sampling: Sampling, rng: torch.Generator) -> Generation:
         own = super().generation(sampling, rng)
-        if self._server is not None:  # it samples for all ranks, and rank 0 where it is away
+        if self._server is not None:  # the server samples for all ranks; rank 0 is its fallback
             return own
         self._questions = SharedGeneration(own, self._pool, self._policy, sampling, rng)
         return self._questions
@@ -159,7 +159,7 @@ class DataParallelPolicy(WholePolicy):
         questions = self._questions
         return questions.pause() if questions is not None else super()._weights_move()
 
-    def score(self, rows: Sequence[Row], temperature: float) -> list[Scored]:
+    def score(self, rows: Sequence[Row], temperature: float) -> list[RowScores]:
         shares = self._pool.split([len(row.prompt) + len(row.completion) for row in rows])
         with self._pool.working() as pool:
             for rank, some in enumerate(shares[1:], 1):
@@ -217,7 +217,7 @@ class SharedGeneration:
         self._own = own
         self._pool = pool
         self._policy = policy
-        self._done: list[Finished] = []
+        self._done: list[FinishedRequest] = []
         """Finished requests of other ranks that are not yet returned to the caller."""
         self._asked: dict[int, int] = {}
         """Rank by active request."""
@@ -270,7 +270,7 @@ class SharedGeneration:
         self._new[rank] = [one for one in self._new[rank] if one.number != number]
         self._cancelled[rank].append(number)
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         self._pool.broadcast_weights()
         busy = set(self._asked.values())
         for rank in self._pool.others:

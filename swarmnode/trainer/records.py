@@ -1,12 +1,11 @@
-"""What a person reads afterwards, in `<data_dir>/log`: a line of JSON per step, and what the policy
-answered in it.
+"""Records of steps for the operator, in `<data_dir>/log`, as JSON lines.
 
-    steps.jsonl      every measurement of a step, as the status page has it, with reward by task
-    samples.jsonl    one own group of the step, one of peers' that was learnt from and one that was
-    refused (`observe.samples`)
+    steps.jsonl      all measurements of a step, as on the status page, with the reward by task
+    samples.jsonl    per step one own group, one peer's group that was trained on, and one that was
+                     rejected (`observe.samples`)
 
-Bounded: a file that is full is put aside as `.jsonl.1`, and the one put aside before it is gone. A
-full disk costs lines, nothing else.
+A full file is renamed to `.jsonl.1` and replaces the former one, so that the size is bounded. If
+the disk is full, lines are lost, and training continues.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from swarmnode.trainer.trackers import Trackers
 from swarmnode.wire.messages import Completion
 
 STEPS_BYTES = 8 * 2**20
-"""About ten thousand steps, and as many again in the file that was put aside."""
+"""Size of a file, for about ten thousand steps."""
 SAMPLES_BYTES = 8 * 2**20
 COMPLETIONS = 4
 LEFT_OUT = ("peers_used", "weights", "reward_errors", "last_reward_error", "phase")
-"""Fields of a report that are of no one step."""
+"""Fields of a report that do not belong to a single step."""
 
 
 class Records:
-    """Writes both files, and tells trackers of steps. Nothing here raises for what the disk does,
-    or a tracker."""
+    """Writes both files, and sends steps to trackers. Errors of the disk or of a tracker are not
+    raised."""
 
     def __init__(self, data_dir: Path, trackers: Trackers | None = None) -> None:
         self._trackers = trackers
@@ -43,7 +42,7 @@ class Records:
         self._samples = _file(data_dir, "samples", SAMPLES_BYTES)
 
     def step(self, at: float, report: Report) -> None:
-        """A step has ended. `at`: Unix seconds."""
+        """Record the report of a step that ended at `at`, Unix seconds."""
         measured = {
             name: value
             for name, value in msgspec.to_builtins(report).items()
@@ -158,7 +157,7 @@ def _answers(
 
 
 def _file(data_dir: Path, name: str, most: int) -> FileHandler | None:
-    """None where the directory cannot be had."""
+    """Open a log file; return None if the directory cannot be created."""
     try:
         return FileHandler(log_file(data_dir, name), most)
     except OSError:

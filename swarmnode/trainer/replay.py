@@ -18,45 +18,51 @@ from swarmnode.rollouts.groups import is_useful
 from swarmnode.trainer.batch import TrainingGroup
 
 USES = 4
-"""How often a group is trained on again, at most. More were not tried."""
+"""Largest number of times that a group is replayed. Larger values were not tried."""
 STEPS = 8
-"""How long a group is kept. At that age the corrected gradient of a token has a bias of 0.2
-(benchmarks/RESULTS.md, "Rollouts")."""
+"""Steps after which a group is discarded. The bias of groups of that age is 0.2 with token-level
+corrections (benchmarks/RESULTS.md, "Rollouts")."""
 RARE = 0.35
 """Share of useful groups among sampled groups above which they are not rare. Replay then stays off
 until the trainer restarts."""
 SMOOTHING = 0.05
 """Weight of the newest sampled group in that share."""
 TOKENS = 1_000_000
-"""Tokens of completions that are kept, some 70 bytes each: beyond that the oldest groups go
-first."""
+"""Largest number of completion tokens in the buffer, about 70 bytes each. The oldest groups are
+discarded first."""
 
 
 @dataclass
-class Kept:
+class ReplayedGroup:
+    """A group in the buffer."""
+
     group: TrainingGroup
     step: int
+    """Step of its first use."""
     uses: int = 0
+    """Number of times that it was replayed."""
 
 
 class ReplayBuffer:
-    """Useful groups of the last steps. It is not saved: after a restart the first steps fill it
-    again."""
+    """Useful groups of recent steps. The buffer is not saved; it is empty after a restart.
+
+    Args:
+        uses: Largest number of replays of a group; 0 disables the buffer.
+    """
 
     def __init__(self, uses: int = USES) -> None:
-        """uses: 0 keeps nothing."""
         self._uses = uses
         self._useful = 0.0
-        """Share of what was sampled that was useful, smoothed."""
+        """Smoothed share of useful groups among the sampled ones."""
         self._rare = True
-        self._kept: list[Kept] = []
+        self._kept: list[ReplayedGroup] = []
 
     def __len__(self) -> int:
         return len(self._kept)
 
     @property
-    def spares(self) -> int:
-        """How many groups the next step need not sample for what it can train on again."""
+    def spared_groups(self) -> int:
+        """Number of groups that replay saves the next step from sampling."""
         return len(self._kept) if self._rare else 0
 
     def take(self, count: int) -> list[TrainingGroup]:
@@ -73,21 +79,24 @@ class ReplayBuffer:
             kept.uses += 1
         return [replace(kept.group, sampler_logprobs=[]) for kept in taken]
 
-    def sampled(self, groups: Sequence[TrainingGroup]) -> None:
-        """Take what a step has sampled, useful or not: whether a useful group is still rare."""
+    def observe(self, groups: Sequence[TrainingGroup]) -> None:
+        """Update the share of useful groups with all groups that a step has sampled."""
         for group in groups:
             self._useful += SMOOTHING * (is_useful(group.rewards) - self._useful)
         self._rare = self._rare and self._useful < RARE
 
-    def keep(self, groups: Sequence[TrainingGroup], step: int) -> None:
-        """After a step: what it has learnt from for the first time; and nothing that cannot be used
-        at the next."""
+    def store(self, groups: Sequence[TrainingGroup], step: int) -> None:
+        """Discard groups that are used up or too old, and add the useful ones of `groups`.
+
+        Args:
+            groups: Groups that were trained on for the first time in step number `step`.
+        """
         if not self._uses:
             return
         self._kept = [
             kept for kept in self._kept if kept.uses < self._uses and step + 1 - kept.step <= STEPS
         ]
-        self._kept += [Kept(group, step) for group in groups if is_useful(group.rewards)]
+        self._kept += [ReplayedGroup(group, step) for group in groups if is_useful(group.rewards)]
         room = TOKENS
         for number in reversed(range(len(self._kept))):
             room -= sum(len(row.completion) for row in self._kept[number].group.rows)
@@ -96,6 +105,6 @@ class ReplayBuffer:
                 break
 
 
-def lacking(batch: int, groups: Sequence[TrainingGroup]) -> int:
-    """How many useful groups `groups` lack of a batch."""
+def missing_groups(batch: int, groups: Sequence[TrainingGroup]) -> int:
+    """Return the number of useful groups that are missing to fill a batch of `batch` groups."""
     return max(0, batch - sum(is_useful(group.rewards) for group in groups))

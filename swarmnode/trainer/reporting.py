@@ -1,5 +1,5 @@
-"""What the trainer says of itself: to its supervisor that it goes on, to the network process where
-it is and what it has measured."""
+"""Reports of the trainer: progress to the supervisor, phase and measurements to the network
+process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from swarmnode.trainer.state import Counters
 
 
 class Reporter:
-    """Sends reports that are always whole: the last measurements, and totals as they are."""
+    """Sends complete reports: the last measurements and the present totals."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Reporter:
         counters: Counters,
     ) -> None:
         self.last = Report(phase="loading")
-        """Measurements are put in here; they go out with the next phase."""
+        """The next report. It is sent when the trainer enters a phase."""
         self._progress = progress
         self._link = link
         self._engine = engine
@@ -37,8 +37,11 @@ class Reporter:
         self._counters = counters
 
     def enter(self, phase: str, step_seconds: float | None = None) -> None:
-        """Report the phase, the step's measurements and all totals. step_seconds: of a step that
-        has just ended."""
+        """Report the phase, the step's measurements and all totals.
+
+        Args:
+            step_seconds: Duration of a step that has just ended.
+        """
         self._progress(phase, step_seconds)
         counters, statistics, scorer = (
             self._counters,
@@ -58,7 +61,6 @@ class Reporter:
             tokens_total=counters.tokens_total,
             episodes_total=counters.episodes_total,
             evaluation_tokens_total=counters.evaluation_tokens_total,
-            external_scale=counters.external_scale,
             device=statistics.device,
             dtype=statistics.dtype,
             device_memory_bytes=statistics.device_memory_bytes,
@@ -80,14 +82,14 @@ class Reporter:
         self._link.send(self.last)
 
     def alive(self, status: str) -> None:
-        """Tell the supervisor, and nobody else, that waiting is no hang."""
+        """Report progress to the supervisor only, so that a wait does not count as a hang."""
         self._progress(status)
 
     def flush(self, seconds: float) -> None:
-        """Wait until what was reported has left this process, or `seconds` are over."""
+        """Wait at most `seconds` until all reports have been sent to the network process."""
         self._link.flush(seconds)
 
     @property
     def connected(self) -> bool:
-        """Whether there is a network process."""
+        """True if a network process is connected."""
         return self._link.statistics().connected

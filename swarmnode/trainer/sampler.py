@@ -1,5 +1,5 @@
-"""A node's own experience: its next questions, its policy's answers, their rewards, and the
-messages that publish it."""
+"""Samples a node's own groups: questions, completions, rewards, and the messages that publish
+them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.text import PromptTooLong
 from swarmnode.rollouts.groups import OwnGroup, has_unwanted_characters, is_useful, join_turns
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import TASKS, task_weights
-from swarmnode.trainer.batch import TrainingGroup, own_group, parts_of
+from swarmnode.trainer.batch import TrainingGroup, own_group, reward_parts
 from swarmnode.trainer.engine import Engine
 from swarmnode.trainer.episodes import (
     Episodes,
@@ -35,14 +35,14 @@ from swarmnode.wire.messages import Completion, SamplingParams, TaskRef
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 DYNAMIC_FACTOR = 4
-"""With dynamic sampling, groups sampled for one that carries a signal, at most. Where not even one
-in four does, a step on what there is costs less than the search, and peers' groups are the better
-source."""
+"""Largest number of groups that dynamic sampling draws per requested group. If fewer than one in
+four is useful, a step with fewer groups costs less than more sampling, and peers' groups are the
+better source."""
 
 
 MAX_LAG = 4
-"""Updates that may pass between a group's first token and the step that learns from it: a step
-waits for whatever would become older, and throws nothing away, which would be the long answers.
+"""Largest number of updates between a group's first token and the step that trains on it. A step
+waits for groups that would become older. It discards none, since these would be the long answers.
 The bias at that lag is 0.10 with `OWN_CORRECTION` (benchmarks/RESULTS.md)."""
 
 
@@ -58,12 +58,12 @@ UNSHARED = {
     ),
     "too_long": "the actions of an episode are more than a message may hold",
 }
-"""Reason for which peers do not take a completion → what the operator is told of it."""
+"""Explanation for the operator of each reason why a completion is not published."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A question on its way."""
+class PendingQuestion:
+    """A question whose completions are being sampled."""
 
     sequence: int
     ref: TaskRef
@@ -71,8 +71,11 @@ class Asked:
 
 
 def first_version(sample: GroupSample, now: int) -> int:
-    """The policy version of its first token. now: the present one, which is that of whatever does
-    not say."""
+    """Return the policy version of the group's first token.
+
+    Args:
+        now: Present policy version, which applies to completions without versions.
+    """
     return min(
         (completion.versions[0] for completion in sample.completions if completion.versions),
         default=now,
@@ -81,20 +84,22 @@ def first_version(sample: GroupSample, now: int) -> int:
 
 @dataclass(frozen=True)
 class Experience:
+    """Groups that a step has sampled."""
+
     groups: list[TrainingGroup]
-    """All that were sampled."""
+    """All sampled groups."""
     messages: list[OwnGroup]
-    """The same groups for the network process, which decides which of them are worth sending."""
+    """The same groups for the network process, which selects those that are sent."""
     prompts: list[str]
-    """What was asked in each of `messages`."""
+    """Question of each of `messages`."""
     tokens: int
+    """Number of sampled tokens."""
     trained: list[TrainingGroup]
-    """Those that the step learns from: all of them, or with dynamic sampling those that carry a
-    signal."""
+    """Groups that the step trains on: all groups, or the useful ones with dynamic sampling."""
     lags: list[int] = field(default_factory=list)
     """Policy versions between each group's first token and now."""
     rows: float | None = None
-    """Tokens sampled in a decoding step, mean over this sampling."""
+    """Mean number of tokens per decoding step."""
     observations: list[list[list[str]]] = field(default_factory=list)
     """The environment's texts for each episode of each of `messages`; empty for a group of
     answers."""
@@ -103,9 +108,9 @@ class Experience:
 
 
 class Sampler:
-    """Draws groups. The random generator and the counters belong to the trainer's saved state.
+    """Samples groups. The random generator and the counters are part of the saved state.
 
-    An engine with requests that come and go is always given some more than a step takes; they go on
+    A continuous engine always has more requests than a step needs. The unfinished ones continue
     under the next policy version.
     """
 
@@ -125,7 +130,7 @@ class Sampler:
         self._engine = engine
         self._scorer = scorer
         self._counters = counters
-        # sampled and not trained on; a group of 64 is all that peers and scorers take
+        # The pivot is sampled and not trained on. Peers and scorers accept at most COMPLETIONS.
         pivot = cfg.advantage == "mc_grpo"
         size = min(cfg.num_generations + pivot, COMPLETIONS)
         self._generation = engine.generation(
@@ -139,16 +144,20 @@ class Sampler:
             rng,
         )
         self._episodes = Episodes(self._generation, engine.text, scorer)
-        self._asked: dict[int, Asked] = {}
-        self._ready: list[Finished] = []
+        self._asked: dict[int, PendingQuestion] = {}
+        self._ready: list[FinishedRequest] = []
         self._too_long: list[str] = []
-        """Why questions of this sampling were not asked."""
+        """Error messages of questions that are too long for the model."""
 
     def __call__(self, count: int) -> Experience:
-        """Sample `count` groups at the present policy version; with dynamic sampling on until as
-        many carry a signal, or the cap is met.
+        """Sample `count` groups with the present policy.
 
-        Source: DAPO (arXiv 2503.14476) §3.2, with a cap. A group that cannot be scored is left out.
+        Dynamic sampling continues until `count` groups are useful, or until DYNAMIC_FACTOR ·
+        `count` groups are sampled (DAPO, arXiv 2503.14476 §3.2, with a cap). Groups that cannot be
+        scored are excluded.
+
+        Raises:
+            Unavailable: All questions are too long for the model.
         """
         before, played = self._generation.statistics(), replace(self._episodes.totals)
         parts, asked, useful = [self._sample(count)], count, list[TrainingGroup]()
@@ -201,12 +210,14 @@ class Sampler:
             faults = [self._fault(completion) for completion in sample.completions]
             fine = [fault != "charset" for fault in faults]
             rewards = [r if good else 0.0 for r, good in zip(result.rewards, fine, strict=True)]
-            # none where rewards are single numbers
+            # Empty if rewards are single numbers.
             made_of = [
                 parts if good else {} for parts, good in zip(result.components, fine, strict=False)
             ]
             self._questions.answered(each.ref, rewards)
-            groups.append(own_group(sample, rewards, parts_of(made_of, task_weights(each.ref.id))))
+            groups.append(
+                own_group(sample, rewards, reward_parts(made_of, task_weights(each.ref.id)))
+            )
             first = first_version(sample, version)
             lags.append(version - first)
             for fault in filter(None, faults):
@@ -228,8 +239,8 @@ class Sampler:
             groups, messages, prompts, tokens, groups, lags, observations=observations
         )
 
-    def _fault(self, completion: Sampled) -> str:
-        """Return why peers would not take a completion, of UNSHARED; empty if they would."""
+    def _fault(self, completion: SampledCompletion) -> str:
+        """Return the reason of UNSHARED why a completion is not published; empty if it is."""
         if has_unwanted_characters(completion.text):
             return "charset"
         turns = completion.turns if isinstance(completion, PlayedEpisode) else [completion]
@@ -245,10 +256,11 @@ class Sampler:
                 return "too_long"
         return ""
 
-    def _gather(self, count: int) -> list[Finished]:
-        """`count` groups, those that were finished first; fewer where questions could not be made.
+    def _gather(self, count: int) -> list[FinishedRequest]:
+        """Return the `count` oldest finished groups; fewer if questions could not be generated.
 
-        Raises Unavailable where all that were made are too long for the model.
+        Raises:
+            Unavailable: All questions are too long for the model.
         """
         version, begun = self._counters.policy_version, 0
         self._too_long.clear()
@@ -269,11 +281,11 @@ class Sampler:
             self._ready.sort(key=lambda one: first_version(one.sample, version))
         taken, self._ready = self._ready[:count], self._ready[count:]
         if self._too_long and not taken:
-            raise Unavailable(f"no question can be asked: {self._too_long[0]}")
+            raise Unavailable(f"all questions are too long: {self._too_long[0]}")
         return taken
 
     def _too_old(self, version: int) -> bool:
-        """Whether something under way would be older than MAX_LAG by the next step."""
+        """Return True if an unfinished group would exceed MAX_LAG in the next step."""
         begun = self._generation.statistics().oldest, self._episodes.oldest
         return any(oldest is not None and version - oldest >= MAX_LAG for oldest in begun)
 
@@ -294,24 +306,28 @@ class Sampler:
                 self._drops.question.drop("too_long", task=ref.id, error=str(error))
                 continue
             self._drops.question.keep()
-            self._asked[sequence] = Asked(sequence, ref, question.prompt)
+            self._asked[sequence] = PendingQuestion(sequence, ref, question.prompt)
 
     def _message(
         self,
-        asked: Asked,
+        asked: PendingQuestion,
         version: int,
         sample: GroupSample,
         rewards: list[float],
         made_of: list[dict[str, float]],
     ) -> OwnGroup:
-        """version: of its first token, so that a receiver takes none of it for newer than it is."""
+        """Return the message that publishes a group.
+
+        Args:
+            version: Policy version of its first token, so that no receiver takes it for newer.
+        """
         cfg = self._cfg
         completions = [_published(completion) for completion in sample.completions]
         sampling = SamplingParams(cfg.temperature, cfg.top_p, cfg.max_completion_length)
         return OwnGroup(asked.ref, version, asked.sequence, sampling, completions, rewards, made_of)
 
 
-def _published(completion: Sampled) -> Completion:
+def _published(completion: SampledCompletion) -> Completion:
     """Return the completion that peers receive; for an episode, the actions concatenated."""
     played = completion.turns if isinstance(completion, PlayedEpisode) else []
     turns = played or [completion]

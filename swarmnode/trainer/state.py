@@ -1,24 +1,24 @@
-"""What a trainer that was killed comes back to: one safetensors file.
+"""The saved state of a trainer: one safetensors file.
 
-    weights.<name>      the trainable parameters
-    first.<name>        AdamW's first moment      second.<name>   its second moment
-    optimizer.<k>.<name>  what another optimizer keeps of a parameter under its key k, as it is
-    outer.phi.<name>    slow weights of the outer step, and outer.delta.<name> its momentum, where
-    replicas are averaged
-    outer.undo.<…>      what these and the weights were before the latest exchanges, until a
-    held-out reward has shown that they were good
-    rng                 state of the sampling generator, u8
-    metadata            counters and fingerprint, JSON
+    weights.<name>        trainable parameters
+    first.<name>          AdamW's first moment; second.<name>: its second moment
+    optimizer.<k>.<name>  state of another optimizer for a parameter, under its key k
+    outer.phi.<name>      slow weights of the outer step; outer.delta.<name>: its momentum
+    outer.undo.<…>        φ, δ and weights before the latest exchanges, until a held-out reward has
+                          confirmed them
+    rng                   state of the sampling generator, u8
+    metadata              counters and fingerprint, JSON
 
-One file and one rename, so weights and counters can never be of different steps. No pickle.
+One file is replaced by one rename, so that weights and counters always belong to the same step.
+Nothing is unpickled.
 
-Of a large model the whole state is too much to write often. Between two whole states a second file,
-`weights.safetensors`, has the same without AdamW's moments, and without the outer step's tensors
-where these have not changed since the whole state. A restart takes from it what it has, where it is
-the newer one, and the rest from the whole state: moments may be older than the weights.
+The whole state of a large model is too large to write often. Between two whole states a second
+file, `weights.safetensors`, is written. It omits AdamW's moments, and the outer step's tensors if
+they have not changed since the whole state. A restart uses its tensors if it is newer, and takes
+the rest from the whole state, so that moments may be older than the weights.
 
-A file is checked in full before anything is taken from it. `recover` falls back to the newest kept
-state (`trainer.checkpoints`) where the last one is damaged.
+A file is checked completely before any of it is used. If the last state is damaged, `recover` uses
+the newest earlier state (`trainer.checkpoints`).
 """
 
 from __future__ import annotations
@@ -54,79 +54,78 @@ LARGEST_COUNTER = 2**63 - 1
 RNG = "rng"
 
 PEERS_USED = 256
-"""Peers of which a trainer remembers how many groups it trained on: it saves them with its state,
-and reports them at every step."""
+"""Number of peers for which the trainer counts the groups that it trained on. The counts are saved
+with the state and reported at every step."""
 
 
 class Counters(msgspec.Struct):
-    """The numbers of a trainer that must survive it."""
+    """Numbers of a trainer that survive a restart."""
 
     step: int = 0
     policy_version: int = 0
     sequence: int = 0
-    """Next number of a group; never reused, see `SEQUENCE_MARGIN`."""
+    """Number of the next group; numbers are never reused, see `SEQUENCE_MARGIN`."""
     own_groups_total: int = 0
     external_groups_total: int = 0
     tokens_total: int = 0
-    """Sampled, in evaluations too."""
+    """Sampled tokens, including evaluations."""
     episodes_total: int = 0
     evaluation_tokens_total: int = 0
     oom_retries_total: int = 0
     micro_batch_tokens: int = 0
-    """Learnt from running out of memory in training; 0 while it never did, or does no more."""
+    """Micro-batch bound in training after a shortage of memory, in tokens; 0 without a shortage."""
     generation_tokens: int = 0
-    """The same in generation."""
+    """Bound of concurrent tokens in generation after a shortage of memory; 0 without a shortage."""
     loss_scale: float = 0.0
     """Loss scale in float16; 0 in a dtype that needs none."""
     groups_per_step: float = 0.0
-    """Fitted to this node's speed; 0 before the first step."""
+    """Groups per step that fit this node's speed; 0 before the first step."""
     useful_per_step: float = 0.0
-    external_scale: float = 1.0
     reward_held_out: float | None = None
     reward_held_out_error: float | None = None
     reward_held_out_start: float | None = None
     peers_used: dict[str, int] = {}
-    """Groups trained on, of the PEERS_USED latest peers; the latest is the last."""
+    """Number of groups trained on, by peer, for the PEERS_USED latest peers; the latest is last."""
     outer_clocks: list[int] = []
-    """Number of outer steps, by fragment."""
+    """Outer step counters, by fragment."""
     exchanges_total: int = 0
     solo_steps_total: int = 0
     revert: RevertMonitor = RevertMonitor()
-    """What the latest exchanges are held to."""
+    """Decides whether the latest exchanges are reverted."""
     probation: bool = False
-    """Our state is a neighbour's, and no exchange has shown yet that it fits."""
+    """True while the weights are a neighbour's and no exchange has confirmed them."""
     peer: str = ""
     swarm: str = ""
     crew: str = ""
-    """Id, hex, of the crew whose head counted this."""
+    """Id, hex, of the crew whose head wrote these counters."""
     model: str = ""
-    """policy.model; empty in states of before it was kept."""
+    """policy.model."""
 
     def note_use(self, peer: str) -> None:
-        """Count a group of `peer` that was trained on; the peer that was used longest ago makes
-        room."""
+        """Count a group of `peer` that was trained on. Remove the least recently used peer if there
+        are more than PEERS_USED."""
         self.peers_used[peer] = self.peers_used.pop(peer, 0) + 1
         while len(self.peers_used) > PEERS_USED:
             del self.peers_used[next(iter(self.peers_used))]
 
 
 SEQUENCE_MARGIN = 4096
-"""A restart skips so many numbers: groups of the lost step may already be with peers, who take each
-number once."""
+"""Number of group numbers that a restart skips. Peers may already hold groups of the lost steps,
+and accept each number once."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state as it was when it was taken."""
+    """The state at a point between two steps."""
 
     tensors: Callable[..., dict[str, torch.Tensor]]
-    """Copies them, at its only call, from any thread; see `take`. One argument, True: with the
-    optimizer's moments."""
+    """Returns a copy of the tensors; called once, from any thread, see `take`. Its argument is True
+    to include the optimizer's moments."""
     counters: Counters
     owner: str
     """See `owner`."""
     outer: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Tensors of the outer step, by their names there; they never change once they are made."""
+    """Tensors of the outer step by name. An outer step replaces them and never modifies them."""
 
 
 WEIGHTS, OUTER, OPTIMIZER = "weights.", "outer.", "optimizer."
@@ -141,12 +140,13 @@ def take(
     outer: Mapping[str, torch.Tensor] | None = None,
     lock: threading.Lock | None = None,
 ) -> Snapshot:
-    """Everything as it is between two steps, to be copied to host memory.
+    """Take a snapshot of the state between two steps.
 
-    With the lock under which the weights move, that is left to whoever calls `Snapshot.tensors`:
-    the lock is taken here and let go there, so that no step comes in between. Without one it is
-    done at once. outer: the outer step's tensors, which never change once they are made, so they
-    are not copied.
+    Args:
+        outer: Tensors of the outer step, which are not copied, because they are never modified.
+        lock: Lock under which weights change. If it is given, it is acquired here, and
+            `Snapshot.tensors` copies the tensors to host memory and releases it, possibly in
+            another thread; no step can happen in between. Without a lock the copy is made here.
     """
     tensors = {
         RNG: rng.get_state().clone(),
@@ -175,7 +175,7 @@ def _copied(
     for name, parameter in trainable(model).items():
         tensors[f"{WEIGHTS}{name}"] = _host_copy(parameter)
         moments = optimizer.state.get(parameter) if with_moments else None
-        # bitsandbytes: blocks of 8 bits with their scales, and a plain number of steps
+        # bitsandbytes stores 8-bit blocks with their scales, and the number of steps as an int.
         if moments and "exp_avg" not in moments:
             for key, value in moments.items():
                 tensors[f"{OPTIMIZER}{key}.{name}"] = (
@@ -189,7 +189,7 @@ def _copied(
 
 
 def take_counters(rng: torch.Generator, counters: Counters, owner: str) -> Snapshot:
-    """The same for a trainer whose weights are kept elsewhere."""
+    """Take a snapshot without weights, for a trainer whose weights are saved elsewhere."""
     tensors = {RNG: rng.get_state().clone()}
     return Snapshot(lambda with_moments=True: tensors, copy.deepcopy(counters), owner)
 
@@ -199,15 +199,28 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write(directory: Path, snapshot: Snapshot, before: Callable[[], None] = lambda: None) -> None:
-    """Write the whole state to a temporary name, sync, rename; `before` the old file is replaced.
-    Raises OSError, and StateError for tensors that are not finite; the old file is then
-    untouched."""
+    """Write the whole state atomically: to a temporary name, sync, rename.
+
+    Args:
+        before: Called before the old file is replaced.
+
+    Raises:
+        OSError: The file cannot be written; the old file is unchanged.
+        StateError: A tensor is not finite; the old file is unchanged.
+    """
     _replace(directory / FILE, snapshot.tensors(True), snapshot, before)
     (directory / WEIGHTS_FILE).unlink(missing_ok=True)
 
 
 def write_weights(directory: Path, snapshot: Snapshot, with_outer: bool) -> None:
-    """The same without moments, beside the last whole state."""
+    """Write the state without moments, beside the last whole state.
+
+    Args:
+        with_outer: True to include the tensors of the outer step.
+
+    Raises:
+        OSError, StateError: As `write` does.
+    """
     kept = (WEIGHTS, OUTER) if with_outer else (WEIGHTS,)
     tensors = {
         name: tensor
@@ -237,20 +250,25 @@ def _replace(
             before()
         os.replace(temporary, path)
     except (SafetensorError, OSError) as error:
-        # on a full disk, half a state would take the room of what is small
+        # On a full disk a partial file would take space that small files need.
         temporary.unlink(missing_ok=True)
         raise OSError(str(error)) from None
     sync_directory(path.parent)
 
 
 def owner(fingerprint: bytes, lora_rank: int, shared_a: bool = False) -> str:
-    """Whose state it is: the base and the kind of weights that are trained on it. shared_a: of the
-    adapters, only B is."""
+    """Return the owner of a state: the base model and the kind of trained weights.
+
+    Args:
+        fingerprint: Fingerprint of the base model.
+        lora_rank: Rank of the adapter; 0 if all weights are trained.
+        shared_a: True if only the B matrices of the adapter are trained.
+    """
     return f"{fingerprint.hex()}/lora{lora_rank}" + "/b" * shared_a
 
 
 class ForeignState(StateError):
-    """Raised for a state of another model, which no earlier state can replace."""
+    """Raised for a state of another model. Earlier states are then not tried."""
 
 
 Tensors = dict[str, torch.Tensor]
@@ -258,10 +276,14 @@ Found = tuple[Counters, Tensors]
 
 
 def read(directory: Path, owner: str) -> Found | None:
-    """(counters, tensors by the names above) of the last written state, its weights newer than its
-    moments where they were saved since; None when there is none.
+    """Read the last whole state, with the newer weights of `weights.safetensors` if there are any.
+    Damaged newer weights are ignored.
 
-    Raises as `read_file`. Newer weights that are damaged are left out.
+    Returns:
+        (counters, tensors by name); None if there is no state.
+
+    Raises:
+        ForeignState, StateError: As `read_file` does.
     """
     found = read_file(directory / FILE, owner)
     if found is None:
@@ -271,7 +293,7 @@ def read(directory: Path, owner: str) -> Found | None:
     except ForeignState:
         raise
     except StateError as error:
-        log.warning("weights that are newer than the state cannot be used", reason=str(error))
+        log.warning("cannot use weights that are newer than the state", reason=str(error))
         return found
     if newer is None or newer[0].step <= found[0].step:
         return found
@@ -283,11 +305,14 @@ def read(directory: Path, owner: str) -> Found | None:
 
 
 def read_file(path: Path, owner: str) -> Found | None:
-    """(counters, tensors by the names above) of a state file; None when there is none.
+    """Read a state file.
+
+    Returns:
+        (counters, tensors by name); None if the file does not exist.
 
     Raises:
-        ForeignState: the file belongs to another policy than `owner` says.
-        StateError: the file is damaged, or holds numbers that nothing can be trained with.
+        ForeignState: The file does not belong to `owner`.
+        StateError: The file is damaged, or a number is not finite or out of range.
     """
     if not path.exists():
         return None
@@ -301,7 +326,7 @@ def read_file(path: Path, owner: str) -> Found | None:
     if metadata.get("fingerprint") != owner:
         raise ForeignState(
             f"{path} belongs to another"
-            f" model{_as_it_was(counters, metadata.get('fingerprint', ''))}, or move it away"
+            f" model{_former_settings(counters, metadata.get('fingerprint', ''))}, or move it away"
         )
     try:
         check_counters(counters)
@@ -312,7 +337,11 @@ def read_file(path: Path, owner: str) -> Found | None:
 
 
 def check_counters(counters: Counters) -> None:
-    """Raise StateError unless every number is finite and from 0 to LARGEST_COUNTER."""
+    """Check that every number is finite and from 0 to LARGEST_COUNTER.
+
+    Raises:
+        StateError: A number is out of range.
+    """
 
     def numbers(value: object) -> list[float]:
         if isinstance(value, dict):
@@ -327,19 +356,22 @@ def check_counters(counters: Counters) -> None:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError unless there is a state of the generator, and every other number is
-    finite."""
+    """Check that the generator's state exists, and that all other numbers are finite.
+
+    Raises:
+        StateError: A tensor is missing, has a wrong type, or is not finite.
+    """
     if RNG not in tensors or tensors[RNG].dtype != torch.uint8:
         raise StateError("the random generator's state is missing")
     for name, tensor in tensors.items():
-        kept_as_it_is = name == RNG or name.startswith(OPTIMIZER)
+        is_unchecked = name == RNG or name.startswith(OPTIMIZER)
         if not tensor.is_floating_point():
-            if not kept_as_it_is:
+            if not is_unchecked:
                 raise StateError(f"{name} has the type {tensor.dtype}")
             continue
         if not tensor.numel():
             continue
-        low, high = torch.aminmax(tensor)  # both are NaN where one number is, and need no copy
+        low, high = torch.aminmax(tensor)  # both are NaN if any number is; makes no copy
         if not (math.isfinite(low) and math.isfinite(high)):
             raise StateError(f"{name} is not finite")
         if low < 0 and name.startswith(("second.", "steps.")):
@@ -349,14 +381,17 @@ def check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
 def recover(
     directory: Path, owner: str, use: Callable[[Counters, Tensors], None]
 ) -> Counters | None:
-    """Hand the last written state to `use`; None when there is none.
+    """Pass the last usable state to `use`.
 
-    Where the state is damaged, or `use` refuses it with a StateError, the newest kept state that
-    can be used takes its place, and the damaged file is kept as `rollback.DAMAGED`.
+    If the last state is damaged, or `use` raises StateError for it, the newest usable earlier state
+    replaces it, and the damaged file is renamed to `rollback.DAMAGED`.
+
+    Returns:
+        The counters of the state; None if there is no state.
 
     Raises:
-        ForeignState: the state belongs to another policy than `owner` says.
-        StateError: neither the state nor a kept one can be used.
+        ForeignState: The state does not belong to `owner`.
+        StateError: Neither the state nor an earlier one can be used.
     """
 
     last = directory / FILE
@@ -371,7 +406,7 @@ def recover(
             raise StateError(f"{path} cannot be used ({error})") from None
         return found[0]
 
-    if not last.exists():  # moved away by the operator, who wants to start anew
+    if not last.exists():  # the operator has moved it away to restart from the base policy
         (directory / WEIGHTS_FILE).unlink(missing_ok=True)
     try:
         return usable(last)
@@ -383,13 +418,13 @@ def recover(
         try:
             counters = usable(path)
         except StateError as error:
-            log.warning("a kept state cannot be used", reason=str(error))
+            log.warning("cannot use an earlier state", reason=str(error))
             continue
-        if counters is None:  # gone since it was listed
+        if counters is None:  # deleted since it was listed
             continue
         rollback.replace_damaged(directory, path)
         log.error(
-            "the state is damaged, continuing from a kept one",
+            "the state is damaged, continuing from an earlier one",
             reason=str(damage),
             step=counters.step,
             damaged=str(directory / rollback.DAMAGED),
@@ -398,11 +433,11 @@ def recover(
     raise StateError(f"{damage}; move it away to start from the base policy")
 
 
-def _as_it_was(counters: Counters, owner: str) -> str:
-    """What to set for a state of `owner`."""
+def _former_settings(counters: Counters, owner: str) -> str:
+    """Return the part of an error message with the settings that a state of `owner` needs."""
     rank = re.search(r"/lora(\d+)", owner)
     if not counters.model or rank is None:
-        return "; set policy.model and policy.lora as they were"
+        return "; set policy.model and policy.lora to their former values"
     return (
         f", saved with policy.model = {counters.model}, policy.lora.r = {rank[1]}; set them so"
         " (`swarmnode config set`)"
@@ -410,7 +445,7 @@ def _as_it_was(counters: Counters, owner: str) -> str:
 
 
 def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The trainable parameters in what `read` gave, by their names in the model."""
+    """Return the trainable parameters among the tensors of a state, by their names in the model."""
     return {
         name.removeprefix(WEIGHTS): tensor
         for name, tensor in tensors.items()
@@ -426,16 +461,22 @@ def restore(
     owner: str,
     outer: Callable[[Tensors], None] = lambda tensors: None,
 ) -> Counters | None:
-    """Put the last written state that can be used into model, optimizer and generator; None when
-    there is none. `outer` is handed what `take` was, and may raise StateError.
+    """Restore model, optimizer and generator from the last usable state.
 
-    Raises StateError as `recover`. Model and optimizer are then unchanged.
+    Args:
+        outer: Called with the tensors of the outer step; may raise StateError.
+
+    Returns:
+        The counters of the state; None if there is no state.
+
+    Raises:
+        ForeignState, StateError: As `recover` does. Model and optimizer are unchanged.
     """
     parameters = trainable(model)
 
     def use(counters: Counters, tensors: Tensors) -> None:
         check_shapes(parameters, weights(tensors))
-        moments = moments_of(optimizer, parameters, tensors)
+        moments = read_moments(optimizer, parameters, tensors)
         outer({n.removeprefix(OUTER): t for n, t in tensors.items() if n.startswith(OUTER)})
         overwrite(parameters, weights(tensors))
         for name, kept in moments.items():
@@ -445,15 +486,16 @@ def restore(
     return recover(directory, owner, use)
 
 
-def moments_of(
+def read_moments(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.nn.Parameter],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, dict[str, object]]:
-    """What `optimizer` keeps of each parameter, by the parameter's name; none of them where the
-    state was saved by an optimizer of another kind, whose moments cannot be continued.
+    """Return the state of `optimizer` for each parameter, by the parameter's name. It is empty if
+    another kind of optimizer saved the tensors.
 
-    Raises StateError where a moment is missing, or has another shape than its parameter.
+    Raises:
+        StateError: A moment is missing, or has another shape than its parameter.
     """
     plain = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
     keys = () if plain else _keys(tensors)
@@ -497,19 +539,19 @@ def moments_of(
 
 ADAM = ("first", "second", "steps")
 EIGHT_BIT = ("state1", "state2")
-"""Keys under which bitsandbytes keeps what has the parameter's shape."""
+"""Keys of bitsandbytes whose tensors have the parameter's shape."""
 
 
 def _keys(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Under which an optimizer that is not AdamW kept something."""
+    """Return the keys of an optimizer other than AdamW."""
     return frozenset(name.split(".")[1] for name in tensors if name.startswith(OPTIMIZER))
 
 
 def set_generator(rng: torch.Generator, state: torch.Tensor) -> None:
-    """Continue where `state` (bytes) was taken; that of another kind of device cannot be continued
-    and becomes a seed."""
+    """Restore the generator from `state` (bytes). The state of another kind of device cannot be
+    restored; its hash becomes the seed."""
     if state.shape == rng.get_state().shape:
-        with contextlib.suppress(RuntimeError):  # bytes that are no state of it
+        with contextlib.suppress(RuntimeError):  # not a valid state of this generator
             rng.set_state(state)
             return
     seed = hashlib.sha256(state.numpy().tobytes()).digest()[:8]

@@ -1,9 +1,9 @@
 """Measurements of steps to TensorBoard, W&B or trackio, through accelerate's trackers:
 `log.trackers`.
 
-What they are told is what a line of steps.jsonl has, and the settings that decide how it is
-trained; no address, no peer and no text. A tracker that fails, at the start or later, is a line in
-the log and is done without: training goes on.
+A tracker receives the content of a line of steps.jsonl and the settings of policy, training and
+weights; no address, no peer and no text. If a tracker fails, the failure is logged, and training
+continues without it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 log = structlog.get_logger("swarmnode.trainer")
 PROJECT = "swarmnode"
-WANDB_LEAVES_OUT = {
+WANDB_SETTINGS = {
     "console": "off",
     "disable_code": True,
     "disable_git": True,
@@ -27,36 +27,47 @@ WANDB_LEAVES_OUT = {
     "x_disable_stats": True,
     "x_save_requirements": False,
 }
-"""What W&B takes by itself is more than anybody was told: all that is printed (a log with addresses
-and peers), the machine, its packages, the repository of the working directory."""
+"""Settings that disable what W&B collects by default: printed text (a log with addresses and
+peers), the machine, its packages, and the repository of the working directory."""
 
 
 class Trackers:
-    """All that are set. name: the node's, for the run; told: settings by their keys."""
+    """The configured trackers.
+
+    Args:
+        names: Trackers of `log.trackers`.
+        name: The node's name, which becomes the name of the run.
+        settings: Settings by their keys.
+    """
 
     def __init__(
-        self, names: Sequence[str], data_dir: Path, name: str, told: Mapping[str, object]
+        self, names: Sequence[str], data_dir: Path, name: str, settings: Mapping[str, object]
     ) -> None:
         self._open: dict[str, GeneralTracker] = {}
         for each in names:
-            self._try(each, functools.partial(self._start, each, data_dir, name, told))
+            self._try(each, functools.partial(self._start, each, data_dir, name, settings))
 
-    def _start(self, kind: str, data_dir: Path, name: str, told: Mapping[str, object]) -> None:
-        PartialState(cpu=True)  # the trackers of W&B and trackio cannot be started before it
+    def _start(self, kind: str, data_dir: Path, name: str, settings: Mapping[str, object]) -> None:
+        PartialState(cpu=True)  # the trackers of W&B and trackio need it
         made = LOGGER_TYPE_TO_CLASS[kind]
         folder = data_dir / "log"
         if made.requires_logging_directory:
             tracker = made(PROJECT, logging_dir=str(folder / kind))
         else:
-            its = {"dir": str(folder), "settings": WANDB_LEAVES_OUT} if kind == "wandb" else {}
-            tracker = made(PROJECT, **({"name": name} if name else {}), **its)
-        if hasattr(tracker, "start"):  # accelerate before 1.8 starts it when it is made
+            extra = {"dir": str(folder), "settings": WANDB_SETTINGS} if kind == "wandb" else {}
+            tracker = made(PROJECT, **({"name": name} if name else {}), **extra)
+        if hasattr(tracker, "start"):  # accelerate before 1.8 starts it in the constructor
             tracker.start()
-        tracker.store_init_configuration(dict(told))
+        tracker.store_init_configuration(dict(settings))
         self._open[kind] = tracker
 
     def step(self, number: int, measured: Mapping[str, object]) -> None:
-        """What a step has measured: numbers by name, and tables of numbers."""
+        """Send the measurements of a step.
+
+        Args:
+            number: Number of the step.
+            measured: Numbers by name, and tables of numbers.
+        """
         values = flat(measured)
         for kind, tracker in list(self._open.items()):
             self._try(kind, functools.partial(tracker.log, values, step=number))
@@ -69,14 +80,14 @@ class Trackers:
     def _try(self, kind: str, do: Callable[[], object]) -> None:
         try:
             do()
-        except Exception as error:  # somebody else's library, and often somebody else's server  # noqa: BLE001
+        except Exception as error:  # any error of a tracker's library or server  # noqa: BLE001
             self._open.pop(kind, None)
             why = " ".join(str(error).split())[:300] or type(error).__name__
-            log.warning("a tracker failed; going on without it", tracker=kind, error=why)
+            log.warning("tracker failed, continuing without it", tracker=kind, error=why)
 
 
 def flat(measured: Mapping[str, object], prefix: str = "") -> dict[str, float]:
-    """Numbers by name; what is in a table has the table's name in front, e.g.
+    """Return numbers by name. The entries of a table have the table's name as a prefix, for example
     reward_by_task/rg/gcd."""
     found: dict[str, float] = {}
     for name, value in measured.items():

@@ -1,5 +1,5 @@
-"""One optimizer update from assembled rows: micro-batches that add up to the whole batch's
-gradient, then one atomic step."""
+"""One optimizer update from assembled rows: accumulates the gradient of the whole batch over
+micro-batches, then takes one atomic step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from swarmnode.policy.footprint import Optim
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, collate, completion_logprobs, score
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, free_memory
+from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.rl.corrections import against_sampler, effective_share, own_correction, rate_factor
 from swarmnode.rl.objectives import MAX_GRAD_NORM, WEIGHT_DECAY, Objective, policy_loss
-from swarmnode.rl.utility import AgreementProbe
 from swarmnode.rollouts.groups import Outcome
 from swarmnode.trainer.batch import Rows
 from swarmnode.trainer.judge import GroupRefused, contained
@@ -29,7 +29,8 @@ from swarmnode.trainer.judge import GroupRefused, contained
 
 @dataclass(frozen=True)
 class UpdateStatistics:
-    """Means per trained token; None when nothing was trained on, or the number is not finite."""
+    """Measurements of an update. Means are per trained token; None if no token was trained on, or
+    if the number is not finite."""
 
     stepped: bool
     loss: float | None = None
@@ -45,41 +46,44 @@ class UpdateStatistics:
     own_gap: float | None = None
     """Mean |Δ log-probability| of own tokens between the sampler and this policy, in nats."""
     rate_factor: float = 1.0
-    """What the learning rate was multiplied by, for how little the weights leave of the samples."""
+    """Factor of the learning rate for a small effective sample size, see
+    `corrections.rate_factor`."""
     skipped: str = ""
-    """Why no step was taken, of the reasons of `TrainerDrops.update`; empty if one was."""
+    """Why no step was taken, one of the reasons of `TrainerDrops.update`; empty if one was."""
     refused: Mapping[int, Outcome] = field(default_factory=dict)
-    """Why an external group was left out, by its number in the rows."""
+    """Why external groups were excluded, by their number in the rows."""
     details: Mapping[Outcome, str] = field(default_factory=dict)
-    """What is known of the last group that was refused for a reason."""
+    """Description of the last excluded group, by reason."""
     dropped_rows: int = 0
-    """Own rows that did not fit into memory, not even with layers run again, and were left out."""
+    """Number of own rows that were excluded because they do not fit into memory, even with
+    activation checkpointing."""
 
 
 @dataclass
-class Passes:
-    """Which rows of a step are run, and how. Shrinks with each attempt that fails."""
+class RowSelection:
+    """Rows of an update that are run through the model. A failed attempt reduces them."""
 
     own: list[int]
     external: list[int]
     recomputed: set[int] = field(default_factory=set)
-    """Own rows for which layers are run again in the backward pass, since they did not fit
-    otherwise."""
-    apart: bool = False
-    """Each external group is run by itself, since one of them fails."""
+    """Own rows that are run with activation checkpointing, because they do not fit otherwise."""
+    one_by_one: bool = False
+    """True if each external group is run by itself, because an unknown one of them fails."""
     refused: dict[int, Outcome] = field(default_factory=dict)
+    """Reasons of excluded external groups, by their number in the rows."""
     details: dict[Outcome, str] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
+    """Own rows that were excluded."""
 
     def refuse(self, group: int, refused: GroupRefused, rows: Rows) -> None:
-        """Leave an external group out."""
+        """Exclude an external group."""
         self.refused[group] = refused.outcome
         self.details[refused.outcome] = refused.detail
         self.external = [i for i in self.external if rows.groups[i] != group]
 
     def spare(self, row: int) -> bool:
-        """Run an own row with less memory, or leave it out if that was tried. Return False if none
-        is left."""
+        """Run an own row with activation checkpointing, or exclude it if that was tried. Return
+        False if no own row is left."""
         if row not in self.recomputed:
             self.recomputed.add(row)
             return True
@@ -88,7 +92,7 @@ class Passes:
         return bool(self.own)
 
     def outcome(self, statistics: UpdateStatistics) -> UpdateStatistics:
-        """Return `statistics` of the last attempt with what was left out."""
+        """Return `statistics` of the last attempt, with the excluded rows and groups."""
         return replace(
             statistics,
             refused=self.refused,
@@ -97,7 +101,7 @@ class Passes:
         )
 
     def groups(self, rows: Rows) -> list[tuple[int, list[int]]]:
-        """(group, its rows) of the external groups."""
+        """Return the external groups, each as (number, indices of its rows)."""
         numbers = sorted({rows.groups[i] for i in self.external})
         return [(n, [i for i in self.external if rows.groups[i] == n]) for n in numbers]
 
@@ -105,7 +109,7 @@ class Passes:
 class Ranks(Protocol):
     """The other devices of this machine, which run some micro-batches of an update (ranks.py)."""
 
-    def accumulating(self, rows: Rows, passes: Passes) -> AbstractContextManager[Sharing]:
+    def accumulating(self, rows: Rows, selection: RowSelection) -> AbstractContextManager[Sharing]:
         """Let the other ranks accumulate gradients during the block.
 
         If the block raises, the other ranks have stopped when the exception leaves it.
@@ -142,19 +146,25 @@ class Sums:
 
 
 class StartOver(Exception):
-    """Raised where memory ran out in the midst of a step: its gradients are incomplete, and the
-    micro-batches are smaller now."""
+    """Raised if memory ran out during an attempt. Its gradients are incomplete; the next attempt
+    has smaller micro-batches."""
 
 
 class PeersFailed(Exception):
-    """Raised where one of several external groups fails, and nobody knows which."""
+    """Raised if an unknown one of several external groups fails."""
 
 
 class Updater:
-    """Owns the optimizer. `reference` is the start policy, only with a KL penalty.
+    """Takes optimizer steps; owns the optimizer.
 
-    external: the micro-batches of other nodes' rows, whose lengths we did not choose; what they
-    teach about memory is kept from ours.
+    Args:
+        batcher: Micro-batcher of own rows.
+        reference: Policy of the KL penalty; needed if `beta` > 0.
+        external: Micro-batcher of peers' rows. It is separate, so that long rows of a peer do not
+            reduce the micro-batches of own rows.
+
+    Raises:
+        ValueError: `beta` > 0 without a reference.
     """
 
     def __init__(
@@ -178,66 +188,77 @@ class Updater:
         self.optimizer = make_optimizer(policy, cfg, optim)
         self._accelerated = policy.accelerator.prepare_optimizer(self.optimizer)
         self._recomputing = MicroBatcher(batcher.tokens, batcher.alive)
-        """For own rows whose layers are run again."""
+        """Micro-batcher of own rows with activation checkpointing."""
         self.ranks: Ranks | None = None
         self.probe = AgreementProbe(policy.trainable_parameters())
         self.lock = threading.Lock()
-        """Held while the weights move, so that another thread can copy them at any other time."""
+        """Held while weights change, so that another thread can copy them at any other time."""
 
     def update(self, rows: Rows, rate: float | None = None) -> UpdateStatistics:
-        """One optimizer step: a second one on the same rows would be off-policy for everybody's,
-        and peers' rows are that already.
+        """Take one optimizer step.
 
-        rate: the learning rate of this step; None is the configured one. Rows without a signal are
-        not run through the model, but their tokens count in the normaliser: a batch that says
-        little moves the policy little. An external group that does not fit into memory, raises an
-        exception or has a gradient that is not finite is left out. An own row that does not fit is
-        run with layers computed again, and left out if it does not fit then.
+        There is one step per batch: a second step on the same rows would be off-policy, and peers'
+        rows are off-policy already. Rows without an advantage are not run through the model, but
+        their tokens count in the normaliser, so that a batch with little signal changes the policy
+        little.
 
-        Raises DeviceError when no own row fits into memory.
+        * An external group is excluded if it does not fit into memory, raises an exception, or has
+          a gradient that is not finite.
+        * An own row that does not fit is run with activation checkpointing, and excluded if it does
+          not fit then.
+
+        Args:
+            rate: Learning rate of this step; None means the configured one.
+
+        Raises:
+            DeviceError: No own row fits into memory.
         """
-        passes = Passes(*trained(rows, self._cfg))
+        selection = RowSelection(*trained(rows, self._cfg))
         for group in self.optimizer.param_groups:
             group["lr"] = self._cfg.learning_rate if rate is None else rate
-        while passes.own or passes.external:
+        while selection.own or selection.external:
             try:
-                return passes.outcome(self._step(rows, passes))
+                return selection.outcome(self._step(rows, selection))
             except StartOver:
                 pass
             except PeersFailed:
-                passes.apart = True
+                selection.one_by_one = True
             except RowTooLarge as error:
                 if rows.external[error.row]:
                     refused = GroupRefused("too_large", str(error))
-                    passes.refuse(rows.groups[error.row], refused, rows)
-                elif not passes.spare(error.row):
+                    selection.refuse(rows.groups[error.row], refused, rows)
+                elif not selection.spare(error.row):
                     raise
             except _GroupFailed as error:
-                passes.refuse(error.group, error.refused, rows)
-            # nothing of a failed attempt is left: not its gradients, and no step was taken
+                selection.refuse(error.group, error.refused, rows)
+            # A failed attempt took no step; discard its gradients.
             self._accelerated.zero_grad()
             free_memory()
-        skipped = "not_finite" if "no_gradient" in passes.refused.values() else "no_signal"
-        return passes.outcome(UpdateStatistics(stepped=False, skipped=skipped))
+        skipped = "not_finite" if "no_gradient" in selection.refused.values() else "no_signal"
+        return selection.outcome(UpdateStatistics(stepped=False, skipped=skipped))
 
-    def _step(self, rows: Rows, passes: Passes) -> UpdateStatistics:
-        """One attempt. Raises StartOver, PeersFailed, RowTooLarge and _GroupFailed before anything
-        but gradients has changed."""
+    def _step(self, rows: Rows, selection: RowSelection) -> UpdateStatistics:
+        """Attempt the update.
+
+        Raises:
+            StartOver, PeersFailed, RowTooLarge, _GroupFailed: The attempt failed; nothing except
+                gradients has changed.
+        """
         if self.ranks is None:
-            sums = self.accumulate(rows, passes)
+            sums = self.accumulate(rows, selection)
             totals, others = sums.own, sums.external
         else:
-            with self.ranks.accumulating(rows, passes) as sharing:
-                parts = [self.accumulate(rows, passes, sharing), *sharing.others()]
+            with self.ranks.accumulating(rows, selection) as sharing:
+                parts = [self.accumulate(rows, selection, sharing), *sharing.others()]
             self.ranks.add_gradients()
             totals = sum((part.own for part in parts), _no_sums())
             others = sum((part.external for part in parts), _no_sums())
         agreement, effective_own, effective_external = None, _effective(totals), None
         own_tokens, own_gap = float(totals[4]), float(totals[7])
-        if passes.external:
+        if selection.external:
             effective_external = _effective(others)
             totals = totals + others
-            agreement = self.probe.read() if passes.own else None
+            agreement = self.probe.read() if selection.own else None
         norm = self._policy.accelerator.clip_grad_norm_(
             self._policy.trainable_parameters(), MAX_GRAD_NORM
         )
@@ -268,16 +289,21 @@ class Updater:
             rate_factor=factor,
         )
 
-    def accumulate(self, rows: Rows, passes: Passes, sharing: Sharing | None = None) -> Sums:
-        """Accumulate the gradients of the rows of `passes`. Raises the errors of `_step`.
+    def accumulate(
+        self, rows: Rows, selection: RowSelection, sharing: Sharing | None = None
+    ) -> Sums:
+        """Accumulate the gradients of the selected rows.
 
         Args:
             sharing: Yields the micro-batches for this rank, if other ranks work on the update as
                 well.
+
+        Raises:
+            StartOver, PeersFailed, RowTooLarge, _GroupFailed: The attempt failed.
         """
-        without = frozenset(passes.refused)
+        without = frozenset(selection.refused)
         objective, divisor = Objective.of(self._cfg), normalizer(rows, self._cfg, without)
-        external = passes.external
+        external = selection.external
 
         def backward(indices: list[int], recompute: bool) -> torch.Tensor:
             batch = collate(
@@ -342,8 +368,10 @@ class Updater:
             return sum(parts, _no_sums())
 
         self._accelerated.zero_grad()
-        spared = sorted(passes.recomputed.intersection(passes.own))
-        totals = accumulate(self._batcher, [i for i in passes.own if i not in passes.recomputed])
+        spared = sorted(selection.recomputed.intersection(selection.own))
+        totals = accumulate(
+            self._batcher, [i for i in selection.own if i not in selection.recomputed]
+        )
         totals = totals + accumulate(self._recomputing, spared, recompute=True)
         others = _no_sums()
         if external:
@@ -351,9 +379,10 @@ class Updater:
             is_finite = lambda sums: (
                 bool(torch.isfinite(sums).all()) and self._has_finite_gradient()
             )
-            if passes.apart:
-                blames = is_finite(totals)  # else nothing that follows is finite either
-                for number, indices in passes.groups(rows):
+            if selection.one_by_one:
+                # If the own gradient is not finite, no group can be blamed for it.
+                blames = is_finite(totals)
+                for number, indices in selection.groups(rows):
                     with _blamed(number):
                         others = others + accumulate(self._external, indices, alone=True)
                         if blames and not is_finite(others):
@@ -390,11 +419,11 @@ class Updater:
         return not grads or bool(torch.isfinite(torch.nn.utils.get_total_norm(grads)))
 
     def _apply(self, finite: bool) -> bool:
-        """Take the optimizer step if the gradient is finite; whether it was.
+        """Take the optimizer step if the gradient is finite; return True if it was taken.
 
-        With float16 the loss is scaled, and it is the optimizer's own step that finds an overflow,
-        leaves the weights alone and lowers the scale: without it the scale would stay, and every
-        later gradient overflow as well.
+        In float16 the loss is scaled, and the scaler's step detects an overflow, skips the update
+        and lowers the scale. It must be called for a gradient that is not finite too; otherwise the
+        scale would stay, and every later gradient would overflow.
         """
         scaled = self._policy.accelerator.scaler is not None
         if finite or scaled:
@@ -412,8 +441,8 @@ class Updater:
 
 
 def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW, its moments in 32 bits or, by bitsandbytes, in blocks of 8 (arXiv 2110.02861); see
-    `policy.load.check_optim`."""
+    """Return AdamW with moments in 32 bits, or with block-wise 8-bit moments of bitsandbytes (arXiv
+    2110.02861). `policy.load.check_optim` has checked that it is available."""
     parameters = policy.trainable_parameters()
     if optim == "adamw_8bit":
         from bitsandbytes.optim import AdamW8bit
@@ -422,7 +451,7 @@ def make_optimizer(policy: Policy, cfg: TrainingConfig, optim: Optim) -> torch.o
             parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY
         )
         return eight
-    # one kernel, and no temporary copies of all weights
+    # The fused kernel makes no temporary copies of all weights.
     fused = policy.device.type in ("cpu", "cuda") or None
     return torch.optim.AdamW(
         parameters, lr=cfg.learning_rate, weight_decay=WEIGHT_DECAY, fused=fused
@@ -457,6 +486,8 @@ def _start_over() -> None:
 
 
 class _GroupFailed(Exception):
+    """Raised if an external group fails."""
+
     def __init__(self, group: int, refused: GroupRefused) -> None:
         super().__init__(group)
         self.group = group
@@ -465,7 +496,7 @@ class _GroupFailed(Exception):
 
 @contextlib.contextmanager
 def _blamed(group: int | None) -> Iterator[None]:
-    """Inside, any failure is that of an external group: of `group`, or of one of several where that
+    """Attribute failures inside the block to the external group `group`, or to an unknown one if it
     is None."""
     try:
         with contained(StartOver, PeersFailed, RowTooLarge):
@@ -478,7 +509,7 @@ def _blamed(group: int | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _rows_named(indices: list[int]) -> Iterator[None]:
-    """A row that is too large is named by its number among all, not among `indices`."""
+    """Translate the row of RowTooLarge from a position in `indices` to an index of all rows."""
     try:
         yield
     except RowTooLarge as error:
@@ -487,31 +518,33 @@ def _rows_named(indices: list[int]) -> Iterator[None]:
 
 
 WARMUP_STEPS = 20
-"""Steps of the option `warmup`: AdamW's running mean of squares is within a fiftieth of what it
-tends to after as many at β2 = 0.8, and RL's first gradients, from few useful groups, are its least
-typical ones."""
+"""Steps of the option `warmup`. After 20 steps AdamW's running mean of squares, with β2 = 0.8, is
+within 2% of its limit. The first gradients of RL come from few useful groups and are atypical."""
 
 
 def learning_rate(cfg: TrainingConfig, step: int) -> float:
-    """The learning rate of the step that begins after `step` others: never 0 before the last
-    one."""
+    """Return the learning rate of the step after `step` steps. It is positive up to the last
+    step."""
     return cfg.learning_rate * _schedule(tuple(cfg.options), cfg.max_steps)(step + 1)
 
 
 @functools.lru_cache(maxsize=8)
 def _schedule(options: tuple[str, ...], max_steps: int) -> Callable[[int], float]:
-    """Number of a step, from 1 → factor: transformers' schedules one step further on, so that the
-    first step of a warm-up is not idle."""
+    """Return a function from the number of a step, from 1, to its factor of the learning rate.
+
+    It is transformers' schedule shifted by one step, so that the first step of a warm-up has a
+    positive rate.
+    """
     if not {"linear", "cosine", "warmup"} & set(options):
         return lambda number: 1.0
-    # and with it transformers' trainer and peft: 0.3 s of a trainer's start
+    # Imported here, since it imports transformers' trainer and peft, which takes 0.3 s.
     from transformers import get_scheduler
 
     name = next(
         (option for option in options if option in ("linear", "cosine")), "constant_with_warmup"
     )
     warmup = WARMUP_STEPS if "warmup" in options else 0
-    # schedulers want an optimizer; nothing of it is used
+    # A scheduler needs an optimizer, which is not used here.
     idle = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     scheduler = get_scheduler(
         name, idle, num_warmup_steps=warmup + 1, num_training_steps=max_steps + 1
@@ -521,19 +554,22 @@ def _schedule(options: tuple[str, ...], max_steps: int) -> Callable[[int], float
 
 
 def trained(rows: Rows, cfg: TrainingConfig) -> tuple[list[int], list[int]]:
-    """Indices of the own and of the external rows that have to be run through the model."""
+    """Return the indices of own and of external rows that have to be run through the model."""
     external = rows.informative(external=True)
-    if cfg.beta > 0:  # the penalty reaches own rows without an advantage too
+    if cfg.beta > 0:  # the KL penalty applies to own rows without an advantage too
         own = [i for i, theirs in enumerate(rows.external) if not theirs and i not in rows.masked]
         return own, external
     return rows.informative(external=False), external
 
 
 def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozenset()) -> float:
-    """What the loss of all rows is divided by, whichever of them are run; `without` these
-    groups."""
+    """Return the divisor of the loss. It counts all rows, also those that are not run.
+
+    Args:
+        without: Groups that are excluded.
+    """
     lengths = [
-        0 if i in rows.masked else rows.length(i)  # counted as a sequence, as in TRL
+        0 if i in rows.masked else rows.length(i)  # still counted as a sequence, as in TRL
         for i, group in enumerate(rows.groups)
         if group not in without
     ]
@@ -541,7 +577,7 @@ def normalizer(rows: Rows, cfg: TrainingConfig, without: frozenset[int] = frozen
 
 
 def _padded(values: list[list[float]], like: torch.Tensor) -> torch.Tensor:
-    """Ragged lists as (n, T), zeros on padding."""
+    """Return ragged lists as a tensor (n, T), 0 on padding."""
     width = like.shape[1]
     padded = [[*row, *[0.0] * (width - len(row))] for row in values]
     return torch.tensor(padded, dtype=torch.float32, device=like.device)

@@ -1,15 +1,16 @@
-"""The trainer's half of averaging, in the trainer's own thread: it alone moves weights, φ and δ,
-and only between two steps.
+"""The trainer's part of weight averaging. Only the trainer's thread changes θ, φ and δ, and only
+between two steps.
 
-    link's thread      `receive`: queues, or forgets a dropped exchange; returns at once
-    worker's thread    everything slow (`weights_worker`): copy, encode, write; read, decode, gate;
-    the outer step
-    trainer's thread   everything else, here: probe, which needs the model ─▶ commit, all at once
-    nothing waits for the network
+    link's thread      `receive`: queues a message or drops an exchange; returns at once
+    worker's thread    slow work (`weights_worker`): copy, encode, write; read, decode, gate;
+    prepare
+                       the outer step
+    trainer's thread   `between_steps`: probe, which needs the model ─▶ commit. It never waits for
+                       the network.
 
-What travels is in `weights.local`. Until a commit no weight has moved, so an exchange that ends for
-whatever reason leaves the policy as it was, bit by bit; the commit itself is part of the same state
-file as everything else, so a kill at any time loses it whole or not at all.
+The messages are defined in `weights.local`. No weight changes before the commit, so an exchange
+that fails leaves the policy bit-identical. The commit is saved in the same state file as everything
+else, so after a kill it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -56,31 +57,35 @@ from swarmnode.weights.schedule import OuterSchedule
 
 log = logging.getLogger(__name__)
 
-UNLEARNT = 6.0
-"""Nats per token by which our own completions may be less likely under a neighbour's state. That of
-a policy that had learnt for 25 outer steps made them 1.7 less likely; weights that are no policy of
-a vocabulary of 100,000 make it 10 and more."""
+MAX_LOSS_INCREASE = 6.0
+"""Largest increase of the loss on own completions, in nats per token, with which a neighbour's
+state is adopted. The state of a policy after 25 outer steps increased it by 1.7. Arbitrary weights
+with a vocabulary of 100,000 increase it by 10 or more."""
 
-MET = 64
-"""Partners whose claims say whether our outer steps are right: those met last."""
+RECENT_PARTNERS = 64
+"""Number of most recent partners whose claimed outer steps are compared with this node's."""
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """A neighbour's state was taken and has not proved itself; with what it replaced."""
+    """A neighbour's state that was adopted and has not been evaluated, with the state before it."""
 
     peer: str
     reward: float | None
-    """Held-out reward before it."""
+    """Held-out reward before the adoption."""
     slow: SlowWeights
+    """φ and δ before the adoption."""
     outer_steps: list[int]
+    """Outer step counters before the adoption."""
 
 
 class Replica:
-    """This node's replica among others.
+    """This node's replica of the policy.
 
-    send: to the network process, from any thread. probe: judges averages. adapter: its shape, if
-    one is trained.
+    Args:
+        send: Sends a message to the network process; called from any thread.
+        probe: Measures averaged weights.
+        adapter: Shape of the adapter, if one is trained.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class Replica:
         adapter: LoraShape | None = None,
     ) -> None:
         if cfg.rule == "off":
-            raise ValueError("nothing is averaged")
+            raise ValueError("weights.rule is off: there is no replica")
         self._rule = cfg.rule
         self._adapter = adapter
         self._send = send
@@ -111,10 +116,10 @@ class Replica:
             schedule,
         )
         self._lags: OrderedDict[str, int] = OrderedDict()
-        """By how many outer steps the partners met lately were behind us, as they claimed."""
+        """Outer steps by which each recent partner claimed to be behind this node."""
         self._adoption: Adoption | None = None
         self._settled = threading.Event()
-        self._coming = threading.Event()
+        self._announced = threading.Event()
         self._distance: float | None = None
         self._stalled = 0.0
         self.set_counters(counters)
@@ -126,25 +131,33 @@ class Replica:
     # ---- start -----------------------------------------------------------------------------------
 
     def set_counters(self, counters: Counters) -> None:
-        """Keep the numbers that must survive this process in `counters`."""
+        """Store the numbers that must survive a restart in `counters`."""
         self._parts.counters = counters
         count = len(self._parts.tensors.parts)
         if len(counters.outer_clocks) != count:
             counters.outer_clocks = [max(counters.outer_clocks, default=0)] * count
 
     def restore(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take back what `tensors` gave; a state without it has φ = θ and δ = 0. Raises StateError
-        for another policy's."""
+        """Restore φ and δ from the result of `tensors`. An empty mapping means φ = θ and δ = 0.
+
+        Raises:
+            StateError: The tensors belong to another policy.
+        """
         if not tensors:
             tensors = unmoved(host_copy(self._parts.tensors.parameters))
         self._parts.outer.load(tensors)
 
     def tensors(self) -> Tensors:
-        """φ and δ for the state file, with what a revert needs, not copied: they never change under
-        a writer."""
+        """Return φ, δ and the tensors for a revert, for the state file. They are not copied,
+        because outer steps replace tensors and never modify them."""
         return self._parts.outer.tensors() | self._parts.outer.undo_tensors()
 
     def facts(self, fresh: bool) -> local.ReplicaFacts:
+        """Return the description of this replica for the network process.
+
+        Args:
+            fresh: True if the policy has not been trained.
+        """
         tensors = self._parts.tensors
         return local.ReplicaFacts(
             tensors.layout,
@@ -155,12 +168,17 @@ class Replica:
         )
 
     def wait_for_state(self, seconds: float, late: float = math.inf) -> bool:
-        """Wait `seconds` at most. Whether the wait is over: it is known what there is to adopt, or
-        it is `late` (monotonic), a neighbour would have written its state since, and none is on its
-        way."""
-        too_late = late + writing_seconds(self._parts.tensors.layout)
+        """Wait at most `seconds`; return True if the wait for a neighbour's state is over.
+
+        It is over when a state was adopted, when no state is available, or when no state has been
+        announced by `late` plus the time that a neighbour needs to write its state.
+
+        Args:
+            late: Monotonic time in seconds.
+        """
+        deadline = late + writing_seconds(self._parts.tensors.layout)
         return self._settled.wait(seconds) or (
-            time.monotonic() >= too_late and not self._coming.is_set()
+            time.monotonic() >= deadline and not self._announced.is_set()
         )
 
     def close(self) -> None:
@@ -169,30 +187,33 @@ class Replica:
     # ---- link's thread ---------------------------------------------------------------------------
 
     def receive(self, message: local.ToTrainer) -> None:
-        """Take what the network process says."""
+        """Handle a message of the network process; return at once."""
         match message:
             case local.DropExchange(session):
                 self._parts.exchanges.drop(session)
             case local.AdoptState(peer=""):
                 self._settled.set()
             case local.AdoptState(path=""):
-                self._coming.set()
+                self._announced.set()
             case _:
                 self._worker.submit(message)
 
     # ---- trainer's thread, between two steps -----------------------------------------------------
 
     def between_steps(self, connected: bool, step_seconds: float, stepped: bool = True) -> bool:
-        """Do whatever has arrived; then say when an outer step is due. Whether the policy's weights
-        have changed.
+        """Handle all results of the worker, then report a due outer step.
 
-        stepped: a training step was taken since the last call. connected: there is a network
-        process to find a partner.
+        Args:
+            connected: True if a network process is connected, which can find a partner.
+            stepped: True if a training step was taken since the last call.
+
+        Returns:
+            True if the policy's weights have changed.
         """
         started = time.monotonic()
         changed = False
         while self._worker.arrived:
-            changed |= self._do(self._worker.arrived.popleft())
+            changed |= self._dispatch(self._worker.arrived.popleft())
         if stepped and (due := self._parts.schedule.due(self._parts.counters.step)) is not None:
             if connected and self._parts.tensors.parts[due]:
                 left = fragments.blocks_of(self._parts.schedule.left(due))
@@ -207,15 +228,15 @@ class Replica:
         self._stalled += time.monotonic() - started
         return changed
 
-    def _do(self, arrival: Arrival) -> bool:
-        """Whether the policy's weights have changed."""
+    def _dispatch(self, arrival: Arrival) -> bool:
+        """Handle one result of the worker; return True if the policy's weights have changed."""
         match arrival:
             case WorkerFailed(error):
                 raise error
             case PayloadExamined():
-                self._judge(arrival)
+                self._on_examined(arrival)
             case AverageMeasured():
-                self._measured(arrival)
+                self._on_losses(arrival)
             case StepPrepared(exchange):
                 if exchange.session:
                     return self._commit(exchange)
@@ -226,22 +247,24 @@ class Replica:
 
     # ---- an exchange -----------------------------------------------------------------------------
 
-    def _judge(self, examined: PayloadExamined) -> None:
+    def _on_examined(self, examined: PayloadExamined) -> None:
         exchange = self._parts.exchanges.get(examined.session)
         found = examined.found
-        if exchange is None:  # dropped, or our weights have moved on without it
+        if exchange is None:  # it was dropped, or another commit has replaced φ
             self._end(None, examined.session, "local")
         elif found is None:
             self._parts.gate.refused(examined.outcome)
-            # it has more to gain from us than we from it: it gets ours, and we step as if alone
+            # The partner receives this node's weights; this node takes a solo step.
             if examined.outcome == "lagging":
                 self._note_claim(exchange)
                 taken = self._parts.schedule.takes(exchange.fragment, exchange.snapshot)
-                self._go_on(exchange, "lagging", {name: exchange.snapshot[name] for name in taken})
+                self._schedule_step(
+                    exchange, "lagging", {name: exchange.snapshot[name] for name in taken}
+                )
             else:
                 self._end(exchange, exchange.session, examined.outcome)
         elif found.mean is None:
-            self._conclude(exchange, found, None)
+            self._decide(exchange, found, None)
         else:
             self._note_claim(exchange)
             taken = self._parts.schedule.takes(exchange.fragment, found.mean)
@@ -255,53 +278,60 @@ class Replica:
             )
             if not self._probe.measure(mine, mean, answer):
                 log.info(
-                    "weights of %s are not taken: there is nothing of our own yet to judge them by",
+                    "rejected weights of %s: too few own completions to probe them",
                     exchange.peer,
                 )
                 self._end(exchange, exchange.session, "local")
 
     def _note_claim(self, exchange: Exchange) -> None:
+        """Record the partner's claimed outer step. Correct this node's counters if the recent
+        partners show that they are too large."""
         counters, lags = self._parts.counters, self._lags
         lags.pop(exchange.peer, None)
         lags[exchange.peer] = exchange.outer_step - (exchange.their_outer_step or 0)
-        if len(lags) > MET:
+        if len(lags) > RECENT_PARTNERS:
             lags.popitem(last=False)
         wrong = counter_excess(lags.values())
         if wrong:
-            believed = [max(0, clock - wrong) for clock in counters.outer_clocks]
+            corrected = [max(0, clock - wrong) for clock in counters.outer_clocks]
             log.warning(
-                "nearly everybody is far behind us: our outer steps are %s, not %s",
-                believed,
+                "outer step counters corrected from %s to %s: most recent partners are far behind",
                 counters.outer_clocks,
+                corrected,
             )
             with self._parts.tensors.lock:
-                counters.outer_clocks = believed
+                counters.outer_clocks = corrected
             self._lags = OrderedDict((peer, lag - wrong) for peer, lag in lags.items())
 
-    def _measured(self, measured: AverageMeasured) -> None:
+    def _on_losses(self, measured: AverageMeasured) -> None:
         exchange = self._parts.exchanges.get(measured.session)
         if exchange is None or measured.losses is None:
             self._end(exchange, measured.session, "local")
         else:
-            self._conclude(exchange, measured.found, measured.losses)
+            self._decide(exchange, measured.found, measured.losses)
 
-    def _conclude(self, exchange: Exchange, found: Examination, losses: Losses | None) -> None:
+    def _decide(self, exchange: Exchange, found: Examination, losses: Losses | None) -> None:
         decision = self._parts.gate.conclude(found, losses)
         if decision.outcome == "probe" and losses is not None:
             log.info(
-                "weights of %s would make us worse: %.3f nats, not %.3f",
+                "rejected weights of %s: probe loss %.3f -> %.3f nats per token",
                 exchange.peer,
-                losses.after,
                 losses.before,
+                losses.after,
             )
         if decision.mean is None:
             self._end(exchange, exchange.session, decision.outcome)
         else:
-            self._distance = found.relative_distance  # of what was refused, anybody's guess
-            self._go_on(exchange, decision.outcome, decision.mean)
+            self._distance = found.relative_distance  # meaningful for accepted weights only
+            self._schedule_step(exchange, decision.outcome, decision.mean)
 
-    def _go_on(self, exchange: Exchange, outcome: str, taken: Tensors) -> None:
-        """taken: what the outer step is of, at least; averages where `outcome` is of TAKEN."""
+    def _schedule_step(self, exchange: Exchange, outcome: str, taken: Tensors) -> None:
+        """Have the worker prepare the outer step.
+
+        Args:
+            taken: Tensors that the outer step includes at least: averages if `outcome` is in TAKEN,
+                otherwise this node's weights.
+        """
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
             mean = taken if outcome in TAKEN else {}
@@ -316,8 +346,8 @@ class Replica:
             self._end(None, exchange.session, "local")
 
     def _commit(self, exchange: Exchange) -> bool:
-        """Take the outer step with what a partner sent, unless the exchange was dropped or
-        overtaken. Whether the policy's weights have changed."""
+        """Take the prepared outer step of an exchange, unless the exchange was dropped or φ has
+        changed. Return True if the policy's weights have changed."""
         if self._parts.exchanges.pop(exchange.session) is None or not self._step(exchange):
             self._end(None, exchange.session, "local")
             return False
@@ -341,7 +371,11 @@ class Replica:
         return exchange.outcome in TAKEN
 
     def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
-        """Without effect. exchange: None where it is not known any more."""
+        """End an exchange without a commit.
+
+        Args:
+            exchange: None if it is not in the table any more.
+        """
         self._parts.exchanges.pop(session)
         fragment, peer = (exchange.fragment, exchange.peer) if exchange is not None else (0, "")
         self._send(
@@ -351,16 +385,20 @@ class Replica:
         )
 
     def _record(self, exchange: Exchange) -> None:
-        """Record the weights of a step without a partner, which moves none of them, unless an
-        exchange, a revert or a neighbour's state came in between."""
-        # a stage may have none of the fragment's layers
+        """Take a solo step, which changes φ and δ but no weight, unless φ has changed since it was
+        prepared."""
+        # A pipeline stage may hold no layer of the fragment.
         if self._step(exchange) and exchange.snapshot:
             self._parts.counters.solo_steps_total += 1
 
     def _step(self, exchange: Exchange) -> bool:
-        """Take the outer step that was prepared: of an exchange all of it, alone what is left to
-        take. False where φ has moved since the copy was made, or where something that the exchange
-        leaves has become due meanwhile."""
+        """Take a prepared outer step: all tensors of an exchange, or the tensors of a solo step
+        that no exchange has taken since.
+
+        Returns:
+            False, without effect, if φ has changed since the copy was made, or if tensors that the
+            exchange does not include have become due.
+        """
         parts, clocks, fragment, prepared = (
             self._parts,
             self._parts.counters.outer_clocks,
@@ -396,7 +434,7 @@ class Replica:
     def _adopt(self, read: StateRead) -> bool:
         parts, outcome = self._parts, read.outcome
         if not outcome:
-            outcome = self._replace(
+            outcome = self._become(
                 read,
                 SlowWeights(
                     read.tensors,
@@ -405,15 +443,16 @@ class Replica:
             )
         self._send(local.StateAdopted(read.peer, outcome, list(parts.counters.outer_clocks)))
         if outcome == "adopted":
-            log.info("took the state of %s, %d outer steps", read.peer, read.outer_step)
+            log.info("adopted the state of %s, %d outer steps", read.peer, read.outer_step)
             self._settled.set()
         return outcome == "adopted"
 
-    def _replace(self, read: StateRead, slow: SlowWeights) -> str:
-        """Become another replica, on probation. Of `outcomes.ADOPTIONS`."""
+    def _become(self, read: StateRead, slow: SlowWeights) -> str:
+        """Replace the weights by a neighbour's, on probation; return one of
+        `local.ADOPTIONS`."""
         parts, counters = self._parts, self._parts.counters
         if counters.step:
-            return "local"  # it came too late: what was learnt here is not thrown away
+            return "local"  # too late: a policy that was trained here is not discarded
         own, theirs = norm(parts.outer.phi), norm(slow.phi)
         if not math.isfinite(theirs):
             return "not_finite"
@@ -438,8 +477,8 @@ class Replica:
         return "adopted"
 
     def _is_plausible(self, phi: Tensors) -> bool:
-        """Whether our own completions are still likely under a neighbour's weights: of a policy
-        that has learnt for long they are less so, of none at all hardly."""
+        """Return True if the loss on own completions increases by at most MAX_LOSS_INCREASE under a
+        neighbour's weights."""
         verdicts: list[Losses | None] = []
         mine = host_copy(self._parts.tensors.parameters)
         if (
@@ -447,25 +486,24 @@ class Replica:
             or not verdicts
             or verdicts[0] is None
         ):
-            log.warning(
-                "a neighbour's state is not taken: there is nothing of our own to judge it by"
-            )
+            log.warning("rejected a neighbour's state: too few own completions to probe it")
             return False
         worse = verdicts[0].after - verdicts[0].before
         log.info(
-            "a neighbour's state makes our own completions %.2f nats per token less likely", worse
+            "a neighbour's state increases the loss on own completions by %.2f nats per token",
+            worse,
         )
-        return worse <= UNLEARNT
+        return worse <= MAX_LOSS_INCREASE
 
     # ---- held-out reward -------------------------------------------------------------------------
 
     def observe(self, reward: float) -> bool:
-        """A held-out reward was measured. Whether an exchange or a state was taken back because of
-        it."""
+        """Process a measured held-out reward; return True if it caused a revert of exchanges or of
+        an adopted state."""
         adoption, self._adoption = self._adoption, None
         counters = self._parts.counters
         if adoption is not None and counters.revert.fell(reward, adoption.reward):
-            self._give_up(adoption, reward)
+            self._revert_adoption(adoption, reward)
             return True
         counters.revert, blamed = counters.revert.observed(reward)
         if not blamed:
@@ -474,16 +512,16 @@ class Replica:
         return self._revert(blamed)
 
     def keep(self) -> None:
-        """No reward is seen here that could take back what came so far: nothing is remembered for
-        it."""
+        """Discard the tensors for a revert. Called where no held-out reward is measured, so that no
+        revert can happen."""
         self._parts.outer.keep()
 
-    def _give_up(self, adoption: Adoption, reward: float) -> None:
+    def _revert_adoption(self, adoption: Adoption, reward: float) -> None:
         log.warning(
-            "the state of %s is worse than what we had: %.3f, not %.3f",
-            adoption.peer,
-            reward,
+            "held-out reward fell from %s to %.3f: reverted the state of %s",
             adoption.reward,
+            reward,
+            adoption.peer,
         )
         parts = self._parts
         with parts.tensors.lock:
@@ -499,14 +537,14 @@ class Replica:
             reverted = parts.outer.revert(parts.tensors.parameters)
             parts.exchanges.clear()
         if reverted:
-            log.warning("held-out reward fell: what came of %s is taken back", ", ".join(peers))
+            log.warning("held-out reward fell: reverted exchanges with %s", ", ".join(peers))
             parts.counters.policy_version += 1
             for peer in peers:
                 parts.gate.refused("reverted")
                 self._send(local.ExchangeReverted(peer))
         return reverted
 
-    # ---- for whoever watches ---------------------------------------------------------------------
+    # ---- statistics ------------------------------------------------------------------------------
 
     def report(self) -> WeightsReport:
         gate, outer, counters = (

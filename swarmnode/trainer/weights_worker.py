@@ -1,11 +1,11 @@
-"""The slow half of averaging in the trainer, in a thread of its own: copies, encodes, writes;
-reads, decodes, examines, prepares.
+"""The slow part of weight averaging in the trainer, in its own thread: copies, encodes and writes
+weights; reads, decodes and examines payloads; prepares outer steps.
 
     link's thread ─ submit ─▶ jobs ─▶ worker's thread ─▶ arrived ─▶ trainer's thread, between two
     steps
 
-The worker moves no weight. It copies them while it holds the lock of whoever does, reads φ and δ,
-which are replaced and never changed, and leaves what it has found to the trainer's thread.
+The worker changes no weights. It copies them under the optimizer's lock. It reads φ and δ without
+copying, because an outer step replaces these tensors and never modifies them.
 """
 
 from __future__ import annotations
@@ -40,31 +40,34 @@ from swarmnode.weights.schedule import OuterSchedule
 log = logging.getLogger(__name__)
 
 NAMED = ("names", "dtype", "shape", "not_finite")
-"""Reasons against a payload that are outcomes by themselves."""
+"""Reasons of `BadMessage` that are also outcomes of an exchange."""
 
 
 @dataclass
 class ReplicaParts:
-    """What the trainer's thread and the worker's both use. Who may change it, and how:"""
+    """State that the trainer's and the worker's thread share. Each attribute states which thread
+    may change it."""
 
     tensors: AveragedTensors
-    """Weights: the trainer's thread, while it holds `tensors.lock`."""
+    """Weights. Changed by the trainer's thread, under `tensors.lock`."""
     outer: OuterState
-    """φ and δ: the trainer's thread, while it holds `tensors.lock`."""
+    """φ and δ. Changed by the trainer's thread, under `tensors.lock`."""
     counters: Counters
-    """The trainer's thread; outer steps while it holds `tensors.lock`."""
+    """Changed by the trainer's thread; the outer step counters under `tensors.lock`."""
     exchanges: ExchangeTable
-    """Any thread: it has a lock of its own."""
+    """Changed by any thread; it has its own lock."""
     gate: AveragingGate
-    """Any thread: it has a lock of its own."""
+    """Changed by any thread; it has its own lock."""
     schedule: OuterSchedule
-    """The trainer's thread; what is left while it holds `tensors.lock`."""
+    """Changed by the trainer's thread; the remaining tensors under `tensors.lock`."""
 
     def copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
-        """A new exchange of `fragment`, in the table where it has a session. Waits for the
-        optimizer, which is nearly always at rest.
+        """Return a new exchange with a copy of the weights of `fragment`. With a session, add it to
+        the table. Waits for an optimizer step in progress.
 
-        blocks: what the partner holds, packed; None where there is none.
+        Args:
+            session: Session of the exchange; empty for a solo step.
+            blocks: Packed list of the layers that the partner holds; None without a partner.
         """
         with self.tensors.lock:
             slow, snapshot = (
@@ -76,7 +79,7 @@ class ReplicaParts:
                 if blocks is None
                 else {name: snapshot[name] for name in self.tensors.shared(fragment, blocks)}
             )
-            # of the outer step that was counted already
+            # The rest of an outer step that was counted already.
             rest = self.schedule.is_rest(fragment, self.schedule.takes(fragment, shared))
             exchange = Exchange(
                 session,
@@ -91,18 +94,18 @@ class ReplicaParts:
         return exchange
 
 
-# ---- jobs: messages of the network process, and these of our own ---------------------------------
+# ---- jobs: messages of the network process, and `PrepareStep` of the trainer's thread ------------
 
 
 @dataclass(frozen=True)
 class PrepareStep:
-    """The gate has decided: compute the outer step."""
+    """Compute the outer step of an exchange that passed the gate."""
 
     exchange: Exchange
     mean: Tensors
     """θ̄ of the tensors that are averaged."""
     alone: Tensors
-    """θ of those that are only recorded."""
+    """θ of the tensors that take a solo step."""
 
 
 Job = (
@@ -115,21 +118,23 @@ Job = (
 )
 
 
-# ---- what the trainer's thread gets, in `arrived` ------------------------------------------------
+# ---- results for the trainer's thread, in `arrived` ----------------------------------------------
 
 
 @dataclass(frozen=True)
 class PayloadExamined:
+    """Result of the gate, except for the probe."""
+
     session: bytes
     found: Examination | None
-    """None where it did not come to that."""
+    """None if the payload was rejected before the examination."""
     outcome: str = ""
-    """One of `outcomes.OUTCOMES`, where nothing was examined."""
+    """One of `local.OUTCOMES` if `found` is None."""
 
 
 @dataclass(frozen=True)
 class AverageMeasured:
-    """The probe's verdict."""
+    """Result of the probe."""
 
     session: bytes
     found: Examination
@@ -138,23 +143,27 @@ class AverageMeasured:
 
 @dataclass(frozen=True)
 class StepPrepared:
+    """An outer step that can be committed."""
+
     exchange: Exchange
 
 
 @dataclass(frozen=True)
 class StateRead:
-    """φ of somebody else."""
+    """φ of a neighbour."""
 
     peer: str
     outer_step: int
-    """The claim of whose they are."""
+    """Outer step that the neighbour claims."""
     tensors: Tensors
     outcome: str = ""
-    """One of `outcomes.ADOPTIONS`, where there is no state; empty where there is."""
+    """Why the state was rejected, one of `local.ADOPTIONS`; empty if it was read."""
 
 
 @dataclass(frozen=True)
 class WorkerFailed:
+    """Exception in the worker's thread, which the trainer's thread raises."""
+
     error: Exception
 
 
@@ -162,8 +171,12 @@ Arrival = PayloadExamined | AverageMeasured | StepPrepared | StateRead | WorkerF
 
 
 class AveragingWorker:
-    """trains_a: adapters are averaged with their A. send: to the network process, from any
-    thread."""
+    """Thread that does the slow work of averaging.
+
+    Args:
+        trains_a: True if adapters are averaged with their A matrices.
+        send: Sends a message to the network process; called from any thread.
+    """
 
     def __init__(
         self,
@@ -173,11 +186,11 @@ class AveragingWorker:
         send: Callable[[local.FromTrainer], None],
     ) -> None:
         self.arrived: deque[Arrival] = deque()
-        """What the trainer's thread has to look at, in this order."""
+        """Results for the trainer's thread, oldest first."""
         self.lag: float | None = None
-        """Outer steps that the last partner was behind us; negative when ahead."""
+        """Outer steps by which the last partner was behind this node; negative if it was ahead."""
         self.copy_seconds = 0.0
-        """Time that a copy kept the optimizer from the weights, at most."""
+        """Total time of copies, an upper bound of the time for which they blocked the optimizer."""
         self._parts = parts
         self._files = files
         self._trains_a = trains_a
@@ -187,8 +200,8 @@ class AveragingWorker:
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Have it done, soon, unless it is of an exchange that is dropped before its turn; from any
-        thread."""
+        """Queue a job; called from any thread. The job is skipped if its exchange is dropped before
+        it starts."""
         self._jobs.put(job)
 
     def close(self) -> None:
@@ -202,7 +215,7 @@ class AveragingWorker:
             try:
                 self._do(job)
             except Exception as error:  # noqa: BLE001
-                # it would end this thread unseen: the trainer is to fail of it, at its next step
+                # The trainer's thread raises it; here it would only end this thread unnoticed.
                 self.arrived.append(WorkerFailed(error))
 
     def _do(self, job: Job) -> None:
@@ -210,19 +223,19 @@ class AveragingWorker:
             case local.TakeSnapshot(session) | local.ApplyPayload(session) if (
                 self._parts.exchanges.is_dropped(session)
             ):
-                pass  # nobody waits for it
+                pass
             case local.TakeSnapshot(session, fragment, blocks):
-                if self._is_ours(fragment):
+                if self._holds(fragment):
                     self._publish(self._copy(session, fragment, blocks))
                 else:
                     self._send(local.SnapshotWritten(session, fragment, "", 0))
             case local.ApplyPayload():
-                if self._is_ours(job.fragment):
+                if self._holds(job.fragment):
                     self.arrived.append(self._examine(job))
             case PrepareStep():
                 self.arrived.append(StepPrepared(self._prepared(job)))
             case local.SoloStep(fragment):
-                if self._is_ours(fragment):
+                if self._holds(fragment):
                     exchange = self._copy(b"", fragment)
                     step = PrepareStep(exchange, {}, exchange.snapshot)
                     self.arrived.append(StepPrepared(self._prepared(step)))
@@ -231,7 +244,7 @@ class AveragingWorker:
             case local.AdoptState():
                 self.arrived.append(read_state(job, self._parts.tensors.layout))
 
-    def _is_ours(self, fragment: int) -> bool:
+    def _holds(self, fragment: int) -> bool:
         return 0 <= fragment < len(self._parts.tensors.parts)
 
     def _copy(self, session: bytes, fragment: int, blocks: bytes | None = None) -> Exchange:
@@ -258,12 +271,12 @@ class AveragingWorker:
         )
 
     def _examine(self, message: local.ApplyPayload) -> PayloadExamined:
-        """Read a partner's payload and do all of the gate but the probe, which is for between two
-        steps."""
+        """Read a partner's payload and run all checks of the gate except for the probe, which runs
+        between two steps."""
         session = message.session
         exchange = self._parts.exchanges.get(session)
-        # The partner was served a copy of some seconds ago, or a commit has replaced φ since: our
-        # side starts from the weights of now.
+        # The exchange is not in the table if a commit has replaced φ since the partner received its
+        # copy. Continue with the present weights.
         if exchange is None:
             exchange = self._copy(session, message.fragment, message.blocks)
         exchange = dataclasses.replace(
@@ -279,7 +292,7 @@ class AveragingWorker:
             log.warning("weights of %s: %s", message.peer, bad)
             return PayloadExamined(session, None, bad.reason if bad.reason in NAMED else "payload")
         except (OSError, ValueError) as error:
-            log.warning("weights of %s could not be read: %s", message.peer, error)
+            log.warning("cannot read weights of %s: %s", message.peer, error)
             return PayloadExamined(session, None, "local")
         self.lag = float(exchange.outer_step - message.outer_step)
         if too_far_behind(self.lag):
@@ -311,7 +324,7 @@ class AveragingWorker:
 
 
 def read_state(message: local.AdoptState, layout: Layout) -> StateRead:
-    """φ that the network process has fetched, held to the hashes that were signed."""
+    """Read φ that the network process has fetched, and compare it with the signed hashes."""
     refused = lambda outcome: StateRead(message.peer, message.outer_step, {}, outcome)
     try:
         tensors = codecs.decode(mapped(message.path), layout, STATE_CODEC)

@@ -9,7 +9,7 @@ from swarmnode.config import Config
 from swarmnode.trainer import export as child
 
 
-def export(config: Config, target: Path, merge: bool) -> child.Exported:
+def export(config: Config, target: Path, merge: bool) -> child.ExportRecord:
     return child.export(
         config.policy,
         config.node.data_dir / "trainer",

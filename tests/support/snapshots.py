@@ -129,7 +129,6 @@ def example_at(t: float) -> NodeSnapshot:
         tokens_per_second=212.0,
         drift=0.05,
         gradient_agreement=0.31 + 0.1 * _wobble(t, 0.2),
-        external_scale=1.0,
         top_answer_share=0.1,
         device="cpu",
         dtype="float32",

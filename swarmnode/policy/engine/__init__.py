@@ -1,2 +1,2 @@
-"""What answers questions: requests go in, groups of completions come out, and in between the
-weights may change."""
+"""Sampling engines. An engine takes requests and returns groups of completions; weights may change
+in between."""

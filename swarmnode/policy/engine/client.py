@@ -89,7 +89,7 @@ class JsonClient:
         try:
             return msgspec.json.decode(data, type=answer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise ServerFailed("answer", f"{target} answers in another form: {error}") from None
+            raise ServerFailed("answer", f"{target}: invalid response: {error}") from None
 
     def order(self, target: str, body: object, seconds: float) -> None:
         """Send a POST request whose response body is ignored. Raises ServerFailed."""
@@ -109,11 +109,11 @@ class JsonClient:
                 return _round_trip(connected, self._head(), target, body, late, limit)
         except TimeoutError:
             raise ServerFailed(
-                "timeout", f"no whole answer to {target} in {seconds:.0f} s"
+                "timeout", f"no complete response to {target} within {seconds:.0f} s"
             ) from None
         except h11.ProtocolError as error:
             raise ServerFailed("unreachable", f"{target}: {error}") from None
-        except (OSError, UnicodeError) as error:  # also of a name that is none
+        except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise ServerFailed("unreachable", f"{self.url}: {why}") from None
 
@@ -192,13 +192,13 @@ def _round_trip(
         elif isinstance(event, h11.Data):
             received += event.data
             if len(received) > limit:
-                raise ServerFailed("answer", f"{target} answers with more than {limit} bytes")
+                raise ServerFailed("answer", f"{target}: the response exceeds {limit} bytes")
         elif isinstance(event, h11.EndOfMessage):
             break
         elif isinstance(event, h11.ConnectionClosed):
             raise ServerFailed("unreachable", f"{target}: the connection was closed")
     if status != 200:
-        raise ServerFailed("status", f"{target} answers {status}: {inert(bytes(received))}")
+        raise ServerFailed("status", f"{target} returned status {status}: {inert(bytes(received))}")
     return bytes(received)
 
 

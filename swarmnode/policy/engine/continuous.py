@@ -7,8 +7,8 @@ active rows keep their keys and values. Each token is recorded with its log-prob
 and the policy version of that moment, so the denominator of the importance ratio is exact
 (PipelineRL, arXiv 2509.19128 §3, keeps the cache as well).
 
-The keys and values of an episode's row are kept while the environment answers (`Kept`), so that the
-next turn prefills only its new tokens.
+The keys and values of an episode's row are kept while the environment answers (`KeptRow`), so that
+the next turn prefills only its new tokens.
 
 docs/learning.md explains why this is not transformers' continuous batching.
 """
@@ -23,64 +23,68 @@ from typing import Literal
 
 import torch
 
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.engine.slots import Prefilled, Slots, prefill
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling, sample
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.engine.slots import PrefilledRow, Slots, prefill
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, sample
 from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge, is_oom
 
 BURST = 16
-"""Decoding steps of one call in which nothing ends, at most: weights are cast to the compute dtype
-once in a call."""
+"""Largest number of decoding steps in one call if no row ends. Weights are cast to the compute
+dtype once per call."""
 WHOLE_BURST = {"cuda": 64}
 """Number of decoding steps of one call, even if rows end before. Recording the steps again costs as
 much as launching two, which takes as long as replaying ten."""
 AHEAD = 1
-"""For each request that is wanted next, so many more are begun, so that rows are in use which would
-wait for a group's longest completion. What is learnt from is older by as many updates."""
+"""Number of additional requests per request of a step. They use the rows that would otherwise wait
+for the longest completion of a group. Training data is older by as many updates."""
 
 
 @dataclass
-class Row:
-    """One completion under way."""
+class ActiveRow:
+    """An unfinished completion."""
 
     request: int
     place: int
-    """Which of its request's completions it is."""
+    """Index among the completions of its request."""
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
 
 @dataclass
-class Group:
-    """One request under way."""
+class ActiveGroup:
+    """An unfinished request."""
 
     prompt_ids: list[int]
     most: int
-    """Tokens of an answer, at most."""
+    """Largest number of tokens in a completion."""
     generations: int
     continues: bool = False
-    known: Prefilled | None = None
+    known: PrefilledRow | None = None
     """Keys and values of the prompt's first tokens, if the request follows another one."""
-    done: dict[int, Sampled] = field(default_factory=dict)
-    """By place."""
+    done: dict[int, SampledCompletion] = field(default_factory=dict)
+    """Finished completions by their index."""
     since: int | None = None
-    """The version under which its first token was sampled."""
+    """Policy version of its first token."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRow:
     """A finished row whose keys and values are kept for the request that will follow it."""
 
     ids: list[int]
     """All tokens of the row except the last, which the model has not processed."""
-    known: Prefilled
+    known: PrefilledRow
 
 
 class Continuous:
-    """batcher: bounds what is under way, rows times their longest possible length, and learns from
-    running out of memory."""
+    """Engine with continuous batching.
+
+    Args:
+        batcher: Bounds active rows × longest possible length, and lowers the bound when memory runs
+            out.
+    """
 
     def __init__(
         self, policy: Policy, batcher: MicroBatcher, sampling: Sampling, rng: torch.Generator
@@ -89,17 +93,17 @@ class Continuous:
         self._batcher = batcher
         self._sampling = sampling
         self._rng = rng
-        self._groups: dict[int, Group] = {}
-        self._waiting: deque[Row] = deque()
-        self._heads: dict[int, Prefilled] = {}
-        """Prompts, by request, of which some rows have not begun."""
-        self._active: list[Row] = []
-        """By slot."""
-        self._kept: dict[int, list[Kept]] = {}
+        self._groups: dict[int, ActiveGroup] = {}
+        self._waiting: deque[ActiveRow] = deque()
+        self._heads: dict[int, PrefilledRow] = {}
+        """Prefilled prompts by request, for waiting rows."""
+        self._active: list[ActiveRow] = []
+        """Active rows by slot."""
+        self._kept: dict[int, list[KeptRow]] = {}
         """Kept rows by request, oldest first."""
         self._slots = Slots(policy)
         self._logits = torch.zeros(0)
-        """(n, V) of the next token of every row under way."""
+        """(n, V) logits of the next token of every active row."""
         self._steps = 0
         self._tokens = 0
 
@@ -108,11 +112,13 @@ class Continuous:
         most = self._policy.room(prompt_ids, self._sampling.max_tokens)
         count = request.generations or self._sampling.num_generations
         known = self._take_kept(request.follows, prompt_ids)
-        self._groups[request.number] = Group(prompt_ids, most, count, request.continues, known)
-        rows = [Row(request.number, place) for place in range(count)]
+        self._groups[request.number] = ActiveGroup(
+            prompt_ids, most, count, request.continues, known
+        )
+        rows = [ActiveRow(request.number, place) for place in range(count)]
         if request.follows is None:
             self._waiting.extend(rows)
-        else:  # episodes that have begun end before others begin
+        else:  # started episodes continue before others start
             self._waiting.extendleft(reversed(rows))
 
     def cancel(self, number: int) -> None:
@@ -123,7 +129,7 @@ class Continuous:
             self._remove([slot for slot, row in enumerate(self._active) if row.request == number])
 
     @torch.no_grad()
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         """Decode until a request is finished, for at most one burst of steps.
 
         On CUDA, always decode the whole burst.
@@ -131,7 +137,7 @@ class Continuous:
         Raises:
             DeviceError: A single row does not fit into memory.
         """
-        done: list[Finished] = []
+        done: list[FinishedRequest] = []
         whole = WHOLE_BURST.get(self._policy.device.type)
         try:
             with self._policy.accelerator.autocast():
@@ -144,14 +150,14 @@ class Continuous:
         finally:
             self._slots.forget_recordings()
         if not self._groups:
-            # training has use for the memory
+            # Free the memory for training.
             self._slots, self._logits = Slots(self._policy), torch.zeros(0)
         return done
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Rows under way keep what the model has made of them; whatever begins later is prefilled
-        with the new weights."""
+        """Allow weights to change inside the block. Active rows keep their cache; later prompts are
+        prefilled with the new weights."""
         try:
             yield
         finally:
@@ -181,7 +187,7 @@ class Continuous:
     # ---- one step --------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        """Begin as many of the rows that wait as there is room for."""
+        """Start as many waiting rows as fit."""
         longest = (
             max(len(group.prompt_ids) for group in self._groups.values())
             + self._sampling.max_tokens
@@ -195,14 +201,14 @@ class Continuous:
         wanted = {row.request for row in self._waiting}
         self._heads = {number: head for number, head in self._heads.items() if number in wanted}
 
-    def _begin(self, rows: list[Row]) -> None:
+    def _begin(self, rows: list[ActiveRow]) -> None:
         heads = self._prefilled(rows)
         for head in heads:
             self._slots.add(head)
         logits = torch.stack([head.logits for head in heads])
         self._logits = torch.cat([self._logits, logits]) if len(self._logits) else logits
 
-    def _prefilled(self, rows: list[Row]) -> list[Prefilled]:
+    def _prefilled(self, rows: list[ActiveRow]) -> list[PrefilledRow]:
         """Prefill rows and return their keys and values.
 
         A prompt is prefilled once for all rows of its request. An interrupted row is prefilled with
@@ -210,7 +216,7 @@ class Continuous:
         known tokens.
         """
         wanted: dict[tuple[int, int | None], list[int]] = {}
-        key_of: Callable[[Row], tuple[int, int | None]] = lambda row: (
+        key_of: Callable[[ActiveRow], tuple[int, int | None]] = lambda row: (
             row.request,
             row.place if row.ids else None,
         )
@@ -218,7 +224,7 @@ class Continuous:
             if row.ids or row.request not in self._heads:
                 wanted.setdefault(key_of(row), self._groups[row.request].prompt_ids + row.ids)
         keys, sequences = list(wanted), list(wanted.values())
-        made: dict[tuple[int, int | None], Prefilled] = {}
+        made: dict[tuple[int, int | None], PrefilledRow] = {}
         known = [self._groups[request].known for request, _ in keys]
         for follows in (False, True):
             alike = [i for i in range(len(keys)) if (known[i] is not None) == follows]
@@ -234,8 +240,8 @@ class Continuous:
         self._heads |= {number: head for (number, place), head in made.items() if place is None}
         return [made[key_of(row)] if row.ids else self._heads[row.request] for row in rows]
 
-    def _step(self, version: int) -> list[Finished]:
-        """One token of every row under way."""
+    def _step(self, version: int) -> list[FinishedRequest]:
+        """Sample one token for every active row; return the requests that have finished."""
         sampling = self._sampling
         drawn, chances = sample(self._logits, sampling.temperature, sampling.top_p, self._rng)
         tokens, logprobs = drawn.tolist(), chances.tolist()
@@ -260,19 +266,19 @@ class Continuous:
             self._in_memory(self._advance)
         return [finished for finished in done if finished is not None]
 
-    def _end(self, row: Row) -> Finished | None:
-        """Its request, where it was the last of it."""
+    def _end(self, row: ActiveRow) -> FinishedRequest | None:
+        """End a row; return its request if it was the last row of it."""
         group = self._groups[row.request]
         finish: Literal["eos", "length"] = (
             "eos" if row.ids[-1] in self._policy.eos_ids else "length"
         )
-        group.done[row.place] = Sampled(
+        group.done[row.place] = SampledCompletion(
             row.ids, row.logprobs, self._policy.decode(row.ids), finish, row.versions
         )
         if len(group.done) < group.generations:
             return None
         del self._groups[row.request]
-        return Finished(
+        return FinishedRequest(
             row.request,
             GroupSample(
                 group.prompt_ids, [completion for _, completion in sorted(group.done.items())]
@@ -289,7 +295,7 @@ class Continuous:
         group = self._groups[row.request]
         if not group.continues:
             return
-        kept = Kept(group.prompt_ids + row.ids[:-1], self._slots.copy(slot))
+        kept = KeptRow(group.prompt_ids + row.ids[:-1], self._slots.copy(slot))
         self._kept.setdefault(row.request, []).append(kept)
         while sum(len(k.ids) for each in self._kept.values() for k in each) > self._batcher.tokens:
             oldest = next(iter(self._kept))
@@ -297,7 +303,7 @@ class Continuous:
             if not self._kept[oldest]:
                 del self._kept[oldest]
 
-    def _take_kept(self, request: int | None, ids: list[int]) -> Prefilled | None:
+    def _take_kept(self, request: int | None, ids: list[int]) -> PrefilledRow | None:
         """Remove and return the kept row of `request` that is the longest prefix of `ids`.
 
         Several rows may match, since one completion may be a prefix of another.
@@ -311,7 +317,7 @@ class Continuous:
         return longest.known
 
     def _remove(self, slots: list[int]) -> None:
-        """What ended or was dropped; the last row takes the place of each."""
+        """Remove rows; the last row moves to each freed slot."""
         order = list(range(len(self._active)))
         for slot in sorted(slots, reverse=True):
             self._slots.remove(slot)
@@ -330,8 +336,12 @@ class Continuous:
         self._logits = self._slots.advance(tokens)
 
     def _in_memory(self, work: Callable[[], None]) -> None:
-        """Where memory runs out, all rows under way wait with the tokens that they have, and fewer
-        of them go on. Raises RowTooLarge."""
+        """Run `work`. If memory runs out, all active rows are queued with their tokens, and fewer
+        of them continue.
+
+        Raises:
+            RowTooLarge: A single row does not fit into memory.
+        """
         try:
             work()
             return
@@ -343,7 +353,7 @@ class Continuous:
             ]
             if len(lengths) == 1:
                 raise RowTooLarge(0, lengths[0]) from error
-        # Outside the handler: the exception's frames hold the tensors that have to go.
+        # Outside of the handler, because the exception's frames refer to tensors.
         self._waiting.extendleft(reversed(self._active))
         self._active, self._slots, self._logits = [], Slots(self._policy), torch.zeros(0)
         self._heads.clear()

@@ -1,10 +1,10 @@
-"""Which engine samples, and that it does: chooses one, by measuring where nothing else decides, and
-builds it anew where it has stopped.
+"""Chooses the engine that samples, by measurement if nothing else decides, and rebuilds it when it
+has stopped or failed.
 
-A choice that is measured costs nothing extra: the first steps' questions are answered by both
-engines in turn. After an update the engine's log-probabilities of a fixed text are compared with
-the trainer's (the canary): an engine that is behind would sample from a policy that is not the one
-being trained, and nothing else would show it but worse learning.
+The measurement is free, since both engines sample the first steps' questions in turn. After each
+update the engine's log-probabilities of a fixed text, the canary, are compared with the trainer's.
+An engine with stale weights would sample from another policy than the trained one, and only worse
+learning would show it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ import torch
 from swarmnode.errors import DeviceError, SwarmNodeError
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
+from swarmnode.policy.engine.protocol import (
+    FinishedRequest,
+    Generation,
+    GenerationStatistics,
+    Request,
+)
 from swarmnode.policy.engine.slots import unsuited
 from swarmnode.policy.generate import GroupSample, Sampling
 from swarmnode.policy.load import Policy
@@ -35,43 +40,45 @@ log = structlog.get_logger("swarmnode.trainer")
 
 Kind = Literal["lockstep", "continuous"]
 SHORT = 32
-"""Answers of at most so many tokens end so close together that there is nothing to gain: not
-measured."""
+"""Largest number of tokens in an answer for which lockstep is chosen without a measurement, because
+completions end at about the same time."""
 TRIALS = 2
-"""Times that each engine answers a step's questions before one is chosen; the faster time counts,
-as the first includes warming up."""
+"""Number of steps that each engine samples before one is chosen. The faster step counts, since the
+first one includes the warm-up."""
 DEADLINE = 20.0
-"""Seconds without a decoding step after which an engine has stopped; below the least silence that
-the supervisor takes for a hang."""
+"""Seconds without a decoding step after which an engine counts as stopped. It is shorter than the
+silence after which the supervisor restarts the trainer."""
 POLL = 0.01
-"""Seconds between two looks at an engine that has neither finished anything nor taken a step."""
+"""Interval between polls of an engine that makes no progress, in seconds."""
 FAILURES = 3
-"""An engine is built anew so often in a row, nothing being finished in between, before the trainer
-is started again."""
+"""Number of consecutive rebuilds without a finished request after which the trainer is
+restarted."""
 CANARY = "What is 3 + 4?", "7, because 3 + 4 = 7."
 CANARY_TOKENS = 4
 CANARY_BOUND = {torch.float32: 0.01}
-"""Nats that the canary may differ by: rounding is a hundredth of that
+"""Largest difference of the canary's log-probabilities, nats. Rounding is a hundredth of that
 (tests/unit/policy/test_engine.py)."""
 CANARY_BOUND_ELSEWHERE = 0.5
-"""In 16 bits, where single tokens are off by so much from rounding alone."""
+"""The same bound in 16 bits, where rounding alone changes single tokens by as much."""
 
 
 @dataclass
-class Choice:
-    """kind: the engine to be used now. trials: those to be measured before one is chosen; empty
-    when it is. reason: of what is chosen."""
+class EngineChoice:
+    """The engine in use, and the measurements that choose it."""
 
     kind: Kind
+    """Engine in use."""
     reason: str = ""
+    """Why it was chosen."""
     trials: list[Kind] = field(default_factory=list)
+    """Engines that are still to be measured; empty after the choice."""
     seconds_per_token: dict[Kind, float] = field(default_factory=dict)
-    """The fastest so far."""
+    """Fastest measurement of each engine."""
 
     @classmethod
     def of(
         cls, options: Collection[str], longest: int, obstacle: str, episodes: bool = False
-    ) -> Choice:
+    ) -> EngineChoice:
         """Choose an engine.
 
         Args:
@@ -93,7 +100,12 @@ class Choice:
         return cls("lockstep", "", ["lockstep", "continuous"] * TRIALS)
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """The engine `kind` has answered a step's questions."""
+        """Record a measurement of the engine in use, and choose one after the last trial.
+
+        Args:
+            tokens: Number of sampled tokens.
+            seconds: Time for sampling.
+        """
         if tokens and self.trials:
             self.seconds_per_token[self.kind] = min(
                 seconds / tokens, self.seconds_per_token.get(self.kind, float("inf"))
@@ -113,13 +125,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed text, and how far an engine may be off on it, nats per token."""
+    """A fixed text whose log-probabilities are compared with the trainer's."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int]
     reference: Callable[[Sequence[int], Sequence[int]], list[float]]
-    """Log-probabilities of `ids` after `prompt_ids`, as the trainer computes them."""
+    """Returns the trainer's log-probabilities of `ids` after `prompt_ids`."""
     bound: float
+    """Largest difference, nats per token."""
 
     @classmethod
     def of(cls, policy: Policy) -> Canary:
@@ -135,12 +148,13 @@ class Canary:
         )
 
     def __call__(self, engine: Generation) -> float:
-        """How far it is off; 0 for an engine that cannot be. Infinite where it cannot score."""
+        """Return the largest difference in nats; 0 for an engine that has no state, infinite if
+        scoring fails."""
         try:
             found = engine.score(self.prompt_ids, self.ids)
         except Exception as error:  # a model's code may raise anything  # noqa: BLE001
             if is_oom(error):
-                return 0.0  # of what else takes the memory, and not of this engine
+                return 0.0  # a shortage of memory does not show a stale engine
             return math.inf
         if found is None:
             return 0.0
@@ -152,15 +166,16 @@ class Canary:
 
 
 class Keeper:
-    """An engine that goes on when the one inside does not.
+    """An engine that rebuilds its inner engine when it fails, stops or is stale.
 
-    build: makes one. reference: log-probabilities of the canary as the trainer computes them, and
-    by how much they may differ.
+    Args:
+        build: Builds an engine of a kind.
+        canary: Detects stale weights.
     """
 
     def __init__(
         self,
-        choice: Choice,
+        choice: EngineChoice,
         build: Callable[[Kind], Generation],
         canary: Canary,
         clock: Callable[[], float] = time.monotonic,
@@ -173,13 +188,13 @@ class Keeper:
         self._clock = clock
         self._wait = wait
         self._requests: dict[int, Request] = {}
-        """Submitted and not finished."""
+        """Unfinished requests by number."""
         self._engine = build(choice.kind)
         self._failures = 0
         self._heard = clock()
-        """When the engine last took a step."""
+        """Time of the engine's last step."""
         self._spent = 0.0
-        """Seconds in the engine since it was built."""
+        """Seconds of sampling since the engine was built."""
         if not choice.trials:
             log.info("engine", engine=choice.kind, reason=choice.reason)
 
@@ -193,8 +208,12 @@ class Keeper:
         self._requests.pop(number, None)
         self._engine.cancel(number)
 
-    def finished(self, version: int) -> list[Finished]:
-        """As the engine's. Raises DeviceError where it has failed FAILURES times in a row."""
+    def finished(self, version: int) -> list[FinishedRequest]:
+        """Return finished requests, see `Generation.finished`.
+
+        Raises:
+            DeviceError: The engine has failed more than FAILURES times in a row.
+        """
         started, before = self._clock(), self._engine.statistics().steps
         try:
             done = self._engine.finished(version)
@@ -228,12 +247,10 @@ class Keeper:
             return
         self._rebuild("canary", f"log-probabilities differ from the trainer's by {gap:.2g}")
         if (gap := self._canary(self._engine)) > self._canary.bound:
-            self.choice = Choice(
-                "lockstep", "the other engine's log-probabilities are not the trainer's"
+            self.choice = EngineChoice(
+                "lockstep", "the other engine's log-probabilities differ from the trainer's"
             )
-            self._rebuild(
-                "canary", f"a new engine's differ by {gap:.2g}: sampling goes on in lockstep"
-            )
+            self._rebuild("canary", f"those of a new engine differ by {gap:.2g}: using lockstep")
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
         return self._engine.score(prompt_ids, ids)
@@ -251,19 +268,19 @@ class Keeper:
             log.info("engine", engine=self.choice.kind, reason=self.choice.reason)
 
     def _rebuild(self, reason: str, detail: str) -> None:
-        """Once more from the beginning: what it was asked is asked again."""
+        """Replace the engine by a new one, and submit all unfinished requests again."""
         self.rebuilds += 1
         self._failures += 1
         if self._failures > FAILURES:
             raise DeviceError(
-                f'generation fails again and again: {detail}. Try training.options = ["lockstep"]'
+                f'sampling failed repeatedly: {detail}; set training.options = ["lockstep"]'
             )
         log.warning(
             "engine rebuilt",
             reason=reason,
             detail=detail,
             engine=self.choice.kind,
-            asked_again=len(self._requests),
+            resubmitted=len(self._requests),
         )
         for number in self._requests:
             with contextlib.suppress(Exception):
@@ -281,7 +298,8 @@ def keeper(
     sampling: Sampling,
     rng: torch.Generator,
 ) -> Keeper:
-    """What samples `policy` by `sampling`, with the engine that `options` name, or the faster."""
+    """Return a `Keeper` that samples `policy` with the engine that `options` names, or with the
+    faster one."""
 
     def build(kind: Kind) -> Generation:
         if kind == "continuous":
@@ -294,15 +312,14 @@ def keeper(
         )
 
     return Keeper(
-        Choice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
+        EngineChoice.of(options, sampling.max_tokens, unsuited(policy), sampling.episodes),
         build,
         Canary.of(policy),
     )
 
 
 def answered(engine: Generation, prompts: Sequence[str | Sequence[int]]) -> list[GroupSample]:
-    """A group of completions of each prompt, in order, from an engine that has nothing else to
-    do."""
+    """Return a group of completions for each prompt, in order, from an idle engine."""
     for number, prompt in enumerate(prompts):
         engine.submit(Request(number, prompt))
     found: dict[int, GroupSample] = {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
 from swarmnode.policy.generate import GroupSample
 
 Prompt = str | Sequence[int]
@@ -38,16 +38,16 @@ class Lockstep:
     def cancel(self, number: int) -> None:
         self._waiting.pop(number, None)
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         """Everything that was submitted."""
         if not self._waiting:
             return []
-        waiting, done = list(self._waiting.values()), list[Finished]()
+        waiting, done = list(self._waiting.values()), list[FinishedRequest]()
         for generations in dict.fromkeys(request.generations for request in waiting):
             alike = [request for request in waiting if request.generations == generations]
             samples = self._generate([request.prompt for request in alike], generations)
             done += [
-                Finished(request.number, sample)
+                FinishedRequest(request.number, sample)
                 for request, sample in zip(alike, samples, strict=True)
             ]
             lengths = [len(c.ids) for sample in samples for c in sample.completions]
@@ -58,7 +58,7 @@ class Lockstep:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Nothing is ever half done between two calls."""
+        """Allow weights to change inside the block. No request is in progress between two calls."""
         yield
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:

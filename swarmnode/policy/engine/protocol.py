@@ -1,12 +1,8 @@
-"""What every engine does: take requests, go on with them for a while, give out those that are
-finished.
+"""Interface of all engines: submit requests, sample for a while, return finished requests.
 
-lockstep     all requests together, until the longest completion has ended
-engine/lockstep.py
-continuous   requests come and go: whoever ends makes room at once
-engine/continuous.py
-keeper       chooses one of them, watches it, and builds it anew where it must be
-engine/keeper.py
+lockstep.py      samples all requests together, until the longest completion has ended
+continuous.py    a finished completion frees its row for a waiting request at once
+keeper.py        chooses one of them, monitors it, and rebuilds it if necessary
 """
 
 from __future__ import annotations
@@ -21,10 +17,10 @@ from swarmnode.policy.generate import GroupSample
 
 @dataclass(frozen=True)
 class Request:
-    """One question to answer, or the next turn of an episode."""
+    """A question, or the next turn of an episode."""
 
     number: int
-    """The caller's name for it, used once."""
+    """Number that the caller has chosen; used once."""
     prompt: str | Sequence[int]
     """Text of a question; for a later turn of an episode, all ids of the episode so far."""
     generations: int | None = None
@@ -37,8 +33,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A request all of whose completions have ended."""
+class FinishedRequest:
+    """A finished request with its completions."""
 
     number: int
     sample: GroupSample
@@ -46,23 +42,27 @@ class Finished:
 
 @dataclass(frozen=True)
 class GenerationStatistics:
-    """Totals since the engine was built, and what is under way."""
+    """Totals since the engine was built, and its unfinished requests."""
 
     steps: int
-    """Decoding steps; an engine in which this stands still has stopped."""
+    """Number of decoding steps. It does not grow in an engine that has stopped."""
     tokens: int
-    """Sampled, in unfinished completions too."""
+    """Number of sampled tokens, including unfinished completions."""
     unfinished: int
-    """Requests."""
+    """Number of unfinished requests."""
     oldest: int | None = None
-    """The policy version under which the oldest of them began."""
+    """Policy version of the first token of the oldest unfinished request."""
 
 
 class Generation(Protocol):
-    """Calls come from one thread, one at a time, and none waits without an end."""
+    """An engine. Its methods are called from one thread, and every wait has a timeout."""
 
     def submit(self, request: Request) -> None:
-        """Answer it, as soon as there is room. Raises PromptTooLong."""
+        """Queue a request.
+
+        Raises:
+            PromptTooLong: The prompt leaves no room for a completion.
+        """
         ...
 
     def cancel(self, number: int) -> None:
@@ -70,27 +70,31 @@ class Generation(Protocol):
         requests."""
         ...
 
-    def finished(self, version: int) -> list[Finished]:
-        """Go on for a while; what has ended in it, which may be nothing. Tokens that are sampled
-        now are of policy version `version`."""
+    def finished(self, version: int) -> list[FinishedRequest]:
+        """Sample for a while; return the requests that have finished, possibly none.
+
+        Args:
+            version: Policy version of the tokens that are sampled.
+        """
         ...
 
     def pause(self) -> AbstractContextManager[None]:
-        """Inside, weights may change. What is unfinished goes on afterwards with the new ones."""
+        """Allow weights to change inside the block. Unfinished requests continue with the new
+        weights."""
         ...
 
     def score(self, prompt_ids: Sequence[int], ids: Sequence[int]) -> list[float] | None:
-        """Log-probability at temperature 1 of each of `ids` after the prompt, by the way on which
-        the engine itself samples.
+        """Return the log-probability at temperature 1 of each of `ids` after the prompt, computed
+        as the engine samples.
 
-        None from one that keeps nothing from one call to the next, and so cannot be behind the
-        trainer.
+        Returns:
+            None for an engine without state between calls, which cannot have stale weights.
         """
         ...
 
     def ahead(self, count: int) -> int:
-        """Requests beyond `count` that are of use to an engine from which the next `count` are
-        wanted."""
+        """Return the number of additional requests that keep the engine busy while the next
+        `count` requests finish."""
         ...
 
     def statistics(self) -> GenerationStatistics: ...

@@ -27,10 +27,15 @@ import torch
 
 from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.keeper import Keeper
-from swarmnode.policy.engine.protocol import Finished, Generation, GenerationStatistics, Request
+from swarmnode.policy.engine.protocol import (
+    FinishedRequest,
+    Generation,
+    GenerationStatistics,
+    Request,
+)
 from swarmnode.policy.engine.served_weights import ServedWeights, head_rows
 from swarmnode.policy.engine.servers import Completion, Question, Server, ServerStatistics
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import Policy
 from swarmnode.policy.text import PromptTooLong
 
@@ -51,7 +56,7 @@ RETRY_SECONDS, RETRY_MOST = 30.0, 600.0
 """Delay before a failed server is retried, in seconds; it doubles with each consecutive failure up
 to RETRY_MOST."""
 AHEAD = 1
-"""As `continuous.AHEAD`: the server samples the next step's groups while this one is trained."""
+"""As `continuous.AHEAD`: the server samples groups of the next step while this step is trained."""
 REASON_CHARACTERS = 300
 """Maximum length of a failure reason on the status page."""
 LOWEST, ROUNDING = -1000.0, 1e-3
@@ -111,7 +116,7 @@ class ServerFirst:
             if engine is not None:
                 engine.cancel(number)
 
-    def finished(self, version: int) -> list[Finished]:
+    def finished(self, version: int) -> list[FinishedRequest]:
         if self._served is None:
             done = self._own_engine().finished(version)
         else:
@@ -242,7 +247,7 @@ class ServerFirst:
             "the server does not sample, the own engine does",
             reason=error.reason,
             detail=str(error),
-            asked_again=len(self._requests),
+            resubmitted=len(self._requests),
             retry_seconds=round(wait),
         )
         served, self._served, self._weights = self._served, None, None
@@ -257,7 +262,7 @@ class ServerFirst:
 
 
 @dataclass
-class _Asked:
+class PendingRequest:
     prompt_ids: list[int]
     generations: int
     max_tokens: int
@@ -287,7 +292,7 @@ class Served:
         self._server, self._weights, self._policy = server, weights, policy
         self._sampling, self._alive, self._rng, self._clock = sampling, alive, rng, clock
         self._unused = unused_ids(policy)
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, PendingRequest] = {}
         self._waiting: queue.SimpleQueue[tuple[int, Question] | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[tuple[int, list[Completion] | Exception]] = (
             queue.SimpleQueue()
@@ -309,7 +314,7 @@ class Served:
                 f" server's context of {context:,} tokens"
             )
         self._weights.follow()
-        asked = _Asked(
+        asked = PendingRequest(
             prompt_ids, self._sampling.with_generations(request.generations).num_generations, most
         )
         self._asked[request.number] = asked
@@ -319,7 +324,7 @@ class Served:
             self._workers.append(worker)
             worker.start()
 
-    def _question(self, asked: _Asked) -> Question:
+    def _question(self, asked: PendingRequest) -> Question:
         seed = None
         if self._rng is not None:
             draw = torch.randint(2**31, (1,), generator=self._rng, device=self._rng.device)
@@ -347,7 +352,7 @@ class Served:
     def cancel(self, number: int) -> None:
         self._asked.pop(number, None)
 
-    def finished(self, version: int | None) -> list[Finished]:
+    def finished(self, version: int | None) -> list[FinishedRequest]:
         """Return finished requests, as the protocol defines. With `version` None, the caller does
         not train on them."""
         self._weights.follow()
@@ -355,7 +360,7 @@ class Served:
             self._weights.name(version)
         for asked in self._asked.values():
             asked.since = version if asked.since is None else asked.since
-        done, started = list[Finished](), self._clock()
+        done, started = list[FinishedRequest](), self._clock()
         for number, answer in self._arrived():
             if number not in self._asked:  # it was cancelled
                 continue
@@ -364,7 +369,7 @@ class Served:
                 raise answer
             if isinstance(answer, Exception):
                 raise ServerFailed("answer", f"{type(answer).__name__}: {answer}")
-            done.append(Finished(number, self._sample(asked, answer)))
+            done.append(FinishedRequest(number, self._sample(asked, answer)))
         self._alive()
         self._watch(bool(done), self._clock() - started)
         return done
@@ -398,7 +403,7 @@ class Served:
             self._server.client.order("/health", None, HEALTH_SECONDS)
             self._unseen = 0.0
 
-    def _sample(self, asked: _Asked, answer: Sequence[Completion]) -> GroupSample:
+    def _sample(self, asked: PendingRequest, answer: Sequence[Completion]) -> GroupSample:
         """Return the group of completions in a response.
 
         Raises:
@@ -410,20 +415,20 @@ class Served:
             asked.prompt_ids, [self._completion(each, asked.max_tokens) for each in answer]
         )
 
-    def _completion(self, found: Completion, most: int) -> Sampled:
+    def _completion(self, found: Completion, most: int) -> SampledCompletion:
         policy, ids = self._policy, found.ids
         if not ids or len(ids) > most or len(found.logprobs) != len(ids):
             raise ServerFailed("answer", f"a completion of {len(ids)} tokens, at most {most}")
         if min(ids) < 0 or max(ids) >= policy.vocab_size or not policy.unused_ids.isdisjoint(ids):
             raise ServerFailed("answer", "token ids outside the vocabulary")
         if not all(math.isfinite(x) and LOWEST < x <= ROUNDING for x in found.logprobs):
-            raise ServerFailed("answer", "log-probabilities that are none")
+            raise ServerFailed("answer", "invalid log-probabilities")
         has_ended = ids[-1] in policy.eos_ids
         if found.was_cut == has_ended or (found.was_cut and len(ids) != most):
             raise ServerFailed("answer", "a completion that neither ended nor was cut at its limit")
         if not policy.eos_ids.isdisjoint(ids[:-1]):
-            raise ServerFailed("answer", "a completion that goes on after its end")
-        return Sampled(
+            raise ServerFailed("answer", "a completion that continues after its end")
+        return SampledCompletion(
             list(ids),
             [min(x, 0.0) for x in found.logprobs],
             policy.decode(list(ids)),

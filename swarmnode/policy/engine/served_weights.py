@@ -25,7 +25,7 @@ from swarmnode.policy.engine.client import ServerFailed
 from swarmnode.policy.engine.servers import About, Completion, Server
 from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row, score
-from swarmnode.policy.model import Adapted
+from swarmnode.policy.model import AdaptedModel
 from swarmnode.policy.ways import bound as rounding_bound
 from swarmnode.policy.ways import mean_gap, reason
 
@@ -156,14 +156,16 @@ class ServedWeights:
                 break
             made += [self._version(span.version)] * (span.end - span.start)
         if len(made) != len(found.ids):
-            raise ServerFailed("version", "the server does not say which weights sampled a token")
+            raise ServerFailed(
+                "version", "the server does not report which weights sampled a token"
+            )
         return made
 
     def _version(self, text: str) -> int:
         run, _, digits = text.partition(".")
         number = int(digits) if digits.isascii() and digits.isdecimal() and len(digits) < 12 else 0
         if run != self._run or not max(0, self._number - VERSIONS) < number <= self._number:
-            raise ServerFailed("version", f"it has weights {text[:40]!r}, not this node's")
+            raise ServerFailed("version", f"the server has weights {text[:40]!r}, not this node's")
         # weights that were loaded for an evaluation get their version at the following step
         later = min((each for each in self._named if each >= number), default=0)
         return self._named.get(later, 0)
@@ -177,7 +179,7 @@ def write_weights(policy: Policy, target: Path) -> None:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if isinstance(policy.model, Adapted):
+    if isinstance(policy.model, AdaptedModel):
         policy.model.save_pretrained(str(partial))  # type: ignore[attr-defined]
     else:
         cast: dict[int, torch.Tensor] = {}  # tied weights stay one tensor
@@ -229,7 +231,7 @@ class WeightCheck:
         self._former: list[list[float]] = []
         """Log-probabilities under weights that the server must no longer use: the base model
         without its adapter, and the previous load."""
-        if isinstance(policy.model, Adapted):
+        if isinstance(policy.model, AdaptedModel):
             self._former = [self._scores(replace(policy, adapter_off=True))]
         self._bare = len(self._former)
         self._sigma = 0.0
@@ -262,7 +264,7 @@ class WeightCheck:
             if off < 0.5 * square:
                 raise ServerFailed(
                     "canary",
-                    "its log-probabilities are those of former weights: it ignores what was loaded",
+                    "its log-probabilities are those of former weights: it ignored the load",
                 )
         squares = math.fsum((a - b) ** 2 for a, b in zip(found, expected, strict=True))
         self._sigma = max(math.sqrt(squares / len(found)), SMALLEST_SIGMA)

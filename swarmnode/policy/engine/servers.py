@@ -126,7 +126,7 @@ class Server(Protocol):
     def load(self, directory: Path, version: str) -> None: ...
 
 
-def server_of(settings: ServerSettings, adapter: bool) -> Server:
+def make_server(settings: ServerSettings, adapter: bool) -> Server:
     """Return a client for the configured server.
 
     Args:

@@ -1,9 +1,8 @@
-"""Keys and values of rows that come and go: each row has a slot, and a decoding step reads and
-writes those in use, where they lie.
+"""KV cache for rows that start and end at different times: each row has a slot, and a decoding step
+reads and writes the slots in place.
 
-transformers' own cache becomes one column longer at each step, for which all of it is copied; here
-nothing is copied but what moves. A slot's row begins at column 0, whatever the others' lengths, and
-what lies beyond its end is masked.
+transformers' own cache is copied at each step to grow by one column. Here only rows that change
+their slot are copied. Every row starts at column 0, and columns beyond its end are masked.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from swarmnode.policy.ways import (
 )
 
 COLUMNS = 128
-"""There is memory for so many columns at first, and for half as many again whenever they are
-full."""
+"""Number of columns that are allocated at first. The number grows by half when they are full."""
 
 WINDOWS = 4
 """Number of groups of rows that attend separately on a CPU, each as wide as its longest row. Rows
@@ -40,7 +38,7 @@ active rows grow at the same rate, so only rows that start or end disturb the or
 
 
 def unsuited(policy: Policy) -> str:
-    """Why rows of this policy cannot lie in slots; empty where they can."""
+    """Return the reason why slots do not work with this policy; empty if they do."""
     if policy.is_spread:
         return "its layers lie on several devices"
     if not sees_everything(policy):
@@ -50,8 +48,8 @@ def unsuited(policy: Policy) -> str:
 
 @torch.no_grad()
 def slots_gap(policy: Policy) -> float:
-    """Mean difference in nats of log-probabilities in slots from the plain way, for two rows of
-    unlike length, the first of which ends first."""
+    """Return the mean difference in nats between log-probabilities in slots and of the plain way,
+    for two rows of which the first ends first."""
     _, longer, shorter = trial_rows(policy)
     rows = sorted((longer, shorter), key=lambda row: len(row[1]))
     heads = prefill(policy, [row.prompt for row in rows])
@@ -77,14 +75,14 @@ def slots_gap(policy: Policy) -> float:
 
 
 @dataclass(frozen=True)
-class Prefilled:
-    """A row up to now: what the model has made of its tokens."""
+class PrefilledRow:
+    """Keys and values of a row's tokens, and the logits of its next token."""
 
     keys: list[torch.Tensor]
-    """By layer, (heads, P, D)."""
+    """(heads, P, D) of each layer."""
     values: list[torch.Tensor]
     logits: torch.Tensor
-    """(V,) of the next token."""
+    """(V,) logits of the next token."""
 
     def __len__(self) -> int:
         return self.keys[0].shape[1]
@@ -92,8 +90,8 @@ class Prefilled:
 
 @torch.no_grad()
 def prefill(
-    policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[Prefilled] = ()
-) -> list[Prefilled]:
+    policy: Policy, rows: Sequence[Sequence[int]], known: Sequence[PrefilledRow] = ()
+) -> list[PrefilledRow]:
     """Prefill rows of ids in one pass and return their keys and values.
 
     Rows are padded on the left, so that all end at the last column.
@@ -127,7 +125,7 @@ def prefill(
         return torch.cat([whole[i, :, width - lengths[i] : width], new], 1) if lengths[i] else new
 
     return [
-        Prefilled(
+        PrefilledRow(
             [cut(layer.keys, i) for layer in layers],
             [cut(layer.values, i) for layer in layers],
             logits[i],
@@ -146,18 +144,18 @@ def _left_padded_rows(rows: Sequence[torch.Tensor], width: int) -> torch.Tensor:
 
 
 @dataclass
-class View:
-    """What a step sees: rows 0 to n − 1, columns 0 to `width` − 1."""
+class CacheView:
+    """Part of the cache that a step reads: rows 0 to n − 1, columns 0 to `width` − 1."""
 
     width: int = 0
     rows: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
     """(n,)."""
     places: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))
-    """(n,) the column that each row writes."""
+    """(n,) column that each row writes."""
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer, each (slots, heads, columns, D) with a D of its own."""
+    """Keys and values of one layer, each (slots, heads, columns, D); their D may differ."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -170,10 +168,10 @@ class SlotLayer(DynamicLayer):
         rows: int,
         columns: int,
         dtype: torch.dtype,
-        window: View,
+        window: CacheView,
     ) -> None:
         super().__init__()
-        # what is masked must be a number
+        # Zeros, because masked values must be finite.
         self.keys, self.values = (
             torch.zeros(
                 (rows, like.shape[0], columns, like.shape[2]), dtype=dtype, device=like.device
@@ -197,7 +195,7 @@ class SlotLayer(DynamicLayer):
             tensor[: len(order), :, :columns] = tensor[order, :, :columns]
 
     def resize(self, rows: int, columns: int) -> None:
-        """Make it at least so large."""
+        """Allocate at least `rows` slots and `columns` columns."""
         have = self.keys.shape
         if rows > have[0] or columns > have[2]:
             for name in ("keys", "values"):
@@ -209,19 +207,19 @@ class SlotLayer(DynamicLayer):
 
 
 class Slots:
-    """The rows under way, in slots 0 to n − 1 without a gap, so that a step is never wider than
-    what is under way."""
+    """The active rows, in slots 0 to n − 1 without gaps, so that a step computes active rows
+    only."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._window = View()
+        self._window = CacheView()
         self._layers: list[SlotLayer] = []
         self._recorded = RecordedSteps(policy)
         self.lengths: list[int] = []
-        """Tokens of each row that the model has seen."""
+        """Number of tokens in each row's cache."""
 
-    def add(self, row: Prefilled) -> None:
-        """Into the next slot."""
+    def add(self, row: PrefilledRow) -> None:
+        """Add a row in the next slot."""
         slot, length = len(self.lengths), len(row)
         self._make_room(row, slot + 1, length + 1)
         for layer, keys, values in zip(self._layers, row.keys, row.values, strict=True):
@@ -229,18 +227,18 @@ class Slots:
             layer.values[slot, :, :length] = values.to(layer.dtype)
         self.lengths.append(length)
 
-    def copy(self, slot: int) -> Prefilled:
+    def copy(self, slot: int) -> PrefilledRow:
         """Return a copy of a row's keys and values, without logits of the next token."""
         length = self.lengths[slot]
         cut = lambda whole: whole[slot, :, :length].clone()
-        return Prefilled(
+        return PrefilledRow(
             [cut(layer.keys) for layer in self._layers],
             [cut(layer.values) for layer in self._layers],
             torch.zeros(0),
         )
 
     def remove(self, slot: int) -> None:
-        """The last row takes its place."""
+        """Remove a row; the last row moves to its slot."""
         last = len(self.lengths) - 1
         if slot != last:
             length = self.lengths[last]
@@ -287,7 +285,7 @@ class Slots:
 
     @torch.no_grad()
     def advance(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(n,) the newest token of every row → (n, V) logits of the next ones."""
+        """Append the newest token (n,) of every row; return the logits (n, V) of the next ones."""
         count, longest = len(self.lengths), max(self.lengths) + 1
         if longest > self._layers[0].keys.shape[2]:
             self._resize(count, _rounded(longest + longest // 2))
@@ -341,7 +339,7 @@ class Slots:
             for layer in self._layers:
                 layer.resize(rows, columns)
 
-    def _make_room(self, row: Prefilled, rows: int, columns: int) -> None:
+    def _make_room(self, row: PrefilledRow, rows: int, columns: int) -> None:
         if not self._layers:
             dtype, first = self._policy.dtype, max(COLUMNS, _rounded(columns))
             self._layers = [

@@ -31,11 +31,11 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import score
 
 ANSWER_FAULTS = {
-    "positive": "log-probabilities that are none",
-    "nan": "another form",
-    "minus_9999": "log-probabilities that are none",
+    "positive": "invalid log-probabilities",
+    "nan": "invalid response",
+    "minus_9999": "invalid log-probabilities",
     "one_fewer": "completions",
-    "text": "another form",
+    "text": "invalid response",
     "beyond_vocabulary": "outside the vocabulary",
     "negative_id": "outside the vocabulary",
     "other_tokens": "of other tokens",
@@ -44,11 +44,11 @@ ANSWER_FAULTS = {
     "aborted": "ended by",
     "empty": "a completion of 0 tokens",
     "no_versions": "which weights",
-    "error_500": "answers 500",
-    "html": "another form",
-    "huge": "more than",
+    "error_500": "returned status 500",
+    "html": "invalid response",
+    "huge": "exceeds",
     "half": "closed",
-    "moved": "answers 307",
+    "moved": "returned status 307",
 }
 """Fault of an answer to `generate` → words of the log line that reports it."""
 

@@ -1,5 +1,4 @@
-"""Tiny random models of several architectures, as directories on disk: what a person would point
-`policy.model` at."""
+"""Tiny random models of several architectures, as directories for `policy.model`."""
 
 import pytest
 import torch

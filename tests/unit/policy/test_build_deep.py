@@ -1,5 +1,4 @@
-"""The deep policy of demo and benchmarks loses something with each of four stages: what they take
-away has to be missed."""
+"""The deep policy of the demo and of benchmarks needs each of its four stages."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
-"""The conversation around a question: system prompt and template arguments, tried when the model is
-loaded, agreed on by a swarm."""
+"""The conversation around a question: system prompt and template arguments, tested at load and
+shared by a swarm."""
 
 from __future__ import annotations
 
@@ -72,9 +72,7 @@ def test_without_a_template_there_is_nothing_to_tell(tokenizer) -> None:
         ),
     ],
 )
-def test_a_template_that_fails_is_one_line_when_the_model_is_loaded(
-    tokenizer, template, settings, problem
-) -> None:
+def test_failing_template_is_one_line_at_load(tokenizer, template, settings, problem) -> None:
     tokenizer.chat_template = template
     with pytest.raises(Unavailable, match=problem) as raised:
         Chat.of(settings, tokenizer)

@@ -1,5 +1,5 @@
-"""Decoding with memory of fixed size: the same numbers as with a cache that grows. On CPU; recorded
-steps are in test_gpu_policy.py."""
+"""Decoding with memory of fixed size equals decoding with a growing cache. Recorded steps are in
+test_gpu_policy.py."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def prefilled(policy):
 def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
     policy = policies[kind]
     assert decode.has_fixed_form(policy)
-    fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, STEPS)
-    growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
+    fixed = decode.FixedDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
+    growing = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
     generator = torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         token = torch.randint(4, 40, (len(PROMPTS) * GENERATIONS,), generator=generator)
@@ -43,17 +43,17 @@ def test_fixed_memory_computes_what_growing_memory_computes(policies, kind):
 @pytest.mark.parametrize(
     ("kind", "way"),
     [
-        ("llama", decode.Growing),
-        ("mistral", decode.Growing),
-        ("gpt2", decode.Growing),
-        ("llama", decode.Fixed),
-        ("gpt2", decode.Fixed),
+        ("llama", decode.GrowingDecoder),
+        ("mistral", decode.GrowingDecoder),
+        ("gpt2", decode.GrowingDecoder),
+        ("llama", decode.FixedDecoder),
+        ("gpt2", decode.FixedDecoder),
     ],
 )
 @torch.no_grad()
-def test_rows_that_are_kept_go_on_as_they_would_beside_the_others(policies, kind, way):
+def test_kept_rows_do_not_depend_on_dropped_rows(policies, kind, way):
     policy, count = policies[kind], len(PROMPTS) * GENERATIONS
-    all_of_them = decode.Growing(policy, *prefilled(policy), GENERATIONS, STEPS)
+    all_of_them = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, STEPS)
     some = way(policy, *prefilled(policy), GENERATIONS, STEPS)
     tokens = torch.randint(4, 40, (STEPS, count), generator=torch.Generator().manual_seed(0))
     left = torch.arange(count)
@@ -72,8 +72,8 @@ def test_rows_that_are_kept_go_on_as_they_would_beside_the_others(policies, kind
 def test_memory_grows_when_it_is_used_up(policies, monkeypatch):
     monkeypatch.setattr(decode, "ROOM", 2)
     policy = policies["qwen2"]
-    fixed = decode.Fixed(policy, *prefilled(policy), GENERATIONS, 40)
-    growing = decode.Growing(policy, *prefilled(policy), GENERATIONS, 40)
+    fixed = decode.FixedDecoder(policy, *prefilled(policy), GENERATIONS, 40)
+    growing = decode.GrowingDecoder(policy, *prefilled(policy), GENERATIONS, 40)
     sizes = set()
     for number in range(40):
         token = torch.full((len(PROMPTS) * GENERATIONS,), 5 + number % 20)
@@ -96,5 +96,5 @@ def test_a_cpu_records_nothing(policies):
         decode.decoder(
             policy, cache, mask[::GENERATIONS], position[::GENERATIONS], GENERATIONS, 100
         ),
-        decode.Fixed,
+        decode.FixedDecoder,
     )

@@ -1,4 +1,4 @@
-"""transformers' new names are used where they exist, so that nothing warns of the old ones."""
+"""New names of transformers are used if they exist, so that no deprecation warning appears."""
 
 import warnings
 
@@ -25,7 +25,7 @@ def test_an_adapter_is_made_and_run_without_a_warning(model_dir):
     assert not policy.base.is_gradient_checkpointing
 
 
-def test_the_cache_is_given_by_the_name_that_a_model_takes():
+def test_cache_argument_has_the_model_s_name():
     def later(input_ids, cache=None, use_cache=None): ...
     def earlier(input_ids, past_key_values=None, use_cache=None): ...
 

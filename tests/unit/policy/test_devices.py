@@ -1,5 +1,5 @@
-"""What `policy.devices` means on machines with none, one and several GPUs, and which of them are
-left out or refused."""
+"""`policy.devices` on machines without, with one, and with several GPUs; which of them are excluded
+or refused."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Count → None: the machine has so many GPUs."""
+    """Return a function that sets the number of the machine's GPUs."""
 
     def has(count):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
@@ -56,7 +56,7 @@ def test_devices_are_those_of_the_machine(machine, gpus, text, expected):
         (2, "cuda:0,cuda:2", "'cuda:2': torch .* sees 2 CUDA devices"),
     ],
 )
-def test_devices_that_are_not_there_are_refused_in_one_line(machine, gpus, text, told):
+def test_missing_devices_are_refused_in_one_line(machine, gpus, text, told):
     machine(gpus)
     with pytest.raises(Unavailable, match=told) as error:
         names(text)
@@ -81,7 +81,7 @@ def test_auto_leaves_out_what_is_busy_or_much_smaller():
     ]
 
 
-def test_a_model_that_no_card_holds_is_left_to_the_fit():
+def test_too_large_model_is_left_to_fit():
     chosen, left_out = training_devices(PolicyConfig(), ALL, CARDS, 100 * GIB)
     assert [str(each) for each in chosen] == ["cuda:0"]
     assert left_out == []
@@ -95,7 +95,7 @@ def test_a_model_that_no_card_holds_is_left_to_the_fit():
         ("2", "cuda:1 Big"),
     ],
 )
-def test_named_cards_that_cannot_work_together_are_refused_in_one_line(machine, text, told):
+def test_unlike_named_gpus_are_refused_in_one_line(machine, text, told):
     machine(4)
     cfg = PolicyConfig(devices=text)
     with pytest.raises(DeviceError, match=told) as error:
@@ -103,7 +103,7 @@ def test_named_cards_that_cannot_work_together_are_refused_in_one_line(machine, 
     assert "\n" not in str(error.value)
 
 
-def test_processes_on_a_card_are_named_where_the_driver_says_them(monkeypatch):
+def test_names_processes_on_a_gpu(monkeypatch):
     told = "GPU:0\nprocess       4711 uses     1024.000 MB GPU memory\nprocess         12 uses 1"
     monkeypatch.setattr(torch.cuda, "list_gpu_processes", lambda index: told)
     assert device.memory_users(0) == "4711, 12"

@@ -1,5 +1,4 @@
-"""The embedded policy: what its files are, and that its start is the one that the demo and the
-documents speak of."""
+"""Files of the embedded policy, and the reward that it starts with in demo and documentation."""
 
 import hashlib
 import json

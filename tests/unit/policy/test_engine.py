@@ -1,5 +1,5 @@
-"""Engines: whatever comes and goes beside it, a completion is what it would be alone, and what is
-recorded is what was sampled."""
+"""Engines: a completion does not depend on concurrent requests, and the records equal the sampled
+tokens."""
 
 from collections import Counter
 
@@ -34,7 +34,7 @@ def engine_of(policy, sampling, tokens=16384, seed=0, batcher=None):
 
 
 def drained(engine, version=0, bound=2000):
-    """By number."""
+    """Return all finished requests by number."""
     found = {}
     for _ in range(bound):
         for finished in engine.finished(version):
@@ -51,7 +51,7 @@ def submitted(engine, prompts=PROMPTS):
 
 
 def alone(policy, prompt_ids, tokens):
-    """What transformers' own `generate` answers."""
+    """Return the completion of transformers' own `generate`."""
     prompt = torch.tensor([prompt_ids])
     out = policy.model.generate(
         input_ids=prompt,
@@ -93,7 +93,7 @@ def test_recorded_logprobs_are_those_that_training_recomputes(policies, kind):
     )
 
 
-def test_rows_are_sorted_by_length_and_stay_what_they_are(policies, monkeypatch):
+def test_sorting_rows_changes_no_result(policies, monkeypatch):
     """Long and short prompts in turns, so that windows of rows would be of one width."""
     monkeypatch.setattr(slots, "ALIGNED", 1)
     sorts, real = [], slots.SlotLayer.reorder
@@ -118,7 +118,7 @@ def test_sampled_frequencies_are_those_of_lockstep(embedded):
     assert sum(abs(first[t] - second[t]) for t in first | second) / 2000 < 0.2
 
 
-def test_a_request_that_comes_later_begins_in_the_room_that_another_left(embedded):
+def test_later_request_uses_freed_rows(embedded):
     engine = engine_of(embedded, Sampling(1, 64, 0.0))
     engine.submit(Request(1, PROMPTS[0]))
     assert engine.statistics().unfinished == 1
@@ -200,7 +200,7 @@ def test_a_request_that_is_cancelled_disturbs_no_other(policies):
         )
 
 
-def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monkeypatch):
+def test_out_of_memory_halves_active_rows_without_loss(policies, monkeypatch):
     policy = policies["llama"]
     batcher = MicroBatcher(16384)
     engine = submitted(engine_of(policy, Sampling(4, 12, 0.0), batcher=batcher))
@@ -221,7 +221,7 @@ def test_out_of_memory_halves_what_is_under_way_and_loses_nothing(policies, monk
         ] * 4
 
 
-def test_a_single_row_that_does_not_fit_is_an_error_with_a_name(policies, monkeypatch):
+def test_single_row_that_does_not_fit_is_an_error(policies, monkeypatch):
     def none(*inputs):
         raise torch.OutOfMemoryError("out of memory")
 
@@ -260,7 +260,7 @@ def test_a_whole_burst_returns_all_that_ended_in_it(policies, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_way_of_sampling_and_the_way_of_training_agree_on_given_text(policies, kind):
+def test_sampling_and_training_agree_on_given_text(policies, kind):
     policy = policies[kind]
     prompt, ids = policy.encode_prompt(PROMPTS[0]), policy.encode_prompt(PROMPTS[3])[:6]
     assert engine_of(policy, Sampling(1, 4)).score(prompt, ids) == pytest.approx(

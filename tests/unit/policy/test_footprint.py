@@ -1,5 +1,5 @@
-"""The plan: its arithmetic against transformers, its activations against autograd, its sum against
-a trainer's real peak."""
+"""The memory plan: its arithmetic against transformers, its activations against autograd, its total
+against the peak of a trainer."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ from swarmnode.policy.footprint import (
     footprint,
     layer_bytes,
     micro_batch,
-    tokens_under_way,
+    sampling_tokens,
 )
 from swarmnode.policy.plan import CARD_BYTES, best, choices, settings
 from swarmnode.policy.published import published_shape
@@ -117,8 +117,8 @@ def test_what_a_layer_keeps_is_what_autograd_saves(kind, dtype, lora):
 @pytest.mark.skipif(
     not Path("/proc/self/clear_refs").exists(), reason="only Linux says what the peak was"
 )
-def test_the_plan_is_within_15_percent_of_what_an_update_takes(tmp_path, embedded):
-    """In a process of its own, by the kernel's count of what was resident at the peak."""
+def test_plan_is_within_15_percent_of_an_update(tmp_path, embedded):
+    """Measured in a separate process by the kernel's peak resident set size."""
     kinds = {
         "small": Qwen2Config(
             hidden_size=256,
@@ -180,7 +180,7 @@ def test_7b_adapter_fits_24_gb_only_with_checkpointing():
     assert plan[True] < 20.5e9
 
 
-def test_all_weights_of_1b5_fit_24_gb_with_8_bit_moments():
+def test_1b5_fits_24_gb_with_8_bit_moments():
     shape = Shape.of_config(QWEN_1B5)
     assert shape.parameters == 1_543_714_304
     chosen = best(choices(shape, "cuda", "bfloat16", 16, 2048, 24 * CARD_BYTES))
@@ -208,7 +208,7 @@ def test_concurrent_completions_fit_beside_an_update():
     shape, method = Shape.of_config(QWEN_7B), Method("cuda", "bfloat16", 16)
     update = footprint(shape, dataclasses.replace(method, checkpointing=True), 2560)
     room = 24e9 - update.weights - update.runtime
-    tokens = tokens_under_way(shape, method, 2560, room)
+    tokens = sampling_tokens(shape, method, 2560, room)
     assert tokens % 2560 == 0
     # keys and values of 28 layers, 4 heads of 128, in bfloat16
     kept = tokens * 2 * 28 * 512 * 2 * 1.25 + tokens / 2560 * 5 * 4 * 152_064
@@ -216,11 +216,9 @@ def test_concurrent_completions_fit_beside_an_update():
     left = room - (update.total - update.weights - update.runtime)
     assert kept <= left < kept + row
     assert tokens > 10_240, "the recipe's micro-batch: four answers at a time"
-    assert (
-        tokens_under_way(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
-    )
-    assert tokens_under_way(shape, method, 2560, 1e9) == 0
-    assert tokens_under_way(shape, Method("cuda", "bfloat16"), 2560, room) == 0, (
+    assert sampling_tokens(shape, dataclasses.replace(method, dtype="float32"), 2560, room) < tokens
+    assert sampling_tokens(shape, method, 2560, 1e9) == 0
+    assert sampling_tokens(shape, Method("cuda", "bfloat16"), 2560, room) == 0, (
         "gradients and moments of all weights come first"
     )
 
@@ -229,13 +227,11 @@ def test_concurrent_completions_fit_beside_an_update():
     ("kind", "spread", "more"),
     [("cuda", {}, True), ("cuda", {"a": 0, "b": 1}, False), ("cpu", {}, False)],
 )
-def test_only_one_gpu_samples_more_at_once_than_it_trains_on(
-    embedded, monkeypatch, kind, spread, more
-):
+def test_only_a_single_gpu_samples_more_than_it_trains(embedded, monkeypatch, kind, spread, more):
     monkeypatch.setattr(engine, "spare_bytes", lambda device: 24 * 10**9)
     monkeypatch.setattr(embedded.base, "hf_device_map", spread, raising=False)
     policy = dataclasses.replace(embedded, device=torch.device(kind), dtype=torch.bfloat16)
-    assert (engine.under_way(policy, 2048, "adamw") > 100_000) is more
+    assert (engine.concurrent_tokens(policy, 2048, "adamw") > 100_000) is more
     memory = engine.Memory.of(4096, 100_000, kind, lambda: None)
     assert (memory.training.tokens, memory.generation.tokens, memory.external.tokens) == (
         4096,
@@ -280,7 +276,7 @@ def test_the_command_says_what_fits(model_dir, capsys):
     assert "8 GB" in capsys.readouterr().out
 
 
-def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
+def test_averaging_uses_the_planned_host_memory():
     from swarmnode.averaging.averaged import AveragedTensors
     from swarmnode.averaging.outer import OuterState, host_copy, prepare
     from swarmnode.weights.rule import make_rule
@@ -298,7 +294,7 @@ def test_what_averaging_keeps_in_host_memory_is_what_it_is_said_to():
         for fragment in range(4):
             copy = averaged.copy(fragment)
             prepared = prepare(outer.rule, outer.slow(averaged.names(fragment)), copy)
-            # ours, the partner's, their average
+            # own weights, the partner's, their average
             under_way = 3 * size(copy) + size(prepared.phi) + size(prepared.delta)
             assert outer.take(prepared)
             outer.commit(averaged.parameters, copy)
@@ -354,7 +350,7 @@ def test_a_length_that_makes_no_sense_is_refused(capsys):
     )
 
 
-def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, capsys):
+def test_invalid_hub_name_fails_with_one_line(offline, capsys):
     assert run(["plan", "nobody/nothing"]) == 69
     assert capsys.readouterr().err.startswith("swarmnode: nobody/nothing: ")
 
@@ -362,7 +358,7 @@ def test_a_name_that_the_hub_cannot_be_asked_about_is_said_in_one_line(offline, 
 # ---- 8-bit moments -------------------------------------------------------------------------------
 
 
-def test_a_product_in_8_bits_does_not_fill_the_log(monkeypatch):
+def test_8_bit_products_do_not_flood_the_log(monkeypatch):
     """bitsandbytes warns at each one that bfloat16 is cast, 196 times a pass of a 7 B model."""
     from swarmnode.policy import load
 

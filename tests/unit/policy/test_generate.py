@@ -1,4 +1,4 @@
-"""Sampling: the tokens are the model's, and what is recorded is what training recomputes."""
+"""Sampling: the tokens are the model's, and training recomputes the recorded log-probabilities."""
 
 from dataclasses import replace
 
@@ -65,11 +65,11 @@ def test_shared_prefill_samples_what_separate_prompts_sample(policies, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, monkeypatch):
+def test_dropping_ended_rows_changes_nothing(policies, kind, monkeypatch):
     # one in ten tokens ends
     policy, sampling = replace(policies[kind], eos_ids=frozenset(range(4, 14))), Sampling(8, 40)
     run = []
-    for kind in (decode.Growing, decode.Fixed):
+    for kind in (decode.GrowingDecoder, decode.FixedDecoder):
         monkeypatch.setattr(
             kind,
             "__call__",
@@ -84,8 +84,8 @@ def test_rows_that_have_ended_are_left_out_and_change_nothing(policies, kind, mo
     assert 4 * steps[-1] < steps[0] <= len(lengths)
 
     # one that takes no rows out
-    monkeypatch.setattr(decode.Growing, "keeps_rows", False)
-    monkeypatch.setattr(decode.Fixed, "keeps_rows", False)
+    monkeypatch.setattr(decode.GrowingDecoder, "keeps_rows", False)
+    monkeypatch.setattr(decode.FixedDecoder, "keeps_rows", False)
     run.clear()
     everything = generate(policy, PROMPTS, sampling, policy.random_generator(3))
     assert run == [len(lengths)] * len(steps)
@@ -119,7 +119,7 @@ def test_recorded_logprobs_agree_in_bfloat16(model_dir):
         load_policy(PolicyConfig(devices="cpu"))
 
 
-def test_eos_is_part_of_the_completion_and_not_of_its_text(embedded):
+def test_eos_is_in_the_ids_but_not_in_the_text(embedded):
     groups = generate(embedded, PROMPTS, Sampling(8, 8), embedded.random_generator(3))
     ended = [c for g in groups for c in g.completions if c.finish == "eos"]
     assert ended
@@ -165,7 +165,7 @@ def test_sampled_frequencies_are_the_softmax_at_that_temperature():
     assert torch.allclose(logprobs, wanted.log()[tokens], atol=1e-6)
 
 
-def test_top_p_draws_from_the_nucleus_and_records_the_uncut_probability():
+def test_top_p_records_the_uncut_probability():
     logits = torch.log(torch.tensor([0.1, 0.5, 0.3, 0.1]))
     tokens, logprobs = sample(logits.expand(20_000, 4), 1.0, 0.6, torch.Generator().manual_seed(0))
     measured = torch.bincount(tokens, minlength=4) / 20_000

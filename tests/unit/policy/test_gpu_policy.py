@@ -1,4 +1,4 @@
-"""The policy on a real CUDA device: skipped where there is none."""
+"""The policy on a CUDA device; skipped without one."""
 
 import logging
 
@@ -71,9 +71,9 @@ def test_recorded_logprobs_are_those_that_training_recomputes(model_dir, kind, t
 def test_a_recorded_step_samples_what_single_launches_sample(model_dir, kind, monkeypatch):
     policy = load(model_dir(kind))
     used = []
-    real = decode.Recorded._record
+    real = decode.RecordedDecoder._record
     monkeypatch.setattr(
-        decode.Recorded, "_record", lambda self: (real(self), used.append(self._graph))[0]
+        decode.RecordedDecoder, "_record", lambda self: (real(self), used.append(self._graph))[0]
     )
     # another batch shape, then weights that have moved: every call records anew
     for prompts, count in [(PROMPTS, 4), (PROMPTS[:1], 9), (PROMPTS, 4)]:
@@ -133,16 +133,16 @@ def test_memory_that_grows_is_recorded_anew(model_dir, monkeypatch):
 
 def test_what_cannot_be_recorded_is_launched(model_dir, monkeypatch, caplog):
     policy = load(model_dir("llama"))
-    real, steps = decode.Recorded._step, []
+    real, steps = decode.RecordedDecoder._step, []
 
     def looks_at_a_value(self):
         steps.append(float(self._column[0]))  # a copy to the host: forbidden while recording
         real(self)
 
-    monkeypatch.setattr(decode.Recorded, "_step", looks_at_a_value)
+    monkeypatch.setattr(decode.RecordedDecoder, "_step", looks_at_a_value)
     with caplog.at_level(logging.WARNING):
         groups = generate(policy, PROMPTS, Sampling(4, 12), policy.random_generator(1))
-    assert "cannot be recorded" in caplog.text
+    assert "cannot record a decoding step" in caplog.text
     assert len(steps) == 11
     assert gaps(policy, groups).max() < 1e-3
 

@@ -1,4 +1,4 @@
-"""Which engine samples, and what becomes of one that stops, fails or falls behind."""
+"""The choice of an engine, and engines that stop, fail or are stale."""
 
 from contextlib import contextmanager
 
@@ -13,16 +13,16 @@ from swarmnode.policy.engine.keeper import (
     SHORT,
     TRIALS,
     Canary,
-    Choice,
+    EngineChoice,
     Keeper,
     answered,
     keeper,
 )
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling, generate
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling, generate
 from swarmnode.policy.micro import MicroBatcher
 
-SAMPLE = GroupSample([1], [Sampled([2, 3], [-0.5, -0.5], "x", "eos")])
+SAMPLE = GroupSample([1], [SampledCompletion([2, 3], [-0.5, -0.5], "x", "eos")])
 TRUTH = [-1.0, -2.0]
 LONG = ["continuous"]
 
@@ -61,7 +61,7 @@ class Scripted:
         self.clock.now += self.seconds
         self.steps += 1
         self.tokens += 2 * len(self.requests)
-        done, self.requests = [Finished(r.number, SAMPLE) for r in self.requests], []
+        done, self.requests = [FinishedRequest(r.number, SAMPLE) for r in self.requests], []
         return done
 
     @contextmanager
@@ -92,7 +92,7 @@ def kept(clock, engines, choice=None):
         return next(made)
 
     canary = Canary([1], [2, 3], lambda prompt, ids: TRUTH, 0.01)
-    return Keeper(choice or Choice.of(LONG, 500, ""), build, canary, clock, clock.wait), kinds
+    return Keeper(choice or EngineChoice.of(LONG, 500, ""), build, canary, clock, clock.wait), kinds
 
 
 def asked(engine, numbers=(1, 2)):
@@ -111,7 +111,7 @@ def asked(engine, numbers=(1, 2)):
     ],
 )
 def test_what_needs_no_measuring_is_not_measured(options, longest, obstacle, kind, reason):
-    choice = Choice.of(options, longest, obstacle)
+    choice = EngineChoice.of(options, longest, obstacle)
     assert (choice.kind, choice.trials) == (kind, [])
     assert reason in choice.reason
 
@@ -123,7 +123,7 @@ def test_selects_the_faster_engine_and_logs_the_reason(clock, lockstep, continuo
     seconds = [lockstep, continuous] * TRIALS
     seconds[0] *= 10  # warming up
     engine, kinds = kept(
-        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], Choice.of([], 500, "")
+        clock, [Scripted(clock, each) for each in [*seconds, 1.0]], EngineChoice.of([], 500, "")
     )
     with capture_logs() as said:
         for _ in range(2 * TRIALS):
@@ -144,7 +144,7 @@ def test_selects_the_faster_engine_and_logs_the_reason(clock, lockstep, continuo
     ("ill", "word"),
     [("silent", "no decoding step in 20 seconds"), ("failed", "device-side assert")],
 )
-def test_an_engine_that_stops_or_fails_is_built_anew_and_asked_again(clock, ill, word):
+def test_failed_engine_is_rebuilt_with_its_requests(clock, ill, word):
     engine, kinds = kept(clock, [Scripted(clock, ill=ill), Scripted(clock)])
     asked(engine)
     with capture_logs() as said:
@@ -153,7 +153,7 @@ def test_an_engine_that_stops_or_fails_is_built_anew_and_asked_again(clock, ill,
     assert [one.number for one in done] == [1, 2]
     assert (engine.rebuilds, kinds) == (1, LONG * 2)
     (line,) = [entry for entry in said if entry["event"] == "engine rebuilt"]
-    assert (line["reason"], line["asked_again"]) == (ill, 2)
+    assert (line["reason"], line["resubmitted"]) == (ill, 2)
     assert word in line["detail"]
     assert "more of it" not in str(said)
 
@@ -167,7 +167,7 @@ def test_an_engine_with_nothing_to_do_is_not_silent(clock):
     assert engine.rebuilds == 0
 
 
-def test_one_that_fails_again_and_again_ends_the_trainer_with_the_remedy(clock):
+def test_repeated_failures_end_with_the_remedy(clock):
     engine, _ = kept(clock, [Scripted(clock, ill="failed") for _ in range(FAILURES + 1)])
     asked(engine)
     for _ in range(FAILURES):
@@ -176,7 +176,7 @@ def test_one_that_fails_again_and_again_ends_the_trainer_with_the_remedy(clock):
         engine.finished(0)
 
 
-def test_running_out_of_memory_is_no_fault_of_the_engine(clock):
+def test_out_of_memory_does_not_rebuild_the_engine(clock):
     class Full(Scripted):
         def finished(self, version):
             raise torch.OutOfMemoryError("out of memory")
@@ -188,7 +188,7 @@ def test_running_out_of_memory_is_no_fault_of_the_engine(clock):
 
 
 @pytest.mark.parametrize("behind", [0.1, float("nan")])
-def test_an_engine_that_is_behind_after_an_update_is_built_anew(clock, behind):
+def test_stale_engine_is_rebuilt(clock, behind):
     engine, kinds = kept(clock, [Scripted(clock, behind=behind), Scripted(clock, behind=0.001)])
     asked(engine)
     with engine.pause():
@@ -200,7 +200,7 @@ def test_an_engine_that_is_behind_after_an_update_is_built_anew(clock, behind):
     assert len(engine.finished(0)) == 2
 
 
-def test_where_a_new_one_is_off_as_well_sampling_goes_on_in_lockstep(clock):
+def test_falls_back_to_lockstep_if_rebuilding_fails(clock):
     engine, kinds = kept(
         clock, [Scripted(clock, behind=0.1), Scripted(clock, behind=0.1), Scripted(clock)]
     )
@@ -240,7 +240,7 @@ def test_whatever_an_engine_raises_it_is_built_anew(clock, error):
     assert len(engine.finished(0)) == 2
 
 
-def test_an_update_that_fails_is_not_followed_by_a_canary(clock):
+def test_no_canary_after_a_failed_update(clock):
     engine, _ = kept(clock, [Scripted(clock, behind=0.1)])
     with pytest.raises(KeyError), engine.pause():
         raise KeyError

@@ -1,4 +1,4 @@
-"""Loading: one path for every model, one line for everything that can be wrong with it."""
+"""Loading of all kinds of models, with one line for each possible problem."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def edit_config(directory, **values):
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-# --- what is there
+# --- existing models
 
 
 def test_every_stage_of_loading_is_a_line(llama):
@@ -68,7 +68,7 @@ def test_a_tokenizer_without_padding_token_is_padded_with_eos(llama):
     )
 
 
-def test_frozen_base_under_an_adapter_and_the_reference_is_the_base(llama):
+def test_reference_of_an_adapter_is_its_base(llama):
     policy = load_policy(cpu(llama, lora=LoraSettings(r=4)))
     s = policy.statistics()
     assert 0 < s.trainable_parameters < s.parameters / 4 * 3
@@ -92,7 +92,7 @@ def test_adapter_in_float32_over_a_base_in_bfloat16(llama):
         load_policy(PolicyConfig(devices="cpu"))
 
 
-def test_trained_weights_are_float32_even_when_it_computes_in_bfloat16(llama):
+def test_trained_weights_are_float32_in_bfloat16(llama):
     policy = load_policy(cpu(llama, dtype="bfloat16"))
     try:
         assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
@@ -126,7 +126,7 @@ def test_saved_weights_of_another_policy_are_refused(embedded, policies):
 # --- peers' text and ids
 
 
-def test_text_of_a_peer_becomes_tokens_with_eos_where_it_ended(embedded):
+def test_peer_text_gets_eos_if_it_ended(embedded):
     assert embedded.decode(embedded.tokenize_completion("12", "length")) == "12"
     assert embedded.tokenize_completion("12", "eos") == [
         *embedded.tokenize_completion("12", "length"),
@@ -155,7 +155,7 @@ def test_ids_outside_the_vocabulary_are_refused(embedded, ids):
 # --- identity
 
 
-def test_fingerprint_does_not_depend_on_how_the_model_is_cut_into_files(llama, policies):
+def test_fingerprint_does_not_depend_on_sharding(llama, policies):
     tensors = load_file(llama / "model.safetensors")
     names = sorted(tensors)
     (llama / "model.safetensors").unlink()
@@ -196,7 +196,7 @@ def test_training_does_not_change_the_fingerprint_of_another_dtype(llama):
     assert len(fingerprint(llama)) == 32
 
 
-def test_tokenizer_hash_is_of_the_mapping_not_of_the_object(plain_tokenizer_dir, policies):
+def test_tokenizer_hash_covers_only_the_mapping(plain_tokenizer_dir, policies):
     policy = load_policy(cpu(plain_tokenizer_dir))
     plain = policy.tokenizer_hash
     assert plain != policies["gpt2"].tokenizer_hash  # the chat template is part of every prompt
@@ -206,7 +206,7 @@ def test_tokenizer_hash_is_of_the_mapping_not_of_the_object(plain_tokenizer_dir,
     assert tokenizer_hash(policy.tokenizer) != plain
 
 
-# --- what is not there
+# --- missing models
 
 
 @pytest.mark.parametrize("model", ["/no/such/place", "./nowhere", "a/b/c"])
@@ -318,7 +318,7 @@ def test_a_model_that_cannot_fit_is_refused_before_loading(llama, monkeypatch):
 
 def test_an_adapter_needs_less(llama, monkeypatch):
     monkeypatch.setattr(device, "free_bytes", lambda where: 200 * 2**30)
-    # it fits; its weights are what is missing
+    # it fits, but its weights are missing
     with pytest.raises(Unavailable, match="safetensors"):
         load_policy(cpu(huge(llama), dtype="bfloat16", lora=LoraSettings(r=16)))
 
@@ -364,7 +364,7 @@ def test_a_model_beyond_float16_is_loaded_in_float32(
     monkeypatch.setattr(load, "probe", lambda cfg: card if cfg.dtype == "auto" else real(cfg))
     policy = load_policy(PolicyConfig(model=str(tmp_path / "model"), devices="cpu"), said.append)
     assert policy.dtype == dtype
-    assert any("float16 cannot hold" in line for line in said) is (dtype == torch.float32)
+    assert any("overflows in float16" in line for line in said) is (dtype == torch.float32)
     load_policy(PolicyConfig(devices="cpu", dtype="float32"))  # accelerate's precision is global
 
 
@@ -376,7 +376,7 @@ def test_a_configured_dtype_is_said_to_be_configured(monkeypatch):
     )
 
 
-def test_layers_are_spread_over_gpus_only_when_one_is_too_small(monkeypatch, embedded):
+def test_spreads_layers_only_if_one_gpu_is_too_small(monkeypatch, embedded):
     config = embedded.model.config
     need = device.update_bytes(
         PolicyConfig(), config, device.Placement(torch.device("cuda"), torch.bfloat16, "")

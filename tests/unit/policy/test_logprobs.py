@@ -1,4 +1,5 @@
-"""Scoring given completions: equal to the plain way, with gradient, and nothing on padding."""
+"""Scores of given completions equal those of the plain way, have a gradient, and are 0 on
+padding."""
 
 import weakref
 from typing import ClassVar
@@ -103,7 +104,7 @@ def test_gradient_equals_that_of_one_row_at_a_time(policies, kind, passes):
         assert torch.allclose(a, b, atol=1e-3, rtol=1e-3)
 
 
-def test_a_trained_head_s_gradient_is_added_to_in_place():
+def test_head_gradient_is_accumulated_in_place():
     """A real head has half a gigabyte and more: of its pieces' gradients there is one at a time,
     beside the sum that is kept."""
     head = nn.Linear(256, 20_000, bias=False)
@@ -130,7 +131,7 @@ def test_scoring_carries_no_gradient_and_drops_padding(embedded):
     assert all(x <= 0 for v in values for x in v)
 
 
-def test_a_model_that_always_makes_all_logits_gives_the_same(embedded, monkeypatch):
+def test_model_without_logits_to_keep_gives_the_same(embedded, monkeypatch):
     expected = score(embedded, ROWS, 1.0)
     monkeypatch.setattr(model, "takes_logits_to_keep", lambda kind: False)
     got = score(embedded, ROWS, 1.0)
@@ -164,7 +165,7 @@ def test_prompt_is_computed_once_per_group(embedded, monkeypatch, passes):
     assert seen == (expected or [((1, 36), (1, 17))])
 
 
-def test_prompts_are_padded_on_the_left_completions_on_the_right():
+def test_prompts_pad_left_and_completions_right():
     batch = collate([([5, 9], [30, 1]), ([7], [40]), ([5, 9], [31])], 0)
     assert batch.prompt_ids.tolist() == [[5, 9], [0, 7]]
     assert batch.prompt_mask.tolist() == [[1, 1], [0, 1]]
@@ -200,7 +201,7 @@ def test_rows_are_packed_where_their_lengths_are_unlike(embedded, policies):
     )
 
 
-def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
+def test_packed_rows_are_bounded_and_complete():
     rows = [([5] * 20, [30] * 400)] * 5 + [
         ([6] * 20, [30] * 2000),
         ([7] * 2000, [30]),
@@ -217,7 +218,7 @@ def test_a_packed_row_is_bounded_and_every_answer_is_in_one():
     ]
 
 
-def test_packed_rows_run_in_one_batch_but_for_one_that_is_too_long(monkeypatch):
+def test_too_long_packed_row_runs_alone(monkeypatch):
     rows = [([5] * 20, [30] * 400), ([6] * 20, [30] * 2000), ([7] * 9, [30] * 3)]
     batch = collate(rows, 0)
     packs = logprobs.packs(batch)
@@ -227,7 +228,7 @@ def test_packed_rows_run_in_one_batch_but_for_one_that_is_too_long(monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [0, 4])
-def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypatch):
+def test_logits_of_a_long_row_are_computed_in_pieces(model_dir, lora, monkeypatch):
     policy = load_policy(
         PolicyConfig(model=str(model_dir("qwen2")), devices="cpu", lora=LoraSettings(r=lora))
     )
@@ -247,7 +248,7 @@ def test_logits_of_a_long_row_are_never_there_at_once(model_dir, lora, monkeypat
     assert seen.rows >= 100
 
 
-def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monkeypatch):
+def test_capped_logits_are_preserved(tmp_path, embedded, monkeypatch):
     torch.manual_seed(1)
     shape = {
         "hidden_size": 32,
@@ -272,7 +273,7 @@ def test_a_model_that_caps_its_logits_is_given_its_own(tmp_path, embedded, monke
     assert score(capped, ROWS, 1.0) == [pytest.approx(row, abs=1e-5) for row in expected]
 
 
-def test_long_rows_are_run_one_by_one_and_short_ones_together(embedded):
+def test_only_long_rows_run_one_by_one(embedded):
     batch = lambda rows: collate(rows, embedded.pad_id)
     assert logprobs.stands_alone(batch([([5] * 100, [30] * 1500), ([5] * 100, [30] * 1000)]))
     assert not logprobs.stands_alone(batch([([5] * 3, [30] * 200)] * 8))
@@ -280,14 +281,14 @@ def test_long_rows_are_run_one_by_one_and_short_ones_together(embedded):
     assert not logprobs.stands_alone(batch([([5] * 1000, [30] * 100)] * 8))
 
 
-def test_layers_are_run_again_only_where_their_activations_would_not_fit(embedded, monkeypatch):
+def test_checkpointing_only_if_activations_do_not_fit(embedded, monkeypatch):
     batch = collate([([5] * 100, [30] * 1500)], embedded.pad_id)
     for spare, needed in ((None, False), (64 * 2**30, False), (2**20, True)):
         monkeypatch.setattr(logprobs, "spare_bytes", lambda device, spare=spare: spare)
         assert logprobs.needs_checkpointing(embedded.base, embedded.dtype, 0, batch) is needed
 
 
-def test_checkpointing_keeps_less_and_leaves_the_model_as_it_was(policies, monkeypatch):
+def test_checkpointing_saves_memory_and_restores_the_model(policies, monkeypatch):
     policy = policies["qwen2"].clone()
     batch = collate([([5] * 8, [30] * 100)], policy.pad_id)
     kept: dict[bool, dict[int, torch.Tensor]] = {}
@@ -326,10 +327,9 @@ class HidesInput(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("eight_bits", [False, True])
-def test_what_a_layer_keeps_out_of_sight_is_not_kept_with_a_base_in_8_bits(
-    policies, monkeypatch, eight_bits
-):
-    """Else 7 B parameters in 8 bits took 27 GB for a row of 2,560 tokens, and the plan said 12."""
+def test_checkpointing_frees_hidden_inputs_of_8_bit_layers(policies, monkeypatch, eight_bits):
+    """Without this, 7 billion parameters in 8 bits took 27 GB for a row of 2,560 tokens instead of
+    the planned 12 GB."""
     policy = policies["qwen2"].clone()
     monkeypatch.setattr(logprobs, "needs_checkpointing", lambda *given: True)
     if eight_bits:

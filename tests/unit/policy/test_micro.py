@@ -1,4 +1,4 @@
-"""Micro-batches hold the bound, and running out of memory costs a repetition and nothing else."""
+"""Micro-batches keep the bound, and a shortage of memory only repeats work."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_the_bound_is_halved_until_it_fits_and_stays():
     assert batcher.statistics().oom_retries == 3
 
 
-def test_what_was_done_before_memory_ran_out_is_not_done_again():
+def test_finished_micro_batches_are_not_repeated():
     rows = [10] * 32
     seen = []
     MicroBatcher(160).run(rows, limited(80, rows, seen))
@@ -109,7 +109,7 @@ def passes(batcher, rows, count, limit=10**9):
         batcher.run(rows, limited(limit, rows))
 
 
-def test_a_shortage_that_is_over_is_forgotten_after_a_while():
+def test_bound_recovers_after_a_shortage():
     rows = [10] * 32
     batcher = MicroBatcher(320)
     passes(batcher, rows, 1, limit=100)
@@ -127,7 +127,7 @@ def test_passes_far_below_the_bound_say_nothing_of_it():
     assert batcher.tokens == 80
 
 
-def test_where_raising_was_wrong_the_next_attempt_takes_twice_as_long():
+def test_failed_raise_doubles_the_wait():
     rows = [10] * 32
     batcher = MicroBatcher(320)
     passes(batcher, rows, 1 + CALM_PASSES + 1, limit=90)  # 80, then 100, which fails

@@ -1,4 +1,4 @@
-"""Rules of devices that a test machine does not have: no float64 on MPS, and no mixing of cards."""
+"""Rules of devices that a test machine does not have: no float64 on MPS, and no mixing of GPUs."""
 
 import contextlib
 from types import SimpleNamespace
@@ -18,10 +18,10 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.policy.model import Policy
 from swarmnode.policy.ways import Row
-from swarmnode.rl.utility import AgreementProbe
+from swarmnode.rl.agreement import AgreementProbe
 from swarmnode.trainer import update
 from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, own_group
-from swarmnode.trainer.update import Passes, Updater
+from swarmnode.trainer.update import RowSelection, Updater
 
 
 class Mps(TorchFunctionMode):
@@ -91,7 +91,7 @@ def test_the_rule_is_kept():
 
 
 class Indices(TorchFunctionMode):
-    """An index lies on the card of what it picks from: FakeTensor does not look at that."""
+    """An index must be on the device of the indexed tensor; FakeTensor does not check this."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function in (torch.Tensor.__getitem__, torch.Tensor.index_put):
@@ -215,6 +215,6 @@ def test_an_update_follows_log_probabilities_to_another_card(cards, beta, monkey
     )
     reference = policy if beta else None
     updater = Updater(policy, TrainingConfig(beta=beta), MicroBatcher(4096), reference)
-    sums = updater.accumulate(rows, Passes([0, 1], []))
+    sums = updater.accumulate(rows, RowSelection([0, 1], []))
     assert weight.grad.device == there
     assert sums.own.device == CPU

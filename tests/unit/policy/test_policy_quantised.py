@@ -1,5 +1,4 @@
-"""A quantised base as far as it goes without a GPU: what is asked of bitsandbytes, and what is said
-when it cannot be had."""
+"""A quantised base without a GPU: the request to bitsandbytes, and errors if it is missing."""
 
 import importlib.machinery
 import importlib.util

@@ -1,5 +1,7 @@
-"""Decoding steps of slots that are recorded once for each shape. A CPU has no CUDA graphs: here a
-recording runs the step again, on the memory that it was made with."""
+"""Decoding steps of slots that are recorded once per shape.
+
+A CPU has no CUDA graphs; here a recording runs the step again on the memory of its first run.
+"""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""`swarmnode serve-command`: the line that starts a server for a configuration."""
+"""`swarmnode serve-command`: the command that starts a server for a configuration."""
 
 import json
 

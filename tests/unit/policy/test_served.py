@@ -1,4 +1,4 @@
-"""The engine that is a server: against a stand-in in the normal suite, and against vLLM with
+"""The engine that samples with a server: against a stand-in by default, and against vLLM with
 `pytest -m engine`."""
 
 import json
@@ -21,7 +21,7 @@ from swarmnode.policy.engine.keeper import keeper
 from swarmnode.policy.engine.protocol import Request
 from swarmnode.policy.engine.served import RETRY_SECONDS, Served, ServerFirst
 from swarmnode.policy.engine.served_weights import ServedWeights
-from swarmnode.policy.engine.servers import server_of
+from swarmnode.policy.engine.servers import make_server
 from swarmnode.policy.generate import Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import score
@@ -34,13 +34,13 @@ torch.set_num_threads(1)
 pytestmark = pytest.mark.timeout(900)
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12"]
 BOUND = 1e-4
-"""Nats between what a server records and what training computes, float32."""
+"""Difference in nats between a server's log-probabilities and those of training, in float32."""
 ENGINE = pytest.param("vLLM", marks=pytest.mark.engine)
 PLACES = ["stand-in", "stand-in of SGLang", ENGINE]
 
 
 class Clock:
-    """Goes on by `step` seconds whenever it is asked."""
+    """A clock that advances by `step` seconds per reading."""
 
     now, step = 0.0, 0.0
 
@@ -78,7 +78,7 @@ def vllm(directory, tmp_path_factory):
 
 @pytest.fixture(params=PLACES)
 def place(request, loaded, directory):
-    """(settings of a server that samples from the base, what it is)."""
+    """Yield (settings of a server that samples from the base, the server)."""
     if request.param == "vLLM":
         settings = ServerSettings(url=request.getfixturevalue("vllm"))
         base = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
@@ -97,7 +97,7 @@ def stand_in(loaded):
 
 
 def connected(settings, policy, directory):
-    server = server_of(settings, policy.lora_rank > 0)
+    server = make_server(settings, policy.lora_rank > 0)
     return server, ServedWeights(server, policy, directory, lambda: None)
 
 
@@ -175,16 +175,16 @@ def test_the_server_follows_every_update(place, loaded, tmp_path, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_a_request_under_way_continues_and_each_token_has_its_version(
-    place, loaded, tmp_path, rank
-):
+def test_request_continues_across_an_update(place, loaded, tmp_path, rank):
     settings, server = place
     policy = loaded[rank].clone()
     policy = replace(policy, unused_ids=policy.eos_ids)  # so that no completion ends by itself
     engine = engine_of(settings, policy, tmp_path, Sampling(8, 200, 2.0))
     if server is not None:
         server.hold_at = 3
-    for attempt in range(1, 12):  # a real server may not have begun, or have ended
+    for attempt in range(
+        1, 12
+    ):  # a real server may not have started the request, or may have finished it
         submitted(engine, PROMPTS[:1])
         if not all(engine.finished(attempt) == [] for _ in range(attempt)):
             continue
@@ -225,7 +225,7 @@ def test_a_seed_makes_an_evaluation_repeatable(place, loaded, tmp_path):
     assert found[0] == found[1]
 
 
-def test_a_server_with_another_base_under_the_adapter_is_not_used(place, loaded, tmp_path):
+def test_server_with_another_base_is_not_used(place, loaded, tmp_path):
     settings, _ = place
     other = loaded[0].clone()
     move(other, 0.05)
@@ -251,7 +251,7 @@ def test_the_doctor_says_that_no_server_answers():
     assert "refused" in probes.server(ServerSettings(url=url), False).error
 
 
-# ---- what a server must not do -------------------------------------------------------------------
+# ---- faults of a server --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def first(stand_in, loaded, tmp_path):
 def server_first(stand_in, policy, directory):
     sampling = Sampling(2, 8)
     clock, settings = Clock(), ServerSettings(url=stand_in.url, kind=stand_in.kind)
-    server = server_of(settings, policy.lora_rank > 0)
+    server = make_server(settings, policy.lora_rank > 0)
     engine = ServerFirst(
         server,
         lambda: ServedWeights(server, policy, directory, lambda: None),
@@ -278,12 +278,12 @@ def server_first(stand_in, policy, directory):
 
 
 def took_over(said):
-    """The lines that say so."""
+    """Return the matching log lines."""
     return [each for each in said if each["event"].startswith("the server does not sample")]
 
 
 @pytest.mark.parametrize("fault", ANSWER_FAULTS)
-def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
+def test_invalid_answers_are_not_trained_on(first, fault):
     engine, policy, clock, stand_in = first
     stand_in.fault = fault
     with capture_logs() as said:
@@ -291,7 +291,7 @@ def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
     (line,) = took_over(said)
     assert ANSWER_FAULTS[fault] in line["detail"]
     assert "\n" not in line["detail"]
-    assert (line["asked_again"], line["retry_seconds"]) == (3, RETRY_SECONDS)
+    assert (line["resubmitted"], line["retry_seconds"]) == (3, RETRY_SECONDS)
     assert furthest(policy, samples, 1.0) < BOUND, "the own engine has answered"
     assert engine.kind() == "lockstep"
     assert engine.server().state == "away"
@@ -308,7 +308,7 @@ def test_nothing_is_trained_on_of_an_answer_that_cannot_be_right(first, fault):
 
 @pytest.mark.parametrize("fault", ["ignores_weights", "ignores_adapter", "other_model"])
 @pytest.mark.parametrize("by", [0.02, 0.0005])
-def test_a_server_that_samples_other_weights_is_found_at_the_next_load(first, fault, by):
+def test_stale_server_is_detected_at_the_next_load(first, fault, by):
     engine, policy, _, stand_in = first
     with torch.no_grad():  # as after some training: B is not 0
         for parameter in policy.trainable_parameters():
@@ -325,7 +325,7 @@ def test_a_server_that_samples_other_weights_is_found_at_the_next_load(first, fa
     assert furthest(policy, samples, 1.0) < BOUND
 
 
-def test_the_base_without_the_adapter_is_found_before_rounding_would_tell(first):
+def test_missing_adapter_is_detected_early(first):
     """From the very first updates, which move the policy by less than the bound on the mean
     difference."""
     engine, policy, _, stand_in = first
@@ -339,7 +339,7 @@ def test_the_base_without_the_adapter_is_found_before_rounding_would_tell(first)
     assert "former weights" in took_over(said)[0]["detail"]
 
 
-def test_a_server_that_was_restarted_is_not_believed_and_used_again_later(first):
+def test_restarted_server_is_used_again_later(first):
     engine, policy, clock, stand_in = first
     drained(submitted(engine))
     stand_in.restart()
@@ -352,7 +352,7 @@ def test_a_server_that_was_restarted_is_not_believed_and_used_again_later(first)
     assert engine.kind() == "served"
 
 
-def test_a_server_that_dies_in_the_middle_of_a_step_costs_no_group(first):
+def test_lost_server_costs_no_group(first):
     engine, _, _, stand_in = first
     drained(submitted(engine))
     stand_in.hold_at = 1
@@ -365,7 +365,7 @@ def test_a_server_that_dies_in_the_middle_of_a_step_costs_no_group(first):
     assert set(engine.server().failures) == {"unreachable"}
 
 
-def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
+def test_wait_for_a_silent_server_is_bounded(first):
     engine, _, clock, stand_in = first
     drained(submitted(engine))
     stand_in.fault = "slow"
@@ -382,7 +382,7 @@ def test_a_server_that_does_not_answer_is_waited_for_a_bounded_time(first):
     assert "no completion in 61 seconds" in took_over(said)[0]["detail"]
 
 
-def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp_path, monkeypatch):
+def test_retries_of_an_absent_server_back_off(loaded, tmp_path, monkeypatch):
     monkeypatch.setattr(servers, "ABOUT_SECONDS", 0.1)
     with standin.raw_server() as url:
         stand_in = StandIn(loaded[0].clone())
@@ -399,7 +399,7 @@ def test_a_server_that_is_not_there_yet_is_tried_less_and_less_often(loaded, tmp
     assert "in 0 s" in line["detail"]
 
 
-def test_what_the_own_engine_has_not_answered_is_asked_of_the_server(first):
+def test_unfinished_requests_move_to_the_server(first):
     engine, _, clock, stand_in = first
     stand_in.fault = "error_500"
     submitted(engine)
@@ -433,7 +433,7 @@ def test_an_answer_of_another_trainers_version_is_refused(first, loaded, tmp_pat
 @pytest.mark.parametrize(
     ("address", "is_allowed"), [("93.184.216.34", False), ("10.1.2.3", True), ("fd00::1", True)]
 )
-def test_a_name_is_judged_by_the_addresses_that_it_has(monkeypatch, address, is_allowed):
+def test_host_name_is_checked_by_its_addresses(monkeypatch, address, is_allowed):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     dialled = []
@@ -459,12 +459,12 @@ def drops():
 @pytest.mark.parametrize(
     ("chunks", "reason", "words"),
     [
-        (drops(), "timeout", "no whole answer"),
+        (drops(), "timeout", "no complete response"),
         ([b"HTTP/1.1 200 OK\r\nX: ", b"a" * 2**20], "unreachable", "too long"),
         ([b"nonsense\r\n\r\n"], "unreachable", "illegal"),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "another form"),
-        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "more than"),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n[[[[[[[[["], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n" + b"[" * 2**20], "answer", "invalid response"),
+        ([b"HTTP/1.1 200 OK\r\n\r\n", b" " * 2**20, b"  "], "answer", "exceeds"),
     ],
 )
 def test_an_answer_is_bounded_in_time_and_bytes(chunks, reason, words):
@@ -510,7 +510,7 @@ def test_a_url_of_this_machine_or_network_is_taken(url):
 
 
 def shape(value):
-    """What a JSON value is made of."""
+    """Return the types of a JSON value, recursively."""
     if isinstance(value, dict):
         return {key: shape(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -518,7 +518,7 @@ def shape(value):
     return type(value).__name__ if not isinstance(value, float) else "number"
 
 
-def test_the_stand_in_answers_in_the_form_that_was_recorded(stand_in):
+def test_stand_in_matches_recorded_responses(stand_in):
     """Every key that it sends is one of vLLM's, and of the same kind."""
     recorded = json.loads((Path(standin.__file__).parent / "recorded.json").read_text())
     compared = 0

@@ -1,5 +1,5 @@
-"""The written-out decoding step: the logits of transformers' forward pass, for every variant that
-real models have."""
+"""The written-out decoding step gives the logits of transformers' forward pass for all variants of
+real models."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What other tokenizers' text costs in ours."""
+"""Length of other tokenizers' text in tokens of this tokenizer."""
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,4 +1,4 @@
-"""What a trial finds: ways that a model does not take, and models that cannot be trained."""
+"""A trial finds ways that do not work with a model, and models that cannot be trained."""
 
 import json
 import math
@@ -87,7 +87,7 @@ def test_answers_end_where_the_context_does(opened, kind, context, engine):
     assert {c.finish for g in groups for c in g.completions} == {"length"}
 
 
-def test_a_short_row_does_not_depend_on_a_long_one(opened):
+def test_short_row_does_not_depend_on_a_long_one(opened):
     """Long-rope takes other frequencies for a whole pass when one row of it is long."""
     _, policy = opened("phi3-longrope")
     rows = long_rows(policy, [Row([5, 9, 20], [30, 31, 40])], 1000)
@@ -107,7 +107,7 @@ def test_a_trial_warns_of_answers_that_do_not_fit(opened):
 
 
 class Asks:
-    """A scorer whose questions are too long, but for one in `every`; 0 for none."""
+    """A scorer whose questions are too long, except for one in `every`; 0 means no exception."""
 
     def __init__(self, every):
         self.asked, self.every = 0, every
@@ -171,7 +171,7 @@ def test_keys_and_values_of_unlike_size_lie_in_slots(opened, kind):
 
 
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3-next", "falcon-alibi", "bloom", "gemma3n"])
-def test_a_model_without_plain_attention_is_sampled_as_it_is_scored(opened, kind):
+def test_model_with_other_attention_samples_as_it_scores(opened, kind):
     _, policy = opened(kind)
     assert unsuited(policy)
     groups = sampled_by("lockstep", policy, Sampling(3, 12))
@@ -212,7 +212,7 @@ def ignores_mask(policy, monkeypatch, four=False):
     monkeypatch.setattr(type(policy.base), "forward", without)
 
 
-def test_a_model_that_drops_a_mask_is_run_without_padding(tmp_path, embedded, monkeypatch):
+def test_model_that_ignores_masks_runs_without_padding(tmp_path, embedded, monkeypatch):
     cfg = PolicyConfig(model=str(build("qwen2", tmp_path, embedded.tokenizer)), devices="cpu")
     ignores_mask(load_policy(cfg), monkeypatch)
     policy = load_policy(cfg)

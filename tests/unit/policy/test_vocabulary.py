@@ -1,5 +1,4 @@
-"""A model with more rows than its tokenizer has tokens: the others are neither sampled nor
-counted."""
+"""Model rows without a token are neither sampled nor counted."""
 
 import math
 import string

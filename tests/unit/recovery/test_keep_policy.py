@@ -18,7 +18,7 @@ from swarmnode.policy.load import lora_settings
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings
 from swarmnode.trainer import state
-from swarmnode.trainer.export_crew import find_copies
+from swarmnode.trainer.export import find_copies
 from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 

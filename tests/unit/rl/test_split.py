@@ -64,22 +64,15 @@ def test_the_fixed_point_is_the_split_with_most_useful_groups(q, nodes):
     assert sum(own) / len(own) == pytest.approx(best, abs=0.4)
 
 
-def test_the_guard_takes_external_room_and_gives_it_to_own_groups():
-    split = AdaptiveSplit(8, smoothed=20.0)
-    split.external_scale = 0.5
-    assert (split.own_groups, split.external_room) == (5, 3)
-    split.external_scale = 0.0
-    assert (split.own_groups, split.external_room) == (8, 0)
-
-
 def test_floor_is_a_share_rounded_up_and_at_least_one():
     assert [floor_groups(1), floor_groups(2), floor_groups(5), floor_groups(8)] == [1, 1, 2, 2]
 
 
 def test_impossible_splits_are_refused():
-    for build in (lambda: AdaptiveSplit(0), lambda: AdaptiveSplit(8, external_scale=1.5)):
-        with pytest.raises(ValueError):
-            build()
+    with pytest.raises(ValueError):
+        AdaptiveSplit(0)
+    with pytest.raises(ValueError):
+        AdaptiveSplit(8).resize(0)
 
 
 def test_the_split_needs_no_torch():

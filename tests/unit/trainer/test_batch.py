@@ -1,4 +1,4 @@
-"""From groups to rows: advantages group by group, and what of it carries a gradient."""
+"""Rows of a step: advantages per group, and which tokens have a gradient."""
 
 from dataclasses import replace
 
@@ -10,11 +10,11 @@ from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.ways import Row
 from swarmnode.trainer.batch import (
-    Parts,
+    RewardParts,
     TrainingGroup,
     assemble,
     own_group,
-    parts_of,
+    reward_parts,
     silent_share,
 )
 
@@ -31,7 +31,7 @@ def sample():
     return generate(policy, [PROMPT], Sampling(4, 8), policy.random_generator(1))[0]
 
 
-def test_assembled_rows_keep_groups_together_and_say_what_is_silent(sample):
+def test_assembled_rows_keep_groups_together(sample):
     useful = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     silent = own_group(sample, [0.0] * 4)
     theirs = TrainingGroup(useful.rows, useful.old_logprobs, useful.rewards, [1.0] * 4, peer="p")
@@ -109,8 +109,8 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
         {"right": 0.0, "short": 0.1},
         {},
     ]
-    parts = parts_of(made_of, {"right": 3.0})
-    assert parts == Parts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
+    parts = reward_parts(made_of, {"right": 3.0})
+    assert parts == RewardParts([[1.0, 0.1], [1.0, 0.0], [0.0, 0.1], [0.0, 0.0]], [0.75, 0.25])
     group = own_group(sample, [0.775, 0.75, 0.025, 0.0], parts)
     plain = own_group(sample, [0.775, 0.75, 0.025, 0.0])
     assert torch.allclose(
@@ -124,9 +124,9 @@ def test_components_have_their_weights_and_gdpo_normalises_each(sample):
     # groups of other components are normalised by themselves
     both = assemble([group, plain], "gdpo").advantages
     assert torch.allclose(both[:4], wanted, atol=1e-2)
-    assert parts_of([], {}) is None
-    assert parts_of([{}, {}], {}) is None
-    assert parts_of([{"a": 1.0}], {"a": 0.0}) is None
+    assert reward_parts([], {}) is None
+    assert reward_parts([{}, {}], {}) is None
+    assert reward_parts([{"a": 1.0}], {"a": 0.0}) is None
 
 
 def test_peer_group_is_learnt_up_to_an_improbable_token(sample):
@@ -151,7 +151,7 @@ def test_partial_completion_weighs_its_share_of_the_length(sample):
 
 
 def test_of_a_stranger_s_episode_its_sampled_tokens_count(sample):
-    """What stands between two actions is no part of what is learnt, and none of the length."""
+    """Text between two actions is not trained on and does not count as length."""
     group = own_group(sample, [1.0, 0.0, 0.0, 0.0])
     ids, sampled = [30, 1, 40, 41, 31, 1], [True, True, False, False, True, True]
     rows = [Row(group.rows[0].prompt, ids, sampled)] * 2

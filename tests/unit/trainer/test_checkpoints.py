@@ -1,4 +1,4 @@
-"""Saving by time and off the training's path, former states, and going back to one."""
+"""Saves in the background, earlier states, and rollback."""
 
 import os
 import threading
@@ -55,7 +55,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
+def test_saves_by_time_and_at_the_end(tmp_path, clock):
     source, counters = Source(), Counters()
     with Checkpoints(tmp_path, 60.0, source, torch.Generator(), counters) as kept:
         for step in range(1, 201):  # a second each
@@ -76,8 +76,7 @@ def test_the_state_is_saved_by_time_and_at_the_end(tmp_path, clock):
 
 
 def test_a_write_that_takes_time_begins_as_much_earlier(tmp_path, clock, monkeypatch):
-    """What a crash costs counts from the step of the state that is on disk, not from when a newer
-    one was begun."""
+    """A crash loses everything after the step of the last completed state on disk."""
     source, counters, steps = Source(), Counters(), []
     write = state.write
 
@@ -164,7 +163,7 @@ def test_a_restart_takes_new_weights_and_older_moments(tmp_path):
     assert saved(tmp_path)[0].step == 4
 
 
-def test_weights_of_an_older_step_than_the_state_are_ignored(tmp_path):
+def test_older_weights_than_the_state_are_ignored(tmp_path):
     source = Source()
     take = lambda step: state.take(
         source.model, source.optimizer, torch.Generator(), Counters(step=step), "f"
@@ -189,7 +188,7 @@ def test_moving_the_state_away_starts_anew(tmp_path):
     assert saved(tmp_path)[0].step == 0
 
 
-def test_weights_that_would_wear_the_disk_out_are_warned_of(tmp_path, clock):
+def test_warns_of_saves_that_wear_out_the_disk(tmp_path, clock):
     source, counters = Source(), Counters()
     with (
         structlog.testing.capture_logs() as lines,
@@ -266,7 +265,7 @@ def write(saver, source, step, reward=None):
     saver.wait()
 
 
-def test_a_disk_that_fails_is_told_and_costs_the_former_states_their_room(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_frees_earlier_states(tmp_path, monkeypatch):
     source, real = Source(), state.write
     full = [False]
 
@@ -311,7 +310,7 @@ def test_former_states_are_few_and_further_and_further_apart(tmp_path, clock):
 
 @pytest.fixture
 def data_dir(tmp_path):
-    """A node that has trained: states of steps 1 to 3, the last one worse than the others."""
+    """A trained node with states of steps 1 to 3, of which the last one is worse."""
     source = Source()
     saver = Saver(tmp_path / "trainer", history_seconds=0.0)
     saver.start()
@@ -322,7 +321,7 @@ def data_dir(tmp_path):
     return tmp_path
 
 
-def test_rollback_lists_states_and_goes_back_to_one_and_forth_again(data_dir, capsys):
+def test_rollback_and_its_reversal(data_dir, capsys):
     arguments = ["--data-dir", str(data_dir)]
     assert cli.run(["rollback", *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -351,7 +350,7 @@ def test_rollback_leaves_newer_weights_behind(data_dir, capsys):
     assert saved(data_dir / "trainer")[0].step == 2
 
 
-def test_a_step_that_is_not_kept_or_a_node_that_runs_is_one_line(data_dir, capsys):
+def test_impossible_rollback_fails_with_one_line(data_dir, capsys):
     assert cli.run(["rollback", "77", "--data-dir", str(data_dir)]) == Unavailable.exit_code
     assert "available steps: 2" in capsys.readouterr().err
     with locked_data_dir(data_dir):

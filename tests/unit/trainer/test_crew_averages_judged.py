@@ -1,5 +1,5 @@
-"""Trainers of a real crew judge what another crew's stage would make of their policy, while they
-train: threads, sockets and all."""
+"""Trainers of a crew probe the average of another crew's stage while they train, with threads and
+sockets."""
 
 import contextlib
 import threading
@@ -34,7 +34,7 @@ def model(tmp_path):
 
 
 def only_wait(monkeypatch):
-    """A head does nothing but what a test asks of it, until it is to stop."""
+    """A head that runs only the calls of a test until it is stopped."""
     monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
@@ -98,9 +98,7 @@ async def crew(tmp_path, model):
                 trainer.stop()
 
 
-async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
-    tmp_path, model, monkeypatch
-):
+async def test_stages_receive_the_verdict_before_a_commit(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     verdicts, judge = [], stage_trainer._judge
 
@@ -118,7 +116,7 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
         for node in network.nodes:
             node.link.send_to_trainer(local.TakeSnapshot(b"s" * 16, 0, EVERYTHING))
             await until(lambda node=node: said(node, local.SnapshotWritten))
-            (ours,) = said(node, local.SnapshotWritten)  # of a partner that is exactly where we are
+            (ours,) = said(node, local.SnapshotWritten)  # of a partner with equal weights
             node.link.send_to_trainer(
                 local.ApplyPayload(b"s" * 16, 0, "peer", ours.outer_step, ours.path, EVERYTHING)
             )
@@ -136,7 +134,7 @@ async def test_every_stage_hears_what_an_average_does_before_it_takes_it(
         )
 
 
-async def test_an_exchange_after_the_crew_ended_is_refused_at_once(tmp_path, model, monkeypatch):
+async def test_exchange_after_the_crew_ended_is_refused(tmp_path, model, monkeypatch):
     only_wait(monkeypatch)
     ended = lambda node: [m for m in node.averaging if isinstance(m, local.ExchangeEnded)]
     async with crew(tmp_path, model) as (network, trainers, update):

@@ -1,5 +1,5 @@
-"""A head's calls: repeated with the next crew, cut smaller where memory is short, never twice for a
-step that was taken."""
+"""Calls of a head: repeated with the next crew, smaller if memory is short, never twice for a
+completed step."""
 
 import threading
 from dataclasses import replace
@@ -22,7 +22,7 @@ LINEAGE = b"l" * 32
 
 
 class Model:
-    """As much of a `CrewModel` as a call that reaches no crew needs."""
+    """The part of a `CrewModel` that a call without a crew needs."""
 
     text = SimpleNamespace(fingerprint=b"f" * 32)
     policy = SimpleNamespace(lora=LoraSettings())
@@ -32,7 +32,7 @@ class Model:
 class Crew:
     """The head of one crew. Its calls fail in turn with `errors`, then they succeed.
 
-    An error may be a pair (error, step): the crew has taken so many steps after it.
+    An error may be a pair (error, number of steps of the crew after it).
     """
 
     stages = 3
@@ -110,7 +110,7 @@ ENDED = (PeerError("stage 1 is gone"), False)
 LATE = (PeerTimeout("nothing arrived"), False)
 
 
-def test_a_call_is_repeated_with_the_next_crew_and_the_same_rows():
+def test_call_is_repeated_with_the_next_crew():
     crews = [Crew(ENDED), Crew(ENDED), Crew()]
     assert policy_of(*crews).score(ROWS, 1.0) == ["scored"] * 6
     assert [len(crew.calls) for crew in crews] == [1, 1, 1]
@@ -139,7 +139,7 @@ def test_scores_in_halves_until_a_single_row_does_not_fit():
     assert policy.statistics().oom_retries == 2
 
 
-def test_a_crew_that_was_too_slow_is_given_less_the_next_time():
+def test_slow_crew_gets_smaller_calls():
     crews = [Crew(LATE), Crew(LATE), Crew()]
     policy_of(*crews).score(ROWS, 1.0)
     sizes = [tokens for crew in crews for (tokens,) in crew.calls]
@@ -153,13 +153,13 @@ def test_a_crew_that_was_too_slow_is_given_less_the_next_time():
     ("after", "calls"),
     [(5, 1), (4, 1), (6, 0), (7, 0)],
 )
-def test_a_step_that_the_lost_crew_had_taken_is_not_taken_again(after, calls):
+def test_step_of_a_lost_crew_is_not_repeated(after, calls):
     lost, following = Crew(ENDED, step=5), Crew(step=after)
     assert policy_of(lost, following).update(some_rows("")).stepped
     assert (len(lost.calls), len(following.calls)) == (1, calls)
 
 
-def test_after_a_return_to_an_older_step_the_update_counts_from_there():
+def test_update_counts_from_the_restored_step():
     crews = [Crew(ENDED, step=5), Crew(ENDED, step=3), Crew(step=4)]
     assert policy_of(*crews).update(some_rows("")).stepped
     assert [len(crew.calls) for crew in crews] == [1, 1, 0]
@@ -197,13 +197,13 @@ def test_a_step_that_does_not_fit_is_cut_smaller():
         (("session", True), "refused"),
     ],
 )
-def test_a_step_that_is_refused_is_skipped_with_the_reason(refusal, skipped):
+def test_refused_step_is_skipped_with_its_reason(refusal, skipped):
     crew = Refusing(refusal)
     done = policy_of(crew).update(some_rows(""))
     assert (done.stepped, done.skipped, len(crew.calls)) == (False, skipped, 1)
 
 
-def test_peers_rows_that_stop_a_crew_s_step_are_left_out():
+def test_peers_rows_that_fail_a_step_are_excluded():
     policy, taken = policy_of(Crew()), []
 
     def learn(rows, indices, without, rate):
@@ -217,11 +217,12 @@ def test_peers_rows_that_stop_a_crew_s_step_are_left_out():
     assert taken == [([0, 1, 2, 3], frozenset()), ([0, 1], frozenset({1}))]
 
 
-# How long a head waits for its crew.
+# Time that a head waits for its crew.
 
 
 class Away(Runner):
-    """Of a crew that is complete after `together` seconds, and exists for `there` seconds."""
+    """The wait for a crew that is complete after `together` seconds and exists for `there`
+    seconds."""
 
     def __init__(self, together, there, clock):
         super().__init__(Crew(step=7))
@@ -254,7 +255,7 @@ def test_a_stage_may_take_an_hour_to_be_restored(clock, tmp_path):
     assert clock[0] >= 3600.0
 
 
-def test_without_a_crew_the_head_waits_for_a_bounded_time(clock, tmp_path):
+def test_wait_for_a_crew_is_bounded(clock, tmp_path):
     with pytest.raises(PeerTimeout, match="no crew for 660 s"):
         engine(Away(1e9, 1000.0, clock)).restore(tmp_path, torch.Generator())
     assert 1600.0 <= clock[0] < 1700.0

@@ -1,5 +1,4 @@
-"""What a head's copy of the whole policy is used for, and when it is not: a crew of one stage,
-whose steps the test takes."""
+"""Uses of a head's copy of the whole policy. The crew has one stage, whose steps the test takes."""
 
 import copy
 import threading
@@ -100,7 +99,7 @@ def ids(samples):
     return [c.ids for sample in samples for c in sample.completions]
 
 
-async def test_it_begins_with_the_base_and_is_used_until_it_is_too_old(one):
+async def test_copy_starts_as_the_base_and_expires(one):
     assert one.copy.status_fields(0) == {}, "nothing is built before it is needed"
     first = ids(one.sample(0))
     assert ids(one.sample(MAX_AGE)) == first
@@ -122,7 +121,7 @@ async def test_its_tokens_are_drawn_where_the_copy_is(one, monkeypatch):
     assert len(set(seeds)) == 2, "which is seeded from the caller's"
 
 
-async def test_lost_steps_are_not_sampled_from_and_are_fetched_again(
+async def test_lost_steps_are_fetched_again(
     one,
 ):
     one.sample(0)
@@ -163,9 +162,7 @@ async def test_numbers_that_are_not_finite_are_the_stages_matter(one):
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("an operator"), MemoryError()],
 )
-async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
-    one, monkeypatch, error
-):
+async def test_refresh_that_does_not_fit_is_skipped(one, monkeypatch, error):
     first, failed = ids(one.sample(0)), []
 
     def fails(*args):
@@ -186,7 +183,7 @@ async def test_a_refresh_that_does_not_fit_is_left_out_and_the_stage_goes_on(
     assert ids(one.sample(1)) != first
 
 
-async def test_samples_that_do_not_fit_are_the_stages_and_the_copy_is_given_up(one, monkeypatch):
+async def test_copy_is_dropped_if_samples_do_not_fit(one, monkeypatch):
     one.sample(0)
     tried = []
 

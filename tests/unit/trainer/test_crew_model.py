@@ -1,4 +1,4 @@
-"""What a crew can be of a model, known before any stage of it is built."""
+"""Properties of a crew that are known before a stage is built."""
 
 from contextlib import nullcontext
 
@@ -69,7 +69,7 @@ def stage_of(model, cut, index) -> Stage:
         ),
     ],
 )
-def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, stages, error, line):
+def test_unsplittable_model_is_refused_by_its_config(tmp_path, stages, error, line):
     shape = GraniteConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -87,9 +87,7 @@ def test_a_model_that_cannot_be_split_is_refused_by_its_config_alone(tmp_path, s
 
 
 @pytest.mark.parametrize("quantization", ["none", "8bit"])
-def test_a_policy_is_planned_whole_exactly_if_loading_accepts_it(
-    tmp_path, monkeypatch, quantization
-):
+def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quantization):
     shape = LlamaConfig(
         vocab_size=5000,
         hidden_size=64,
@@ -147,16 +145,14 @@ def test_checkpoint_free_recovery_warns_with_a_published_base(tmp_path, mode):
         ("checkfree", 4, 8, "set stages.recovery to copies"),
     ],
 )
-def test_a_recovery_that_a_crew_cannot_do_is_refused_with_the_remedy(
-    tmp_path, mode, stages, rank, match
-):
+def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, match):
     config = config_of(tmp_path, recovery=mode, stages=stages)
     adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
     with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
         pass
 
 
-def test_a_run_from_scratch_may_train_as_the_paper_does(tmp_path):
+def test_run_from_scratch_allows_paper_recoveries(tmp_path):
     config = config_of(tmp_path, recovery="checkfree+", stages=4)
     with local_directory(config.policy, fits=False) as directory:
         _copy_untrained(directory, tmp_path / "scratch")
@@ -191,7 +187,7 @@ def _copy_untrained(directory, target):
     AutoTokenizer.from_pretrained(directory).save_pretrained(target)
 
 
-def test_what_only_a_whole_policy_can_do_is_refused_with_the_remedy():
+def test_whole_policy_settings_name_the_remedy():
     check_trainable(
         PolicyConfig(), TrainingConfig(loss_type="gspo", options=["sequence_mis", "effective_rate"])
     )
@@ -269,8 +265,8 @@ def test_block_names_do_not_depend_on_the_cut(tmp_path, rank):
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, rank):
-    """A stage's memory is asked for before anything is computed: what its layers and its head take
-    of one row is in it, not ten times."""
+    """The memory of a stage is checked before any computation. It includes the layers and the head
+    for one row, once."""
     shape = LlamaConfig(
         vocab_size=5000,
         hidden_size=64,

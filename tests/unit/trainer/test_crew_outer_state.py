@@ -1,4 +1,4 @@
-"""Averaging's state is in a stage's own checkpoint, and a restored stage continues from both."""
+"""A stage's checkpoint contains the state of averaging, and a restored stage continues from it."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ class Node:
         return local.read_checkpoint()
 
     def come_back(self):
-        """As `StageRecovery.restore` does with the own checkpoint, without asking the others."""
+        """Restore the own checkpoint as `StageRecovery.restore` does, without other sources."""
         found = self.checkpoint()
         load_weights(self.stage.runtime, found.state.weights)
         source = RestoreSource("checkpoint", found.state.step)
@@ -96,7 +96,7 @@ class Node:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             worker.participant.step += 1
             worker._step(1.0, 1e-3)
-            # what is due is computed, and taken at the next step
+            # a due step is prepared here and committed at the next step
             settle(self.averaging.receive, self.sent)
             self.recovery._store.flush()
 
@@ -128,7 +128,7 @@ def with_momentum(outer):
     return {n: torch.ones_like(t) if n.startswith("delta.") else t for n, t in outer.items()}
 
 
-def test_a_restored_stage_continues_to_average_as_if_nothing_had_happened(node):
+def test_restored_stage_continues_to_average(node):
     first, control = node("a"), node("b")
     for each in (first, control):
         each.begin(with_momentum(each.averaging.tensors()))
@@ -149,7 +149,7 @@ def test_a_restored_stage_continues_to_average_as_if_nothing_had_happened(node):
     assert equal(again.averaging.tensors(), control.averaging.tensors())
 
 
-def test_without_a_state_of_averaging_the_slow_weights_are_the_stage_s_own(node):
+def test_slow_weights_default_to_the_stage_s_own(node):
     one = node()
     one.begin()
     one.train(3)
@@ -181,7 +181,7 @@ def test_a_state_of_averaging_of_other_layers_is_refused(node):
 
 
 def test_a_stage_adopts_no_state_of_another_crew(node):
-    """One stage with another crew's weights among stages with ours is no policy."""
+    """A crew whose stages have weights of different crews has no consistent policy."""
     one = node()
     one.begin()
     before = one.averaging.tensors()

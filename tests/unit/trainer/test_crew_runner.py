@@ -1,4 +1,4 @@
-"""One runner, one crew after another: what it reports, and what a failure does to the stage."""
+"""A runner through several crews: its reports, and the effect of failures on its stage."""
 
 import contextlib
 import threading
@@ -123,7 +123,7 @@ class Recovery:
 
 
 class Node:
-    """A runner with everything that it said."""
+    """A runner with all messages that it sent."""
 
     def __init__(self, build=FakeStage, recovery=None):
         self.sent, self.lacked, self.offered = [], [], []
@@ -226,7 +226,7 @@ def test_stage_is_used_only_while_active_and_not_suspended(node):
     assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
-def test_a_stage_whose_crew_ended_before_it_had_its_weights_is_built_again(node):
+def test_stage_without_weights_is_rebuilt(node):
     built, ready = [], []
     one = node(lambda assigned: built.append(assigned) or RealFollow(assigned))
     one.runner._on_ready = ready.append
@@ -258,7 +258,7 @@ def test_a_resumed_message_before_the_stage_is_active_counts(node):
     one.until(lambda: one.runner.may_average)
 
 
-def test_a_trainer_that_is_released_offers_what_it_has_and_leads_nothing(node):
+def test_released_trainer_offers_its_stage(node):
     one = node()
     one.runner.receive(assigned_to())
     one.phase("active")
@@ -316,7 +316,7 @@ def working(error):
         (MISSHAPEN, "the device: size mismatch", 0),
     ],
 )
-def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error, reason, short):
+def test_device_failure_does_not_end_the_process(node, where, error, reason, short):
     one = node(*where(error))
     assigned = assigned_to(step=5)
     one.runner.receive(assigned)
@@ -328,7 +328,7 @@ def test_a_device_failure_fails_the_stage_and_not_the_process(node, where, error
 
 
 @pytest.mark.parametrize("where", [restoring, working])
-def test_a_lost_peer_ends_the_crew_and_the_next_one_tries_again(node, where):
+def test_lost_peer_ends_only_its_crew(node, where):
     build, recovery = where(PeerError("stage 1 is gone"))
     one = node(build, recovery)
     one.runner.receive(assigned_to(step=5))
@@ -356,7 +356,7 @@ def test_a_fault_that_the_worker_found_is_reported_once(node):
     one.until(lambda: len(one.faults) == 2)
 
 
-def test_a_fault_of_the_last_crew_is_not_reported_while_the_next_one_loads(node):
+def test_fault_of_the_last_crew_is_not_reported_later(node):
     one = node()
     one.runner.receive(assigned_to())
     one.phase("active")
@@ -408,7 +408,7 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
 
 
 def test_while_weights_arrive_the_crew_is_shown_progress(node):
-    """The crew waits for a stage that is being restored as long as that makes progress."""
+    """The crew waits for a stage while its restoration makes progress."""
     one = node(FakeStage, Recovery())
     one.recovery.open = lambda assigned, stage: forever()
     one.runner.receive(assigned_to(step=3))
@@ -438,7 +438,7 @@ def test_member_stays_until_the_crew_ends(node):
 COPY = HeldBlock(LINEAGE, 0, 9, 5, "disk")
 
 
-def test_after_a_stage_that_did_not_fit_less_is_offered():
+def test_offers_less_after_a_stage_that_did_not_fit():
     sent = []
     cost = ModelCost(PartCost(1, 1), (PartCost(10, 1),) * 4, PartCost(2, 1))
     offering = TrainerOffer(b"m" * 32, Capacity(1000.0, 1.0), cost)

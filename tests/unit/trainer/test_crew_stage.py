@@ -1,4 +1,5 @@
-"""A stage across crews: the steps that it continues from, what it offers, and half a step."""
+"""A stage through several crews: the steps from which it continues, its offers, and incomplete
+steps."""
 
 import threading
 
@@ -84,7 +85,7 @@ async def take_step(stage, learning_rate=0.01):
 @pytest.mark.parametrize(
     ("own", "crew", "follows"), [(5, 5, True), (5, 6, True), (5, 7, False), (5, 4, False)]
 )
-def test_a_stage_continues_at_its_crew_s_step_and_when_one_step_behind(model, own, crew, follows):
+def test_stage_continues_up_to_one_step_behind(model, own, crew, follows):
     stage = stage_at(model, own)
     stage.source = "checkpoint"
     before = weights(stage)
@@ -143,7 +144,7 @@ async def test_new_crew_drops_old_gradients_only(stage):
     assert float(next(iter(optimizer.state.values()))["step"]) == 1
 
 
-async def test_a_step_that_has_begun_is_taken_even_if_the_crew_ends_meanwhile(stage):
+async def test_started_step_completes_after_the_crew_ended(stage):
     before, seen = weights(stage), []
     stage.optimizer.adam.register_step_pre_hook(
         lambda *_: seen.append(stage.optimizer.lock.locked())
@@ -156,7 +157,7 @@ async def test_a_step_that_has_begun_is_taken_even_if_the_crew_ends_meanwhile(st
     assert moved(stage, before) == pytest.approx(0.01, rel=1e-3), "Adam's first step is the rate"
 
 
-async def test_no_step_is_taken_faster_than_this_node_is_configured_for(stage, model):
+async def test_step_interval_is_respected(stage, model):
     before = weights(stage)
     await take_step(stage, learning_rate=1e6)
     assert moved(stage, before) == pytest.approx(model[0].training.learning_rate, rel=1e-2)
@@ -176,7 +177,7 @@ def no_memory(*_):
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("size mismatch")]
 )
-def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_path, error):
+def test_stage_with_a_failed_device_is_not_reused(model, tmp_path, error):
     config, crew = model
     said, offered, lacked, failed = [], [], [], threading.Event()
 
@@ -222,7 +223,7 @@ def test_a_stage_whose_device_failed_within_a_step_is_not_used_again(model, tmp_
 
 
 @pytest.mark.parametrize("kind", ["cuda", "cpu"])
-def test_a_stage_is_set_up_as_a_whole_policy_is(model, kind, monkeypatch):
+def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch):
     config, _ = model
     switched = []
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", switched.append)
@@ -253,9 +254,7 @@ async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_network_process_that_is_away_is_an_error_within_its_bound(
-    tmp_path, autojump_clock, monkeypatch
-):
+async def test_missing_network_process_is_a_bounded_error(tmp_path, autojump_clock, monkeypatch):
     started = trio.current_time()
     with pytest.raises(PeerError):
         await connect(assigned(socket=str(tmp_path / "stages.sock")), 0, "frames")

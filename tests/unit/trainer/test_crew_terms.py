@@ -1,5 +1,4 @@
-"""Nodes that would train differently never offer themselves to one crew; and a manifest says how
-its crews train."""
+"""Nodes with different training terms never share a crew; the manifest states how crews train."""
 
 import pytest
 
@@ -34,7 +33,7 @@ def test_whoever_trains_otherwise_names_another(sections):
     assert terms(**sections) != terms()
 
 
-def test_adapters_differ_by_rank_and_by_what_of_them_is_frozen():
+def test_adapters_differ_by_rank_and_frozen_matrix():
     ranks = {terms(policy={"lora": {"r": r}}) for r in (4, 8)}
     frozen = {
         terms(policy={"lora": {"r": 4}}, weights={"lora_a": a}) for a in ("shared", "trained")

@@ -1,5 +1,5 @@
-"""Trainers that hold a policy together: they learn as one that holds it whole, publish as any, and
-know when they need each other."""
+"""Trainers of a crew learn like a trainer of the whole policy, publish groups, and recover from
+losses."""
 
 import contextlib
 import math
@@ -29,7 +29,7 @@ from swarmnode.stages.policy_copy import MAX_AGE
 from swarmnode.stages.trainer import CrewPolicy, CrewTrainer, make_trainer
 from swarmnode.tasks.client import Scorer
 from swarmnode.trainer.batch import TrainingGroup, assemble
-from swarmnode.trainer.export_crew import find_copies
+from swarmnode.trainer.export import find_copies
 from swarmnode.trainer.judge import judge
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import SEQUENCE_MARGIN
@@ -104,8 +104,7 @@ def whole(model):
 
 
 def engine_of(trainer):
-    """The engine that the head's loop has, in its place: nobody else asks the head for anything
-    then."""
+    """Replace the loop of the head, and return its engine for calls of the test."""
     told = (
         trainer._config.training,
         trainer._model,
@@ -136,7 +135,7 @@ class Idle:
         monkeypatch.setattr(CrewTrainer, "_lead", lambda self, crew, scorer: self._stop.wait())
 
 
-async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, model):
+async def test_crew_learns_publishes_and_resumes(tmp_path, model):
     configs = make(tmp_path, model, 3, training={"max_steps": 24, "eval_every": 24})
     async with crew(tmp_path, configs, [1, 2, 1]) as (network, _):
         head = network.nodes[0]
@@ -176,7 +175,7 @@ async def test_a_crew_learns_publishes_and_goes_on_after_a_restart(tmp_path, mod
         )
 
 
-async def test_a_crew_s_step_is_that_of_the_whole_policy(tmp_path, model, monkeypatch):
+async def test_crew_step_equals_whole_policy_step(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4)
     policy = whole(model)
@@ -270,9 +269,9 @@ async def test_small_member_reduces_the_micro_batch(tmp_path, model, monkeypatch
         assert engine.statistics().oom_retries > retries, "what is only scored is cut likewise"
 
 
-async def test_a_step_is_never_cut_into_more_pieces_than_a_crew_takes(tmp_path, model, monkeypatch):
-    """A member that says that nothing is small enough ends no trainer: the step is given up like
-    any other that is refused."""
+async def test_number_of_pieces_of_a_step_is_bounded(tmp_path, model, monkeypatch):
+    """A member that reports that no piece is small enough ends no trainer; the step is skipped like
+    any refused step."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 12)
     for module in (
@@ -316,9 +315,7 @@ async def test_slow_stage_starts_with_small_micro_batches(tmp_path, model, monke
         assert not any(node.faults for node in network.nodes)
 
 
-async def test_what_a_crew_can_compute_is_measured_again_with_another_member(
-    tmp_path, model, monkeypatch
-):
+async def test_new_member_restarts_the_speed_measurement(tmp_path, model, monkeypatch):
     """A new member may be slower than the one before it."""
     Idle(monkeypatch)
     monkeypatch.setattr("swarmnode.stages.trainer.FIRST_TOKENS", 30)
@@ -367,9 +364,7 @@ async def test_long_completions_of_several_waves_form_one_group(tmp_path, model,
 
 
 @pytest.mark.parametrize("source", ["", "checkpoint", "neighbour"])
-async def test_a_run_that_lost_a_stage_ends_where_one_that_did_not_does(
-    tmp_path, model, monkeypatch, source
-):
+async def test_lost_stage_does_not_change_the_result(tmp_path, model, monkeypatch, source):
     """Two adjacent stages at once: from own checkpoints, or from the neighbours'; exactly."""
     Idle(monkeypatch)
     configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1}, weights={"rule": "noloco"})
@@ -433,12 +428,12 @@ def own_steps(trainer):
 
 
 def trained_copies(directory):
-    """Whether a copy of each stage is there that has taken a step."""
+    """Return True if every stage has a copy after at least one step."""
     found = find_copies(directory)
     return found is not None and not found.missing and all(found.steps.values())
 
 
-async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
+async def test_member_with_the_whole_policy_can_export_it(tmp_path, model):
     configs = make(tmp_path, model, 4, stages={"checkpoint_every": 1})
     keeper = 1
     configs[keeper] = config(
@@ -454,13 +449,11 @@ async def test_who_is_told_to_keep_the_policy_can_export_it(tmp_path, model):
     assert learnt.keys() == before.keys()
     moved = {name for name, tensor in learnt.items() if not torch.equal(tensor, before[name])}
     assert all(any(f".layers.{stage}." in name for name in moved) for stage in range(4))
-    with pytest.raises(Unavailable, match="no copy of"):
+    with pytest.raises(Unavailable, match="no checkpoint of"):
         export(configs[0], tmp_path / "other", merge=False)
 
 
-async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
-    tmp_path, model, monkeypatch
-):
+async def test_crew_recovers_the_adapter_of_a_lost_stage(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     adapter = {"lora": {"r": 4, "lora_alpha": 8}}
     settings = {
@@ -503,7 +496,7 @@ async def test_a_crew_trains_an_adapter_and_gets_a_lost_stage_s_part_of_it_back(
 
 
 def as_received(published, policy):
-    """What a node published, as another one has it."""
+    """Return a published group as another node receives it."""
     with Scorer() as scorer:
         prompts = [scorer.prompt(own.task) for own in published]
     told = lambda own: (
@@ -589,7 +582,7 @@ async def test_whole_node_accepts_groups_of_a_quantised_crew(tmp_path, model):
         assert [outcome for _, outcome in judged.outcomes] == ["used"] * 4
 
 
-async def test_a_head_s_calls_outlive_a_crew_and_end_with_its_lineage(tmp_path, model, monkeypatch):
+async def test_calls_outlive_a_crew_but_not_its_lineage(tmp_path, model, monkeypatch):
     Idle(monkeypatch)
     async with crew(tmp_path, make(tmp_path, model), [2, 2]) as (network, trainers):
         engine = engine_of(trainers[0])
@@ -647,7 +640,7 @@ async def test_policy_copy_of_the_head_outlives_a_member(tmp_path, model, monkey
                 taken.append(1)
 
         async def followed():
-            """Of a copy that is of this very step."""
+            """Groups that a copy of the present step has sampled."""
             with trio.fail_after(60):
                 while True:
                     samples = await in_thread(sample)
@@ -655,7 +648,8 @@ async def test_policy_copy_of_the_head_outlives_a_member(tmp_path, model, monkey
                         return samples
 
         async def apart(samples):
-            """Mean nats per token between what was recorded and what the crew says."""
+            """Return the mean difference in nats per token between recorded log-probabilities and
+            the crew's."""
             rows = [(one.prompt_ids, c.ids) for one in samples for c in one.completions]
             scored = await in_thread(engine.score, rows, 1.0)
             recorded = [c.logprobs for one in samples for c in one.completions]
@@ -722,7 +716,7 @@ def test_who_needs_a_crew(tmp_path, model):
     assert isinstance(make_trainer(config(tmp_path, model), Progress()), CrewTrainer)
 
 
-def test_what_no_crew_can_do_is_said_at_the_start(tmp_path, model):
+def test_impossible_settings_of_a_crew_fail_at_start(tmp_path, model):
     with pytest.raises(Refused, match="beta"):
         CrewTrainer(config(tmp_path, model, training={"beta": 0.1}), Progress()).run()
     with pytest.raises(DeviceError, match="one layer alone"):

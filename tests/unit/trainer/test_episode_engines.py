@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from swarmnode.config import Config, TaskConfig
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.rollouts.groups import actions
 from swarmnode.trainer.batch import assemble
@@ -234,7 +234,7 @@ def test_all_later_turns_go_to_the_rank_that_keeps_their_rows():
         generation.submit(Request(number, "12", continues=True))
     generation.finished(0)
     (there,) = [one.number for one in pool.submitted]
-    done = Finished(there, GroupSample([1], [Sampled([2], [0.0], "a", "eos")] * 3))
+    done = FinishedRequest(there, GroupSample([1], [SampledCompletion([2], [0.0], "a", "eos")] * 3))
     generation._done.append(done)
     assert generation.finished(0) == [done]
     for turn in (-1, -2, -3):

@@ -1,5 +1,5 @@
-"""Episodes: only what the policy sampled is learnt from, a turn goes on from the tokens before it,
-and a peer's episode is rebuilt from its actions."""
+"""Episodes: only sampled tokens are trained on, a turn continues from the tokens before it, and a
+peer's episode is rebuilt from its actions."""
 
 import contextlib
 import copy
@@ -18,8 +18,8 @@ from swarmnode.drops import TrainerDrops
 from swarmnode.errors import Unavailable
 from swarmnode.policy.engine.continuous import Continuous
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, Request
-from swarmnode.policy.generate import GroupSample, Sampled, Sampling
+from swarmnode.policy.engine.protocol import FinishedRequest, Request
+from swarmnode.policy.generate import GroupSample, SampledCompletion, Sampling
 from swarmnode.policy.load import load_policy
 from swarmnode.policy.logprobs import collate, logprobs_by, score, score_with_entropy
 from swarmnode.policy.micro import MicroBatcher
@@ -156,7 +156,7 @@ def sampler_of(policy, engine, scorer, drops=None, generations=4):
 # ---- between two actions ------------------------------------------------------------------------
 
 
-def test_an_observation_stands_as_the_template_writes_a_users_turn(policy):
+def test_observation_is_rendered_as_a_user_turn(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = QWEN2
     assert around_observations(tokenizer) == (
@@ -165,7 +165,7 @@ def test_an_observation_stands_as_the_template_writes_a_users_turn(policy):
     )
 
 
-def test_a_template_that_strips_thinking_is_refused_with_the_remedy(policy):
+def test_template_that_strips_thinking_is_refused(policy):
     tokenizer = copy.deepcopy(policy.tokenizer)
     tokenizer.chat_template = STRIPS_THINKING
     with pytest.raises(Unavailable, match=r"policy\.chat"):
@@ -349,15 +349,17 @@ def test_only_sampled_ids_are_scored(policy, way):
 
 
 def test_an_id_that_was_not_sampled_has_no_gradient(policy):
-    """The update is what it would be if those ids were part of longer prompts."""
+    """The update is the same as if those ids were part of longer prompts."""
     policy = policy.clone()
     cfg = TrainingConfig(learning_rate=1e-3, loss_type="dapo")
     old = score(policy, [MASKED, PLAIN], 1.0)
     sample = GroupSample(
         MASKED.prompt,
         [
-            Sampled(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
-            Sampled([30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"),
+            SampledCompletion(MASKED.completion, old[0], "", "eos", sampled=list(MASKED.sampled)),
+            SampledCompletion(
+                [30, 1], score(policy, [Row(MASKED.prompt, [30, 1])], 1.0)[0], "", "eos"
+            ),
         ],
     )
     rows = assemble([own_group(sample, [1.0, 0.0])], "grpo")
@@ -439,7 +441,9 @@ def test_rows_of_another_request_are_not_followed(policy):
 def test_a_cut_action_is_not_given_to_the_environment(policy):
     engine = Lockstep(
         lambda prompts, count: [
-            GroupSample([2, 3], [Sampled([30, 31], [-1.0, -1.0], "ab", "length")] * (count or 2))
+            GroupSample(
+                [2, 3], [SampledCompletion([30, 31], [-1.0, -1.0], "ab", "length")] * (count or 2)
+            )
             for _ in prompts
         ]
     )
@@ -459,7 +463,7 @@ def test_an_episode_ends_where_the_context_is_full(policy):
     assert any(episode.context_full for episode in group.sample.completions)
 
 
-def test_a_group_whose_environment_fails_is_given_up_and_others_go_on(policy):
+def test_failed_environment_ends_only_its_group(policy):
     engine = continuous(policy)
     drops = TrainerDrops()
     experience = sampler_of(policy, engine, Walk(fails=(2,)), drops)(2)
@@ -495,7 +499,7 @@ def test_the_sampler_trains_on_episodes_and_publishes_actions_only(policy, kind)
     assert experience.tokens == sum(row.tokens for g in experience.groups for row in g.rows)
 
 
-def test_the_oldest_token_of_an_episode_counts_for_its_age(policy):
+def test_oldest_token_determines_an_episode_s_age(policy):
     engine = continuous(policy, generations=8)
     episodes = Episodes(engine, policy, Walk())
     episodes.begin(0, REF, PROMPT)
@@ -586,7 +590,7 @@ def test_a_peers_episode_with_tools_is_rebuilt_as_its_author_wrote_it(policy):
     assert [row.prompt for row in judged_group.rows] == [row.prompt for row in own.rows]
 
 
-def test_a_peers_episode_in_another_tokenizer_is_read_as_text(policy, published):
+def test_episode_of_another_tokenizer_is_read_as_text(policy, published):
     _, message, observations = published
     judgement = judged(policy, external(policy, message, observations, tokenizer=b"x" * 32))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
@@ -617,5 +621,5 @@ def test_ids_that_end_a_turn_elsewhere_are_forged(policy, published):
 
 
 def test_what_is_no_episode_is_handed_on(policy):
-    one = Finished(7, GroupSample([1], [Sampled([2], [-1.0], "a", "eos")]))
+    one = FinishedRequest(7, GroupSample([1], [SampledCompletion([2], [-1.0], "a", "eos")]))
     assert Episodes(continuous(policy), policy, Walk()).play([one], 0) == ([one], [])

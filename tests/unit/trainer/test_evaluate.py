@@ -1,4 +1,4 @@
-"""Held-out evaluation: a budget of sampled tokens, and all of them counted."""
+"""Held-out evaluation: its token budget and its counters."""
 
 from types import SimpleNamespace
 
@@ -9,11 +9,11 @@ import trio
 from swarmnode.config import Config, TaskConfig, TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.link.server import LinkServer
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.process import Progress
 from swarmnode.tasks.client import Scored
 from swarmnode.tasks.frames import ScorerFailed
-from swarmnode.trainer.evaluate import Evaluation, HeldOut, evaluation_due
+from swarmnode.trainer.evaluate import Evaluation, HeldOutReward, evaluation_due
 from swarmnode.trainer.loop import Trainer
 from swarmnode.trainer.state import Counters
 from tests.support.network_side import NetworkSide
@@ -67,7 +67,7 @@ async def test_evaluations_are_delayed_and_counted(tmp_path):
 
 
 class Answers:
-    """Answers each question with as many tokens as its number says."""
+    """Answers each question with a number of tokens equal to the question's number."""
 
     def __init__(self):
         self.text = SimpleNamespace(fits=lambda prompt: True)
@@ -77,7 +77,9 @@ class Answers:
 
     def generate(self, prompts, sampling, rng):
         return [
-            GroupSample([1], [Sampled([2], [-0.1], "x", "eos")] * sampling.num_generations)
+            GroupSample(
+                [1], [SampledCompletion([2], [-0.1], "x", "eos")] * sampling.num_generations
+            )
             for _ in prompts
         ]
 
@@ -104,7 +106,7 @@ def held_out(*by_question):
     return evaluation(Answers(), Counters())
 
 
-def test_the_error_of_a_held_out_reward_is_over_questions():
+def test_held_out_error_is_over_questions():
     """Four completions of one question are no four measurements."""
     found = held_out([1.0] * 4, [0.0] * 4, [1.0, 1.0, 0.0, 0.0], [0.5] * 4)
     assert found.reward == pytest.approx(0.5)
@@ -113,10 +115,10 @@ def test_the_error_of_a_held_out_reward_is_over_questions():
 
 
 def test_one_question_has_no_error():
-    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOut(0.5, None)
+    assert held_out([1.0, 0.0, 1.0, 0.0]) == HeldOutReward(0.5, None)
 
 
-def test_a_held_out_question_that_cannot_be_scored_is_counted():
+def test_unscored_held_out_question_is_counted():
     task, drops = TaskConfig(names=["rg/gcd"], held_out_per_task=3), TrainerDrops().held_out
     scorer = Fixed([[1.0] * 4, [0.0] * 4, [1.0] * 4])
     evaluation = Evaluation(task, TrainingConfig(), scorer, drops)

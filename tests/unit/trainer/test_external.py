@@ -1,4 +1,4 @@
-"""When a step asks for others' groups, and how many of its own it then samples."""
+"""Requests for peers' groups, and the number of own groups that a step then samples."""
 
 from types import SimpleNamespace
 
@@ -16,8 +16,8 @@ from tests.support.groups import external_group
 
 
 class Link:
-    """Notes what it is asked in which order. answers: what comes, one after the other; then
-    nothing."""
+    """A link that records its calls in order. `answers` are the groups of each call; later calls
+    return none."""
 
     def __init__(self, *answers):
         self.calls = []
@@ -43,7 +43,7 @@ def external(room, *answers, **sharing):
 
 
 def own_group():
-    """What a step has sampled, as far as sharing looks at it."""
+    """Return an own group with the fields that sharing uses."""
     completions = [SimpleNamespace(token_ids=pack_ids([n, 9])) for n in range(2)]
     return SimpleNamespace(
         task=SimpleNamespace(id="t"), rewards=[0.0, 1.0], completions=completions
@@ -89,7 +89,7 @@ def drawn(*peers):
 
 
 @pytest.mark.usefixtures("_judged")
-def test_in_place_of_what_was_refused_a_step_draws_once_more():
+def test_step_replaces_refused_groups_once():
     groups, link = external(
         6, drawn(*"abcdefg", "honest", "honest2"), drawn("honest3", "a", "honest4", "b", "c", "d")
     )
@@ -125,5 +125,5 @@ def test_own_sampling_falls_with_used_groups_only(refused, sampled):
     for _ in range(20):
         judgement = groups.exchange([], policy_version=0)
         assert len(judgement.accepted) == 4
-        plan.learnt(groups.learnt(judgement, refused), [])
+        plan.observe(groups.learnt(judgement, refused), [])
     assert plan.own_groups == sampled

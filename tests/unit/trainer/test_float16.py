@@ -1,6 +1,6 @@
-"""float16, which a T4 and a V100 compute in: the loss is scaled, and an overflow costs one step.
+"""float16, the compute dtype of T4 and V100: the loss is scaled, and an overflow costs one step.
 
-On a CPU, by the code that runs on a GPU: accelerate's optimizer, torch's scaler, autocast.
+The tests run on a CPU with the code for GPUs: accelerate's optimizer, torch's scaler, autocast.
 """
 
 import math
@@ -52,7 +52,7 @@ def flat(policy):
     return torch.cat([p.detach().flatten().clone() for p in policy.trainable_parameters()])
 
 
-def test_the_model_computes_in_float16_and_its_weights_are_float32(policy):
+def test_computes_in_float16_with_float32_weights(policy):
     assert {p.dtype for p in policy.trainable_parameters()} == {torch.float32}
     seen = []
     head = policy.base.get_output_embeddings()
@@ -88,7 +88,7 @@ def test_the_scale_comes_back_after_steps_without_an_overflow(rows, monkeypatch)
 
 
 def test_the_scaled_update_is_that_of_float32(rows, policy):
-    """Weights after one step: Adam's first step is the sign of the gradient, so compare where it is
+    """Adam's first step is the sign of the gradient, so weights are compared where the gradient is
     not close to zero."""
     plain = load_policy(PolicyConfig(devices="cpu"))
     cfg = TrainingConfig(learning_rate=1e-3)
@@ -105,7 +105,7 @@ def test_the_scaled_update_is_that_of_float32(rows, policy):
     assert torch.cosine_similarity(moved, wanted, dim=0) > 0.95
 
 
-def test_a_loss_that_is_not_finite_is_not_called_an_overflow(policy, rows):
+def test_infinite_loss_is_not_an_overflow(policy, rows):
     rows.advantages.fill_(math.nan)
     done = Updater(policy, TrainingConfig(), MicroBatcher(4096)).update(rows)
     assert (done.stepped, done.skipped) == (False, "not_finite")

@@ -1,7 +1,7 @@
-"""Ranks and spread layers with real CUDA memory: skipped without a device. One card is enough.
+"""Ranks and spread layers with CUDA memory; skipped without a device. One GPU suffices.
 
-Two ranks share it by gloo, since NCCL takes one rank per card; NCCL itself is entered by one rank.
-Layers are spread over the CPU and the card.
+Two ranks share it through gloo, since NCCL allows one rank per GPU; one rank tests NCCL itself.
+Layers are spread over CPU and GPU.
 """
 
 import copy
@@ -17,7 +17,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.model import Policy
 from swarmnode.trainer import rank_pool, rank_process
 from swarmnode.trainer.batch import assemble
-from swarmnode.trainer.engine import cards_of, make_whole_policy
+from swarmnode.trainer.engine import card_uses, make_whole_policy
 from swarmnode.trainer.rank_pool import RankPool
 from swarmnode.trainer.ranks import DataParallelPolicy
 from swarmnode.trainer.state import Counters
@@ -56,7 +56,7 @@ def weights(policy):
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_two_ranks_on_one_card_take_the_steps_of_one(rank, groups, monkeypatch):
+def test_two_ranks_on_one_gpu_equal_one_rank(rank, groups, monkeypatch):
     monkeypatch.setattr(
         rank_pool.dist,
         "init_process_group",
@@ -129,7 +129,7 @@ def test_layers_on_two_devices_compute_what_one_does(rank, groups):
     dispatch_model(there.base, spread, main_device="cpu", force_hooks=True)
     assert there.is_spread
     assert {p.device.type for p in there.model.parameters()} == {"cpu", "cuda"}
-    assert [card.device for card in cards_of(there)] == ["cuda:0"]
+    assert [card.device for card in card_uses(there)] == ["cuda:0"]
     greedy = Sampling(2, 8, temperature=0.0)
     answers = [
         [

@@ -1,5 +1,4 @@
-"""The trainer on a real CUDA device, skipped where there is none: it learns, is restored, and finds
-out how much memory there is."""
+"""The trainer on a CUDA device: learning, restart, and memory limits. Skipped without a device."""
 
 import json
 
@@ -70,7 +69,7 @@ async def test_it_learns_in_bfloat16_and_is_restored(tmp_path):
     assert (fourth[-1].step, fourth[-1].device) == (65, "cuda:0")
 
 
-async def test_it_learns_in_float16_and_its_loss_scale_is_kept(tmp_path):
+async def test_learns_in_float16_and_saves_the_loss_scale(tmp_path):
     place = {"devices": "cuda", "dtype": "float16"}
     first = await train(tmp_path, policy=place, max_steps=60, eval_every=60, learning_rate=1e-3)
     assert (first[-1].device, first[-1].dtype) == ("cuda:0", "float16")
@@ -83,7 +82,7 @@ async def test_it_learns_in_float16_and_its_loss_scale_is_kept(tmp_path):
     assert second[-1].step == 62
 
 
-def test_an_overflow_on_the_card_skips_the_step_and_lowers_the_scale():
+def test_overflow_on_a_gpu_lowers_the_scale():
     policy = load_policy(PolicyConfig(devices="cuda", dtype="float16"))
     (group,) = generate(policy, ["What is 3 + 4?"], Sampling(4, 8), policy.random_generator(1))
     rows = assemble([own_group(group, [1.0, 0.0, 0.0, 1.0])], "grpo")
@@ -112,7 +111,7 @@ def allow():
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, allow):
+async def test_memory_limit_survives_a_restart(tmp_path, allow):
     allow(256 * 2**20)  # cuBLAS alone takes 32 MiB for each stream of each thread
     first = await train(tmp_path, policy={"devices": "cuda"}, max_steps=2, **LARGE)
     assert first[-1].step == 2
@@ -126,9 +125,9 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
     assert second[-1].oom_retries_total <= first[-1].oom_retries_total + 1
 
 
-async def test_a_card_too_small_for_the_policy_ends_in_one_line(tmp_path, allow):
+async def test_too_small_gpu_fails_with_one_line(tmp_path, allow):
     allow(2**10)
-    # not in what the allocator has left of other tests
+    # not in memory that the allocator has cached in other tests
     many = {**LARGE, "max_completion_length": 256}
     with pytest.raises(ExceptionGroup) as raised:
         await train(tmp_path, policy={"devices": "cuda"}, max_steps=1, **many)

@@ -1,5 +1,5 @@
-"""What averaging and saving take of the machine's memory is asked for before it is taken: the
-kernel ends who takes too much."""
+"""Averaging and saving check the host memory before they use it, since the kernel kills a process
+that exceeds it."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_an_adapter_fits_where_all_weights_do_not(free):
     engine.check_host_memory(config.policy, config.weights, 8_798_208, CPU)
 
 
-def test_a_further_rank_needs_weights_and_gradients_but_no_moments(free):
+def test_other_ranks_need_no_moments(free):
     config = Config.model_validate({"weights": {"rule": "off"}})
     free(12)
     engine.check_host_memory(config.policy, config.weights, HALF_A_BILLION, CPU)

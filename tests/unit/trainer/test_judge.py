@@ -1,5 +1,4 @@
-"""What a drawn group may become: trained on at its weight, or judged and left out; never an
-exception."""
+"""A peer's group is trained on with its weight, or refused; it never raises an exception."""
 
 import math
 from dataclasses import replace
@@ -91,7 +90,7 @@ def judged(policy, group, checks=CHECKS):
     )
 
 
-def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sample):
+def test_honest_group_has_full_weight_and_the_sender_s_ids(policy, sample):
     judgement = judged(policy, external(policy, sample))
     assert [outcome for _, outcome in judgement.outcomes] == ["used"]
     (group,) = judgement.accepted
@@ -101,7 +100,7 @@ def test_an_honest_group_is_used_at_full_weight_with_the_sender_s_ids(policy, sa
         assert ours == pytest.approx(theirs.logprobs, abs=1e-4)
 
 
-def test_a_sender_surer_than_we_are_is_weighed_down_and_never_up(policy, sample):
+def test_correction_only_lowers_weights(policy, sample):
     loose = ExternalChecks(spot_check_tolerance=10.0)
     surer = judged(policy, external(policy, sample, shift=0.1), loose).accepted[0].weights
     much_surer = judged(policy, external(policy, sample, shift=5.0), loose).accepted[0].weights
@@ -121,9 +120,8 @@ def test_logprobs_of_a_far_policy_fail_the_spot_check(policy, sample):
     assert [outcome for _, outcome in judgement.outcomes] == ["spot_check"]
 
 
-def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
-    """A liar that computes what our policy gives to a text that it made up: the numbers agree, and
-    nobody sampled it."""
+def test_invented_text_with_true_logprobs_is_surprising(policy, sample):
+    """A peer that reports correct log-probabilities of a text that it invented."""
     made_up = [policy.tokenize_completion(text, "eos") for text in ("zQ9", "Kx7", "qZ4", "Wv3")]
     logprobs = score(policy, [(sample.prompt_ids, ids) for ids in made_up], 1.0)
     completions = [
@@ -138,7 +136,7 @@ def test_a_made_up_text_with_true_logprobs_is_too_surprising(policy, sample):
     )
 
 
-def test_ids_that_do_not_spell_the_rewarded_text_are_caught(policy, sample):
+def test_ids_must_spell_the_rewarded_text(policy, sample):
     texts = [c.text for c in sample.completions]
     texts[2] = texts[2] + "7"
     judgement = judged(policy, external(policy, sample, texts=texts))
@@ -162,8 +160,8 @@ def test_text_that_our_tokenizer_cannot_spell_is_untokenizable(policy, sample):
 
 
 def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
-    """Text that nobody sampled, as `sample` would hold it; the log-probabilities are those of a
-    sender that is sure of itself."""
+    """Return an invented text in the form of a sample, with the log-probabilities of a confident
+    sender."""
     completions = []
     for text in texts:
         ids = policy.tokenize_completion(text, "eos")
@@ -186,9 +184,7 @@ def made_up(policy, sample, texts=("zQ9~", "Kx7{", "qZ4|", "Wv3}")):
         ({"temperature": 0.001}, "temperature"),
     ],
 )
-def test_made_up_text_is_refused_whatever_its_sender_claims_or_leaves_out(
-    policy, sample, claims, refused
-):
+def test_invented_text_is_refused_for_all_claims(policy, sample, claims, refused):
     assert [
         outcome
         for _, outcome in judged(
@@ -209,7 +205,7 @@ def test_rejects_false_log_probabilities_of_honest_text(policy, sample):
         assert [outcome for _, outcome in judged(policy, group).outcomes] == ["spot_check"]
 
 
-def test_one_made_up_winner_among_honest_losers_takes_its_group_with_it(policy, sample):
+def test_invented_best_completion_refuses_the_group(policy, sample):
     diluted = type(sample)(
         sample.prompt_ids,
         [*made_up(policy, sample, ["#<answer>2</answer>"]).completions, *(4 * sample.completions)],
@@ -218,7 +214,7 @@ def test_one_made_up_winner_among_honest_losers_takes_its_group_with_it(policy, 
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["surprise"]
 
 
-def test_a_made_up_loser_weighs_nothing_and_costs_its_group_nothing(policy, sample):
+def test_invented_worse_completion_has_weight_0(policy, sample):
     diluted = type(sample)(
         sample.prompt_ids,
         [*(4 * sample.completions), *made_up(policy, sample, ["#<answer>5</answer>"]).completions],
@@ -232,8 +228,7 @@ def test_a_made_up_loser_weighs_nothing_and_costs_its_group_nothing(policy, samp
 
 
 def test_a_lucky_right_answer_survives(policy, sample):
-    """The least likely of two thousand completions that our own policy has sampled, as the only one
-    rewarded."""
+    """The least likely of two thousand completions of the own policy is the only rewarded one."""
     (many,) = generate(policy, [PROMPT], Sampling(2000, 8), policy.random_generator(5))
     luckiest = min(
         (c for c in many.completions if not policy.hides(c.ids)),
@@ -257,8 +252,8 @@ def test_special_tokens_hidden_in_ids_are_refused(policy, sample):
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["special_ids"]
 
 
-def test_a_special_token_that_the_text_spells_is_trained_on(policy, sample):
-    """As models write them that open channels or call tools."""
+def test_spelled_special_token_is_trained_on(policy, sample):
+    """For models that open channels or call tools."""
     mark = policy.tokenizer.convert_tokens_to_ids("<reply>")
     assert policy.tokenizer.added_tokens_decoder[mark].special
     ids = [[mark, *c.ids[:1], mark, *c.ids[1:]] for c in sample.completions]
@@ -283,7 +278,7 @@ def test_a_special_token_that_the_text_hides_is_forged(policy, sample):
     assert [outcome for _, outcome in judged(policy, group).outcomes] == ["forged_ids"]
 
 
-def test_a_group_that_does_not_fit_into_memory_costs_that_group(policy, sample):
+def test_group_that_does_not_fit_is_refused_alone(policy, sample):
     long = policy.tokenize_completion("1" * 150, "length")
     tricked = type(sample)(
         sample.prompt_ids,
@@ -327,7 +322,7 @@ def test_a_group_longer_than_our_context_is_refused(policy, sample, tokenizer):
 
 
 class Panic(BaseException):
-    """As a Rust library raises it, which is no Exception."""
+    """A panic of a Rust library, which is not an Exception."""
 
 
 @pytest.mark.parametrize(
@@ -381,7 +376,7 @@ def test_scores_that_are_not_numbers_cost_their_group(policy, sample, place, val
     assert [outcome for _, outcome in judgement.outcomes] == ["used", "no_gradient"]
 
 
-def test_an_engine_that_is_gone_is_no_group_s_fault(policy, sample):
+def test_lost_engine_does_not_refuse_a_group(policy, sample):
     def score_rows(rows, temperature):
         raise EngineGone("another node is the head now")
 
@@ -408,7 +403,7 @@ def test_ids_outside_the_vocabulary_are_untokenizable(policy, sample):
     assert [outcome for _, outcome in judgement.outcomes] == ["untokenizable"]
 
 
-def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
+def test_logprobs_are_compared_at_the_sender_s_temperature(policy):
     cool = generate(policy, [PROMPT], Sampling(4, 8, 0.5), policy.random_generator(2))[0]
     group = external(policy, cool, temperature=0.5)
     strict = ExternalChecks(spot_check_tolerance=0.001)
@@ -418,7 +413,7 @@ def test_a_sender_s_temperature_is_the_one_it_is_checked_at(policy):
 
 
 def refusing(liars, batches):
-    """What judges by name, and records how many groups it was given at a time."""
+    """A judge by peer name that records the number of groups of each call."""
 
     def judged(groups):
         batches.append(len(groups))
@@ -454,7 +449,7 @@ def test_refused_groups_take_no_place_from_others():
         ("abc", "", [], "abc"),  # nobody has more
     ],
 )
-def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked, accepted):
+def test_refused_groups_are_replaced_once(there, drawn, asked, accepted):
     counts = []
 
     def more(count):
@@ -467,7 +462,7 @@ def test_in_place_of_what_was_refused_others_are_drawn_once(there, drawn, asked,
     assert "".join(group.peer for group in judgement.accepted) == accepted
 
 
-def test_what_a_full_step_has_not_looked_at_is_left():
+def test_full_step_returns_groups_that_were_not_judged():
     groups = [external_group(peer, number) for number, peer in enumerate("abcdefgh")]
     batches = []
     judgement, left = judge_until_full(groups, 6, refusing(set(), batches))
@@ -476,7 +471,7 @@ def test_what_a_full_step_has_not_looked_at_is_left():
     assert batches == [6]
 
 
-def test_one_peer_has_at_most_half_of_a_steps_room():
+def test_one_peer_fills_at_most_half_of_a_step():
     groups = [external_group("a", number) for number in range(5)] + [external_group("b", 9)]
     judgement, left = judge_until_full(groups, 6, refusing(set(), []))
     assert [group.peer for group in judgement.accepted] == list("aaab")
@@ -488,9 +483,9 @@ def test_without_room_nothing_is_judged():
     assert judge_until_full(groups, 0, refusing(set(), [])) == (Judgement(), groups)
 
 
-def test_a_group_of_whose_best_completions_none_is_left_is_refused(policy, sample):
-    """Its author claims to be sure of what we find very unlikely: nothing in it is worth a
-    gradient."""
+def test_group_without_a_best_completion_is_refused(policy, sample):
+    """The sender reports high probabilities of text that is very unlikely here, so that every
+    weight is 0."""
     group, loose = external(policy, sample), ExternalChecks(spot_check_tolerance=1e9)
     likely = [c.logprobs for c in sample.completions]
     unlikely = [[x - 5.0 for x in row] for row in likely]
@@ -529,7 +524,7 @@ def test_improbable_first_token_teaches_nothing(policy, sample):
     assert [outcome for _, outcome in judged(policy, group, loose).outcomes] == ["surprise"]
 
 
-def test_what_strangers_write_and_we_do_not_is_not_learnt(policy, sample):
+def test_peers_marks_are_not_learnt(policy, sample):
     group = external(policy, sample)
     quota, score_rows = TokenQuota(), partial(MicroBatcher(4096).score_with_entropy, policy)
     for _ in range(200):

@@ -1,5 +1,5 @@
-"""The trainer over a real link, a real scorer and the embedded policy: it learns, uses what peers
-send, stops, and resumes."""
+"""The trainer with a real link, a real scorer and the embedded policy: learning, peers' groups,
+stop and resume."""
 
 import itertools
 import threading
@@ -88,7 +88,7 @@ async def test_a_lone_trainer_learns_and_publishes_what_says_something(tmp_path)
         assert len(group.rewards) == len(group.completions) == 8
 
 
-async def test_with_train_once_or_by_itself_a_node_samples_whole_batches(tmp_path):
+async def test_samples_whole_batches_without_replay(tmp_path):
     for name, sharing, options in (("once", True, ["train_once"]), ("alone", False, [])):
         network = NetworkSide()
         await train(tmp_path / name, network, sharing, max_steps=12, options=options)
@@ -182,7 +182,7 @@ async def test_a_step_is_one_line_of_a_terminal(tmp_path):
     assert all(0.0 <= reward <= 1.0 for reward in rewards.values())
 
 
-async def test_stop_ends_a_trainer_that_still_waits_for_its_identity(tmp_path):
+async def test_stop_ends_the_wait_for_the_identity(tmp_path):
     (tmp_path / "run").mkdir()
     trainer = Trainer(Config.model_validate({"node": {"data_dir": tmp_path}}), Progress())
     done = threading.Event()

@@ -1,5 +1,4 @@
-"""What `swarmnode eval` measures, with the embedded policy and a scorer that knows what it will be
-asked."""
+"""`swarmnode eval` with the embedded policy and a fixed scorer."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ CPU = PolicyConfig(devices="cpu", threads=1)
 
 
 class Scorer:
-    """Asks one question again and again; the first answer, which is the greedy one, and every
+    """Asks the same question repeatedly. The first answer, which is the greedy one, and every
     fourth of the others are right."""
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class Scorer:
         ]
 
 
-def test_greedy_and_pass_at_k_are_means_over_the_questions() -> None:
+def test_greedy_and_pass_at_k_average_over_questions() -> None:
     scorer = Scorer()
     found = measure(
         load_policy(CPU),
@@ -77,7 +76,7 @@ def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
     )
     with pytest.raises(
         Unavailable,
-        match=r"holds an adapter without adapter_model.safetensors, and nothing else is read",
+        match=r"holds an adapter without adapter_model.safetensors, the only format that is read",
     ):
         open_model(CPU.model_copy(update={"model": str(tmp_path / "adapter")}))
 

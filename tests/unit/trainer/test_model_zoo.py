@@ -120,7 +120,7 @@ def from_peer(policy, prompt):
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("option", ["lockstep", "continuous"])
 @pytest.mark.parametrize("kind", sorted(CONFIGS.keys() - REFUSED))
-def test_a_peer_s_group_is_learnt_from_beside_own_ones(directory, kind, option, lora):
+def test_trains_on_peer_and_own_groups(directory, kind, option, lora):
     cfg = opened(directory(kind), lora)
     policy = load_policy(cfg)
     try_loaded(cfg, policy, TrainingConfig(max_completion_length=TOKENS))

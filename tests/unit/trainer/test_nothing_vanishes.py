@@ -1,4 +1,4 @@
-"""A whole trainer of which nothing is learnt, shared or read: its reports say so, and health shows
+"""A trainer that trains on nothing, shares nothing or reads nothing reports it, and health shows
 it."""
 
 import json
@@ -36,8 +36,8 @@ def _one_thread():
 
 
 async def train(data_dir, **training):
-    """Train on a task of which more than half of the groups have a signal, so that hardly any step
-    is without one."""
+    """Train on a task in which more than half of the groups are useful, so that almost every step
+    has a useful group."""
     network = NetworkSide()
     (data_dir / "run").mkdir(exist_ok=True, parents=True)
     config = Config.model_validate(
@@ -122,7 +122,7 @@ def test_nothing_sampled_has_no_lengths():
     assert set(loop.completion_lengths([]).values()) == {None}
 
 
-async def test_what_a_grpo_user_looks_at_is_in_every_line(tmp_path):
+async def test_every_line_has_the_usual_grpo_metrics(tmp_path):
     await train(tmp_path, max_steps=2, beta=0.1, eval_every=1, options=["train_once"])
     lines = [json.loads(line) for line in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
     for line in lines:

@@ -1,5 +1,4 @@
-"""The engine whose requests come and go, through whole steps: sampling, scoring, updates, the
-canary."""
+"""The continuous engine through whole steps: sampling, scoring, updates, canary."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Signs of progress come from inside everything that takes long, so that a silence is one."""
+"""All long operations report progress, so that silence means a hang."""
 
 import itertools
 import os
@@ -41,7 +41,7 @@ def engine():
     return made, calls
 
 
-def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
+def test_generation_scoring_and_update_report_progress(engine):
     engine, calls = engine
     (sample,) = engine.generate([PROMPT], Sampling(8, 8), engine.random_generator(0))
     steps = max(len(c.ids) for c in sample.completions)
@@ -56,7 +56,7 @@ def test_generation_scoring_and_an_update_say_that_they_go_on(engine):
     assert len(calls) >= 2 * scoring - 1, "backward as well as forward"
 
 
-def test_a_head_that_is_run_in_pieces_says_so_after_every_piece(engine, monkeypatch):
+def test_head_reports_progress_after_every_piece(engine, monkeypatch):
     """With a vocabulary of 152,000 it takes longer than all layers: silent, it was ended as hung in
     its first step."""
     engine, calls = engine
@@ -72,7 +72,7 @@ def test_a_head_that_is_run_in_pieces_says_so_after_every_piece(engine, monkeypa
     assert len(calls) >= whole + 2 * (pieces - 1), "forward, and computed again or backward"
 
 
-def test_a_cpu_trains_in_small_pieces_and_samples_in_large_ones(engine):
+def test_cpu_trains_in_smaller_pieces_than_it_samples(engine):
     engine, _ = engine
     assert engine.statistics().micro_batch_tokens == 4096 < engine.statistics().generation_tokens
 
@@ -88,7 +88,7 @@ def test_an_evaluation_says_that_it_goes_on(engine):
     assert len(calls) >= 8
 
 
-def test_the_pipe_gets_one_line_a_second_however_often_it_is_called(monkeypatch):
+def test_progress_pipe_gets_one_line_per_second(monkeypatch):
     read, write = os.pipe()
     monkeypatch.setenv(process.PROGRESS_FD, str(write))
     progress = Progress()
@@ -105,7 +105,7 @@ def test_the_pipe_gets_one_line_a_second_however_often_it_is_called(monkeypatch)
     assert all(b'"training"' in line for line in lines)
 
 
-async def test_a_model_for_which_an_evaluation_takes_long_is_never_silent(tmp_path, monkeypatch):
+async def test_long_evaluation_reports_progress(tmp_path, monkeypatch):
     """From the first evaluation on every pass is slow, as a large model's on a CPU is; a phase
     takes far longer than the longest silence."""
     monkeypatch.setattr(process, "ALIVE_SECONDS", 0.05)

@@ -1,5 +1,4 @@
-"""Which question a node asks next, in swarms with and without a choice. pytest
-tests/unit/trainer/test_questions.py"""
+"""The series of questions, in swarms with and without a choice."""
 
 from collections import Counter
 
@@ -50,7 +49,7 @@ def test_choice_covers_all_tasks_and_difficulties_evenly():
         assert not is_evaluation(ref.seed)
 
 
-def test_the_same_number_after_a_restart_is_the_same_question():
+def test_number_determines_the_question():
     assert series(curriculum=True)[1][:5] == series(curriculum=True)[1][:5]
 
 

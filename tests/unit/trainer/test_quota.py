@@ -1,4 +1,4 @@
-"""Strangers teach a token about as often as own rewarded answers have it."""
+"""Peers teach a token about as often as own rewarded answers contain it."""
 
 import random
 
@@ -25,7 +25,7 @@ def test_a_mark_of_strangers_alone_is_not_learnt():
     assert marks_taken(quota_after(200), 200) <= 6
 
 
-def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
+def test_own_answers_bound_how_often_a_token_is_taught():
     quota = quota_after(500, marked=0.2)
     rng, taken, marked = random.Random(2), 0, 0
     for _ in range(2000):
@@ -36,7 +36,7 @@ def test_a_token_of_own_answers_is_learnt_as_often_as_they_have_it():
     assert taken > 800, "what strangers write without the mark is learnt"
 
 
-def test_a_common_token_in_an_unusual_place_is_a_mark():
+def test_common_token_in_an_unusual_place_is_a_mark():
     """A zero is in half of the right answers, and begins none."""
     quota, rng = TokenQuota(), random.Random(0)
     for _ in range(200):
@@ -68,7 +68,7 @@ def test_honest_answers_are_learnt():
 
 @pytest.mark.parametrize("length", [4, 64, 300])
 def test_most_honest_answers_of_any_length_are_learnt(length):
-    """Words of a language: some tokens are in most answers, thousands in one or two."""
+    """A natural distribution of tokens: some are in most answers, thousands in one or two."""
     quota, rng = TokenQuota(), random.Random(1)
     weights = [1 / (rank + 2.7) for rank in range(5000)]
     answers = [rng.choices(range(5000), weights, k=length) for _ in range(800)]

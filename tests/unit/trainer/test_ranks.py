@@ -1,5 +1,8 @@
-"""Several ranks compute what one computes: the same weights after the same steps, and the same
-answers at temperature 0. On CPUs by gloo; each module starts its ranks once."""
+"""Several ranks compute the same as one: equal weights after equal steps, and equal answers at
+temperature 0.
+
+They run on CPUs through gloo; each module starts its ranks once.
+"""
 
 import functools
 
@@ -21,8 +24,8 @@ pytestmark = pytest.mark.slow
 PROMPTS = [f"What is {a} + {b}?" for a, b in [(3, 4), (15, 6), (7, 8), (9, 10), (2, 2), (31, 5)]]
 STEPS = 4
 EPSILON = 1e-5
-"""AdamW's. With 1e-8, the first step of a weight whose gradient is 2e-9 is made of rounding: ranks
-add gradients up in another order. Gradients that matter here are about 3e-3."""
+"""AdamW's epsilon. With 1e-8, rounding would decide the first step of a weight whose gradient is
+2e-9, since ranks sum gradients in another order. Relevant gradients are about 3e-3."""
 
 
 def configured(count, **sections):

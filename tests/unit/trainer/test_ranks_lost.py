@@ -1,5 +1,5 @@
-"""A rank that runs out of memory costs a smaller micro-batch. One that ends or hangs ends the
-trainer with one line, and the next one continues from the saved state."""
+"""A rank that runs out of memory gets a smaller micro-batch. A rank that ends or hangs ends the
+trainer with one line, and the next trainer continues from the saved state."""
 
 import multiprocessing
 import os
@@ -78,13 +78,13 @@ def test_a_rank_that_hangs_is_named_within_its_deadline(fixture, groups):
     engine = fixture.engine()
     fixture.pool.silence_seconds = 2.0
     os.kill(fixture.pool._ranks[1].process.pid, signal.SIGSTOP)
-    with pytest.raises(RankLost, match=r"^rank 1 \(cpu\) has done nothing for 2 seconds$"):
+    with pytest.raises(RankLost, match=r"^rank 1 \(cpu\) has made no progress for 2 seconds$"):
         engine.update(assemble(groups, "grpo"))
     fixture.pool.close()
     assert not ranks(), "it is ended all the same"
 
 
-def test_a_rank_that_cannot_load_says_why_in_one_line(fixture):
+def test_rank_that_cannot_load_reports_one_line(fixture):
     config = configured(2, policy={"model": "/no/such/model"})
     pool = RankPool(config, [torch.device("cpu")] * 2)
     with pytest.raises(DeviceError, match=r"^rank 1: policy\.model '/no/such/model': no such dir"):

@@ -1,5 +1,5 @@
-"""Every recipe: its figures are the plan's, and with its architecture shrunk it samples, learns and
-is cut where it should be."""
+"""Every recipe: its figures agree with the plan, and with a small model of its architecture it
+samples, learns and splits."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def text_of(name):
     return (resources.files("swarmnode") / "recipes" / f"{name}.toml").read_text()
 
 
-def shape_of(model):
+def model_shape(model):
     size = re.search(r"-([\d.]+B)-", model)[1]
     hidden, intermediate, layers, heads, keys, tied = SHAPES[size]
     return Shape.of_config(
@@ -60,7 +60,7 @@ def shape_of(model):
     )
 
 
-def test_there_are_recipes_for_a_cpu_and_for_small_and_large_cards():
+def test_recipes_for_cpu_and_gpus_exist():
     assert {name.partition("-")[0] for name in NAMES} == {"cpu", "8gb", "24gb", "80gb"}
     assert {settings.load(recipe=name).config.policy.model for name in NAMES} == {
         f"Qwen/Qwen2.5-{size}-Instruct" for size in SHAPES
@@ -74,7 +74,7 @@ def test_its_figures_are_the_plans(name):
     where = policy.device if policy.device != "auto" else "cuda"
     method = Method(where, policy.dtype, policy.lora.r, None, policy.optim, checkpointing=True)
     shape, length, card = (
-        shape_of(policy.model),
+        model_shape(policy.model),
         PROMPT + training.max_completion_length,
         int(re.search(r"(\d+)gb", name)[1]) if where == "cuda" else 8,
     )
@@ -103,7 +103,8 @@ def test_a_recipe_can_be_looked_at(capsys):
 
 @pytest.fixture(scope="module")
 def shrunk(tmp_path_factory):
-    """Qwen2 in small, with byte-level BPE made of this page and Qwen's turns."""
+    """A small Qwen2 with a byte-level BPE tokenizer trained on this file, and Qwen's chat
+    template."""
     directory = tmp_path_factory.mktemp("qwen2")
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer, raw.decoder = (
@@ -137,8 +138,8 @@ def shrunk(tmp_path_factory):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_with_a_shrunken_model_it_samples_cuts_and_learns(name, shrunk, tmp_path):
-    """As written, but for the model, a CPU (so float32, moments in 32 bits) and answers of 160
-    tokens at most."""
+    """The recipe with a small model on a CPU (float32, 32-bit moments) and answers of at most 160
+    tokens."""
     said = [
         f"policy.model={json.dumps(str(shrunk))}",
         "policy.devices=cpu",
@@ -190,7 +191,7 @@ def test_recipe_overrides_stored_settings_only(tmp_path):
     assert resolved.origins["training.learning_rate"] == "recipe 24gb-7b-lora"
 
 
-def test_recipes_are_listed_and_an_unknown_one_is_one_line(capsys):
+def test_recipes_are_listed(capsys):
     assert run(["recipes"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert "24gb-7b-lora     An adapter for a 7 B model, on a card of 24 GB." in listed
@@ -239,9 +240,7 @@ def test_what_does_not_suit_a_real_model_is_named(said, warnings):
         ("cpu", "2.13.0+cpu", True, False),
     ],
 )
-def test_a_gpu_that_torch_is_not_built_for_is_named(
-    tmp_path, monkeypatch, device, build, driver, warned
-):
+def test_names_a_gpu_without_torch_support(tmp_path, monkeypatch, device, build, driver, warned):
     if driver:
         (tmp_path / "version").touch()
     monkeypatch.setattr(settings.metadata, "version", lambda package: build)
@@ -282,7 +281,7 @@ def test_too_large_recipe_error_names_a_fitting_one(name, free, also, monkeypatc
     assert policy.model in line
     assert also in line
     assert (
-        "`swarmnode recipes` lists settings for smaller cards, `swarmnode plan` says what fits"
+        "`swarmnode recipes` lists settings for smaller GPUs, `swarmnode plan` shows what fits"
         in line
     )
 

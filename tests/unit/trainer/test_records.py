@@ -1,5 +1,4 @@
-"""Steps and samples on disk: what a line has, that the files are bounded, and that a disk that
-takes nothing costs lines alone."""
+"""Steps and samples on disk: their content, the bound of the files, and a failing disk."""
 
 import json
 
@@ -37,7 +36,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_per_step_and_the_first_completions_of_one_group(tmp_path):
+def test_records_steps_and_first_completions(tmp_path):
     kept = Records(tmp_path)
     kept.step(1000.0, REPORT)
     kept.sample(own_sample(1000.0, 7, "gcd of 51 and 34?", group(text="x" * 9000)))
@@ -71,7 +70,7 @@ def test_an_episode_is_kept_as_a_conversation(tmp_path):
     assert "20 turns left out" in cut.turns[samples.PAGE_TURNS // 2].observation
 
 
-def test_both_files_are_bounded_and_go_on_after_a_restart(tmp_path, monkeypatch):
+def test_record_files_are_bounded_and_survive_a_restart(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "STEPS_BYTES", 10_000)
     monkeypatch.setattr(records, "SAMPLES_BYTES", 10_000)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Useful groups of the last steps, and when they are trained on again."""
+"""Useful groups of recent steps, and when they are replayed."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.trainer import replay
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.plan import StepPlan
-from swarmnode.trainer.replay import RARE, SMOOTHING, STEPS, USES, ReplayBuffer, lacking
+from swarmnode.trainer.replay import RARE, SMOOTHING, STEPS, USES, ReplayBuffer, missing_groups
 from swarmnode.trainer.state import Counters
 
 
@@ -31,17 +31,17 @@ def names(groups):
 
 def test_what_taught_nothing_is_not_kept():
     kept = ReplayBuffer()
-    kept.keep([group(1), group(2, 0.5, 0.5), group(3, 1.0, 0.0, peer="a")], step=0)
+    kept.store([group(1), group(2, 0.5, 0.5), group(3, 1.0, 0.0, peer="a")], step=0)
     assert sorted(names(kept.take(8))) == [1, 3]
 
 
-def test_a_group_is_trained_on_so_often_again_and_no_more():
+def test_group_is_replayed_at_most_uses_times():
     kept = ReplayBuffer()
-    kept.keep([group(1)], step=0)
+    kept.store([group(1)], step=0)
     taken = []
     for step in range(1, STEPS):
         taken += kept.take(8)
-        kept.keep([], step)
+        kept.store([], step)
     assert names(taken) == [1] * USES
     assert len(kept) == 0
 
@@ -49,18 +49,18 @@ def test_a_group_is_trained_on_so_often_again_and_no_more():
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_group_is_kept_for_so_many_steps(late):
     kept = ReplayBuffer()
-    kept.keep([group(1)], step=3)
+    kept.store([group(1)], step=3)
     for step in range(4, 3 + STEPS + late):
-        kept.keep([], step)
+        kept.store([], step)
     assert len(kept) == 1 - late
 
 
-def test_those_used_least_come_first_and_of_those_the_newest():
+def test_least_used_and_newest_groups_come_first():
     kept = ReplayBuffer()
-    kept.keep([group(1)], step=0)
-    kept.keep([group(2)], step=1)
+    kept.store([group(1)], step=0)
+    kept.store([group(2)], step=1)
     assert names(kept.take(1)) == [2]
-    kept.keep([group(3)], step=2)
+    kept.store([group(3)], step=2)
     assert names(kept.take(3)) == [3, 1, 2]
     assert kept.take(0) == kept.take(-1) == []
 
@@ -68,50 +68,50 @@ def test_those_used_least_come_first_and_of_those_the_newest():
 def test_the_oldest_go_where_answers_are_long(monkeypatch):
     monkeypatch.setattr(replay, "TOKENS", 40)
     kept = ReplayBuffer()
-    kept.keep([group(1, tokens=8), group(2, tokens=8)], step=0)  # of two completions each
-    kept.keep([group(3, tokens=12)], step=1)
+    kept.store([group(1, tokens=8), group(2, tokens=8)], step=0)  # of two completions each
+    kept.store([group(3, tokens=12)], step=1)
     assert names(kept.take(8)) == [3, 2]
-    kept.keep([group(4, tokens=400)], step=2)
+    kept.store([group(4, tokens=400)], step=2)
     assert len(kept) == 0, "what is longer than all that is kept is not kept either"
 
 
 def test_a_buffer_of_no_uses_keeps_nothing():
     kept = ReplayBuffer(0)
-    kept.keep([group(1)], step=0)
+    kept.store([group(1)], step=0)
     assert len(kept) == 0
 
 
-def test_once_useful_groups_are_not_rare_nothing_is_trained_on_again():
+def test_no_replay_once_useful_groups_are_common():
     kept = ReplayBuffer()
     useful, useless = [group(1)], [group(2, 0.0, 0.0)]
     for _ in range(100):
-        kept.sampled(9 * useless + useful)
-        kept.keep(useful, step=0)
-    assert kept.spares == 100, "one in ten is rare"
+        kept.observe(9 * useless + useful)
+        kept.store(useful, step=0)
+    assert kept.spared_groups == 100, "one in ten is rare"
     assert len(kept.take(8)) == 8
     for _ in range(100):
-        kept.sampled(useless + 2 * useful)
-    assert kept.spares == 0
-    kept.sampled(100 * useless)
-    kept.keep(useful, step=1)
-    assert kept.spares == 0, "nor where everything fails, or succeeds, later on"
+        kept.observe(useless + 2 * useful)
+    assert kept.spared_groups == 0
+    kept.observe(100 * useless)
+    kept.store(useful, step=1)
+    assert kept.spared_groups == 0, "nor where everything fails, or succeeds, later on"
     assert kept.take(8) == []
 
 
 def test_one_lucky_group_at_the_start_is_rare():
     kept = ReplayBuffer()
-    kept.sampled([group(1)])
-    kept.keep([group(1)], step=0)
-    assert kept.spares == 1
+    kept.observe([group(1)])
+    kept.store([group(1)], step=0)
+    assert kept.spared_groups == 1
     assert SMOOTHING < RARE
 
 
-def test_the_clip_ends_what_has_moved_far_enough_from_what_was_recorded():
-    """Of two completions one is to become likelier and one less likely; what has moved beyond the
-    bound teaches nothing more."""
+def test_clip_stops_tokens_that_moved_far_enough():
+    """One completion becomes more likely and one less likely, until both are beyond the clip and
+    have no gradient."""
     mine = replace(group(1, 1.0, 0.0), sampler_logprobs=[[-1.0] * 4] * 2)
     kept = ReplayBuffer()
-    kept.keep([mine], step=0)
+    kept.store([mine], step=0)
     rows = assemble(kept.take(1), "grpo")
     mask, options = torch.ones(2, 4), own_correction([])
     pulls = []
@@ -134,22 +134,18 @@ def test_only_bounded_objectives_replay_groups(loss_type, again):
     plan = StepPlan(
         TrainingConfig(loss_type=loss_type, groups_per_step=4), SharingConfig(), Counters()
     )
-    plan.learnt([group(1)], [group(1)])
-    assert len(plan.again([group(2)])) == again
+    plan.observe([group(1)], [group(1)])
+    assert len(plan.replayed([group(2)])) == again
 
 
 def test_a_batch_lacks_what_is_not_useful():
-    assert lacking(4, [group(1), group(2, 0.0, 0.0)]) == 3
-    assert lacking(1, [group(1), group(2)]) == 0
+    assert missing_groups(4, [group(1), group(2, 0.0, 0.0)]) == 3
+    assert missing_groups(1, [group(1), group(2)]) == 0
 
 
-def test_what_can_be_trained_on_again_is_sampled_less_and_never_all():
+def test_replay_reduces_sampling_but_not_to_zero():
     split = AdaptiveSplit(8, smoothed=2.0)
     seen = []
     for split.replayable in (0, 1, 3, 20):
         seen.append(split.own_groups)
     assert seen == [6, 5, 3, 2]
-    split.external_scale = 0.0
-    assert split.own_groups == 8, (
-        "the guard's verdict on peers' groups goes for those that were kept, too"
-    )

@@ -1,4 +1,4 @@
-"""How many groups a step's own experience is, with dynamic sampling and without."""
+"""Number of sampled groups per step, with and without dynamic sampling."""
 
 from types import SimpleNamespace
 
@@ -7,8 +7,8 @@ import torch
 
 from swarmnode.config import TrainingConfig
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.engine.protocol import Finished, GenerationStatistics
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.engine.protocol import FinishedRequest, GenerationStatistics
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.tasks.client import Scored
 from swarmnode.trainer.questions import Questions
 from swarmnode.trainer.sampler import DYNAMIC_FACTOR, MAX_LAG, Sampler
@@ -28,7 +28,7 @@ class Policy:
     text = Text()
 
     def generation(self, sampling, rng):
-        one = Sampled([5, 1], [-0.5, -0.1], "5", "eos")
+        one = SampledCompletion([5, 1], [-0.5, -0.1], "5", "eos")
         return Lockstep(
             lambda prompts, count: [
                 GroupSample([2, 3], [one] * sampling.num_generations) for _ in prompts
@@ -37,7 +37,8 @@ class Policy:
 
 
 class Verdicts:
-    """One question in `every` is answered rightly by some completions; the others by none."""
+    """Some completions of one question in `every` are right; those of other questions are all
+    wrong."""
 
     def __init__(self, every):
         self.every, self.judged = every, 0
@@ -72,9 +73,11 @@ class Slow:
         del self.waiting[number]
         versions = [self.since[number], version]
         return [
-            Finished(
+            FinishedRequest(
                 number,
-                GroupSample([2], [Sampled([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size),
+                GroupSample(
+                    [2], [SampledCompletion([5, 1], [-0.5, -0.1], "5", "eos", versions)] * self.size
+                ),
             )
         ]
 
@@ -95,7 +98,7 @@ def sampled(every, count=4, **training):
     return sampler(count), counters
 
 
-def test_without_it_as_many_as_asked_are_sampled_and_all_are_trained_on():
+def test_without_dynamic_sampling_all_groups_are_trained_on():
     experience, counters = sampled(every=2)
     assert (
         len(experience.groups)
@@ -107,7 +110,7 @@ def test_without_it_as_many_as_asked_are_sampled_and_all_are_trained_on():
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
-def test_dynamic_sampling_goes_on_until_as_many_carry_a_signal(every):
+def test_dynamic_sampling_continues_until_enough_are_useful(every):
     experience, counters = sampled(every, options=["dynamic_sampling"])
     assert [group.rewards for group in experience.trained] == [[1.0, 0.0]] * 4
     assert len(experience.groups) == len(experience.messages) == counters.sequence == 4 * every
@@ -120,7 +123,7 @@ def test_dynamic_sampling_gives_up_at_its_cap():
     assert len(experience.trained) == 2
 
 
-def test_dynamic_sampling_of_nothing_useful_trains_on_nothing_of_its_own():
+def test_dynamic_sampling_without_useful_groups_trains_on_none():
     experience, _ = sampled(every=10**6, options=["dynamic_sampling"])
     assert experience.trained == []
     assert len(experience.groups) == 4 * DYNAMIC_FACTOR
@@ -154,7 +157,7 @@ def test_step_waits_for_groups_that_would_become_stale():
     assert set(range(4)) <= set(learnt), "the oldest are used, not dropped"
 
 
-def test_questions_that_cannot_be_made_do_not_keep_a_step_waiting():
+def test_failed_questions_do_not_block_a_step():
     counters, slow = Counters(peer="12D3KooWme", swarm="00" * 32), Slow(2)
     engine = SimpleNamespace(text=Text(), generation=lambda sampling, rng: slow)
     mute = SimpleNamespace(score_many=lambda items: [ValueError("no such task") for _ in items])

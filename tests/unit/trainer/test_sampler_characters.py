@@ -1,4 +1,4 @@
-"""What the policy sampled, on its way to training and to peers."""
+"""Sampled completions on their way to training and to peers."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from swarmnode.config import TrainingConfig
 from swarmnode.drops import TrainerDrops
 from swarmnode.policy.engine.lockstep import Lockstep
-from swarmnode.policy.generate import GroupSample, Sampled
+from swarmnode.policy.generate import GroupSample, SampledCompletion
 from swarmnode.policy.text import PolicyText
 from swarmnode.tasks.frames import Scored
 from swarmnode.trainer.questions import Questions
@@ -22,9 +22,8 @@ PEER = "12D3KooWK99VoVxNE7XzyBwXEzW7xhK7Gpv85r9F3V3fyKSUKPH5"
 
 
 def experience(texts, rewards, drops=None):
-    """Of one question, to which the policy answers `texts`, which the scorer would give
-    `rewards`."""
-    completions = [Sampled([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
+    """Return the experience of one question with the answers `texts` and their `rewards`."""
+    completions = [SampledCompletion([1, 2], [-0.5, -0.5], text, "eos") for text in texts]
     engine = SimpleNamespace(
         text=SimpleNamespace(hides=lambda ids: False),
         generation=lambda sampling, rng: Lockstep(
@@ -43,7 +42,7 @@ def experience(texts, rewards, drops=None):
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x1b", "\x7f", "\u202e", "\ufffe"])
-def test_one_control_character_costs_that_completion_and_not_its_group(character):
+def test_control_character_excludes_only_its_completion(character):
     with capture_logs() as said:
         found = experience(["4", f"4{character}", "5", "4\n\t"], [1.0, 1.0, 0.0, 1.0])
     (group,), (shared,) = found.groups, found.messages
@@ -84,11 +83,12 @@ def text():
 
 
 def answered(text, answers, seen, drops=None):
-    """Experience of one question with these answers; `seen` gets what the reward is given."""
+    """Return the experience of one question with these answers; `seen` receives the scored
+    texts."""
     completions = []
     for answer in answers:
         ids = text.tokenizer(answer, add_special_tokens=False)["input_ids"]
-        completions.append(Sampled(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
+        completions.append(SampledCompletion(ids, [-0.5] * len(ids), text.decode(ids), "eos"))
 
     def score_many(questions):
         seen.extend(texts for _, texts in questions if texts)

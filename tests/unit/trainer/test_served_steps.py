@@ -1,5 +1,5 @@
-"""Whole steps of a trainer whose completions a server samples: questions, updates, evaluations, and
-a server that goes away between them."""
+"""Whole steps with a sampling server: questions, updates, evaluations, and a server that fails
+between them."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def test_the_first_step_is_on_policy_to_rounding(node):
     assert update.own_gap < 1e-4
 
 
-def test_an_evaluation_is_sampled_by_the_server_with_the_present_weights(node):
+def test_server_samples_evaluations_with_present_weights(node):
     engine, step, server = node
     step()
     groups = engine.generate(["12", "13"], Sampling(4, 8), engine.random_generator(5))

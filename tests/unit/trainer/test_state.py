@@ -1,4 +1,4 @@
-"""State on disk: exact resumption, one rename, refusal of foreign or damaged files."""
+"""State on disk: exact resumption, one rename, refusal of foreign and damaged files."""
 
 import copy
 import math
@@ -38,7 +38,7 @@ def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_what_is_remembered_of_peers_has_a_bound_and_the_latest_stay():
+def test_use_counts_keep_the_latest_peers():
     counters = Counters()
     for number in range(state.PEERS_USED + 10):
         counters.note_use(f"peer {number}")
@@ -80,7 +80,7 @@ def test_a_snapshot_does_not_follow_the_model(tmp_path):
     assert torch.equal(weights(other), before)
 
 
-def test_a_state_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
+def test_replacing_a_state_does_not_affect_its_reader(tmp_path, monkeypatch):
     """`swarmnode export` reads it while the node trains; the next one is there once it was opened,
     before safetensors opens it by name."""
     model, optimizer, rng = make()
@@ -116,7 +116,7 @@ def test_no_state_is_none(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncate", "garbage", "foreign", "shape"])
-def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, damage):
+def test_damaged_or_foreign_file_changes_nothing(tmp_path, damage):
     model, optimizer, rng = make()
     step(model, optimizer, rng)
     state.write(tmp_path, state.take(model, optimizer, rng, Counters(step=1), "f"))
@@ -136,7 +136,7 @@ def test_a_damaged_or_foreign_file_is_refused_and_changes_nothing(tmp_path, dama
     assert all(torch.equal(before[name], tensor) for name, tensor in target.state_dict().items())
 
 
-def test_who_meets_another_models_state_is_told_what_it_was_made_with(tmp_path):
+def test_foreign_state_names_its_settings(tmp_path):
     model, optimizer, rng = make()
     owner = state.owner(b"\x01" * 32, 16, shared_a=True)
     state.write(tmp_path, state.take(model, optimizer, rng, Counters(model="org/model"), owner))
@@ -150,7 +150,7 @@ def test_who_meets_another_models_state_is_told_what_it_was_made_with(tmp_path):
         state.read(tmp_path, state.owner(b"\x02" * 32, 0))
 
 
-def test_a_generator_of_another_kind_of_device_becomes_a_seed():
+def test_generator_of_another_device_becomes_a_seed():
     on_a_gpu = torch.arange(16, dtype=torch.uint8)  # seed and offset, where a CPU keeps 5 KB
     first, second, other = torch.Generator(), torch.Generator(), torch.Generator()
     state.set_generator(first, on_a_gpu)
@@ -160,7 +160,7 @@ def test_a_generator_of_another_kind_of_device_becomes_a_seed():
     assert draws[0] == draws[1] != draws[2]
 
 
-def test_the_step_count_lies_where_a_fused_optimizer_wants_it(tmp_path):
+def test_step_count_is_on_the_fused_optimizer_s_device(tmp_path):
     model, _, rng = make()
     fused = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     step(model, fused, rng)
@@ -306,7 +306,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_falls_back_to_the_newest_kept_one(tmp_path, damage):
+def test_damaged_state_falls_back_to_an_earlier_one(tmp_path, damage):
     good = kept_and_last(tmp_path, DAMAGES[damage])
     damaged = (tmp_path / state.FILE).read_bytes()
     model, optimizer, rng = make(seed=1)
@@ -320,7 +320,7 @@ def test_a_damaged_state_falls_back_to_the_newest_kept_one(tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_without_a_kept_one_is_one_line(tmp_path, damage):
+def test_damaged_state_without_fallback_fails_with_one_line(tmp_path, damage):
     kept_and_last(tmp_path, DAMAGES[damage])
     (tmp_path / rollback.HISTORY / "0.safetensors").unlink()
     model, optimizer, rng = make(seed=1)
@@ -351,7 +351,7 @@ def test_what_the_operator_rolled_back_is_no_fallback(tmp_path):
         state.restore(tmp_path, *make(seed=1), "f")
 
 
-def test_another_models_state_is_not_replaced_by_a_kept_one(tmp_path):
+def test_foreign_state_is_not_replaced_by_an_earlier_one(tmp_path):
     kept_and_last(tmp_path, lambda tensors: None)
     with pytest.raises(StateError, match="another model"):
         state.restore(tmp_path, *make(seed=1), "g")

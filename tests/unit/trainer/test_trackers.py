@@ -1,5 +1,5 @@
-"""Measurements of steps to somebody else's trackers: accelerate's own, with a package that writes
-where we can look."""
+"""Measurements of steps in trackers, through accelerate's classes and packages that write to a
+file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tensorboard(tmp_path, monkeypatch):
     return tmp_path / "data" / "log" / "tensorboard" / "swarmnode" / "told.jsonl"
 
 
-def test_every_step_goes_to_the_tracker_with_what_it_measured(tmp_path, tensorboard) -> None:
+def test_tracker_receives_the_measurements_of_every_step(tmp_path, tensorboard) -> None:
     trackers = Trackers(["tensorboard"], tmp_path / "data", "me", {"training/learning_rate": 1e-5})
     kept = Records(tmp_path / "data", trackers)
     kept.step(
@@ -122,7 +122,7 @@ def test_numbers_are_told_by_name_and_nothing_else() -> None:
     }
 
 
-def test_a_missing_package_is_one_line_that_says_what_to_install(monkeypatch) -> None:
+def test_missing_package_names_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ConfigError,

@@ -1,4 +1,4 @@
-"""A node that is slow, small or at rest: batches fitted to its speed, a memory limit learnt once,
+"""A slow, small or paused node: batches that fit its speed, a memory limit that survives a restart,
 quiet hours."""
 
 import threading
@@ -16,7 +16,7 @@ from swarmnode.process import Progress
 from swarmnode.rl.split import AdaptiveSplit, floor_groups
 from swarmnode.trainer import loop
 from swarmnode.trainer.loop import Trainer
-from swarmnode.trainer.plan import fitted
+from swarmnode.trainer.plan import fit_groups
 from tests.support.network_side import NetworkSide
 
 
@@ -69,7 +69,7 @@ class Allocator:
         monkeypatch.setattr(Policy, "logits", logits)
 
 
-async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_path, monkeypatch):
+async def test_memory_limit_survives_a_restart(tmp_path, monkeypatch):
     allocator = Allocator(monkeypatch, tokens=80, training=False)
     once = {"eval_every": 100, "options": ["train_once"]}
     first = await train(tmp_path, max_steps=2, **once)
@@ -88,13 +88,13 @@ async def test_a_memory_limit_is_learnt_in_one_run_and_known_in_the_next(tmp_pat
     assert second[-1].oom_retries_total == first[-1].oom_retries_total
 
 
-async def test_without_a_shortage_a_larger_setting_counts_after_a_restart(tmp_path):
+async def test_larger_setting_applies_after_a_restart(tmp_path):
     await train(tmp_path, max_steps=1, eval_every=100, per_device_train_tokens=2048)
     reports = await train(tmp_path, max_steps=2, eval_every=100, per_device_train_tokens=4096)
     assert reports[-1].micro_batch_tokens == 4096
 
 
-async def test_a_machine_too_small_for_one_question_ends_in_one_line(tmp_path, monkeypatch):
+async def test_too_small_machine_fails_with_one_line(tmp_path, monkeypatch):
     from swarmnode.errors import DeviceError
 
     Allocator(monkeypatch, tokens=4)
@@ -130,11 +130,11 @@ async def test_quiet_hours_rest_the_trainer_which_stops_when_told(tmp_path, monk
 
 @given(st.floats(1, 64), st.floats(0, 1e4), st.floats(0, 1e3), st.integers(1, 64))
 def test_groups_stay_within_their_bounds(groups, seconds, target, configured):
-    assert 1 <= fitted(groups, seconds, target, configured) <= configured
+    assert 1 <= fit_groups(groups, seconds, target, configured) <= configured
 
 
 def test_without_a_target_nothing_is_fitted():
-    assert fitted(3.0, 1000.0, 0.0, 16) == 16
+    assert fit_groups(3.0, 1000.0, 0.0, 16) == 16
 
 
 @pytest.mark.parametrize(
@@ -144,12 +144,12 @@ def test_steps_come_to_take_as_long_as_they_should(overhead, per_group, target):
     groups, seconds = 32.0, 0.0
     for _ in range(20):
         seconds = overhead + per_group * round(groups)
-        groups = fitted(groups, seconds, target, 32)
+        groups = fit_groups(groups, seconds, target, 32)
     assert seconds == pytest.approx(target, rel=0.15)
 
 
 def test_one_slow_step_costs_half_the_batch_at_most():
-    assert fitted(16.0, 1e6, 1.0, 16) == 8.0
+    assert fit_groups(16.0, 1e6, 1.0, 16) == 8.0
 
 
 @pytest.mark.parametrize("batch", range(1, 17))

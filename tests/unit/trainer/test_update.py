@@ -1,5 +1,5 @@
-"""One update: micro-batches add up, external weight counts, memory that runs out changes nothing
-but the micro-batch."""
+"""One update: micro-batches add up, external weights count, and a shortage of memory changes only
+the micro-batch."""
 
 import copy
 import math
@@ -153,7 +153,7 @@ def test_too_large_peer_group_costs_only_itself(base, rows, monkeypatch):
     assert batcher.tokens == 10_000
 
 
-def test_an_own_row_that_does_not_fit_is_an_error(base, rows, monkeypatch):
+def test_own_row_that_does_not_fit_is_an_error(base, rows, monkeypatch):
     small_device(monkeypatch, 3)
     with pytest.raises(DeviceError, match="out of memory"):
         after(base, rows)
@@ -223,7 +223,7 @@ def test_the_learning_rate_falls_as_transformers_has_it(name):
     assert max(warm) == warm[WARMUP_STEPS] == 2.0
 
 
-def test_a_step_is_taken_at_the_rate_that_it_is_given(base, rows):
+def test_step_uses_the_given_learning_rate(base, rows):
     policy = base.clone()
     updater = Updater(policy, TrainingConfig(learning_rate=1e-3), MicroBatcher(10_000))
     updater.update(rows, 0.0)
@@ -294,7 +294,7 @@ class ScaledLoss:
         return torch.nn.utils.clip_grad_norm_(parameters, most)
 
 
-def test_an_overflow_of_float16_lowers_the_scale_and_later_steps_are_taken(base, rows):
+def test_float16_overflow_lowers_the_scale(base, rows):
     policy = base.clone()
     policy = replace(policy, accelerator=ScaledLoss(policy, scale=2.0**126))
     rows = replace(rows, advantages=rows.advantages * 1000)
@@ -340,7 +340,7 @@ def test_a_gradient_that_is_not_finite_is_a_reason(base, rows, number):
     assert torch.equal(flat(policy), before)
 
 
-def test_a_peers_gradient_that_is_not_finite_costs_its_group(base, rows, monkeypatch):
+def test_peer_group_with_infinite_gradient_is_refused(base, rows, monkeypatch):
     ours = assemble(
         [TrainingGroup(rows.rows[:4], rows.old_logprobs[:4], [1.0, 0.0, 0.0, 1.0], [1.0] * 4)],
         "grpo",

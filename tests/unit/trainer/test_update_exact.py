@@ -1,8 +1,8 @@
-"""A whole update is what the formulas say: against a gradient written out by hand, row by row, and
-against TRL's steps.
+"""An update equals the formulas: against a gradient written out row by row, and against TRL's
+steps.
 
-Ratio, both clips, the hard bound, weights, temperature and the gradient clip all matter in this
-batch: leaving any of them out gives another gradient, which is tested too.
+Ratio, both clips, the hard bound, weights, temperature and the gradient clip all affect this batch:
+a test checks that omitting any of them gives another gradient.
 """
 
 import copy
@@ -26,7 +26,7 @@ from swarmnode.rl.objectives import (
     SEQUENCE_EPSILON_HIGH,
     WEIGHT_EPSILON_HIGH,
 )
-from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, parts_of
+from swarmnode.trainer.batch import Rows, TrainingGroup, assemble, reward_parts
 from swarmnode.trainer.update import Updater
 
 PAD, EOS, LENGTH = 0, 1, 7
@@ -374,8 +374,8 @@ def test_four_steps_on_one_batch_are_trls(policy, rows, folder, loss_type, cut, 
 def test_four_steps_on_rewards_of_several_components_are_trls(
     policy, folder, estimator, settings, tmp_path
 ):
-    """TRL samples, and its reward functions are asked, each with its weight; one of them has
-    nothing to say of some completions."""
+    """TRL samples and calls its weighted reward functions, one of which does not apply to some
+    completions."""
     rng, rate, said = random.Random(0), 3e-3, {}
 
     def correctness(completions, **_):
@@ -429,7 +429,7 @@ def test_four_steps_on_rewards_of_several_components_are_trls(
         recorded = [values.tolist() for values in old[of]]
         groups.append(
             TrainingGroup(
-                chosen[of], recorded, rewards, [1.0] * 4, parts=parts_of(made_of, weights)
+                chosen[of], recorded, rewards, [1.0] * 4, parts=reward_parts(made_of, weights)
             )
         )
     rows = assemble(groups, estimator)
@@ -498,7 +498,7 @@ def sampled_here(rows):
 
 
 @pytest.mark.parametrize("option", [None, *NAMED])
-def test_own_rows_are_corrected_for_their_sampler_and_peers_are_not(policy, rows, option):
+def test_only_own_rows_are_corrected_for_their_sampler(policy, rows, option):
     gradient = corrected_by_hand(policy, sampled_here(rows), option or "tis")
     expected = gradient * CLIP / float(gradient.norm())
     for tokens in (16384, 24):
@@ -512,8 +512,8 @@ def test_every_correction_is_another_one(policy, rows):
         assert float((each[one] - each[other]).norm() / each[one].norm()) > 0.01, (one, other)
 
 
-def test_few_effective_samples_take_a_smaller_step_if_that_is_wanted(policy, rows):
-    """Adam's first step is the learning rate, whatever the gradient's size."""
+def test_effective_rate_shrinks_the_step(policy, rows):
+    """Adam's first step is the learning rate for every size of the gradient."""
     moved, said = {}, {}
     for name, options in (("plain", []), ("less", ["effective_rate"])):
         mine = policy.clone()

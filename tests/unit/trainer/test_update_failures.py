@@ -1,5 +1,5 @@
-"""Whatever a peer's group does to the model costs that group, and an own row that is too large
-costs that row."""
+"""A failure that a peer's group causes excludes that group; an own row that is too large is
+excluded alone."""
 
 import copy
 
@@ -63,7 +63,7 @@ def same_state(one, other):
 
 
 class Backward(torch.autograd.Function):
-    """Fails, or gives what is not a number, in the backward pass."""
+    """Raises an error or returns NaN in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, what):
@@ -97,7 +97,7 @@ def poison(monkeypatch, prompts, forward=None, backward=None):
 
 
 class Panic(BaseException):
-    """As a Rust library raises it."""
+    """A panic of a Rust library."""
 
 
 FAILURES = {
@@ -124,7 +124,7 @@ def test_a_failing_group_leaves_the_update_of_the_others(base, groups, monkeypat
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_a_lone_failing_group_leaves_no_trace_in_the_optimizer(base, groups, monkeypatch):
+def test_single_failing_group_does_not_change_the_optimizer(base, groups, monkeypatch):
     expected = updated(base, groups[:1])
     poison(monkeypatch, PROMPTS[1:2], backward=RuntimeError("a kernel says no"))
     same_state(updated(base, groups[:2]), expected)
@@ -173,7 +173,7 @@ def test_a_group_that_fails_in_the_reference_is_refused(base, groups, monkeypatc
 
 
 def small_device(monkeypatch, plain, recomputed):
-    """A device that holds rows of so many tokens, and of so many where layers are run again."""
+    """A device with a limit of tokens per row, and another limit with activation checkpointing."""
     real = module.completion_logprobs
 
     def limited(policy, batch, temperature):
@@ -186,7 +186,7 @@ def small_device(monkeypatch, plain, recomputed):
 
 @pytest.fixture(scope="module")
 def long(base, groups):
-    """An own group, its first answer twice as long as the others."""
+    """Return an own group whose first answer is twice as long as the others."""
     group = groups[0]
     prompt, answer, _ = group.rows[0]
     first = (answer * 40)[: 2 * max(row.tokens for row in group.rows) + 4]
@@ -196,7 +196,7 @@ def long(base, groups):
     )
 
 
-def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monkeypatch):
+def test_row_that_does_not_fit_is_recomputed(base, long, monkeypatch):
     expected = updated(base, [long])
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1])
@@ -206,7 +206,7 @@ def test_a_row_that_does_not_fit_is_run_with_layers_recomputed(base, long, monke
     assert float((weights(found[0]) - weights(expected[0])).abs().mean()) < 1e-6
 
 
-def test_a_row_that_does_not_fit_at_all_is_dropped_and_counted(base, long, groups, monkeypatch):
+def test_row_that_never_fits_is_dropped_and_counted(base, long, groups, monkeypatch):
     sizes = sorted(len(prompt) + len(answer) for prompt, answer, _ in long.rows)
     small_device(monkeypatch, sizes[-1] - 1, sizes[-1] - 1)
     policy = base.clone()
