@@ -153,7 +153,6 @@ def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
             None,
             Sharing(UNCHECKED, truncated=DIVERGENCE),
             keep_pool=True,
-            guard=True,
         ),
         Arm(SOLO, average=AVERAGE_EVERY, solo=True),
         Arm(

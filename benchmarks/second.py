@@ -263,7 +263,6 @@ class SecondSwarm(Swarm):
             study.external,
             Sharing(),
             keep_pool=True,
-            guard=True,
             replay=study.replay,
             average=study.solo,
             solo=bool(study.solo),

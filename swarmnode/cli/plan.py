@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from swarmnode.cli.options import AsJson, parse_size, print_result
 from swarmnode.errors import ConfigError
+
+if TYPE_CHECKING:
+    from swarmnode.policy.plan import PlannedMethod
 
 MAX_LENGTH = 2**20
 PROMPT_TOKENS = 512

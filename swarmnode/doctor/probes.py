@@ -48,6 +48,7 @@ from swarmnode.errors import SwarmNodeError, Unavailable
 from swarmnode.observe import address, client
 from swarmnode.p2p.gateway import Gateway, classify_address
 from swarmnode.policy.engine.client import ServerFailed
+from swarmnode.policy.engine.servers import make_server
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
