@@ -198,7 +198,7 @@ class Pool:
     ) -> list[ExternalGroup]:
         """Remove and return up to `count` groups for the step at `policy_version`.
 
-        Every source gets one group before any source gets two; peers without a record count as one
+        Every source gets one group before any source gets two; new peers count as one
         source. No source contributes more than its share. Fresh groups come first, in a random
         order weighted by `sampling.weight`; older groups only fill the batch.
 

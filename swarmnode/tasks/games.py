@@ -1,8 +1,7 @@
-"""Games of libraries as episode tasks, by name alone: Gymnasium's toy text and TextArena's
-single-player games.
+"""Games of libraries as episode tasks: Gymnasium's toy text and TextArena's single-player games.
 
-The tables are read everywhere. The libraries are imported by the scorer child only, before it locks
-itself in, and only for games that the node trains on.
+Every process reads the tables. Only the scorer child imports the libraries, before it enters its
+sandbox, and only for games that the node trains on.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import own, seeds
+from swarmnode.tasks import own, owner_code, seeds
 from swarmnode.wire.limits import TURNS as MOST_TURNS
 
 VERSION = "1"
-"""Enters the task version: change it when a text or a reward below changes."""
+"""Part of the task version. Change it when a text or a reward below changes."""
 
 Step = Callable[[str], tuple[str, float, bool]]
 
@@ -37,7 +36,7 @@ class Game:
 
     @property
     def turns(self) -> int:
-        return own.turns_of(self.settings)
+        return own.read_turns(self.settings)
 
 
 def _game(library: str, name: str, turns: int = MOST_TURNS, **settings: object) -> Game:
@@ -60,7 +59,7 @@ TEXTARENA = (
     "Sudoku",
     "TowerOfHanoi",
 )
-"""Single-player games that need no file and no model, draw from the seed, and repeat themselves."""
+"""Single-player games that need no file and no model, draw from the seed and are deterministic."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
         "gym/FrozenLake-v1": _game(
@@ -72,40 +71,44 @@ GAMES: Mapping[str, Game] = MappingProxyType(
     }
     | {f"textarena/{name}-v0": _game("textarena", f"{name}-v0") for name in TEXTARENA}
 )
-"""By task id."""
+"""Task id → game."""
 
 
 class GameTask:
-    """A game with its settings, as `episodes.Player` plays it. Imports its library."""
+    """A game with its settings, as `episodes.Player` plays it. Imports its library.
+
+    Raises:
+        ConfigError: The library is missing or does not have the game.
+    """
 
     weights: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, task: str, settings: Mapping[str, object]) -> None:
-        """Raises ConfigError where the library is missing or does not have the game."""
-        self._task, self.turns = task, own.turns_of(settings)
+        self._task, self.turns = task, own.read_turns(settings)
         given = {name: value for name, value in settings.items() if name != own.TURNS}
         game = GAMES[task]
         try:
-            with own.bytecode():
+            with owner_code.cached_bytecode():
                 make = _gymnasium if game.library == "gymnasium" else _textarena
                 self._begin = make(game.name, given)
         except Exception as error:
-            raise ConfigError(f"{task} cannot be loaded: {own.one_line(error)}") from error
+            raise ConfigError(f"{task} cannot be loaded: {owner_code.one_line(error)}") from error
 
     def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Step]:
-        return self._begin(seeds.seed_of(seed, index))
+        return self._begin(seeds.environment_seed(seed, index))
 
 
 def load(tasks: Mapping[str, Mapping[str, object]]) -> dict[str, GameTask]:
-    """Games in a process that is not locked in yet. Raises ConfigError."""
+    """Load games before the process enters its sandbox. Raises ConfigError."""
     if not tasks:
         return {}
-    with own.importing(", ".join(tasks)):
+    with owner_code.guard_imports(", ".join(tasks)):
         return {task: GameTask(task, settings) for task, settings in tasks.items()}
 
 
 # ---- Gymnasium -----------------------------------------------------------------------------------
-# Environments return numbers: a state and a reward. Here they return texts and 0 to 1.
+# Gymnasium's environments return numbers: a state and a reward. The tasks return texts and a reward
+# of 0 to 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
 
         def step(action: str) -> tuple[str, float, bool]:
             nonlocal earned
-            word = _named(action, toy.actions)
+            word = _find_action(action, toy.actions)
             if word is None:
                 return f"That is no action. Say one of: {listed}.", 0.0, False
             observation, reward, ended, _, _ = environment.step(toy.actions.index(word))
@@ -167,7 +170,7 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
     return begin
 
 
-def _named(text: str, actions: Sequence[str]) -> str | None:
+def _find_action(text: str, actions: Sequence[str]) -> str | None:
     """Return the last word of `text` that is an action."""
     words = [word for word in re.findall("[a-z]+", text.lower()) if word in actions]
     return words[-1] if words else None
@@ -285,12 +288,12 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
                 return news(), 0.0, False
             rewards, info = environment.close()
             reward = (rewards or {}).get(0)
-            # a text in some games, where a move was invalid
+            # Some games return a text after an invalid move.
             worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
             return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
 
         return news(), step
 
-    _, step = begin(0)  # imports what a sandbox refuses to import
+    _, step = begin(0)  # the first game imports modules, which the sandbox would refuse
     step("[0]")
     return begin

@@ -1,5 +1,6 @@
-"""How good a model is at tasks' held-out questions: what is asked for, what comes back, and pass@k.
-No torch: the command line reads it."""
+"""Request and result of measuring a model on held-out questions, and pass@k. No torch: the command
+line imports this module.
+"""
 
 from __future__ import annotations
 
@@ -9,42 +10,46 @@ import msgspec
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What is to be measured."""
+    """Request to measure a model."""
 
     config: str
-    """The configuration as JSON, with `policy.model` the model that is meant."""
+    """The configuration as JSON. Its `policy.model` is the model to measure."""
     tasks: list[str]
     questions: int
-    """Held-out questions of each task: the first ones, the same for everybody."""
+    """Number of held-out questions per task. They are the first ones, which are the same on every
+    node.
+    """
     samples: int
-    """Sampled answers to each question, n."""
+    """Number of sampled answers per question, n."""
     k: list[int]
 
 
-class Measured(msgspec.Struct, frozen=True):
-    """One task; every number is a mean over its questions."""
+class TaskScores(msgspec.Struct, frozen=True):
+    """Result of one task. Every number is a mean over its questions."""
 
     task: str
     questions: int
     greedy: float
-    """Reward of the greedy answer."""
+    """Mean reward of the greedy answers."""
     reward: float
-    """Reward of sampled answers."""
+    """Mean reward of the sampled answers."""
     pass_at: dict[int, float]
     error_at: dict[int, float | None]
-    """Standard error of each `pass_at` over the questions; None of one question."""
+    """Standard error of each `pass_at` over the questions; None for a single question."""
     tokens: float
-    """Length of a sampled answer."""
+    """Mean length of a sampled answer, in tokens."""
     cut: float
-    """Share of sampled answers that ended at the length limit."""
+    """Share of sampled answers that reached the length limit."""
 
 
 def pass_at_k(samples: int, right: int, k: int) -> float:
-    """The chance that at least one of k answers drawn from `samples` is right, of which `right`
-    are: 1 − C(n − c, k) / C(n, k).
+    """Return the probability that at least one of k answers is right, drawn from `samples` answers
+    of which `right` are right: 1 − C(n − c, k) / C(n, k).
 
-    Source: Chen et al. (arXiv 2107.03374) §2.1, which shows that 1 − (1 − c/n)^k is biased. Raises
-    ValueError unless 1 ≤ k ≤ n.
+    Source: Chen et al. (arXiv 2107.03374) §2.1, which shows that 1 − (1 − c/n)^k is biased.
+
+    Raises:
+        ValueError: k is not in 1 to n.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"pass@{k} of {samples} samples")
