@@ -14,7 +14,7 @@ from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import check_torch
 
 if TYPE_CHECKING:
-    from swarmnode.tasks.measured import TaskScores, Request
+    from swarmnode.tasks.measurement import TaskScores, Request
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
     from swarmnode import settings
     from swarmnode.swarm import manifest_store
     from swarmnode.tasks import registry
-    from swarmnode.tasks.measured import Request
+    from swarmnode.tasks.measurement import Request
     from swarmnode.wire.limits import COMPLETIONS
 
     require_trainer("eval")
@@ -86,7 +86,7 @@ def _measure(request: Request) -> list[TaskScores]:
     """
     import msgspec
 
-    from swarmnode.tasks.measured import TaskScores
+    from swarmnode.tasks.measurement import TaskScores
 
     done = subprocess.run(
         [sys.executable, "-m", "swarmnode.trainer.measure"],

@@ -198,24 +198,24 @@ def score_runs(runs: Sequence[EpisodeRun], weights: Mapping[str, float], prompt:
     rewards, components, errors, last = list[float](), list[dict[str, float]](), 0, ""
     names = frozenset[str]()
     for run in runs:
-        reward, made_of = 0.0, dict[str, float]()
+        reward, parts = 0.0, dict[str, float]()
         error = run.error
         if run.done and not error:
             try:
                 value = sum_rewards(run.values)
-                reward, made_of = own.total_reward(value, weights)
-                theirs = own.component_names(value)
-                if names and theirs and names != theirs:
+                reward, parts = own.total_reward(value, weights)
+                own_names = own.component_names(value)
+                if names and own_names and names != own_names:
                     raise ValueError(
-                        f"components {', '.join(sorted(theirs))} differ from those of another"
+                        f"components {', '.join(sorted(own_names))} differ from those of another"
                         " completion of this question"
                     )
-                names = names or theirs
+                names = names or own_names
             except (Exception, SystemExit) as raised:  # noqa: BLE001
-                reward, made_of, error = 0.0, {}, owner_code.one_line(raised)
+                reward, parts, error = 0.0, {}, owner_code.one_line(raised)
         errors, last = errors + bool(error), error or last
         rewards.append(reward)
-        components.append(made_of)
+        components.append(parts)
     episodes = [Episode(run.observations, run.done) for run in runs]
     return Scored(
         prompt, rewards, errors, last, components if any(components) else [], episodes=episodes

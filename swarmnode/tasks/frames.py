@@ -153,8 +153,8 @@ def _fits(scored: Scored, question: Question) -> bool:
         len(scored.rewards) == count
         and all(0.0 <= reward <= 1.0 for reward in scored.rewards)
         and len(scored.components) in (0, count)
-        and all(0.0 <= value <= 1.0 for made_of in scored.components for value in made_of.values())
-        and all(len(made_of) <= own.COMPONENTS for made_of in scored.components)
+        and all(0.0 <= value <= 1.0 for parts in scored.components for value in parts.values())
+        and all(len(parts) <= own.COMPONENTS for parts in scored.components)
         and 0 <= scored.errors <= count
         and len(scored.error) <= ERROR_CHARACTERS
         and bool(scored.prompt or scored.error)

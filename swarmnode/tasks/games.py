@@ -89,7 +89,7 @@ class GameTask:
         game = GAMES[task]
         try:
             with owner_code.cached_bytecode():
-                make = _gymnasium if game.library == "gymnasium" else _textarena
+                make = _load_gymnasium if game.library == "gymnasium" else _load_textarena
                 self._begin = make(game.name, given)
         except Exception as error:
             raise ConfigError(f"{task} cannot be loaded: {owner_code.one_line(error)}") from error
@@ -130,7 +130,7 @@ class ToyText:
     """True if the first text has the environment's map."""
 
 
-def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+def _load_gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
     """Return a function that begins an episode from a seed of 32 bits."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -159,8 +159,8 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             text = toy.show(environment, observation)
             if not ended:
                 return text, 0.0, False
-            worth = min(1.0, max(0.0, (earned - toy.worst) / (toy.best - toy.worst)))
-            return f"{text}\n{toy.ending(environment, float(reward))}", worth, True
+            score = min(1.0, max(0.0, (earned - toy.worst) / (toy.best - toy.worst)))
+            return f"{text}\n{toy.ending(environment, float(reward))}", score, True
 
         slippery = "\nYou slip: a step may go to the side." if settings.get("is_slippery") else ""
         rows = [b"".join(row).decode() for row in environment.desc] if toy.has_map else []
@@ -176,18 +176,18 @@ def _find_action(text: str, actions: Sequence[str]) -> str | None:
     return words[-1] if words else None
 
 
-def _lake(environment: Any, state: Any) -> str:  # noqa: ANN401 # the library has no types
+def _show_lake(environment: Any, state: Any) -> str:  # noqa: ANN401 # the library has no types
     grid = [[cell.decode() for cell in row] for row in environment.desc]
     row, column = divmod(int(state), len(grid[0]))
     grid[row][column] = "Y"
     return "\n".join("".join(cells) for cells in grid)
 
 
-def _lake_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+def _describe_lake_end(environment: Any, reward: float) -> str:  # noqa: ANN401
     return "You reached the goal." if reward > 0 else "You fell into a hole."
 
 
-def _cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
+def _show_cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
     grid = [["."] * 12 for _ in range(3)] + [["S", *"CCCCCCCCCC", "G"]]
     row, column = divmod(int(state), 12)
     grid[row][column] = "Y"
@@ -197,7 +197,7 @@ def _cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
 _PLACES = (("R", 0, 0), ("G", 0, 4), ("Y", 4, 0), ("B", 4, 3))
 
 
-def _taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
+def _show_taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
     row, column, passenger, goal = environment.decode(int(state))
     waiting = "in the taxi" if passenger == len(_PLACES) else f"at {_PLACES[passenger][0]}"
     return (
@@ -206,13 +206,13 @@ def _taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
     )
 
 
-def _blackjack(environment: Any, observation: Any) -> str:  # noqa: ANN401
+def _show_blackjack(environment: Any, observation: Any) -> str:  # noqa: ANN401
     total, dealer, ace = (int(value) for value in observation)
     usable = " with an ace that counts 11" if ace else ""
     return f"Your cards add up to {total}{usable}. The dealer shows {dealer}."
 
 
-def _blackjack_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+def _describe_blackjack_end(environment: Any, reward: float) -> str:  # noqa: ANN401
     return "You win." if reward > 0 else "You lose." if reward < 0 else "It is a draw."
 
 
@@ -221,10 +221,10 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         "FrozenLake-v1": ToyText(
             "Cross the frozen lake. Y is you, F is ice, H is a hole, G is the goal, S the start.",
             ("left", "down", "right", "up"),
-            _lake,
+            _show_lake,
             0.0,
             1.0,
-            _lake_end,
+            _describe_lake_end,
         ),
         # Each step costs 1, and bringing the passenger earns 20: 20 steps or fewer are worth 1.
         "Taxi-v4": ToyText(
@@ -232,7 +232,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
             " wants to go, drop the passenger off. In the map | is a wall and : is none. Rows and"
             " columns count from 0 inside the frame; south is down.",
             ("south", "north", "east", "west", "pickup", "dropoff"),
-            _taxi,
+            _show_taxi,
             -20.0,
             0.0,
             lambda environment, reward: "The passenger has arrived.",
@@ -243,7 +243,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
             "Walk to the goal. Y is you, G is the goal, C is the cliff, S the start; whoever steps"
             " off the cliff begins again at the start.",
             ("up", "right", "down", "left"),
-            _cliff,
+            _show_cliff,
             -120.0,
             -20.0,
             lambda environment, reward: "You reached the goal.",
@@ -251,10 +251,10 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         "Blackjack-v1": ToyText(
             "Blackjack: come closer to 21 than the dealer, and not above it.",
             ("stick", "hit"),
-            _blackjack,
+            _show_blackjack,
             -1.0,
             1.0,
-            _blackjack_end,
+            _describe_blackjack_end,
         ),
     }
 )
@@ -263,7 +263,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
 # ---- TextArena -----------------------------------------------------------------------------------
 
 
-def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+def _load_textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
     """Return a function that begins an episode from a seed. TextArena draws from the global
     `random`, which `episodes.Player` seeds."""
     import textarena
@@ -273,7 +273,7 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
         environment = textarena.wrappers.ActionFormattingWrapper(environment)
         environment.reset(num_players=1, seed=seed)
 
-        def news() -> str:
+        def new_messages() -> str:
             """Return the game's messages since the last call, without the player's actions."""
             _, messages = environment.get_observation()
             return "\n".join(
@@ -285,14 +285,14 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
         def step(action: str) -> tuple[str, float, bool]:
             done, _ = environment.step(action)
             if not done:
-                return news(), 0.0, False
+                return new_messages(), 0.0, False
             rewards, info = environment.close()
             reward = (rewards or {}).get(0)
             # Some games return a text after an invalid move.
-            worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
-            return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
+            score = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
+            return str(info.get(0, {}).get("reason") or "The game is over."), score, True
 
-        return news(), step
+        return new_messages(), step
 
     _, step = begin(0)  # the first game imports modules, which the sandbox would refuse
     step("[0]")

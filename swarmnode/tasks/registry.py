@@ -21,9 +21,18 @@ from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import install_command
-from swarmnode.tasks import builtin, dataset, frames, games, own, owner_code, taskset, verifiers
+from swarmnode.tasks import (
+    builtin,
+    dataset,
+    determinism,
+    frames,
+    games,
+    own,
+    owner_code,
+    taskset,
+    verifiers,
+)
 from swarmnode.tasks.answers import EXTRACTS
-from swarmnode.tasks.determinism import transcript_hash
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
 if TYPE_CHECKING:
@@ -226,7 +235,7 @@ def task_version(task_id: str) -> str:
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         source = [*source, spec.extract]
     if spec.turns > 1 and spec.environment is None:  # the hash of a server's questions is known
-        source = [*source, transcript_hash(spec)]
+        source = [*source, determinism.transcript_hash(spec)]
     if spec.kind in ("dataset", "environment") and spec.nothing_after:
         source = [*source, "nothing_after"]
     canonical = json.dumps(

@@ -114,17 +114,17 @@ def judge(
     for answer in question.answers:
         try:
             value = 0.0 if answer is None else item.reward(answer)
-            reward, made_of = own.total_reward(value, weights)
-            theirs = own.component_names(value)
-            if names and theirs and names != theirs:
+            reward, parts = own.total_reward(value, weights)
+            found = own.component_names(value)
+            if names and found and names != found:
                 raise ValueError(
-                    f"components {', '.join(sorted(theirs))} differ from those of another answer"
+                    f"components {', '.join(sorted(found))} differ from those of another answer"
                 )
-            names = names or theirs
+            names = names or found
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            reward, made_of, errors, last = 0.0, {}, errors + 1, owner_code.one_line(error)
+            reward, parts, errors, last = 0.0, {}, errors + 1, owner_code.one_line(error)
         rewards.append(reward)
-        components.append(made_of)
+        components.append(parts)
     scored = frames.Scored(
         item.prompt, rewards, errors, last, components if any(components) else []
     )

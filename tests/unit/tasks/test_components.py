@@ -11,7 +11,7 @@ import pytest
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import frames, own
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.measured import pass_at_k
+from swarmnode.tasks.measurement import pass_at_k
 from swarmnode.tasks.scorer import judge
 
 

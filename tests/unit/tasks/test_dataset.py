@@ -235,8 +235,8 @@ def test_the_template_is_around_the_question(tmp_path):
             ROWS,
             {"prompt": "question"},
             (
-                r"row 1 has no column 'question', only answer, note, prompt: set prompt to the one"
-                r" that is meant"
+                r"row 1 has no column 'question', only answer, note, prompt: set prompt to one of"
+                r" these"
             ),
         ),
         (ROWS, {"answer": "solution"}, r"row 1 has no column 'solution'"),
@@ -483,7 +483,7 @@ def test_used_bytes_of_parquet_are_one_line(tmp_path, capsys, used, status):
     asked = {"source": source, "local": True, "columns": used, "out": out, "bytes": 10**6}
     assert fetch.main(json.dumps(asked)) == status
     said = capsys.readouterr().err
-    assert ("row 1: column 'image' holds bytes, not text" in said) == bool(status)
+    assert ("row 1: column 'image' contains bytes, not text" in said) == bool(status)
     assert said.count("\n") == status
 
 
@@ -751,7 +751,7 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
         (
             [{"prompt": "a", "solution": "1"}] * 3,
             "numeric",
-            "row 1 has no column 'answer', only prompt, solution: set answer to the one",
+            "row 1 has no column 'answer', only prompt, solution: set answer to one of these",
         ),
         (
             [{"prompt": "x" * 70_000, "answer": "1"}],

@@ -176,7 +176,7 @@ def test_without_its_library_a_game_is_one_line(named, monkeypatch):
 
 def test_a_member_with_other_settings_is_told_both(named, monkeypatch):
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-    monkeypatch.setattr(registry, "_installed", lambda package, task: "1.4.0")
+    monkeypatch.setattr(registry, "_installed_version", lambda package, task: "1.4.0")
     named(LAKE, is_slippery=False)
     theirs = TaskEntry(LAKE, registry.task_version(LAKE), manifest.settings_text(LAKE))
     assert requirements.task_problems(theirs) == []

@@ -109,6 +109,8 @@ def played(tmp_path, *histories, **settings):
     task = dataset.build_task(
         NAME, spec.rows, dataset.Settings.from_settings(spec.settings), spec.source
     )
+    if task.turns > 1:
+        episodes.check_episode(NAME, task)
     question = Question(NAME, 4 << 20, 0, [], actions=[list(history) for history in histories])
     return episodes.Player().play(task, question)
 

@@ -10,7 +10,7 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.load import load_policy, local_directory
 from swarmnode.tasks.client import Scored
-from swarmnode.tasks.measured import Request
+from swarmnode.tasks.measurement import Request
 from swarmnode.trainer.measure import measure, open_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
