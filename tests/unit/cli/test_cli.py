@@ -264,7 +264,7 @@ def test_run_warns_of_values_unsuited_to_the_model(tmp_path, capsys, options, wa
         (
             ["run", "--set", 'task.names=["gsm8k"]'],
             78,
-            "'gsm8k' is not on the allow-list, which docs/own-task.md has",
+            "'gsm8k' is not on the allow-list (docs/own-task.md)",
         ),
         (
             ["manifest", "show", "--data-dir", "{tmp}/damaged"],
