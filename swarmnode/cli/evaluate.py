@@ -14,7 +14,7 @@ from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import check_torch
 
 if TYPE_CHECKING:
-    from swarmnode.tasks.measurement import TaskScores, Request
+    from swarmnode.tasks.measurement import Request, TaskScores
 
 
 def evaluate(
