@@ -291,7 +291,7 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
     installed(NAME)
     (problem,) = requirements.can_honour(theirs, Config())
     assert version in problem
-    assert "to the byte" in problem
+    assert "exact files" in problem
 
 
 def test_missing_module_does_not_stop_key_commands(package, tmp_path, capsys):

@@ -133,7 +133,7 @@ def test_unknown_generator_settings_are_one_line_before_the_start() -> None:
 def test_a_member_with_other_settings_is_told_which() -> None:
     theirs = TaskEntry("rg/gcd", "0" * 16, json.dumps({"max_value": 500, "min_value": 1}))
     (problem,) = requirements.task_problems(theirs)
-    assert 'the swarm\'s are {"max_value": 500' in problem
+    assert 'the swarm has {"max_value": 500' in problem
     assert problem.endswith("see task.settings")
 
 

@@ -86,4 +86,4 @@ def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
 )
 def test_what_cannot_be_measured_is_a_line(more, tmp_path, capsys) -> None:
     assert cli.run(["eval", "embedded", "-d", str(tmp_path), *more]) == 78
-    assert "--samples from 1 to 63" in capsys.readouterr().err
+    assert "--samples 1 to 63" in capsys.readouterr().err
