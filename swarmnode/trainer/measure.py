@@ -29,7 +29,7 @@ from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.measurement import TaskScores, Request, pass_at_k
+from swarmnode.tasks.measurement import Request, TaskScores, pass_at_k
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.wire.messages import TaskRef
