@@ -20,7 +20,7 @@ def question(task, seed, index):
     return f"{a}+{b}=", str(a + b)
 
 
-def answer_of(text):
+def find_answer(text):
     before, end, _ = text.rpartition("</answer>")
     _, start, answer = before.rpartition("<answer>")
     return answer.strip() if end and start else text
@@ -28,7 +28,7 @@ def answer_of(text):
 
 def reward(task, seed, index, text):
     _, right = question(task, seed, index)
-    answer = answer_of(text)
+    answer = find_answer(text)
     if answer != text and not text.endswith("</answer>"):
         return 0.0
     if len(answer.encode()) > 256:

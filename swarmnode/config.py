@@ -356,9 +356,9 @@ class TaskConfig(Section):
     """Your own tasks, as `package.module:function`, installed with swarmnode. List them in `names`
     too. See docs/own-task.md."""
     settings: dict[str, dict[str, bool | int | float | str | list[int | float]]] = {}
-    """Arguments of a task by its name. Of your own task: arguments of its function, and `turns`,
-    the most actions of an episode, 1 to 32. Of a built-in task: numbers of its generator (in a
-    list, one per difficulty), and `extract`, the place of the answer."""
+    """Arguments of a task by its name. For your own task: arguments of its function, and `turns`,
+    the maximum number of actions of an episode, 1 to 32. For a built-in task: numbers of its
+    generator (in a list, one per difficulty), and `extract`, the place of the answer."""
     datasets: dict[str, DatasetConfig] = {}
     """Datasets to train on, by a name that begins with `data/`, or with `env/` for a server. List
     them in `names` too. docs/own-task.md describes the keys."""

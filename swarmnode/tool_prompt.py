@@ -4,8 +4,8 @@
     split      text  ─▶  question, form, tools      policy: for a chat template that shows tools
 
 All members of a swarm have the same text and the same form of a call, because a receiver replays
-the calls of a policy that may be of another family. What a model reads is decided by its own chat
-template (`policy.text`).
+calls of policies of other model families. The model's own chat template decides what the model
+reads (`policy.text`).
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ RESPONSE_TEMPLATE: Mapping[str, Any] = {
         "content": {"content": "text"},
     },
 }
-"""Form of a call where an environment names no other, as a `response_template` of transformers:
-that of Qwen 2.5 and 3."""
+"""Default form of a call, as a `response_template` of transformers: the form of Qwen 2.5 and 3."""
 FORM = json.dumps(RESPONSE_TEMPLATE)
 _RULES = "\nYou can call functions and are given what they return. "
 _USUAL = 'Write a call as <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
@@ -41,14 +40,15 @@ _FUNCTIONS = " A turn without a call is your last. The functions:\n"
 
 @dataclass(frozen=True)
 class FirstText:
-    """A first text in parts."""
+    """The parts of a first text."""
 
     question: str
     form: str = FORM
     """Response template, as JSON."""
     tools: tuple[dict[str, Any], ...] = ()
-    """JSON schemas, `{"type": "function", "function": {"name": …, …}}`; none if the text is a
-    question only."""
+    """JSON schemas, `{"type": "function", "function": {"name": …, …}}`; empty if the text is only a
+    question.
+    """
 
 
 def describe(question: str, tools: Sequence[dict[str, Any]], form: str = FORM) -> str:
@@ -59,7 +59,7 @@ def describe(question: str, tools: Sequence[dict[str, Any]], form: str = FORM) -
 
 
 def split(text: str) -> FirstText:
-    """Return the parts of a first text; one that is not from `describe` is a question."""
+    """Return the parts of a first text. A text that is not from `describe` is a question."""
     question, found, rest = text.rpartition(_RULES)
     rule, _, described = rest.partition(_FUNCTIONS)
     form = FORM if rule == _USUAL else rule.removeprefix(_OTHER)
@@ -69,7 +69,7 @@ def split(text: str) -> FirstText:
 
 @functools.lru_cache(maxsize=256)
 def _tools(described: str) -> tuple[dict[str, Any], ...]:
-    """Return the tools of a text, one a line; none if a line is something else."""
+    """Return the tools of a text with one tool per line; empty if a line is not a tool."""
     try:
         functions = [json.loads(line) for line in described.split("\n")]
     except (ValueError, RecursionError):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from protocol.generate.frames import Vector
-from swarmnode.tasks.answers import answer_of, has_tail
+from swarmnode.tasks.answers import find_answer, has_text_after
 from swarmnode.tasks.builtin import GENERATORS, Item
 from swarmnode.tasks.registry import TASKS, task_version
 
@@ -20,10 +20,10 @@ def item(task: str, seed: int, index: int) -> Item:
 
 
 def worth(task: str, seed: int, index: int, text: str) -> float:
-    answer = answer_of(text)
+    answer = find_answer(text)
     return (
         item(task, seed, index).reward(answer)
-        if len(answer.encode()) <= TASKS[task].max_answer_bytes and not has_tail(text, "tag")
+        if len(answer.encode()) <= TASKS[task].max_answer_bytes and not has_text_after(text, "tag")
         else 0.0
     )
 

@@ -14,7 +14,7 @@ from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import check_torch
 
 if TYPE_CHECKING:
-    from swarmnode.tasks.measured import Measured, Request
+    from swarmnode.tasks.measurement import Request, TaskScores
 
 
 def evaluate(
@@ -49,7 +49,7 @@ def evaluate(
     from swarmnode import settings
     from swarmnode.swarm import manifest_store
     from swarmnode.tasks import registry
-    from swarmnode.tasks.measured import Request
+    from swarmnode.tasks.measurement import Request
     from swarmnode.wire.limits import COMPLETIONS
 
     require_trainer("eval")
@@ -78,7 +78,7 @@ def evaluate(
     return 0
 
 
-def _measure(request: Request) -> list[Measured]:
+def _measure(request: Request) -> list[TaskScores]:
     """Measure the model of `request` in a child process and return one result per task.
 
     Raises:
@@ -86,7 +86,7 @@ def _measure(request: Request) -> list[Measured]:
     """
     import msgspec
 
-    from swarmnode.tasks.measured import Measured
+    from swarmnode.tasks.measurement import TaskScores
 
     done = subprocess.run(
         [sys.executable, "-m", "swarmnode.trainer.measure"],
@@ -99,10 +99,10 @@ def _measure(request: Request) -> list[Measured]:
         raise Unavailable(
             f"evaluation failed with exit code {done.returncode}; the cause is printed above"
         )
-    return [msgspec.json.decode(line, type=Measured) for line in lines]
+    return [msgspec.json.decode(line, type=TaskScores) for line in lines]
 
 
-def _format(results: Sequence[Measured], sizes: Sequence[int]) -> list[str]:
+def _format(results: Sequence[TaskScores], sizes: Sequence[int]) -> list[str]:
     """Return the lines of the table."""
     lines = [
         f"{'task':<28} questions  greedy sampled"

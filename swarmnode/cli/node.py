@@ -94,14 +94,14 @@ def _format_recipe(recipe: Recipe) -> str:
 
 def run_resolved(resolved: Resolved) -> int:
     """Run a node with the manifest that it has joined, or with its configuration alone."""
-    from swarmnode.tasks.client import prove_own
+    from swarmnode.tasks.client import check_tasks
     from swarmnode.tasks.registry import check_names
 
     require_trainer("training")
     check_values(resolved)
     task = resolved.config.task
     check_names(task.names, crew=resolved.config.stages.mode == "always")
-    prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
+    check_tasks([*task.modules, *task.settings, *task.datasets, *task.names])
     return _run_supervisor(resolved, None)
 
 

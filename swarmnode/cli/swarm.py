@@ -138,14 +138,14 @@ def init(
     config = resolved.config
     from swarmnode.settings import unsuited
     from swarmnode.swarm.membership import Membership
-    from swarmnode.tasks.client import prove_own
+    from swarmnode.tasks.client import check_tasks
     from swarmnode.tasks.registry import check_names
 
     require_trainer("init")
     check_values(resolved)
     check_names(config.task.names)
     task = config.task
-    prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
+    check_tasks([*task.modules, *task.settings, *task.datasets, *task.names])
     membership = Membership(config)
     draft = membership.draft(founding.to_founding(resolved.origins))
     for line in unsuited(draft.config.policy, draft.config.training):

@@ -19,7 +19,7 @@ from swarmnode.cli.options import NODE, AsJson, NodeOptions, load
 from swarmnode.errors import ConfigError, Unavailable
 
 if TYPE_CHECKING:
-    from swarmnode.tasks.trial import Played, Tried
+    from swarmnode.tasks.trial import EpisodeTrial, QuestionTrial
 
 task_app = App(name="task", help="Try a task before training on it.")
 MAX_TEXT_CHARACTERS = 400
@@ -49,15 +49,15 @@ def task_try(
         Also score answers of the policy. --no-sample scores only an empty and the right answer.
         Of an episode task, --no-sample plays four episodes with scripted actions.
     """
-    from swarmnode.tasks import own, registry, trial
-    from swarmnode.tasks.client import prove_own
+    from swarmnode.tasks import owner_code, registry, trial
+    from swarmnode.tasks.client import check_tasks
 
     config = load(node).config
-    own_task = own.NAME.fullmatch(task) and task not in registry.TASKS
+    own_task = owner_code.NAME.fullmatch(task) and task not in registry.TASKS
     modules = [*config.task.modules, task] if own_task else config.task.modules
     registry.install(modules, config.task.settings, [task])
     registry.check_names([task])
-    prove_own([task])
+    check_tasks([task])
     if registry.TASKS[task].turns > 1:
         return _play(task, sample, json)
     tried = trial.try_task(
@@ -107,7 +107,7 @@ def _play(task: str, by_hand: bool, json: bool) -> int:
     return ConfigError.exit_code if any(each.error for each in played) else 0
 
 
-def _format_episode(number: int, episode: Played, shown: int) -> list[str]:
+def _format_episode(number: int, episode: EpisodeTrial, shown: int) -> list[str]:
     """Return the lines to print.
 
     Args:
@@ -139,7 +139,7 @@ def _printable(text: str) -> str:
     )
 
 
-def _format_trials(task: str, tried: Sequence[Tried], function: str) -> list[str]:
+def _format_trials(task: str, tried: Sequence[QuestionTrial], function: str) -> list[str]:
     """Return the lines to print.
 
     Args:

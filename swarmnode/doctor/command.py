@@ -15,7 +15,7 @@ from swarmnode.errors import SwarmNodeError
 from swarmnode.p2p import passphrase
 from swarmnode.settings import Resolved
 from swarmnode.swarm.membership import Membership
-from swarmnode.tasks.client import prove_own
+from swarmnode.tasks.client import check_tasks
 from swarmnode.tasks.registry import check_names
 from swarmnode.wire.limits import SWARM_ID_BYTES
 
@@ -66,7 +66,7 @@ def examine(load: Callable[[], Resolved]) -> Iterator[Check]:
         resolved = load()
         task, crew = resolved.config.task, resolved.config.stages.mode == "always"
         check_names(task.names, crew=crew)
-        prove_own([*task.modules, *task.settings, *task.datasets, *task.names])
+        check_tasks([*task.modules, *task.settings, *task.datasets, *task.names])
     except SwarmNodeError as error:
         yield checks.check_config(ConfigFacts(str(error), error.exit_code))
         return

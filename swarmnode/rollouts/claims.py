@@ -47,8 +47,8 @@ LIES: tuple[Lie, ...] = (
     "trajectory",
 )
 PROVEN: frozenset[Lie] = frozenset({"content", "size", "author", "task", "age"})
-"""Lies that the fetched bytes prove. They cost reputation too. The others may have an honest
-reason."""
+"""Lies that the fetched bytes prove; they also cost reputation. Other lies may have an honest
+explanation."""
 COST: dict[Lie, float] = {"absent": 0.25, "slow": 0.5, "trajectory": 0.5}
 """Halvings of belief per lie; every other kind costs one."""
 KEPT = 0.125

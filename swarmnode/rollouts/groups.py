@@ -198,8 +198,9 @@ def played_actions(completion: Completion) -> list[str]:
 
 
 def answers(group: RolloutGroup) -> list[str | list[str]]:
-    """Return (G,) what the scorer judges: texts, or for an episode task the actions of each
-    episode."""
+    """Return the (G,) inputs of the scorer: texts, or for an episode task the actions of each
+    episode.
+    """
     return [played_actions(c) if c.turns else c.text for c in group.completions]
 
 

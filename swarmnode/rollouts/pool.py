@@ -1,13 +1,13 @@
-"""The pool: admitted groups waiting to be trained on. Pure: time, policy version and randomness are
+"""Pool of admitted groups that wait for training. Pure: time, policy version and randomness are
 arguments.
 
-A step's groups come from several sources (`rollouts.sources`). Bounded by groups and by bytes. A
-peer holds at most its share of either; its own oldest makes room for its newest, and when the pool
-itself is full the oldest of the most represented peer goes. A
-group is **drawn at most once**: a second pass over the same group in a later step is a second, more
-off-policy epoch on it, and a peer could otherwise be trained on for ever with one good group. The
-paper samples afresh each round from what was generated in that round, which is the same thing said
-with a global clock.
+A step's groups come from several sources (`rollouts.sources`). The pool is bounded in groups and in
+bytes, and so is each peer's share of it. In a full share, a peer's newest group replaces its
+oldest. In a full pool, the oldest group of the most represented peer is evicted.
+
+A group is **drawn at most once**. A second pass over a group in a later step would be a second and
+more off-policy epoch, and a peer could be trained on without bound with a single good group. SAPO
+(arXiv 2509.08721) likewise samples each round only from the rollouts of that round.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from swarmnode.rollouts.sources import SourceShares
 from swarmnode.wire import limits
 
 MOST_GROUPS = 2000
-"""Groups in the pool. With eight drawn in a step that is more than anybody draws before they are
-stale."""
+"""Maximum number of groups. At eight groups per step, groups become stale before this many are
+drawn."""
 POOL_BYTES = 64 * 2**20
-"""Memory of the pool, as `memory_bytes` counts it: room for 160 groups of eight answers of 4,000
-tokens, twenty times what a step draws."""
+"""Maximum memory of the groups, as `memory_bytes` estimates it: about 160 groups of eight answers
+of 4,000 tokens, twenty times the draw of a step."""
 PEER_SHARE = 0.125
-"""Most of the pool that one peer may fill: eight peers have to agree to push everybody else out."""
+"""Maximum share of the pool of one peer. Eight peers must cooperate to displace all others."""
 FRESH_VERSIONS = 4
-"""Own policy versions for which a group is as good as new; older ones are drawn only to fill a
+"""Own policy versions during which a group counts as fresh. Older groups are drawn only to fill a
 batch."""
 DROP_VERSIONS = 8
-"""Own policy versions after which a group is dropped: our policy is so far from its author's then
-that its correction is all floor."""
+"""Own policy versions after which a group is dropped. This node's policy then differs so much from
+its author's that the importance-sampling correction is at its lower bound for all tokens."""
 HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
 NEWCOMERS = ""
-"""Common source name of all peers that are not known yet."""
+"""Common source name of all new peers."""
 
 
 class PoolStatistics(msgspec.Struct, frozen=True):
@@ -61,10 +61,11 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     expired_age: int = 0
     expired_version: int = 0
     refused: int = 0
-    """Groups larger than one peer's share of the bytes, or already there."""
+    """Groups that are larger than one peer's share of the bytes, or already in the pool."""
     staleness: dict[int, int] = {}
-    """Drawn groups by the policy versions that went by since they arrived, at most
-    DROP_VERSIONS."""
+    """Own policy versions since the arrival of a group, at most DROP_VERSIONS → number of drawn
+    groups.
+    """
     max_groups: int = 0
     max_bytes: int = 0
 
@@ -80,8 +81,14 @@ class _Entry(msgspec.Struct):
 
 
 class Pool:
-    """Groups by peer, each peer's in order of arrival. `now` is Unix seconds; `policy_version` is
-    this node's own counter."""
+    """Groups by peer, in order of arrival. `now` is in Unix seconds; `policy_version` is this
+    node's own counter.
+
+    Args:
+        max_bytes: Limit of memory as `memory_bytes` estimates it.
+        max_groups: Limit of groups.
+        peer_share: Share of both limits for one peer.
+    """
 
     def __init__(
         self,
@@ -89,7 +96,6 @@ class Pool:
         max_groups: int = MOST_GROUPS,
         peer_share: float = PEER_SHARE,
     ) -> None:
-        """max_bytes: as `memory_bytes` counts them."""
         self.max_bytes = max_bytes
         self.max_groups = max_groups
         self.peer_groups = max(1, int(max_groups * peer_share))
@@ -119,12 +125,13 @@ class Pool:
 
     @property
     def useful_added(self) -> int:
-        """Groups ever added whose rewards differ."""
+        """Number of groups added so far whose rewards differ."""
         return self._counts["useful_added"]
 
     def waiting(self, belief: Callable[[str], float]) -> int:
-        """Groups here, each by how far its author is believed: those that are hardly ever drawn
-        keep nobody from asking for others."""
+        """Return the number of groups, each weighted by the belief in its author. Groups that are
+        rarely drawn thus do not keep this node from fetching others.
+        """
         return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
 
     def add(
@@ -136,13 +143,15 @@ class Pool:
         *,
         is_direct: bool = True,
     ) -> bool:
-        """Take `group`, which arrives at `policy_version`. False where it is there already or too
-        large for its peer's share.
+        """Add `group`, which arrives at `policy_version`.
 
         Args:
             source: Connection that delivered the group (`rollouts.sources`); empty for the
                 connection of its author.
             is_direct: True if the author itself is the source.
+
+        Returns:
+            False if the group is already there or too large for its peer's share.
         """
         size = memory_bytes(group.group, group.prompt, group.observations)
         mine = self._peers.get(group.peer)
@@ -167,8 +176,9 @@ class Pool:
         return True
 
     def expire(self, now: float, policy_version: int) -> None:
-        """Drop what arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own policy
-        versions ago."""
+        """Drop groups that arrived more than `limits.GROUP_AGE_SECONDS` or `DROP_VERSIONS` own
+        policy versions ago.
+        """
         for peer in list(self._peers):
             for content, entry in list(self._peers[peer].items()):
                 if now - entry.arrived_at > limits.GROUP_AGE_SECONDS:
@@ -186,13 +196,18 @@ class Pool:
         belief: Callable[[str], float] = lambda peer: 1.0,
         per_peer: int | None = None,
     ) -> list[ExternalGroup]:
-        """Take out up to `count` groups for the step at `policy_version`, at most `per_peer` of one
-        peer where there are several; None is half of them. No source gives more than its share.
+        """Remove and return up to `count` groups for the step at `policy_version`.
 
-        trust: how much a peer's groups weigh, in [0, 1]; belief: in what share of draws they take
-        part. A weight alone would not keep a peer out that nobody believes: every source has one
-        group before any has two, where peers that are not known yet are one together. Fresh groups
-        come first, in an order drawn by `sampling.weight`; older ones only fill.
+        Every source gets one group before any source gets two; new peers count as one
+        source. No source contributes more than its share. Fresh groups come first, in a random
+        order weighted by `sampling.weight`; older groups only fill the batch.
+
+        Args:
+            trust: Peer id → weight of the peer's groups, in [0, 1].
+            belief: Peer id → share of draws in which the peer takes part. A low weight alone would
+                not exclude a peer, because every source gets a group.
+            per_peer: Maximum number of groups of one peer if there are several peers; None for
+                `sampling.most_per_peer(count)`.
         """
         self.expire(now, policy_version)
         entries = [entry for mine in self._peers.values() for entry in mine.values()]
@@ -254,7 +269,7 @@ class Pool:
                 e.group.rewards,
                 _lag(e, policy_version),
                 HALF_LIFE_VERSIONS,
-                # a peer with more groups is not drawn earlier
+                # A peer with more groups is not drawn earlier.
                 trusted[e.group.peer] / (sharing[name(e)] * len(self._peers[e.group.peer])),
             )
             for e in entries

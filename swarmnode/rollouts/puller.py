@@ -47,7 +47,7 @@ SETTLE_SECONDS = 2.0
 """A node whose pool holds the next step's groups collects listings for this time before it
 chooses."""
 FORWARD_SECONDS = 10.0
-"""A node fetches at least one group per this time on average, whatever its trainer draws."""
+"""Longest average interval between fetched groups, independent of the trainer's draws."""
 MOST_AHEAD_SECONDS = 60.0
 """Longest pause of forwarding after a fetch of several groups. Fetching several groups in one
 request is cheaper: a request costs as much as six more groups in it."""

@@ -152,8 +152,8 @@ def _put(signers: OrderedDict[bytes, Signer], key: bytes, signer: Signer) -> Non
 
 
 class Frames:
-    """Content ids of the frames seen: candidates for as long as they could be admitted again, and
-    the last `most` others.
+    """Content ids of the frames seen: candidates while they could be admitted again, and the last
+    `most` other frames.
 
     If more than MOST_CANDIDATES arrive in that time, the oldest are forgotten, and `is_forgotten`
     returns True for groups of that age.

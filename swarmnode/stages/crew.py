@@ -98,7 +98,7 @@ class PeerState(msgspec.Struct, frozen=True):
     offer: Offer | None = None
     """Its last offer."""
     offered_at: float = LONG_AGO
-    """When the offer arrived."""
+    """Time of the offer's arrival."""
     seconds: float | None = None
     """Estimated one-way time of a message: half of the fastest round trip, raised slowly by slower
     ones."""
@@ -116,12 +116,12 @@ class MemberState(msgspec.Struct, frozen=True):
     """State of another member of this node's crew."""
 
     heard_at: float
-    """When its last heartbeat, or answer to a heartbeat, arrived."""
+    """Time of the last heartbeat, or answer to a heartbeat."""
     progressed_at: float
-    """When its phase or progress last changed."""
+    """Time of the last change of phase or progress."""
     status: MemberStatus = MemberStatus()
     joined_at: float | None = None
-    """When its first heartbeat with this crew's id arrived."""
+    """Time of the first heartbeat with this crew's id."""
     suspected: bool = False
 
 
@@ -135,7 +135,7 @@ class Crew(msgspec.Struct, frozen=True):
     proposer: str
     """Peer id of the member that proposed the crew."""
     since: float
-    """When this node became a member."""
+    """Time at which this node became a member."""
     waited: float
     """Seconds that this node had been free before."""
     step_seconds: float
@@ -146,7 +146,7 @@ class Crew(msgspec.Struct, frozen=True):
     """Status of this node's own stage."""
     phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
-    """When this node last took a step, or started to run."""
+    """Time of this node's last step, or of its start to run."""
     stepped: bool = False
     """True if the crew has taken a step."""
 
@@ -171,7 +171,7 @@ class State(msgspec.Struct, frozen=True):
     """Start of the wait for a crew. A crew that took no step does not restart the wait, and the
     time in it does not count."""
     new_offer_at: float = 0.0
-    """When an offer that changes plans last arrived."""
+    """Time of the last offer that changes plans."""
     plan_since: float = math.inf
     """Time since which this node has had a plan without interruption; infinite without a plan."""
     retry_at: float = 0.0
@@ -179,14 +179,14 @@ class State(msgspec.Struct, frozen=True):
     failed_proposals: int = 0
     """Number of own proposals in a row that failed."""
     offered_at: float = LONG_AGO
-    """When this node last sent its offer; LONG_AGO after it was withdrawn."""
+    """Time of this node's last sent offer; LONG_AGO after it was withdrawn."""
     heartbeat_at: float = LONG_AGO
-    """When this node last sent heartbeats."""
+    """Time of this node's last heartbeats."""
     last_tick: float | None = None
     lag: float = 1.0
     """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
     stopped_at: float | None = None
-    """When the last running crew paused or ended; None while one runs."""
+    """Time at which the last running crew paused or ended; None while one runs."""
     recovery_seconds: float | None = None
     """Seconds from the last pause or end of a running crew to a crew that runs."""
     former_members: tuple[str, ...] = ()
@@ -215,8 +215,8 @@ FIRST_RETRY_SECONDS: Final = 1.0
 PLANNED_STEP_FACTOR: Final = 10.0
 """The deadline of a step is at least this factor × its planned time."""
 MEASURED_STEP_FACTOR: Final = 4.0
-"""It is also at least this factor × the median measured time, of which at most the deadline from
-the plan counts."""
+"""The deadline is also at least this factor × min(the median measured time, the deadline from the
+plan)."""
 MAX_STEP_TIMES: Final = 20
 """Number of recent steps in that median."""
 HEAD_DEADLINE_FACTOR: Final = 3.0

@@ -128,7 +128,7 @@ Tensors = Mapping[str, torch.Tensor]
 RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
 """Values of `stages.recovery`. `copies`: stages are restored from checkpoints."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
-"""Those of `wire.SOURCES` that a stage can be restored from."""
+"""Names in `wire.SOURCES` from which a stage can be restored."""
 ReportSource = Callable[[Literal["loading"], str], None]
 """Function that reports the source that is tried next."""
 
@@ -226,7 +226,7 @@ def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None
 # candidates, so a verdict waits until each of these stages has a candidate.
 
 ASK_SECONDS: Final = 10.0
-"""Deadline of the query what other members have of this stage."""
+"""Deadline of the query for other members' checkpoints of this stage."""
 RETRY_SECONDS: Final = (0.25, 5.0)
 """Interval between requests to a stage that is being restored: first, and at most."""
 BaseWeights = Callable[[], Tensors]
@@ -509,7 +509,7 @@ def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
 #     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
 #
 # π_old is the last stage's output before the step that trained on the micro-batch. Only
-# micro-batches of the newest step count, because what was learnt after an older one would look like
+# micro-batches of the newest step count, because training after an older one would look like
 # damage. The gate is needed because a damaged policy earns equal rewards for all answers, so
 # training cannot repair it.
 

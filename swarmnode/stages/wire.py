@@ -1466,7 +1466,7 @@ def check_message(message: CrewMessage) -> None:
 
 
 class MembershipSettings(msgspec.Struct, frozen=True):
-    """Constants of crew membership, and what the operator chooses: `stages` and `lost_seconds`."""
+    """Constants of crew membership, and the operator's settings: `stages` and `lost_seconds`."""
 
     lost_seconds: float
     """A node that has taken steps starts from the base after this time without a crew
@@ -1784,7 +1784,7 @@ class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
 
 class AskMessage(StateMessage, frozen=True, tag="ask"):
-    """Question what the receiver has for the sender's stage."""
+    """Query for the bodies that the receiver has for the sender's stage."""
 
 
 class HoldsMessage(StateMessage, frozen=True, tag="holds"):

@@ -21,7 +21,7 @@ from swarmnode.swarm.manifest import (
     settings_text,
     swarm_secret,
 )
-from swarmnode.tasks import own
+from swarmnode.tasks import owner_code
 from swarmnode.tasks.registry import DATASET_NAME, ENVIRONMENT_NAME, REFUSED, TASKS, task_version
 from swarmnode.wire import ids
 from swarmnode.wire.manifest import VerifiedManifest
@@ -122,7 +122,7 @@ def task_problems(task: TaskEntry) -> list[str]:
             f"its task {task.id} is an environment that this node does not have: run it and set its"
             f" URL in task.datasets ({task.settings})"
         ]
-    if task.id not in TASKS and own.NAME.fullmatch(task.id):
+    if task.id not in TASKS and owner_code.NAME.fullmatch(task.id):
         return [
             f"its task {task.id} is a module of the founder: get it, read it, install it, and"
             " name it in task.modules"

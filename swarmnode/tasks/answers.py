@@ -1,14 +1,15 @@
-"""Where the answer stands in a completion. Runs on strangers' text outside the sandbox: searches,
-never a pattern that can backtrack.
+"""Extraction of the answer from a completion.
 
-tag           what the last <answer>…</answer> holds, else the whole text as it is
-boxed         what the last \\boxed{…} holds, else nothing
-last_number   the last number of the text's last 4,096 characters, else nothing
-last_letter   the last capital letter that stands alone there (a choice), else nothing
-last_line     the last line that is not empty
-whole         all of it
-auto          tag, else boxed, else what suits the verifier: last_number, last_letter, or the whole
-text
+This runs on peers' text outside the sandbox. It searches for fixed strings and uses only patterns
+that cannot backtrack.
+
+tag           content of the last <answer>…</answer>, or the whole text without one
+boxed         content of the last \\boxed{…}, or nothing
+last_number   last number in the last 4,096 characters, or nothing
+last_letter   last single capital letter in the last 4,096 characters (a choice), or nothing
+last_line     last line that is not empty
+whole         the whole text
+auto          tag, then boxed, then the verifier's fallback: last_number, last_letter or whole
 """
 
 from __future__ import annotations
@@ -19,73 +20,79 @@ from typing import Literal, get_args
 Extract = Literal["tag", "boxed", "last_number", "last_letter", "last_line", "whole"]
 EXTRACTS: tuple[str, ...] = get_args(Extract)
 TAIL = 4096
-"""Characters at the end of a text in which a number, a letter or a box is looked for."""
+"""Characters at the end of a text that are searched for a number, a letter or a box."""
 NUMBER = re.compile(
     r"[-+\u2212]?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d{1,4})?(?:/\d+)?%?"
 )
-"""A number as people write it: sign, currency, thousands, decimals, exponent, fraction, per cent.
-No two parts match the same character."""
+"""A number with an optional sign, currency, thousands separators, decimals, exponent, fraction and
+per cent sign. No two parts match the same character."""
 _LETTER = re.compile(r"(?<![A-Za-z'])([A-Z])(?![A-Za-z'])")
 _BOX = "\\boxed{"
 
 
-def answer_of(text: str) -> str:
-    """The answer in a completion: what the last `<answer>…</answer>` holds, without white space
-    around it, or else the whole text as it is.
+def find_answer(text: str) -> str:
+    """Return the content of the last `<answer>…</answer>` without surrounding white space, or the
+    whole text without a tag.
 
-    Small policies answer outright; instruction-tuned ones think first and mark the answer, as
-    reasoning-gym's own prompts ask them to.
+    A small policy may answer directly. An instruction-tuned policy reasons first and marks its
+    answer, as reasoning-gym's prompts ask.
     """
-    tagged = _tag(text)
+    tagged = _find_tag(text)
     return text if tagged is None else tagged
 
 
-def has_tail(text: str, how: str) -> bool:
-    """Return True if something follows the answer in `text`, found as `how` says.
+def has_text_after(text: str, how: str) -> bool:
+    """Return True if text follows the answer that `extract(text, how)` finds.
 
-    Text after an answer changes no reward, so strangers could teach it (docs/security.md)."""
+    Text after an answer changes no reward, so peers could teach it unnoticed (docs/security.md).
+    """
     if how == "tag":
-        return _tag(text) is not None and not text.endswith("</answer>")
+        return _find_tag(text) is not None and not text.endswith("</answer>")
     if how == "boxed":
         return not text.endswith("}")
     if how == "auto":
         marked = next((mark for mark in ("</answer>", _BOX) if mark in text), "")
-        return bool(marked) and has_tail(text, "boxed" if marked == _BOX else "tag")
+        return bool(marked) and has_text_after(text, "boxed" if marked == _BOX else "tag")
     if how in ("last_number", "last_letter"):
         return not text.endswith(extract(text, how))
     return how == "last_line" and text != text.rstrip()
 
 
 def extract(text: str, how: str, fallback: str = "whole") -> str:
-    """The answer in `text`, found as `how` says (see the head of this file); `fallback` is what
-    `auto` ends with."""
+    """Return the answer in `text`.
+
+    Args:
+        how: Extraction method of the list at the head of this file.
+        fallback: Method that `auto` uses for a text without a marked answer.
+    """
     if how == "auto":
-        marked = _tag(text)
+        marked = _find_tag(text)
         if marked is None:
-            marked = _boxed(text)
+            marked = _find_box(text)
         return extract(text, fallback) if marked is None else marked
     if how == "tag":
-        return answer_of(text)
+        return find_answer(text)
     if how == "boxed":
-        return _boxed(text) or ""
+        return _find_box(text) or ""
     if how == "last_number":
-        return _last(NUMBER, text[-TAIL:])
+        return _find_last(NUMBER, text[-TAIL:])
     if how == "last_letter":
-        return _last(_LETTER, text[-TAIL:])
+        return _find_last(_LETTER, text[-TAIL:])
     if how == "last_line":
         return text.rstrip().rpartition("\n")[2].strip()
     return text
 
 
-def _tag(text: str) -> str | None:
+def _find_tag(text: str) -> str | None:
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return text[start + len("<answer>") : end].strip() if start >= 0 else None
 
 
-def _boxed(text: str) -> str | None:
-    """What the last `\\boxed{…}` holds, braces inside it balanced; None where there is none, or it
-    does not end."""
+def _find_box(text: str) -> str | None:
+    """Return the content of the last `\\boxed{…}` with balanced braces. Return None if there is no
+    box or the box does not end.
+    """
     start = text.rfind(_BOX)
     if start < 0:
         return None
@@ -98,7 +105,7 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _last(pattern: re.Pattern[str], text: str) -> str:
+def _find_last(pattern: re.Pattern[str], text: str) -> str:
     found = ""
     for match in pattern.finditer(text):
         found = match[0]

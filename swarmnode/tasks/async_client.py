@@ -1,8 +1,7 @@
-"""`AsyncScorer`: `client.Scorer` for trio. Callers queue their questions; one task carries them to
-the child, a frame at a time.
+"""`AsyncScorer`: the trio version of `client.Scorer`. Callers queue questions, and one task sends
+them to the child in frames.
 
-While a frame is with the child, more questions gather for the next one: the busier it is, the
-fuller the frames.
+Questions gather while a frame is with the child, so frames get fuller under load.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Self, TypeVar
 
 import trio
 
-from swarmnode.tasks.child import Child, Died, Wait
-from swarmnode.tasks.environments import Environments, by_url
+from swarmnode.tasks.child import Child, PipeWait, ScorerDied
+from swarmnode.tasks.environments import Environments, is_remote
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
     CompletionText,
@@ -24,8 +23,9 @@ from swarmnode.tasks.frames import (
     ScoreError,
     ScorerFailed,
     TaskUnknown,
-    prepare,
 )
+from swarmnode.tasks.questions import prepare
+from swarmnode.tasks.registry import encode_tasks
 from swarmnode.tasks.tally import ScorerStatistics, Tally
 from swarmnode.wire.messages import TaskRef
 
@@ -34,7 +34,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 5.0  # seconds between attempts to start a c
 
 
 class _Job:
-    """A question in the queue and, later, its result."""
+    """A queued question and, later, its result."""
 
     __slots__ = ("done", "question", "result", "wanted")
 
@@ -50,11 +50,13 @@ class _Job:
 
 
 class AsyncScorer:
-    """A scorer child for trio. `async with AsyncScorer() as scorer`, or start `run` in a nursery of
-    your own.
+    """A scorer child for trio. Use `async with AsyncScorer() as scorer`, or start `run` in a
+    nursery.
 
-    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
-    may use; startup_seconds: until a new child is ready.
+    Args:
+        deadline: Wall-clock limit of one request of up to 64 groups, in seconds.
+        cpu_seconds: CPU time limit of one request, in seconds.
+        startup_seconds: Wall-clock limit of the start of a child, in seconds.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class AsyncScorer:
         self._startup_seconds = startup_seconds
         self._child: Child | None = None
         self._queue: deque[_Job] = deque()
-        self._news = trio.Event()
+        self._queued = trio.Event()
         self._running = False
         self._tally = Tally()
         self._environments = Environments()
@@ -84,12 +86,13 @@ class AsyncScorer:
         trace: TracebackType | None,
     ) -> None:
         self._cancel()
-        # an error of the body leaves as it is, not in an ExceptionGroup
+        # Raise an error of the body as it is, not inside an ExceptionGroup.
         await self._manager.__aexit__(None, None, None)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Serve the queue until cancelled. Started as soon as it takes questions, which may be
-        before the child is ready."""
+        """Serve the queue until cancelled. The task reports `started` when it accepts questions,
+        which may be before the child is ready.
+        """
         self._running = True
         pause = _FIRST_PAUSE
         jobs: list[_Job] = []
@@ -101,24 +104,38 @@ class AsyncScorer:
                     await self._serve(jobs)
                     pause = _FIRST_PAUSE
                 except ScorerFailed as error:
-                    # no child to be had: these questions have waited long enough
-                    _settle(jobs, error)
+                    # No child could be started. Do not let these questions wait for the next
+                    # attempt.
+                    _fail(jobs, error)
                     await trio.sleep(pause)
                     pause = min(2 * pause, _LONGEST_PAUSE)
         finally:
             self._running = False
             self._end()
-            _settle([*jobs, *self._queue], ScorerFailed("the scorer was closed"))
+            _fail([*jobs, *self._queue], ScorerFailed("the scorer was closed"))
             self._queue.clear()
 
     async def prompt(self, ref: TaskRef) -> str:
-        """The question's text. Raises TaskUnknown, ScorerFailed."""
+        """Return the question's text.
+
+        Raises:
+            TaskUnknown: This node cannot regenerate the question.
+            ScorerFailed: The child failed.
+        """
         return (await self.score(ref, [])).prompt
 
     async def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Of an
-        episode task a completion is the list of its actions so far. Raises TaskUnknown,
-        ScorerFailed, ValueError."""
+        """Return the question's text and a reward in [0, 1] for each completion.
+
+        Args:
+            completions: At most 64. For an episode task, a completion is the list of its actions so
+                far.
+
+        Raises:
+            TaskUnknown: This node cannot regenerate the question.
+            ScorerFailed: The child failed.
+            ValueError: As `questions.prepare` raises it.
+        """
         (result,) = await self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
@@ -127,11 +144,14 @@ class AsyncScorer:
     async def score_many(
         self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]]
     ) -> list[Scored | ScoreError]:
-        """The same for many questions at once, in order; what went wrong with one is in its place
-        and costs the others nothing.
+        """Score several questions and return their results in order. The error of one question
+        takes the place of its result and does not affect the other questions.
 
-        Raises ValueError as `frames.prepare` does. Cancelled, it takes its
-        questions back.
+        If the caller is cancelled, its waiting questions are dropped.
+
+        Raises:
+            ScorerFailed: The scorer is not running.
+            ValueError: As `questions.prepare` raises it.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         results: list[Scored | ScoreError | _Job] = []
@@ -143,28 +163,32 @@ class AsyncScorer:
         jobs = [result for result in results if isinstance(result, _Job)]
         if jobs and not self._running:
             raise ScorerFailed("the scorer is not running")
-        self._queue.extend(job for job in jobs if not by_url(job.question))
-        self._news.set()
+        self._queue.extend(job for job in jobs if not is_remote(job.question))
+        self._queued.set()
         try:
-            if away := [job for job in jobs if by_url(job.question)]:
-                questions = [job.question for job in away]
+            if remote := [job for job in jobs if is_remote(job.question)]:
+                questions = [job.question for job in remote]
                 scored = await trio.to_thread.run_sync(
                     self._environments.judge, questions, abandon_on_cancel=True
                 )
-                for job, found in zip(away, self._tally.frame(questions, scored), strict=True):
+                for job, found in zip(remote, self._tally.frame(questions, scored), strict=True):
                     job.settle(found)
             for job in jobs:
                 await job.done.wait()
         finally:
             for job in jobs:
                 job.wanted = False
-        return [result if not isinstance(result, _Job) else _settled(result) for result in results]
+        return [
+            result if not isinstance(result, _Job) else _result_of(result) for result in results
+        ]
 
     def statistics(self) -> ScorerStatistics:
         return self._tally.snapshot(self._child, waiting=len(self._queue))
 
     async def _next_jobs(self) -> list[_Job]:
-        """A frame's worth of questions that somebody still waits for."""
+        """Return up to FRAME_GROUPS queued questions whose callers still wait; wait for the first
+        one.
+        """
         while True:
             jobs: list[_Job] = []
             while self._queue and len(jobs) < FRAME_GROUPS:
@@ -173,42 +197,43 @@ class AsyncScorer:
                     jobs.append(job)
             if jobs:
                 return jobs
-            self._news = trio.Event()
-            await self._news.wait()
+            self._queued = trio.Event()
+            await self._queued.wait()
 
-    async def _serve(self, jobs: list[_Job], again: bool = True) -> None:
-        """One frame. When it costs us the child, each of its questions once more, alone: whoever is
-        there the second time too did it.
+    async def _serve(self, jobs: list[_Job], retry: bool = True) -> None:
+        """Send one frame. If the child fails, retry each question alone: a question that fails
+        again is the cause.
 
-        Raises ScorerFailed when no child can be started.
+        Raises:
+            ScorerFailed: No child can be started.
         """
         child = await self._start()
         questions = [job.question for job in jobs]
         try:
-            scored = await _hold(child.ask(questions), self._deadline)
-        except (Died, TimeoutError) as error:
+            scored = await _converse(child.ask(questions), self._deadline)
+        except (ScorerDied, TimeoutError) as error:
             failure = self._tally.failure(error, self._end())
-            if not again:
+            if not retry:
                 jobs[0].settle(failure)
                 return
             for job in jobs:
                 if job.wanted:
-                    await self._serve([job], again=False)
+                    await self._serve([job], retry=False)
             return
         except BaseException:
-            self._end()  # cancelled in the middle of a frame: what the pipe holds is nobody's
+            self._end()  # cancelled inside a frame: the pipe may hold part of a response
             raise
         for job, result in zip(jobs, self._tally.frame(questions, scored), strict=True):
             job.settle(result)
 
     async def _start(self) -> Child:
-        """The child, a new one if there is none. Raises ScorerFailed."""
+        """Return the running child; start one if there is none. Raises ScorerFailed."""
         if self._child is None:
             try:
-                # here and not in a worker thread, whose end would be the child's
-                self._child = Child(self._cpu_seconds)
-                await _hold(self._child.hello(), self._startup_seconds)
-            except (OSError, Died) as error:  # TimeoutError is an OSError
+                # Not in a worker thread: the kernel kills the child when its thread ends.
+                self._child = Child(self._cpu_seconds, encode_tasks())
+                await _converse(self._child.hello(), self._startup_seconds)
+            except (OSError, ScorerDied) as error:  # TimeoutError is an OSError
                 raise self._tally.failure(error, self._end(), starting=True) from None
             except BaseException:
                 self._end()
@@ -221,8 +246,13 @@ class AsyncScorer:
         return child.end() if child is not None else ""
 
 
-async def _hold(conversation: Generator[Wait, None, T], seconds: float) -> T:
-    """Hold a conversation to its end. Raises TimeoutError, and Died as the conversation does."""
+async def _converse(conversation: Generator[PipeWait, None, T], seconds: float) -> T:
+    """Run a conversation to its end and return its result.
+
+    Raises:
+        TimeoutError: It takes more than `seconds`.
+        ScorerDied: As the conversation raises it.
+    """
     with trio.move_on_after(seconds) as scope:
         try:
             while True:
@@ -237,12 +267,12 @@ async def _hold(conversation: Generator[Wait, None, T], seconds: float) -> T:
     raise TimeoutError(f"no answer within {seconds:g} s")
 
 
-def _settle(jobs: Sequence[_Job], error: ScorerFailed) -> None:
+def _fail(jobs: Sequence[_Job], error: ScorerFailed) -> None:
     for job in jobs:
         if not job.done.is_set():
             job.settle(error)
 
 
-def _settled(job: _Job) -> Scored | ScoreError:
+def _result_of(job: _Job) -> Scored | ScoreError:
     assert job.result is not None
     return job.result

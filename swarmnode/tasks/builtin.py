@@ -1,5 +1,6 @@
-"""Two tasks with no dependency, for tests and for first steps. Prompts and answers are printable
-ASCII."""
+"""Two tasks without dependencies, for tests and first steps. Prompts and answers are printable
+ASCII.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +9,39 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 VERSION = "1"
-"""Enters the task version: change it when a prompt, an answer or a reward below changes."""
+"""Part of the task version. Change it when a prompt, an answer or a reward below changes."""
 
 
 Value = float | Mapping[str, float]
-"""What an answer is worth, in [0, 1]: one number, or components by name, of which the reward is the
-weighted mean."""
+"""Reward of an answer, in [0, 1]: one number, or component name → number. The reward of components
+is their weighted mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One question, its answer, and how an answer is judged."""
+    """One question, its right answer and its reward functions."""
 
     prompt: str
     answer: str
     reward: Callable[[str], Value]
     arguments: tuple[str, ...] = ()
-    """Names of what an owner's reward function is given."""
+    """Names of the arguments that the owner's reward function receives."""
     votes: Callable[[Sequence[str | None]], list[float]] | None = None
-    """Rewards of a whole group, in place of `reward`, where each depends on the others."""
+    """Function (G,) answers → (G,) rewards, used instead of `reward` if the rewards of a group
+    depend on each other.
+    """
 
 
 def copy_item(seed: int, digits: int) -> Item:
-    """`Copy 417:` asks for `417`. Partial credit for every digit in its place, so that even a
-    random policy gets a signal."""
+    """Return a question such as `Copy 417:` with the answer `417`. Each correct digit earns partial
+    credit, so that a random policy gets a signal.
+    """
     answer = "".join(str(d) for d in _draw("copy", seed, digits))
     return Item(f"Copy {answer}:", answer, lambda text: _in_place(text, answer))
 
 
 def sum_item(seed: int, terms: int) -> Item:
-    """`3+4=` asks for `7`. All or nothing."""
+    """Return a question such as `3+4=` with the answer `7`. The reward is 1 or 0."""
     numbers = _draw("sum", seed, terms)
     answer = str(sum(numbers))
     return Item("+".join(map(str, numbers)) + "=", answer, lambda text: float(text == answer))
@@ -47,14 +51,16 @@ GENERATORS: dict[str, Callable[..., Item]] = {"copy": copy_item, "sum": sum_item
 
 
 def _draw(name: str, seed: int, count: int) -> list[int]:
-    """`count` digits 0 to 9 (at most 32) from a hash, so that they do not depend on a library's
-    random generator."""
+    """Return `count` digits 0 to 9 (at most 32) derived from a hash. They do not depend on a
+    library's random generator.
+    """
     digest = hashlib.blake2b(f"swarmnode/builtin/{name}/{seed}".encode(), digest_size=64).digest()
     return [int.from_bytes(digest[2 * i : 2 * i + 2], "big") % 10 for i in range(count)]
 
 
 def _in_place(text: str, answer: str) -> float:
-    """Share of characters that are right and in their place; characters too many cost as much as
-    wrong ones."""
+    """Return the share of characters of `text` that are correct at their position. A surplus
+    character costs as much as a wrong one.
+    """
     hits = sum(a == b for a, b in zip(text, answer, strict=False))
     return hits / max(len(text), len(answer))

@@ -1,24 +1,18 @@
-"""Regenerate questions and judge answers, in a sandboxed child. `Scorer` blocks (for the trainer);
-`AsyncScorer` is for trio (the network).
+"""Regenerates questions and judges answers in a sandboxed child. `Scorer` blocks (for the trainer);
+`AsyncScorer` is for trio (the network process).
 
-Both replace their child when it dies or overruns, and ask again, one question at a time, so that
-only the one that did it goes without.
+Both replace a child that dies or exceeds its deadline, and retry the questions of its frame one by
+one. Only the question that caused the failure has no result.
 """
 
 from __future__ import annotations
 
-import os
-import select
-import threading
-import time
-from collections.abc import Callable, Generator, Iterable, Sequence
-from types import TracebackType
-from typing import Self, TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 from swarmnode.errors import ConfigError
 from swarmnode.tasks.async_client import AsyncScorer
-from swarmnode.tasks.child import Child, Died, Wait
-from swarmnode.tasks.environments import Environments, by_url
+from swarmnode.tasks.environments import Environments, is_remote
+from swarmnode.tasks.frame_scorer import FrameScorer
 from swarmnode.tasks.frames import (
     FRAME_GROUPS,
     CompletionText,
@@ -27,10 +21,10 @@ from swarmnode.tasks.frames import (
     ScoreError,
     ScorerFailed,
     TaskUnknown,
-    prepare,
 )
-from swarmnode.tasks.registry import TASKS, adjusted, task_version
-from swarmnode.tasks.tally import ScorerStatistics, Tally
+from swarmnode.tasks.questions import prepare
+from swarmnode.tasks.registry import TASKS, changed_settings, encode_tasks, task_version
+from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.wire.messages import TaskRef
 
 __all__ = [
@@ -41,19 +35,13 @@ __all__ = [
     "ScorerFailed",
     "ScorerStatistics",
     "TaskUnknown",
-    "prove_own",
+    "check_tasks",
 ]
 
-T = TypeVar("T")
 
-
-class Scorer:
-    """A scorer child for plain threads. Use it as a context manager; calls from several threads
-    take turns.
-
-    deadline: wall-clock seconds for a request of up to 64 groups; cpu_seconds: CPU time that one
-    may use; startup_seconds: until a new child is ready; alive: called after every request; child:
-    what starts one.
+class Scorer(FrameScorer):
+    """A scorer child for threads that loads all tasks of this process. It scores questions of
+    environment servers itself. The arguments are those of `FrameScorer`.
     """
 
     def __init__(
@@ -63,45 +51,37 @@ class Scorer:
         cpu_seconds: int = 2,
         startup_seconds: float = 60.0,
         alive: Callable[[], None] = lambda: None,
-        child: Callable[[int], Child] = Child,
     ) -> None:
-        self._alive = alive
-        self._make_child = child
-        self._deadline = deadline
-        self._cpu_seconds = cpu_seconds
-        self._startup_seconds = startup_seconds
-        self._child: Child | None = None
-        self._lock = threading.Lock()
-        self._tally = Tally()
+        super().__init__(
+            encode_tasks,
+            deadline=deadline,
+            cpu_seconds=cpu_seconds,
+            startup_seconds=startup_seconds,
+            alive=alive,
+        )
         self._environments = Environments(alive)
 
-    def __enter__(self) -> Self:
-        """Start the child, so that the first question need not wait for it. Raises ScorerFailed."""
-        with self._lock:
-            self._start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the child. A later call would start another."""
-        with self._lock:
-            self._end()
-
     def prompt(self, ref: TaskRef) -> str:
-        """The question's text. Raises TaskUnknown, ScorerFailed."""
+        """Return the question's text.
+
+        Raises:
+            TaskUnknown: This node cannot regenerate the question.
+            ScorerFailed: The child failed.
+        """
         return self.score(ref, []).prompt
 
     def score(self, ref: TaskRef, completions: Sequence[CompletionText]) -> Scored:
-        """The question's text and a reward in [0, 1] for each completion (at most 64). Of an
-        episode task a completion is the list of its actions so far. Raises TaskUnknown,
-        ScorerFailed, ValueError."""
+        """Return the question's text and a reward in [0, 1] for each completion.
+
+        Args:
+            completions: At most 64. For an episode task, a completion is the list of its actions so
+                far.
+
+        Raises:
+            TaskUnknown: This node cannot regenerate the question.
+            ScorerFailed: The child failed.
+            ValueError: As `questions.prepare` raises it.
+        """
         (result,) = self.score_many([(ref, completions)])
         if isinstance(result, Exception):
             raise result
@@ -110,10 +90,14 @@ class Scorer:
     def score_many(
         self, items: Sequence[tuple[TaskRef, Sequence[CompletionText]]], *, reveal: bool = False
     ) -> list[Scored | ScoreError]:
-        """The same for many questions at once, in order; what went wrong with one is in its place
-        and costs the others nothing. reveal: with the right answers.
+        """Score several questions and return their results in order. The error of one question
+        takes the place of its result and does not affect the other questions.
 
-        Raises ValueError as `frames.prepare` does.
+        Args:
+            reveal: Return the right answers too.
+
+        Raises:
+            ValueError: As `questions.prepare` raises it.
         """
         results: list[Scored | ScoreError | None] = [None] * len(items)
         asked: list[tuple[int, Question]] = []
@@ -123,15 +107,15 @@ class Scorer:
             except TaskUnknown as error:
                 results[place] = self._tally.unknown(error)
         with self._lock:
-            if away := [(place, question) for place, question in asked if by_url(question)]:
-                questions = [question for _, question in away]
+            if remote := [(place, question) for place, question in asked if is_remote(question)]:
+                questions = [question for _, question in remote]
                 for (place, _), result in zip(
-                    away,
+                    remote,
                     self._tally.frame(questions, self._environments.judge(questions)),
                     strict=True,
                 ):
                     results[place] = result
-                asked = [(place, question) for place, question in asked if not by_url(question)]
+                asked = [(place, question) for place, question in asked if not is_remote(question)]
             for start in range(0, len(asked), FRAME_GROUPS):
                 part = asked[start : start + FRAME_GROUPS]
                 for (place, _), result in zip(
@@ -140,84 +124,20 @@ class Scorer:
                     results[place] = result
         return [result for result in results if result is not None]
 
-    def ask(self, questions: list[Question]) -> Sequence[Scored | ScoreError]:
-        """The same for one frame of questions that are prepared already."""
-        with self._lock:
-            return self._ask(questions)
 
-    def statistics(self) -> ScorerStatistics:
-        return self._tally.snapshot(self._child, waiting=0)
+def check_tasks(names: Iterable[str]) -> None:
+    """Load the owner's tasks and the games among `names` once in the sandbox. This reports a defect
+    of code, data or settings in one line before the node starts.
 
-    def _ask(self, questions: list[Question], again: bool = True) -> Sequence[Scored | ScoreError]:
-        """One frame. When it costs us the child, each of its questions once more, alone: whoever is
-        there the second time too did it."""
-        try:
-            child = self._start()
-        except ScorerFailed as error:
-            return [error] * len(questions)
-        try:
-            scored = self._hold(child.ask(questions), self._deadline)
-        except (Died, TimeoutError) as error:
-            failure = self._tally.failure(error, self._end())
-            if not again:
-                return [failure]
-            return [
-                result for question in questions for result in self._ask([question], again=False)
-            ]
-        except BaseException:
-            self._end()  # interrupted in the middle of a frame: what the pipe holds is nobody's
-            raise
-        finally:
-            self._alive()
-        return self._tally.frame(questions, scored)
-
-    def _start(self) -> Child:
-        """The child, a new one if there is none. Raises ScorerFailed."""
-        if self._child is not None and self._child.owner != os.getpid():
-            self._end()  # we are a fork: it is our parent's, we only close our copy of its pipes
-        if self._child is None:
-            try:
-                self._child = self._make_child(self._cpu_seconds)
-                self._hold(self._child.hello(), self._startup_seconds)
-            except (OSError, Died) as error:  # TimeoutError is an OSError
-                raise self._tally.failure(error, self._end(), starting=True) from None
-            except BaseException:
-                self._end()
-                raise
-            self._tally.started()
-        return self._child
-
-    def _end(self) -> str:
-        child, self._child = self._child, None
-        return child.end() if child is not None else ""
-
-    @staticmethod
-    def _hold(conversation: Generator[Wait, None, T], seconds: float) -> T:
-        """Hold a conversation to its end. Raises TimeoutError, and Died as the conversation
-        does."""
-        end = time.monotonic() + seconds
-        try:
-            while True:
-                direction, descriptor = next(conversation)
-                poll = select.poll()
-                poll.register(descriptor, select.POLLIN if direction == "read" else select.POLLOUT)
-                if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                    raise TimeoutError(f"no answer within {seconds:g} s")
-        except StopIteration as stop:
-            return stop.value
-
-
-def prove_own(names: Iterable[str]) -> None:
-    """Load the owner's tasks and the games among `names` once in the sandbox, so that a defect in
-    code, data or settings is reported in one line before the node starts.
-
-    Raises ConfigError, and Unavailable where a game's library is not installed.
+    Raises:
+        ConfigError: A task cannot be loaded.
+        Unavailable: A game's library is not installed.
     """
     specs = [TASKS[name] for name in names if name in TASKS]
     for spec in specs:
         if spec.turns > 1:
             task_version(spec.id)
-    changed = adjusted()
+    changed = changed_settings()
     if any(spec.kind in ("own", "dataset", "game") or spec.id in changed for spec in specs):
         try:
             with Scorer():

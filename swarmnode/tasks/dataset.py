@@ -1,21 +1,23 @@
-"""Datasets as tasks: a row is a question with its right answer, a verifier says what an answer is
-worth. docs/own-task.md is the guide.
+"""Datasets as tasks. A row is a question with its right answer; a verifier returns the reward of an
+answer. docs/own-task.md is the guide.
 
     parents   source ─ read, check, sort by hash ─▶ rows file in the data directory, its hash ─▶
     task version
-    scorer    rows file ─ hash it again, equal? ─ map into memory ─ lock in ─▶ row by seed
+    scorer    rows file ─ hash it again, equal? ─ map into memory ─ enter the sandbox ─▶ row by seed
 
-The rows file is what counts: the same questions and answers give the same hash, whatever file or
-hub they came from and in whatever order. Rows are sorted by the hash of their prompt; the first
-ones are held out and never trained on, so a question that stands twice in a dataset is on one side
-only. A seed addresses a row (`DatasetTask.item`), so nobody can choose the rows that it is asked.
+The hash of the rows file identifies a dataset: equal questions and answers have the same hash,
+whatever file they came from and in whatever order. Rows are sorted by the hash of their prompt. The
+first rows are held out and never trained on, so a question that occurs twice is on one side only. A
+seed addresses a row (`DatasetTask.item`), so a node cannot choose its rows.
 
-    rows file:  header, a JSON line ─ rows, held out: 2 × u64 ─ [held out, others: 2 × u64 per
-    difficulty] ─ offsets: (rows + 1) × u64
+    rows file:  header, a JSON line
+                ─ rows, held-out rows: 2 × u64
+                ─ held-out rows, training rows: 2 × u64 per difficulty, if there are several
+                ─ offsets: (rows + 1) × u64
                 ─ rows: msgpack [prompt, answer, columns]
 
-With a column of difficulties each side is sorted by difficulty first, and of each difficulty a
-share is held out.
+With a column of difficulties, each side is sorted by difficulty first, and a share of each
+difficulty is held out.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import msgspec
 
 from swarmnode.errors import ConfigError
 from swarmnode.files import write_atomically
-from swarmnode.tasks import own, seeds, taskset, tools
+from swarmnode.tasks import own, owner_code, seeds, taskset, tools
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.tasks.builtin import Item
 from swarmnode.tasks.verifiers import MAJORITY, VERIFIERS, Verifier, votes
@@ -49,26 +51,26 @@ if TYPE_CHECKING:
 
 ROWS = 2**20
 FILE_BYTES = 256 * 2**20
-"""Largest file of rows: the scorer maps it into the 768 MiB that it may have."""
+"""Maximum size of the rows file. The scorer maps it into its 768 MiB of memory."""
 LINE_BYTES = 2**20
 PROMPT_CHARACTERS = 65_536
 ANSWER_BYTES = 4096
 FETCH_SECONDS = 3600.0
 FORMAT = 3
 LEVELS = 16
-"""Difficulties of a task, at most."""
+"""Maximum number of difficulties of a task."""
 
 NESTING = 32
-"""Lists and objects inside each other in one column, at most."""
+"""Maximum nesting of lists and objects in one column."""
 INTEGERS = range(-(2**63), 2**64)
-"""Integers that the rows file can hold."""
+"""Range of integers that the rows file can store."""
 DIGITS = 4300
-"""Digits of an integer that Python reads, at most."""
+"""Maximum number of digits of an integer that Python parses."""
 RESERVED = ("prompts", "completions")
 """Arguments of every reward function, which therefore cannot be columns."""
 
 Value = str | int | float | bool | None
-"""How hard a row is; None without a column of difficulties."""
+"""Difficulty of a row; None without a column of difficulties."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +80,32 @@ class Source:
     path: str
     """The rows file."""
     content: str
-    """32 hex digits over all rows and which of them are held out."""
+    """32 hex digits: hash of all rows and of the split into held-out and training rows."""
     rows: int
     held_out: int
-    """The first of the rows, at least one."""
+    """Number of held-out rows, which come first; at least 1."""
     levels: int
-    """Difficulties; 1 without a column of them."""
+    """Number of difficulties; 1 without a column of difficulties."""
     origin: str
-    """For people: a file's name, or a name on the Hub with its revision."""
+    """Origin for display: a file's name, or a name on the Hub with its revision."""
 
 
 # ---- reading, in the node's processes ------------------------------------------------------------
 
 
 def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
-    """Read the dataset of `task`, or find what was read before; rows files lie in `directory`.
+    """Read the dataset of `task`, or find its rows file from an earlier start in `directory`.
 
-    Raises ConfigError, which names the row and the remedy.
+    Raises:
+        ConfigError: The dataset cannot be used. It names the row and the remedy.
     """
     where = f"task.datasets.{task}"
-    check_asked(where, config)
+    check_question_settings(where, config)
     by_taskset = config.source.startswith(taskset.PREFIX)
     if (
         config.verifier not in VERIFIERS
         and not by_taskset
-        and not own.NAME.fullmatch(config.verifier)
+        and not owner_code.NAME.fullmatch(config.verifier)
     ):
         raise ConfigError(
             f"{where}: verifier is {config.verifier!r}, not one of {', '.join(VERIFIERS)} or"
@@ -128,18 +131,18 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
     origin = file.name if local else config.source if by_taskset else hub
     name = task.partition("/")[2]
     code = taskset.find(config.source).content if by_taskset else ""
-    kept = directory / f"{name}-{_key(config, file if local else None, code)}.rows"
-    found = _known(kept, origin)
+    rows_file = directory / f"{name}-{_cache_key(config, file if local else None, code)}.rows"
+    found = _read_header(rows_file, origin)
     if found is not None:
         return found
     with tempfile.TemporaryDirectory() as scratch:
         lines = (
             file
             if local and file.suffix == ".jsonl"
-            else _converted(where, config, file if local else None, Path(scratch))
+            else _convert(where, config, file if local else None, Path(scratch))
         )
-        rows = list(_rows(where, config, lines))
-    body, count, held_out, levels = _arranged(where, rows, config.held_out)
+        rows = list(_read_rows(where, config, lines))
+    body, count, held_out, levels = _arrange(where, rows, config.held_out)
     content = hashlib.blake2b(body, digest_size=16).hexdigest()
     header = {
         "format": FORMAT,
@@ -149,19 +152,19 @@ def prepare(task: str, config: DatasetConfig, directory: Path) -> Source:
         "content": content,
     }
     try:
-        write_atomically(kept, json.dumps(header).encode() + b"\n" + body)
+        write_atomically(rows_file, json.dumps(header).encode() + b"\n" + body)
     except OSError as error:
         raise ConfigError(
-            f"{where}: cannot keep its rows in {directory}: {error.strerror}"
+            f"{where}: cannot store its rows in {directory}: {error.strerror}"
         ) from None
     for former in directory.glob(f"{name}-{'[0-9a-f]' * 16}.rows"):
-        if former != kept:
+        if former != rows_file:
             former.unlink(missing_ok=True)
-    return Source(str(kept), content, count, held_out, levels, origin)
+    return Source(str(rows_file), content, count, held_out, levels, origin)
 
 
-def check_asked(where: str, config: DatasetConfig) -> None:
-    """Raises ConfigError for a template, or a place of the answer, that cannot be."""
+def check_question_settings(where: str, config: DatasetConfig) -> None:
+    """Check the template and the extraction of a task's questions. Raises ConfigError."""
     if config.extract != "auto" and config.extract not in EXTRACTS:
         raise ConfigError(
             f"{where}: extract is {config.extract!r}, not one of auto, {', '.join(EXTRACTS)}"
@@ -173,12 +176,15 @@ def check_asked(where: str, config: DatasetConfig) -> None:
         )
 
 
-def _key(config: DatasetConfig, file: Path | None, code: str) -> str:
-    """A name for what was read and how: another file, another key. code: hash of what makes the
-    rows, if something does."""
+def _cache_key(config: DatasetConfig, file: Path | None, code: str) -> str:
+    """Return 16 hex digits that identify a dataset and how it is read.
+
+    Args:
+        code: Hash of the code that makes the rows; empty without code.
+    """
     seen: list[object] = [FORMAT, config.source, config.revision, config.subset, config.split]
     seen += [config.prompt, config.answer, config.difficulty, config.held_out]
-    # it has checked the answers, and decides whether further columns are kept
+    # The verifier has checked the answers, and decides whether other columns are stored.
     seen.append(config.verifier)
     if code:
         seen.append(code)
@@ -188,7 +194,7 @@ def _key(config: DatasetConfig, file: Path | None, code: str) -> str:
     return hashlib.blake2b(json.dumps(seen).encode(), digest_size=8).hexdigest()
 
 
-def _known(path: Path, origin: str) -> Source | None:
+def _read_header(path: Path, origin: str) -> Source | None:
     try:
         with open(path, "rb") as file:
             header = json.loads(file.readline(4096))
@@ -206,9 +212,10 @@ def _known(path: Path, origin: str) -> Source | None:
         return None
 
 
-def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Path) -> Path:
-    """Parquet, a dataset of the Hub or a taskset, as JSON lines: made by a child, because what
-    reads them is large and starts threads."""
+def _convert(where: str, config: DatasetConfig, file: Path | None, scratch: Path) -> Path:
+    """Convert parquet, a dataset of the Hub or a taskset to JSON lines in a child process, because
+    its libraries are large and start threads.
+    """
     lines = scratch / "rows.jsonl"
     request = {
         "source": str(file) if file is not None else config.source,
@@ -243,60 +250,60 @@ def _converted(where: str, config: DatasetConfig, file: Path | None, scratch: Pa
 
 
 Row = tuple[str, str, dict[str, Any]]
-"""Prompt, answer as text, and the other columns that a reward function is given. An answer that is
-empty or no text is among them too, as it is."""
+"""Prompt, answer as text, and the other columns that a reward function receives. An answer that is
+empty or not a text is among these columns, unchanged."""
 
 
-def _rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row, Value]]:
-    """Read and check every line. Yields each row and its difficulty. Raises ConfigError."""
+def _read_rows(where: str, config: DatasetConfig, lines: Path) -> Iterator[tuple[Row, Value]]:
+    """Read and check every line. Yield each row and its difficulty. Raises ConfigError."""
     verifier = VERIFIERS.get(config.verifier)
     first = dict[str, str]()
-    """By column of the first row, for a reward function: what the column holds."""
+    """Column of the first row → kind of its value, for a reward function."""
     total = 0
     try:
-        file = open(lines, "rb")  # noqa: SIM115 - closed below; opening alone may fail for its owner's reasons
+        file = open(lines, "rb")  # noqa: SIM115 - closed below; the except clause is for opening only
     except OSError as error:
         raise ConfigError(f"{where}: {lines}: {error.strerror}") from None
     with file:
-        for number, line in _lines(where, file):
+        for number, line in _read_lines(where, file):
             total += len(line)
             if number > ROWS or total > 2 * FILE_BYTES:
                 raise ConfigError(
                     f"{where}: {config.source} has more than {ROWS} rows or {2 * FILE_BYTES >> 20}"
-                    " MiB: take a part of it"
+                    " MiB: use a part of it"
                 )
             try:
-                columns = _columns(line)
+                columns = _parse_line(line)
                 _check_names(config, columns)
-                prompt = _prompt(config.prompt, columns)
+                prompt = _read_prompt(config.prompt, columns)
                 further: dict[str, Any] = {}
                 if config.verifier == MAJORITY and config.answer not in columns:
                     answer = ""
                 elif verifier is not None:
-                    answer = _checked_answer(config.answer, columns, config.verifier, verifier)
+                    answer = _read_answer(config.answer, columns, config.verifier, verifier)
                 else:
-                    _check_given(columns, first)
-                    answer = _text(columns.get(config.answer, ""))
+                    _check_kinds(columns, first)
+                    answer = _to_text(columns.get(config.answer, ""))
                     further = {
                         name: value
                         for name, value in columns.items()
                         if name != config.prompt
                         and not (name == config.answer and isinstance(value, str) and value)
                     }
-                difficulty = _difficulty(config.difficulty, columns)
+                difficulty = _read_difficulty(config.difficulty, columns)
             except ValueError as error:
                 raise ConfigError(f"{where}: {config.source}, row {number}{error}") from None
             yield (prompt, answer, further), difficulty
 
 
-# What follows raises ValueError with what is wrong with a row, to be put behind the row's number.
+# The checks of one row raise ValueError with a text that follows the row's number.
 
 
-def _columns(line: bytes) -> dict[str, Any]:
-    """Parse one line."""
+def _parse_line(line: bytes) -> dict[str, Any]:
+    """Parse one line into columns."""
     try:
-        columns = json.loads(line, parse_int=_integer, object_pairs_hook=_object)
-    except _Repeated:
+        columns = json.loads(line, parse_int=_parse_integer, object_pairs_hook=_parse_object)
+    except _RepeatedKey:
         raise
     except (ValueError, RecursionError) as error:
         raise ValueError(f" is not JSON: {error}") from None
@@ -305,30 +312,31 @@ def _columns(line: bytes) -> dict[str, Any]:
     return columns
 
 
-class _Repeated(ValueError):
-    """Raised for an object with two equal keys."""
+class _RepeatedKey(ValueError):
+    """Raised for a JSON object with two equal keys."""
 
 
-class _TooLong:
-    """An integer of more than `DIGITS` digits."""
+class _LongInteger:
+    """Placeholder of an integer with more than `DIGITS` digits."""
 
 
-def _integer(digits: str) -> int | _TooLong:
-    return int(digits) if len(digits) <= DIGITS else _TooLong()
+def _parse_integer(digits: str) -> int | _LongInteger:
+    return int(digits) if len(digits) <= DIGITS else _LongInteger()
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def _parse_object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise _Repeated(f": column {twice!r} is there twice: leave one out")
+        raise _RepeatedKey(f": column {twice!r} occurs twice: leave one out")
     return made
 
 
 def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
-    """The columns that the configuration names are there. A reward function and a majority need no
-    answer, so the default name of that column may be missing then."""
+    """Check that the row has the columns that the configuration names. A reward function and the
+    majority verifier need no answer, so the column with the default name may be missing for them.
+    """
     for key, name in (
         ("prompt", config.prompt),
         ("answer", config.answer),
@@ -343,17 +351,15 @@ def _check_names(config: DatasetConfig, columns: Mapping[str, object]) -> None:
         ):
             continue
         there = ", ".join(sorted(columns)[:12])
-        raise ValueError(
-            f" has no column {name!r}, only {there}: set {key} to the one that is meant"
-        )
+        raise ValueError(f" has no column {name!r}, only {there}: set {key} to one of these")
 
 
-def _prompt(name: str, columns: Mapping[str, object]) -> str:
+def _read_prompt(name: str, columns: Mapping[str, object]) -> str:
     prompt = columns[name]
     _check(name, prompt)
     if not isinstance(prompt, str):
         hint = ": write the conversation as one text" if isinstance(prompt, list) else ""
-        raise ValueError(f": column {name!r} is not a text but {_kind(prompt)}{hint}")
+        raise ValueError(f": column {name!r} is not a text but {_describe_kind(prompt)}{hint}")
     if not prompt.strip():
         raise ValueError(f": column {name!r} is empty: leave such rows out")
     if len(prompt) > PROMPT_CHARACTERS:
@@ -364,13 +370,13 @@ def _prompt(name: str, columns: Mapping[str, object]) -> str:
     return prompt
 
 
-def _checked_answer(
+def _read_answer(
     name: str, columns: Mapping[str, object], verifier_name: str, verifier: Verifier
 ) -> str:
-    """Return the right answer as text. It has to be one that a completion can match."""
+    """Return the right answer as text. Raises ValueError if no completion could match it."""
     value = columns[name]
     _check(name, value, integers=False)
-    answer = _text(value)
+    answer = _to_text(value)
     if not answer.strip():
         raise ValueError(
             f": column {name!r} is empty, so that an empty answer would be right: leave such rows"
@@ -390,8 +396,12 @@ def _checked_answer(
     return answer
 
 
-def _check_given(columns: Mapping[str, object], first: dict[str, str]) -> None:
-    """Check every column that a reward function is given. first: filled by the first row."""
+def _check_kinds(columns: Mapping[str, object], first: dict[str, str]) -> None:
+    """Check every column that a reward function receives.
+
+    Args:
+        first: Column → kind of value in the first row, which fills it.
+    """
     for name, value in columns.items():
         _check(name, value)
         if name in RESERVED:
@@ -399,7 +409,7 @@ def _check_given(columns: Mapping[str, object], first: dict[str, str]) -> None:
                 f": column {name!r} has the name of an argument of every reward function: rename"
                 " the column"
             )
-    kinds = {name: _kind(value) for name, value in columns.items()}
+    kinds = {name: _describe_kind(value) for name, value in columns.items()}
     if not first:
         first.update(kinds)
     remedy = "give all rows the same columns"
@@ -410,12 +420,12 @@ def _check_given(columns: Mapping[str, object], first: dict[str, str]) -> None:
             raise ValueError(f" has a column {name!r}, which the first row lacks: {remedy}")
         if kinds[name] != first[name]:
             raise ValueError(
-                f": column {name!r} is {kinds[name]}, but {first[name]} in the first row: write all"
-                " of its values alike"
+                f": column {name!r} is {kinds[name]}, but {first[name]} in the first row: give all"
+                " of its values the same type"
             )
 
 
-def _difficulty(name: str | None, columns: Mapping[str, Any]) -> Value:
+def _read_difficulty(name: str | None, columns: Mapping[str, Any]) -> Value:
     """Return a number or a text, or None without a column of difficulties."""
     if name is None:
         return None
@@ -423,45 +433,50 @@ def _difficulty(name: str | None, columns: Mapping[str, Any]) -> Value:
     _check(name, value)
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(
-            f": column {name!r} is {_kind(value)}, neither a number nor a text: it cannot be a"
-            " difficulty"
+            f": column {name!r} is {_describe_kind(value)}, neither a number nor a text: it cannot"
+            " be a difficulty"
         )
     return value
 
 
 def _check(name: str, value: object, *, integers: bool = True) -> None:
-    """Check one column. integers: refuse those of more than 64 bits."""
+    """Check one column.
+
+    Args:
+        integers: Refuse integers of more than 64 bits.
+    """
     if not _encodable(name):
         raise ValueError(f": the name of column {name!r} is not valid Unicode: rename the column")
-    if (problem := _problem(value, integers)) is not None:
+    if (problem := _find_problem(value, integers)) is not None:
         raise ValueError(f": column {name!r} {problem}")
 
 
-def _problem(value: object, integers: bool, depth: int = 0) -> str | None:
-    """Return what is wrong with a value, and the remedy; None for one that can be used. Inside of
-    lists and objects null is a value like others."""
+def _find_problem(value: object, integers: bool, depth: int = 0) -> str | None:
+    """Return the problem of a value with the remedy; None if the value can be used. Null is allowed
+    inside lists and objects only.
+    """
     if value is None and not depth:
         return "is null: give it a value, or leave such rows out"
     if isinstance(value, float) and not math.isfinite(value):
-        return f"is {json.dumps(value)}, which is no number: leave such rows out"
-    if isinstance(value, _TooLong):
+        return f"is {json.dumps(value)}, which is not a number: leave such rows out"
+    if isinstance(value, _LongInteger):
         return f"is an integer of more than {DIGITS} digits: write it as a text"
     if isinstance(value, int) and integers and value not in INTEGERS:
         return "is an integer of more than 64 bits: write it as a text"
     if isinstance(value, str) and not _encodable(value):
-        return "is not valid Unicode: it holds half of a surrogate pair; leave such rows out"
+        return "is not valid Unicode: it contains half of a surrogate pair; leave such rows out"
     if depth > NESTING:
         return f"is nested more than {NESTING} deep: write it as a text of JSON"
     inside = [*value, *value.values()] if isinstance(value, dict) else value
     if isinstance(inside, list):
         for each in inside:
-            if (problem := _problem(each, integers, depth + 1)) is not None:
+            if (problem := _find_problem(each, integers, depth + 1)) is not None:
                 return "holds a value that " + problem.removeprefix("holds a value that ")
     return None
 
 
-def _kind(value: object) -> str:
-    """What a value is, for people."""
+def _describe_kind(value: object) -> str:
+    """Describe the type of a value for an error."""
     names: dict[type, str] = {
         type(None): "null",
         bool: "true or false",
@@ -474,8 +489,8 @@ def _kind(value: object) -> str:
     return names[type(value)]
 
 
-def _lines(where: str, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Number and content of every line that is not blank."""
+def _read_lines(where: str, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield number and content of every line that is not blank."""
     for number, line in enumerate(file, 1):
         if len(line) > LINE_BYTES:
             raise ConfigError(
@@ -485,13 +500,15 @@ def _lines(where: str, file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
             yield number, line
 
 
-def _arranged(
+def _arrange(
     where: str, rows: Sequence[tuple[Row, Value]], share: float
 ) -> tuple[bytes, int, int, int]:
-    """Counts, offsets and rows as the file has them; how many rows, how many of them held out, how
-    many difficulties.
+    """Return (body of the rows file, rows, held-out rows, difficulties).
 
-    Equal rows are there once. A question that stands at two difficulties is of the easier one.
+    Equal rows are stored once. A question with two difficulties has the easier one.
+
+    Args:
+        share: Share of the rows of each difficulty that is held out.
     """
     values = sorted(
         {value for _, value in rows} or {None}, key=lambda value: (isinstance(value, str), value)
@@ -502,11 +519,11 @@ def _arranged(
             " into classes"
         )
     level_of = {value: level for level, value in enumerate(values)}
-    levels: dict[bytes, int] = {}  # by question
+    levels: dict[bytes, int] = {}  # question → difficulty
     for row, value in rows:
-        order = _order(row[0])
+        order = _hash_prompt(row[0])
         levels[order] = min(level_of[value], levels.get(order, LEVELS))
-    packed = {msgspec.msgpack.encode(row): _order(row[0]) for row, _ in rows}
+    packed = {msgspec.msgpack.encode(row): _hash_prompt(row[0]) for row, _ in rows}
     sides: tuple[list[list[bytes]], list[list[bytes]]] = ([], [])
     for level, value in enumerate(values):
         blobs = sorted(
@@ -528,7 +545,7 @@ def _arranged(
     offsets = list(itertools.accumulate((len(blob) for blob in ordered), initial=0))
     if offsets[-1] > FILE_BYTES:
         raise ConfigError(
-            f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: take a"
+            f"{where}: its rows take {offsets[-1] >> 20} MiB, more than {FILE_BYTES >> 20}: use a"
             " part of it"
         )
     held_out = sum(map(len, sides[0]))
@@ -543,11 +560,11 @@ def _arranged(
     return numbers.tobytes() + b"".join(ordered), len(ordered), held_out, len(values)
 
 
-def _order(prompt: str) -> bytes:
+def _hash_prompt(prompt: str) -> bytes:
     return hashlib.blake2b(prompt.encode(), digest_size=16).digest()
 
 
-def _text(value: object) -> str:
+def _to_text(value: object) -> str:
     return (
         value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
     )
@@ -566,32 +583,41 @@ def _encodable(text: str) -> bool:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a dataset is asked and judged; all of it is part of the task's version."""
+    """Settings of a dataset's questions and rewards. All are part of the task's version."""
 
     verifier: str
     template: str
     weights: Mapping[str, float]
     prompt: str = "prompt"
     answer: str = "answer"
-    """Columns of the question and the right answer, by which a reward function is given them."""
+    """Names of the columns of the question and the right answer. A reward function receives them
+    under these names.
+    """
     turns: int = 1
-    """Most actions of an episode; above 1 `verifier` is an environment."""
+    """Maximum number of actions of an episode. Above 1, `verifier` is an environment."""
 
     @classmethod
-    def of(cls, settings: Mapping[str, object]) -> Settings:
+    def from_settings(cls, settings: Mapping[str, object]) -> Settings:
         return cls(
             str(settings["verifier"]),
             str(settings["template"]),
-            own.weights_of(settings),
+            own.read_weights(settings),
             str(settings.get("prompt", "prompt")),
             str(settings.get("answer", "answer")),
-            own.turns_of(settings),
+            own.read_turns(settings),
         )
 
 
 class DatasetTask:
-    """One dataset in the scorer child. `reward`: a function of its owner's instead of a verifier of
-    ours."""
+    """One dataset in the scorer child.
+
+    Args:
+        reward: The owner's reward function, used instead of a built-in verifier.
+        environment: The owner's environment, for episodes of several turns.
+
+    Raises:
+        ConfigError: The rows file has changed since it was hashed.
+    """
 
     def __init__(
         self,
@@ -601,12 +627,11 @@ class DatasetTask:
         reward: own.RewardFunction | None = None,
         environment: own.Generator | None = None,
     ) -> None:
-        """Raises ConfigError when the rows are not what was hashed."""
         self._task = task
         self._template = settings.template
         self._verifier = VERIFIERS.get(settings.verifier)
         self._settings = settings
-        self._reward = own.FunctionReward(reward) if reward is not None else None
+        self._reward = own.OwnReward(reward) if reward is not None else None
         self._environment = environment
         self.turns, self.weights = settings.turns, settings.weights
         try:
@@ -630,23 +655,23 @@ class DatasetTask:
         if sys.byteorder != "little":
             counts.byteswap()
         counts = counts or array.array("Q", [held_out, self._count - held_out])
-        self._held_out = _spans(0, counts[0::2])
-        self._trained = _spans(held_out, counts[1::2])
+        self._held_out = _level_ranges(0, counts[0::2])
+        self._training = _level_ranges(held_out, counts[1::2])
         self._offsets = start + 16 + table
         self._first = self._offsets + 8 * (self._count + 1)
         self._decode = msgspec.msgpack.Decoder(Row).decode
 
     def item(self, seed: int, index: int, difficulty: int = 0) -> Item:
-        """The question at (seed, index): of the rows that are held out for an evaluation seed, else
-        of the others.
+        """Return the question at (seed, index): a held-out row for an evaluation seed, otherwise a
+        training row.
 
-        A block of numbers begins at a row that its hash decides and goes on row by row: each is met
-        once before one is met twice.
+        A block of 2**20 indices starts at a row that the seed's hash decides and continues row by
+        row, so every row occurs once before a row occurs twice.
         """
         prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
         question = self._template.replace("{prompt}", prompt)
         if self._reward is not None:
-            function, given = self._reward, self._given(prompt, answer, columns)
+            function, given = self._reward, self._named_columns(prompt, answer, columns)
             return Item(
                 question,
                 answer,
@@ -656,27 +681,28 @@ class DatasetTask:
         assert self._verifier is not None
         verifier = self._verifier
         by_vote = self._settings.verifier == MAJORITY
-        # held-out rows with a right answer measure what the majority is worth
+        # Held-out rows with a right answer measure the accuracy of the majority.
         group = votes if by_vote and not (answer and seeds.is_evaluation(seed)) else None
         return Item(question, answer, lambda text: verifier.reward(text, answer), votes=group)
 
     def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Callable[[str], Any]]:
-        """Begin the episode of the question at (seed, index): the environment is given the columns
-        that it has parameters for, the prompt with the template around it, `seed` and `turns`."""
+        """Begin the episode of the question at (seed, index). The environment receives the columns
+        that it has parameters for, the prompt inside the template, `seed` and `turns`.
+        """
         assert self._environment is not None
         prompt, answer, columns = self._row(self._row_at(seed, index, difficulty))
-        given = self._given(self._template.replace("{prompt}", prompt), answer, columns)
-        own_seed = {"seed": seeds.seed_of(seed, index), own.TURNS: self.turns}
-        return self._environment(**tools.accepted(self._environment, {**given, **own_seed}))
+        given = self._named_columns(self._template.replace("{prompt}", prompt), answer, columns)
+        own_seed = {"seed": seeds.environment_seed(seed, index), own.TURNS: self.turns}
+        return self._environment(**tools.select_arguments(self._environment, {**given, **own_seed}))
 
     def _row_at(self, seed: int, index: int, difficulty: int) -> int:
-        rows = (self._held_out if seeds.is_evaluation(seed) else self._trained)[difficulty]
+        rows = (self._held_out if seeds.is_evaluation(seed) else self._training)[difficulty]
         return rows[(seed // seeds.INDEX_SPAN + index) % len(rows)]
 
-    def _given(
+    def _named_columns(
         self, prompt: str, answer: str, columns: Mapping[str, object]
     ) -> Mapping[str, object]:
-        """All columns of a row by their own names, and the answer as `answer` too."""
+        """Return the columns of a row by name. The answer is also there as `answer`."""
         names = self._settings
         answers = {"answer": answer, names.answer: answer} if answer else {}
         return {**answers, names.prompt: prompt, **columns}
@@ -689,26 +715,27 @@ class DatasetTask:
         )
         return self._decode(self._rows[self._first + start : self._first + end])
 
-    def prove(self) -> None:
-        """Judge a few rows' own answers, locked in as it will be. Raises ConfigError for what would
-        go wrong later."""
-        for row in {0, self._trained[0].start, self._count - 1}:
+    def check(self) -> None:
+        """Judge the right answers of a few rows inside the sandbox, so that errors appear at the
+        start. Raises ConfigError.
+        """
+        for row in {0, self._training[0].start, self._count - 1}:
             prompt, answer, columns = self._row(row)
             try:
                 if self._reward is not None:
-                    given = self._given(prompt, answer, columns)
+                    given = self._named_columns(prompt, answer, columns)
                     question = self._template.replace("{prompt}", prompt)
-                    own.total(self._reward.reward(question, answer, given), self.weights)
+                    own.total_reward(self._reward.reward(question, answer, given), self.weights)
                 elif self._verifier is not None and answer:
                     self._verifier.check(answer)
             except Exception as error:
                 raise ConfigError(
-                    f"task.datasets.{self._task}: it does not work: {own.one_line(error)}"
+                    f"task.datasets.{self._task} does not work: {owner_code.one_line(error)}"
                 ) from error
 
 
-def _spans(first: int, counts: Sequence[int]) -> list[range]:
-    """The rows of each difficulty, one after the other from `first` on."""
+def _level_ranges(first: int, counts: Sequence[int]) -> list[range]:
+    """Return the range of rows of each difficulty; the first begins at row `first`."""
     return [
         range(start, end)
         for start, end in itertools.pairwise(itertools.accumulate(counts, initial=first))
@@ -716,25 +743,38 @@ def _spans(first: int, counts: Sequence[int]) -> list[range]:
 
 
 def load(
-    tasks: Mapping[str, tuple[Source, Mapping[str, object], own.Source | None]],
+    tasks: Mapping[str, tuple[Source, Mapping[str, object], owner_code.Source | None]],
+    check_episode: Callable[[str, DatasetTask], None],
 ) -> dict[str, DatasetTask]:
-    """The datasets of this node's owner in a process that has nothing to lose yet. Raises
-    ConfigError."""
+    """Load the owner's datasets before the process enters its sandbox. Raises ConfigError.
+
+    Args:
+        check_episode: Plays some turns of a task (`episodes.check_episode`).
+    """
     codes = [
         str(arguments["verifier"]) for _, arguments, code in tasks.values() if code is not None
     ]
-    with own.importing(", ".join(codes)) if codes else contextlib.nullcontext():
-        return {
-            task: with_code(task, source, Settings.of(arguments), code)
+    with owner_code.guard_imports(", ".join(codes)) if codes else contextlib.nullcontext():
+        loaded = {
+            task: build_task(task, source, Settings.from_settings(arguments), code)
             for task, (source, arguments, code) in tasks.items()
         }
+        for task, (_, arguments, _) in tasks.items():
+            if str(arguments["verifier"]).startswith(taskset.PREFIX):
+                # The first use of a taskset imports more modules.
+                if loaded[task].turns > 1:
+                    check_episode(task, loaded[task])
+                else:
+                    loaded[task].check()
+    return loaded
 
 
-def with_code(
-    task: str, source: Source, settings: Settings, code: own.Source | None
+def build_task(
+    task: str, source: Source, settings: Settings, code: owner_code.Source | None
 ) -> DatasetTask:
-    """Return a dataset with its owner's reward function or environment, or its taskset. Raises
-    ConfigError."""
+    """Return a dataset task with its owner's reward function or environment, or with its taskset.
+    Raises ConfigError.
+    """
     name = settings.verifier
     if not name.startswith(taskset.PREFIX):
         if code is None:
@@ -745,12 +785,6 @@ def with_code(
         return DatasetTask(task, source, settings, environment=environment)
     assert code is not None
     if settings.turns == 1:
-        made = DatasetTask(task, source, settings, taskset.reward_function(name, code))
-        made.prove()  # its first use imports more modules
-        return made
+        return DatasetTask(task, source, settings, taskset.reward_function(name, code))
     environment = taskset.environment(name, code, settings.template)
-    made = DatasetTask(task, source, settings, environment=environment)
-    from swarmnode.tasks import episodes  # imports this module
-
-    episodes.prove(task, made)
-    return made
+    return DatasetTask(task, source, settings, environment=environment)

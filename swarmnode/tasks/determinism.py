@@ -3,27 +3,29 @@
     child A   PYTHONHASHSEED=0   turn by turn, as the author of an episode plays
     child B   PYTHONHASHSEED=1   from the start, in another order, as a receiver replays
 
-The hash of what A returned is part of the task's version, so that a peer whose environment or
-library behaves differently has another task.
+The hash of the results of child A is part of the task's version. A peer whose environment or
+library behaves differently therefore has another version.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import random
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks.child import Child, brought_tasks
-from swarmnode.tasks.client import Scored, Scorer, ScorerFailed
-from swarmnode.tasks.frames import Question
-from swarmnode.tasks.registry import TaskSpec
+from swarmnode.tasks import frames
+from swarmnode.tasks.frame_scorer import FrameScorer
+from swarmnode.tasks.frames import Question, Scored, ScorerFailed
 from swarmnode.tasks.seeds import evaluation_seed
+
+if TYPE_CHECKING:
+    from swarmnode.tasks.registry import TaskSpec
 
 EPISODES = 4
 """Episodes that the check plays, one per question."""
@@ -40,13 +42,13 @@ def transcript_hash(spec: TaskSpec) -> str:
         ConfigError: The environment cannot be loaded, or its episodes differ.
     """
     try:
-        questions, played, replayed = _played_twice(spec)
+        questions, played, replayed = _play_twice(spec)
     except ScorerFailed as error:
         raise ConfigError(str(error)) from None
     for number, (first, second) in enumerate(zip(played, replayed, strict=True), 1):
         if (difference := _difference(first, second)) is not None:
             raise ConfigError(
-                f"{spec.id} is not deterministic, so nobody can replay its episodes: episode"
+                f"{spec.id} is not deterministic, so peers cannot replay its episodes: episode"
                 f" {number}, {difference}. Draw everything from the seed, and use no clock, no id()"
                 " and no order of a set"
             )
@@ -57,36 +59,38 @@ def transcript_hash(spec: TaskSpec) -> str:
     return hashlib.blake2b(json.dumps(transcript).encode(), digest_size=8).hexdigest()
 
 
-def _played_twice(spec: TaskSpec) -> tuple[list[Question], list[Scored], list[Scored]]:
-    """Return the questions with all actions, and what A and B returned. Raises ScorerFailed."""
+def _play_twice(spec: TaskSpec) -> tuple[list[Question], list[Scored], list[Scored]]:
+    """Return the questions with all actions, and the results of child A and child B. Raises
+    ScorerFailed.
+    """
     seeds = (*SEEDS, evaluation_seed(spec.id), evaluation_seed(spec.id, 1))
     questions = [Question(spec.id, seed, 0, [], actions=[[]]) for seed in seeds]
     scripts = [random.Random(f"{spec.id} {number}") for number in range(EPISODES)]
-    told = brought_tasks(spec)
-    with Scorer(child=functools.partial(Child, brought=told)) as scorer:
+    setups = frames.encode_setups([spec.setup]).decode()
+    with FrameScorer(lambda: setups) as scorer:
         played = _ask(scorer, questions)
         while not all(scored.episodes[0].done for scored in played):
             for number, (question, scored) in enumerate(zip(questions, played, strict=True)):
                 if not scored.episodes[0].done:
-                    said = [scored.prompt, *scored.episodes[0].observations]
-                    actions = [*question.actions[0], scripted_action(scripts[number], said)]
+                    texts = [scored.prompt, *scored.episodes[0].observations]
+                    actions = [*question.actions[0], scripted_action(scripts[number], texts)]
                     questions[number] = msgspec.structs.replace(question, actions=[actions])
             played = _ask(scorer, questions)
-    with Scorer(child=functools.partial(Child, brought=told, hash_seed="1")) as scorer:
+    with FrameScorer(lambda: setups, hash_seed="1") as scorer:
         replayed = _ask(scorer, questions[::-1])[::-1]
     return questions, played, replayed
 
 
-def scripted_action(rng: random.Random, said: Sequence[str]) -> str:
+def scripted_action(rng: random.Random, texts: Sequence[str]) -> str:
     """Return a word or a [bracket] from the environment's texts, or a small number."""
     if rng.random() < 0.2:
         return str(rng.randrange(21))
-    words = _WORDS.findall(said[0] if rng.random() < 0.7 else said[-1])
+    words = _WORDS.findall(texts[0] if rng.random() < 0.7 else texts[-1])
     return rng.choice(words) if words else ""
 
 
-def _ask(scorer: Scorer, questions: list[Question]) -> list[Scored]:
-    """Raises ScorerFailed where an episode cannot be played."""
+def _ask(scorer: FrameScorer, questions: list[Question]) -> list[Scored]:
+    """Score one frame. Raises ScorerFailed if an episode cannot be played."""
     scored = []
     for result in scorer.ask(questions):
         if not isinstance(result, Scored):
@@ -96,16 +100,17 @@ def _ask(scorer: Scorer, questions: list[Question]) -> list[Scored]:
 
 
 def _difference(first: Scored, second: Scored) -> str | None:
-    """Describe where two runs of one episode differ first; None where they are equal."""
+    """Describe the first difference between two runs of one episode; None if they are equal."""
     if first.prompt != second.prompt:
         return (
-            f"its first text: {_shown(first.prompt)} in one run, {_shown(second.prompt)} in another"
+            f"its first text: {_shorten(first.prompt)} in one run,"
+            f" {_shorten(second.prompt)} in another"
         )
     (one,), (other,) = first.episodes, second.episodes
     pairs = zip(one.observations, other.observations, strict=False)
     for turn, (text, again) in enumerate(pairs, 1):
         if text != again:
-            return f"turn {turn}: {_shown(text)} in one run, {_shown(again)} in another"
+            return f"turn {turn}: {_shorten(text)} in one run, {_shorten(again)} in another"
     if one != other:
         return f"it ended after {len(one.observations)} and {len(other.observations)} turns"
     if first.rewards != second.rewards:
@@ -113,5 +118,5 @@ def _difference(first: Scored, second: Scored) -> str | None:
     return None
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return repr(" ".join(text.split())[:_SHOWN])

@@ -2,9 +2,9 @@
 
     play   a question and the actions so far of each episode  ─▶  observations, ended or not, reward
 
-An environment is deterministic given its question and the actions. So the author of an episode,
-`swarmnode task try` and every receiver call the same function, and none of them keeps a session. A
-restarted child has lost nothing.
+An environment is deterministic given its question and the actions. The author of an episode,
+`swarmnode task try` and every receiver therefore call the same function. None of them keeps a
+session, and a restarted child has lost nothing.
 
 The child keeps the environments of recent episodes, so that the next turn of an author costs one
 step instead of a replay. Callers cannot observe that.
@@ -22,18 +22,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import own, seeds
+from swarmnode.tasks import own, owner_code, seeds
 from swarmnode.tasks.builtin import Value
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question, Scored
 
 LIVE_EPISODES = 256
-"""Episodes whose environments are kept, the latest ones."""
+"""Most recent episodes whose environments are kept."""
 CUT = "\n[cut]"
-"""Ends an observation that was longer than its limit."""
+"""End of an observation that exceeded its limit."""
 FAILED = "[the environment failed]"
 NOT_READ = "[the action was not read]"
 ROUNDING = 1e-9
-"""How far a sum of rewards may be outside of 0 to 1: ten times 0.1 is not 1."""
+"""Tolerance for sums of rewards outside of 0 to 1: ten times 0.1 is not exactly 1."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]{0,32}[A-Za-z]")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -46,23 +46,25 @@ class EpisodeTask(Protocol):
 
     @property
     def turns(self) -> int:
-        """Most actions of an episode."""
+        """Maximum number of actions of an episode."""
 
     @property
     def weights(self) -> Mapping[str, float]:
         """Component name → weight in the reward."""
 
     def start(self, seed: int, index: int, difficulty: int) -> tuple[str, Callable[[str], Any]]:
-        """Begin the episode of the question at an address: its first text, and the environment."""
+        """Begin the episode of the question at an address. Return its first text and the
+        environment.
+        """
 
 
 @dataclass
-class Run:
-    """An episode and its environment, after `len(observations)` actions."""
+class EpisodeRun:
+    """An episode and its environment after `len(observations)` actions."""
 
     first: str
     step: Step | None
-    """None once the episode has ended, and in the copies that `Player` returns."""
+    """None after the end of the episode, and in the copies that `Player` returns."""
     random_state: RandomState | None = None
     """None if the episode does not own the state of the global random generators."""
     observations: list[str] = field(default_factory=list)
@@ -70,24 +72,28 @@ class Run:
     """Reward of each action."""
     done: bool = False
     error: str = ""
-    """The exception of the environment, in one line. The reward is then 0."""
+    """Exception of the environment, in one line. The reward is then 0."""
 
 
 class Player:
-    """Plays episodes of any task."""
+    """Plays episodes of any task.
+
+    Args:
+        live_episodes: Number of environments that are kept for the next turn.
+    """
 
     def __init__(self, live_episodes: int = LIVE_EPISODES) -> None:
-        """live_episodes: how many environments are kept for the next turn."""
         self._limit = live_episodes
-        self._live: OrderedDict[tuple[object, ...], Run] = OrderedDict()
+        self._live: OrderedDict[tuple[object, ...], EpisodeRun] = OrderedDict()
 
     def play(self, task: EpisodeTask, question: Question) -> Scored:
-        """Replay every episode of a question. Without episodes: its first text alone.
+        """Replay every episode of a question. A question without episodes returns its first text
+        only.
 
-        An exception of an environment ends its episode with the reward 0. If the environment
-        cannot start, the result has no prompt.
+        An exception of an environment ends its episode with the reward 0. If the environment cannot
+        start, the result has no prompt.
         """
-        runs = dict[tuple[str | None, ...], Run]()
+        runs = dict[tuple[str | None, ...], EpisodeRun]()
         histories = [tuple(actions[: task.turns]) for actions in question.actions]
         try:
             for history in histories or [()]:
@@ -97,51 +103,54 @@ class Player:
             if len(prompts) > 1:
                 raise ValueError("the same question began with two different texts")
         except (Exception, SystemExit) as error:  # the owner's code # noqa: BLE001
-            return Scored("", [0.0] * len(histories), 0, own.one_line(error))
-        return scored([runs[history] for history in histories], task.weights, *prompts)
+            return Scored("", [0.0] * len(histories), 0, owner_code.one_line(error))
+        return score_runs([runs[history] for history in histories], task.weights, *prompts)
 
-    def _run(self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]) -> Run:
+    def _run(
+        self, task: EpisodeTask, question: Question, history: tuple[str | None, ...]
+    ) -> EpisodeRun:
         """Return a copy of the episode after `history`; later turns do not change it. Raises
         the exceptions of the environment's start."""
         address = (question.task, question.seed, question.index, question.difficulty)
         run = self._live.pop((address, history), None)
         if run is None and history:
             run = self._live.pop((address, history[:-1]), None)
-        run = run or _started(task, question)
-        act(task.turns, run, history)
+        run = run or _start_run(task, question)
+        take_actions(task.turns, run, history)
         if run.error.startswith("MemoryError") and self._live:
-            # what is kept for others must not decide this episode
+            # Memory of other episodes' environments must not decide this episode.
             self._live.clear()
-            run = _started(task, question)
-            act(task.turns, run, history)
+            run = _start_run(task, question)
+            take_actions(task.turns, run, history)
         self._live[address, history] = run
         while len(self._live) > self._limit:
             self._live.popitem(last=False)
         return replace(run, step=None, observations=[*run.observations], values=[*run.values])
 
 
-def prove(name: str, task: EpisodeTask) -> None:
-    """Play some turns of empty actions, in the sandbox. Raises ConfigError for an environment that
-    cannot be played."""
+def check_episode(name: str, task: EpisodeTask) -> None:
+    """Play some turns of empty actions in the sandbox. Raises ConfigError if the environment cannot
+    be played.
+    """
     actions: list[str | None] = [""] * min(task.turns, 4)
     played = Player().play(task, Question(name, 0, 0, [], actions=[actions]))
     if played.error:
         raise ConfigError(f"{name!r} does not work: {played.error}")
 
 
-def _started(task: EpisodeTask, question: Question) -> Run:
-    seed_random(seeds.seed_of(question.seed, question.index))
+def _start_run(task: EpisodeTask, question: Question) -> EpisodeRun:
+    seed_random(seeds.environment_seed(question.seed, question.index))
     first, step = task.start(question.seed, question.index, question.difficulty)
     if not isinstance(first, str) or not callable(step):
         raise TypeError("an episode begins with (first text, step function)")
     text = clean(first, 4 * own.PROMPT_CHARACTERS)
     if not 0 < len(text) <= own.PROMPT_CHARACTERS:
         raise TypeError(f"its first text has not 1 to {own.PROMPT_CHARACTERS} characters")
-    return Run(text, step, random_state())
+    return EpisodeRun(text, step, random_state())
 
 
-def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
-    """Take those actions of `history` that the episode has not taken yet, until it ends."""
+def take_actions(turns: int, run: EpisodeRun, history: Sequence[str | None]) -> None:
+    """Take the actions of `history` that the episode has not taken yet, until it ends."""
     for action in history[len(run.observations) :]:
         if run.done:
             return
@@ -152,9 +161,9 @@ def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
                 text, run.done = NOT_READ, True
                 run.values.clear()
             else:
-                text, value, run.done = _taken(run, action)
+                text, value, run.done = _take_step(run, action)
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            text, run.done, run.error = FAILED, True, own.one_line(error)
+            text, run.done, run.error = FAILED, True, owner_code.one_line(error)
         observation = clean(text, min(OBSERVATION_BYTES, left))
         run.observations.append(observation)
         run.values.append(value)
@@ -164,7 +173,7 @@ def act(turns: int, run: Run, history: Sequence[str | None]) -> None:
             run.step = None
 
 
-def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
+def _take_step(run: EpisodeRun, action: str) -> tuple[str, Value, bool]:
     """Take one step of the environment with the episode's own random state.
 
     Raises the exceptions of the environment, and TypeError if it does not return a step."""
@@ -184,44 +193,45 @@ def _taken(run: Run, action: str) -> tuple[str, Value, bool]:
     return text, value, bool(done)
 
 
-def scored(runs: Sequence[Run], weights: Mapping[str, float], prompt: str) -> Scored:
+def score_runs(runs: Sequence[EpisodeRun], weights: Mapping[str, float], prompt: str) -> Scored:
     """Return the result of a question's episodes: rewards and components of those that ended."""
     rewards, components, errors, last = list[float](), list[dict[str, float]](), 0, ""
     names = frozenset[str]()
     for run in runs:
-        reward, made_of = 0.0, dict[str, float]()
+        reward, parts = 0.0, dict[str, float]()
         error = run.error
         if run.done and not error:
             try:
-                value = added(run.values)
-                reward, made_of = own.total(value, weights)
-                theirs = own.names_of(value)
-                if names and theirs and names != theirs:
+                value = sum_rewards(run.values)
+                reward, parts = own.total_reward(value, weights)
+                own_names = own.component_names(value)
+                if names and own_names and names != own_names:
                     raise ValueError(
-                        f"components {', '.join(sorted(theirs))}, others of this question have"
-                        " others"
+                        f"components {', '.join(sorted(own_names))} differ from those of another"
+                        " completion of this question"
                     )
-                names = names or theirs
+                names = names or own_names
             except (Exception, SystemExit) as raised:  # noqa: BLE001
-                reward, made_of, error = 0.0, {}, own.one_line(raised)
+                reward, parts, error = 0.0, {}, owner_code.one_line(raised)
         errors, last = errors + bool(error), error or last
         rewards.append(reward)
-        components.append(made_of)
+        components.append(parts)
     episodes = [Episode(run.observations, run.done) for run in runs]
     return Scored(
         prompt, rewards, errors, last, components if any(components) else [], episodes=episodes
     )
 
 
-def added(values: Sequence[Value]) -> Value:
-    """Return the sum of the rewards of an episode's steps, or of their components by name.
+def sum_rewards(values: Sequence[Value]) -> Value:
+    """Return the sum of the rewards of an episode's steps, or the sums of their components by name.
 
-    Raises ValueError and TypeError for what cannot be added.
+    Raises:
+        ValueError, TypeError: The values cannot be added.
     """
     tables = [value for value in values if isinstance(value, Mapping)]
     numbers = [float(value) for value in values if not isinstance(value, Mapping)]
     if not tables:
-        return _rounded(math.fsum(numbers))
+        return _round(math.fsum(numbers))
     if any(numbers):
         raise TypeError("some steps return components, others a number that is not 0")
     found: dict[str, list[float]] = {}
@@ -230,17 +240,18 @@ def added(values: Sequence[Value]) -> Value:
             given = found.setdefault(str(name), [])
             if number is not None:
                 given.append(float(number))
-    return {name: _rounded(math.fsum(given)) for name, given in found.items() if given}
+    return {name: _round(math.fsum(given)) for name, given in found.items() if given}
 
 
-def _rounded(total: float) -> float:
+def _round(total: float) -> float:
     """Return 0 or 1 for a sum that misses it by a rounding error."""
     return min(1.0, max(0.0, total)) if -ROUNDING <= total <= 1.0 + ROUNDING else total
 
 
 def clean(text: str, most_bytes: int) -> str:
-    """Return a text without control characters, terminal escapes and lone surrogates, in at most
-    `most_bytes` of UTF-8. A longer one is cut at a character and ends with `CUT`."""
+    """Return `text` without control characters, terminal escapes and lone surrogates, in at most
+    `most_bytes` bytes of UTF-8. A longer text is cut at a character and ends with `CUT`.
+    """
     text = text[: 4 * most_bytes + 1].replace("\r\n", "\n")
     data = _CONTROLS.sub("", _ESCAPES.sub("", text)).encode(errors="ignore")
     if len(data) <= most_bytes:
@@ -249,11 +260,12 @@ def clean(text: str, most_bytes: int) -> str:
     return data[:room].decode(errors="ignore") + CUT if room >= 0 else ""
 
 
-# Libraries such as TextArena draw from the process's global random numbers. Every episode has its
-# own: from its question at the start, and as it left them at each later step.
+# Libraries such as TextArena draw from the process's global random generators. Each episode has its
+# own state of these generators: seeded from its question at the start, saved and restored around
+# each step.
 
 RandomState = tuple[tuple[Any, ...], Any]
-"""Of `random`, and of `numpy.random` where it is loaded."""
+"""State of `random`, and of `numpy.random` if it is loaded, else None."""
 
 
 def seed_random(seed: int) -> None:

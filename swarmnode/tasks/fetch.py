@@ -1,11 +1,16 @@
-"""`python -m swarmnode.tasks.fetch REQUEST`: parquet, a dataset of the Hub, or a taskset of
-verifiers, as JSON lines. No code of a dataset is run; that of a taskset is, which the operator has
-installed.
+"""`python -m swarmnode.tasks.fetch REQUEST`: convert parquet, a dataset of the Hub or a taskset of
+verifiers to JSON lines. It runs no code of a dataset; it runs the code of a taskset, which the
+operator has installed.
 
-A process of its own: what reads parquet starts threads and takes hundreds of megabytes. REQUEST is
-JSON: source, local, revision, subset, split, columns (those that are used, null for all), out (the
-file to write) and bytes (at most). Dates and times become ISO 8601 texts, decimals texts. The value
-of a column that is not used is null.
+This is a separate process, because a parquet reader starts threads and takes hundreds of megabytes.
+REQUEST is JSON:
+
+    source, local, revision, subset, split   where the rows are
+    columns                                  columns that are used; null for all
+    out                                      file to write
+    bytes                                    limit of its size
+
+Dates and times become ISO 8601 texts, decimals become texts. An unused column has the value null.
 """
 
 from __future__ import annotations
@@ -41,8 +46,8 @@ def main(request: str) -> int:
                     plain[name] = _plain(value)
                 except ValueError as error:
                     print(
-                        f"row {number}: column {name!r} holds {error}, not text, numbers, lists or"
-                        " objects: leave the column out",
+                        f"row {number}: column {name!r} contains {error}, not text, numbers, lists"
+                        " or objects: leave the column out",
                         file=sys.stderr,
                     )
                     return 1
@@ -50,7 +55,7 @@ def main(request: str) -> int:
             written += len(line)
             if written > asked["bytes"]:
                 print(
-                    f"it has more than {asked['bytes'] >> 20} MiB: take a part of it",
+                    f"it has more than {asked['bytes'] >> 20} MiB: use a part of it",
                     file=sys.stderr,
                 )
                 return 1
@@ -59,7 +64,7 @@ def main(request: str) -> int:
 
 
 def _plain(value: object) -> object:
-    """Return `value` as JSON has it. Raises ValueError with the name of a type that JSON lacks."""
+    """Return `value` as a JSON value. Raises ValueError with the name of a type that JSON lacks."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, datetime.date | datetime.time):

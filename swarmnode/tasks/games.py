@@ -1,8 +1,7 @@
-"""Games of libraries as episode tasks, by name alone: Gymnasium's toy text and TextArena's
-single-player games.
+"""Games of libraries as episode tasks: Gymnasium's toy text and TextArena's single-player games.
 
-The tables are read everywhere. The libraries are imported by the scorer child only, before it locks
-itself in, and only for games that the node trains on.
+Every process reads the tables. Only the scorer child imports the libraries, before it enters its
+sandbox, and only for games that the node trains on.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from types import MappingProxyType
 from typing import Any
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import own, seeds
+from swarmnode.tasks import own, owner_code, seeds
 from swarmnode.wire.limits import TURNS as MOST_TURNS
 
 VERSION = "1"
-"""Enters the task version: change it when a text or a reward below changes."""
+"""Part of the task version. Change it when a text or a reward below changes."""
 
 Step = Callable[[str], tuple[str, float, bool]]
 
@@ -37,7 +36,7 @@ class Game:
 
     @property
     def turns(self) -> int:
-        return own.turns_of(self.settings)
+        return own.read_turns(self.settings)
 
 
 def _game(library: str, name: str, turns: int = MOST_TURNS, **settings: object) -> Game:
@@ -60,7 +59,7 @@ TEXTARENA = (
     "Sudoku",
     "TowerOfHanoi",
 )
-"""Single-player games that need no file and no model, draw from the seed, and repeat themselves."""
+"""Single-player games that need no file and no model, draw from the seed and are deterministic."""
 GAMES: Mapping[str, Game] = MappingProxyType(
     {
         "gym/FrozenLake-v1": _game(
@@ -72,40 +71,44 @@ GAMES: Mapping[str, Game] = MappingProxyType(
     }
     | {f"textarena/{name}-v0": _game("textarena", f"{name}-v0") for name in TEXTARENA}
 )
-"""By task id."""
+"""Task id → game."""
 
 
 class GameTask:
-    """A game with its settings, as `episodes.Player` plays it. Imports its library."""
+    """A game with its settings, as `episodes.Player` plays it. Imports its library.
+
+    Raises:
+        ConfigError: The library is missing or does not have the game.
+    """
 
     weights: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, task: str, settings: Mapping[str, object]) -> None:
-        """Raises ConfigError where the library is missing or does not have the game."""
-        self._task, self.turns = task, own.turns_of(settings)
+        self._task, self.turns = task, own.read_turns(settings)
         given = {name: value for name, value in settings.items() if name != own.TURNS}
         game = GAMES[task]
         try:
-            with own.bytecode():
-                make = _gymnasium if game.library == "gymnasium" else _textarena
+            with owner_code.cached_bytecode():
+                make = _load_gymnasium if game.library == "gymnasium" else _load_textarena
                 self._begin = make(game.name, given)
         except Exception as error:
-            raise ConfigError(f"{task} cannot be loaded: {own.one_line(error)}") from error
+            raise ConfigError(f"{task} cannot be loaded: {owner_code.one_line(error)}") from error
 
     def start(self, seed: int, index: int, difficulty: int = 0) -> tuple[str, Step]:
-        return self._begin(seeds.seed_of(seed, index))
+        return self._begin(seeds.environment_seed(seed, index))
 
 
 def load(tasks: Mapping[str, Mapping[str, object]]) -> dict[str, GameTask]:
-    """Games in a process that is not locked in yet. Raises ConfigError."""
+    """Load games before the process enters its sandbox. Raises ConfigError."""
     if not tasks:
         return {}
-    with own.importing(", ".join(tasks)):
+    with owner_code.guard_imports(", ".join(tasks)):
         return {task: GameTask(task, settings) for task, settings in tasks.items()}
 
 
 # ---- Gymnasium -----------------------------------------------------------------------------------
-# Environments return numbers: a state and a reward. Here they return texts and 0 to 1.
+# Gymnasium's environments return numbers: a state and a reward. The tasks return texts and a reward
+# of 0 to 1.
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ class ToyText:
     """True if the first text has the environment's map."""
 
 
-def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+def _load_gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
     """Return a function that begins an episode from a seed of 32 bits."""
     import gymnasium
     from gymnasium.envs.registration import load_env_creator
@@ -148,7 +151,7 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
 
         def step(action: str) -> tuple[str, float, bool]:
             nonlocal earned
-            word = _named(action, toy.actions)
+            word = _find_action(action, toy.actions)
             if word is None:
                 return f"That is no action. Say one of: {listed}.", 0.0, False
             observation, reward, ended, _, _ = environment.step(toy.actions.index(word))
@@ -156,8 +159,8 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
             text = toy.show(environment, observation)
             if not ended:
                 return text, 0.0, False
-            worth = min(1.0, max(0.0, (earned - toy.worst) / (toy.best - toy.worst)))
-            return f"{text}\n{toy.ending(environment, float(reward))}", worth, True
+            score = min(1.0, max(0.0, (earned - toy.worst) / (toy.best - toy.worst)))
+            return f"{text}\n{toy.ending(environment, float(reward))}", score, True
 
         slippery = "\nYou slip: a step may go to the side." if settings.get("is_slippery") else ""
         rows = [b"".join(row).decode() for row in environment.desc] if toy.has_map else []
@@ -167,24 +170,24 @@ def _gymnasium(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
     return begin
 
 
-def _named(text: str, actions: Sequence[str]) -> str | None:
+def _find_action(text: str, actions: Sequence[str]) -> str | None:
     """Return the last word of `text` that is an action."""
     words = [word for word in re.findall("[a-z]+", text.lower()) if word in actions]
     return words[-1] if words else None
 
 
-def _lake(environment: Any, state: Any) -> str:  # noqa: ANN401 # the library has no types
+def _show_lake(environment: Any, state: Any) -> str:  # noqa: ANN401 # the library has no types
     grid = [[cell.decode() for cell in row] for row in environment.desc]
     row, column = divmod(int(state), len(grid[0]))
     grid[row][column] = "Y"
     return "\n".join("".join(cells) for cells in grid)
 
 
-def _lake_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+def _describe_lake_end(environment: Any, reward: float) -> str:  # noqa: ANN401
     return "You reached the goal." if reward > 0 else "You fell into a hole."
 
 
-def _cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
+def _show_cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
     grid = [["."] * 12 for _ in range(3)] + [["S", *"CCCCCCCCCC", "G"]]
     row, column = divmod(int(state), 12)
     grid[row][column] = "Y"
@@ -194,7 +197,7 @@ def _cliff(environment: Any, state: Any) -> str:  # noqa: ANN401
 _PLACES = (("R", 0, 0), ("G", 0, 4), ("Y", 4, 0), ("B", 4, 3))
 
 
-def _taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
+def _show_taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
     row, column, passenger, goal = environment.decode(int(state))
     waiting = "in the taxi" if passenger == len(_PLACES) else f"at {_PLACES[passenger][0]}"
     return (
@@ -203,13 +206,13 @@ def _taxi(environment: Any, state: Any) -> str:  # noqa: ANN401
     )
 
 
-def _blackjack(environment: Any, observation: Any) -> str:  # noqa: ANN401
+def _show_blackjack(environment: Any, observation: Any) -> str:  # noqa: ANN401
     total, dealer, ace = (int(value) for value in observation)
     usable = " with an ace that counts 11" if ace else ""
     return f"Your cards add up to {total}{usable}. The dealer shows {dealer}."
 
 
-def _blackjack_end(environment: Any, reward: float) -> str:  # noqa: ANN401
+def _describe_blackjack_end(environment: Any, reward: float) -> str:  # noqa: ANN401
     return "You win." if reward > 0 else "You lose." if reward < 0 else "It is a draw."
 
 
@@ -218,10 +221,10 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         "FrozenLake-v1": ToyText(
             "Cross the frozen lake. Y is you, F is ice, H is a hole, G is the goal, S the start.",
             ("left", "down", "right", "up"),
-            _lake,
+            _show_lake,
             0.0,
             1.0,
-            _lake_end,
+            _describe_lake_end,
         ),
         # Each step costs 1, and bringing the passenger earns 20: 20 steps or fewer are worth 1.
         "Taxi-v4": ToyText(
@@ -229,7 +232,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
             " wants to go, drop the passenger off. In the map | is a wall and : is none. Rows and"
             " columns count from 0 inside the frame; south is down.",
             ("south", "north", "east", "west", "pickup", "dropoff"),
-            _taxi,
+            _show_taxi,
             -20.0,
             0.0,
             lambda environment, reward: "The passenger has arrived.",
@@ -240,7 +243,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
             "Walk to the goal. Y is you, G is the goal, C is the cliff, S the start; whoever steps"
             " off the cliff begins again at the start.",
             ("up", "right", "down", "left"),
-            _cliff,
+            _show_cliff,
             -120.0,
             -20.0,
             lambda environment, reward: "You reached the goal.",
@@ -248,10 +251,10 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
         "Blackjack-v1": ToyText(
             "Blackjack: come closer to 21 than the dealer, and not above it.",
             ("stick", "hit"),
-            _blackjack,
+            _show_blackjack,
             -1.0,
             1.0,
-            _blackjack_end,
+            _describe_blackjack_end,
         ),
     }
 )
@@ -260,7 +263,7 @@ TOY_TEXTS: Mapping[str, ToyText] = MappingProxyType(
 # ---- TextArena -----------------------------------------------------------------------------------
 
 
-def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
+def _load_textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[str, Step]]:
     """Return a function that begins an episode from a seed. TextArena draws from the global
     `random`, which `episodes.Player` seeds."""
     import textarena
@@ -270,7 +273,7 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
         environment = textarena.wrappers.ActionFormattingWrapper(environment)
         environment.reset(num_players=1, seed=seed)
 
-        def news() -> str:
+        def new_messages() -> str:
             """Return the game's messages since the last call, without the player's actions."""
             _, messages = environment.get_observation()
             return "\n".join(
@@ -282,15 +285,15 @@ def _textarena(name: str, settings: dict[str, object]) -> Callable[[int], tuple[
         def step(action: str) -> tuple[str, float, bool]:
             done, _ = environment.step(action)
             if not done:
-                return news(), 0.0, False
+                return new_messages(), 0.0, False
             rewards, info = environment.close()
             reward = (rewards or {}).get(0)
-            # a text in some games, where a move was invalid
-            worth = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
-            return str(info.get(0, {}).get("reason") or "The game is over."), worth, True
+            # Some games return a text after an invalid move.
+            score = min(1.0, max(0.0, reward)) if isinstance(reward, int | float) else 0.0
+            return str(info.get(0, {}).get("reason") or "The game is over."), score, True
 
-        return news(), step
+        return new_messages(), step
 
-    _, step = begin(0)  # imports what a sandbox refuses to import
+    _, step = begin(0)  # the first game imports modules, which the sandbox would refuse
     step("[0]")
     return begin

@@ -1,15 +1,15 @@
-"""reasoning-gym datasets as tasks. Imported by the scorer child only.
+"""reasoning-gym datasets as tasks. Only the scorer child imports this module.
 
-Only the modules of the allow-listed datasets are loaded. `import reasoning_gym` would load all of
-its hundred-odd generators, sympy and matplotlib (1 s instead of 60 ms), and with them the scorers
-that execute answers. A package that is in `sys.modules` without having been executed gives its
-submodules a place to be found from, and no more. It is there while they are imported only: whoever
-else in a process says `import reasoning_gym` gets the whole one.
+It loads only the modules of the allow-listed datasets. `import reasoning_gym` would load more than
+a hundred generators, sympy and matplotlib (1 s instead of 60 ms), and scorers that execute answers.
+A package that is in `sys.modules` without having been executed only tells the import system where
+its submodules are. It is there only during these imports, so that `import reasoning_gym` elsewhere
+in the process loads the whole package.
 
-Rewards are 1 for the dataset's answer as the dataset writes it, else 0. Its `score_answer` is not
-used: some give full marks for "12." or "+12" as for "12", and strangers can teach any variation
-that changes no reward (docs/security.md). Partial credit is for text that merely contains the
-answer, or for any text at all, and a policy learns to collect it (docs/own-task.md).
+The reward is 1 for the dataset's answer in the dataset's spelling, otherwise 0. The datasets'
+`score_answer` is not used. Some give "12." or "+12" the same reward as "12", and peers can teach
+any variation that changes no reward (docs/security.md). Some give partial credit to any text that
+contains the answer, or to any text, which a policy learns to exploit (docs/own-task.md).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from swarmnode.tasks.registry import TaskSpec
 
 
 class GymTask:
-    """One dataset at one difficulty. Item i with seed s is drawn from Random(s + i) and nothing
-    else, so one object serves every seed."""
+    """One dataset at one difficulty. Item i with seed s depends only on Random(s + i), so one
+    object serves every seed.
+    """
 
     def __init__(self, spec: TaskSpec) -> None:
         group, name = spec.generator.split(".")
@@ -36,7 +37,7 @@ class GymTask:
             self._dataset = factory.create_dataset(name, seed=0, size=1, **spec.settings)
 
     def item(self, seed: int, index: int) -> Item:
-        """The question at (seed, index). Costs one item, never a whole dataset."""
+        """Return the question at (seed, index). It generates one item, not a whole dataset."""
         self._dataset.seed = seed
         entry: dict[str, object] = self._dataset[index]
         answer = str(entry["answer"])
@@ -45,8 +46,9 @@ class GymTask:
 
 @contextlib.contextmanager
 def _bare_package(name: str) -> Iterator[None]:
-    """Within it `name` can be imported from without having been executed, unless it has been
-    already."""
+    """Make submodules of the package `name` importable without executing the package. It does
+    nothing if the package is loaded already.
+    """
     if name in sys.modules:
         yield
         return

@@ -1,10 +1,10 @@
-"""Whether a JSON value is as a schema says: the part of JSON Schema (2020-12) that needs no pattern
-and no reference.
+"""Validation of JSON values by the part of JSON Schema (2020-12) that has no patterns and no
+references.
 
-The schema is a dataset's, of its owner; the value is a stranger's. Patterns could take exponential
-time on it, and references would have to be fetched: a schema with a keyword that is not here is
-refused when the dataset is read, never at an answer. Work is bounded by the size of the schema
-times that of the value.
+The schema comes from the owner of a dataset, the value from a peer. A pattern could take
+exponential time on the value, and a reference would have to be fetched. A schema with an unknown
+keyword is therefore refused when the dataset is read. The work is bounded by the size of the schema
+times the size of the value.
 """
 
 from __future__ import annotations
@@ -49,48 +49,51 @@ KNOWN = (
 
 
 def check(schema: object) -> None:
-    """Raises ValueError, which names the keyword, for a schema that is none, or is one that is not
-    understood here."""
+    """Check a schema. Raises ValueError, which names the keyword, if the schema is invalid or not
+    supported.
+    """
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object")
-    for keyword, said in schema.items():
+    for keyword, setting in schema.items():
         if keyword not in KNOWN:
             raise ValueError(
                 f"its schema has {keyword!r}, which is not supported:"
                 f" {', '.join(sorted(KNOWN - ANNOTATIONS))} are"
             )
-        if keyword in BOUNDS and (isinstance(said, bool) or not isinstance(said, int | float)):
+        if keyword in BOUNDS and (
+            isinstance(setting, bool) or not isinstance(setting, int | float)
+        ):
             raise ValueError(f"{keyword} is not a number")
         if keyword == "type" and not (
-            said in TYPES
-            or (isinstance(said, list) and said and all(each in TYPES for each in said))
+            setting in TYPES
+            or (isinstance(setting, list) and setting and all(each in TYPES for each in setting))
         ):
-            raise ValueError(f"type is {said!r}, not one of {', '.join(TYPES)}")
-        if keyword in ("enum", *COMBINED) and not (isinstance(said, list) and said):
-            raise ValueError(f"{keyword} is not a list with something in it")
+            raise ValueError(f"type is {setting!r}, not one of {', '.join(TYPES)}")
+        if keyword in ("enum", *COMBINED) and not (isinstance(setting, list) and setting):
+            raise ValueError(f"{keyword} is not a list with at least one item")
         if keyword == "required" and not (
-            isinstance(said, list) and all(isinstance(name, str) for name in said)
+            isinstance(setting, list) and all(isinstance(name, str) for name in setting)
         ):
             raise ValueError("required is not a list of names")
-        if keyword == "properties" and not isinstance(said, dict):
+        if keyword == "properties" and not isinstance(setting, dict):
             raise ValueError("properties is not an object")
-        for inner in _inner(keyword, said):
+        for inner in _inner(keyword, setting):
             check(inner)
 
 
-def _inner(keyword: str, said: object) -> list[object]:
-    """The schemas in a schema under `keyword`."""
-    if keyword in COMBINED and isinstance(said, list):
-        return said
-    if keyword == "properties" and isinstance(said, dict):
-        return list(said.values())
-    return [said] if keyword in ("items", "additionalProperties", "not") else []
+def _inner(keyword: str, setting: object) -> list[object]:
+    """Return the schemas inside a schema under `keyword`."""
+    if keyword in COMBINED and isinstance(setting, list):
+        return setting
+    if keyword == "properties" and isinstance(setting, dict):
+        return list(setting.values())
+    return [setting] if keyword in ("items", "additionalProperties", "not") else []
 
 
 def valid(value: object, schema: object) -> bool:
-    """Whether `value`, as `json.loads` made it, is as `schema` says, which `check` has passed."""
+    """Return True if `value` (from `json.loads`) is valid by a checked `schema`."""
     if not isinstance(schema, dict):
         return schema is True
     return (
@@ -107,7 +110,7 @@ def valid(value: object, schema: object) -> bool:
 
 
 def equal(one: object, other: object) -> bool:
-    """As JSON compares: 1 and 1.0 are equal, 1 and true are not."""
+    """Return True if two values are equal in JSON: 1 equals 1.0, and 1 does not equal true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -119,10 +122,10 @@ def equal(one: object, other: object) -> bool:
     return one == other
 
 
-def _is_of_type(value: object, said: object) -> bool:
-    if said is None:
+def _is_of_type(value: object, types: object) -> bool:
+    if types is None:
         return True
-    wanted = said if isinstance(said, list) else [said]
+    wanted = types if isinstance(types, list) else [types]
     if isinstance(value, bool):
         return "boolean" in wanted
     if isinstance(value, int | float):
@@ -136,7 +139,7 @@ def _is_of_type(value: object, said: object) -> bool:
 
 
 def _within(value: object, schema: Mapping[str, object]) -> bool:
-    """Every bound that concerns a value of this type; the others do not say anything of it."""
+    """Check all bounds for the type of `value`. Bounds of other types do not apply."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         least, most = _bound(schema, "minimum", -math.inf), _bound(schema, "maximum", math.inf)
         above, below = (
@@ -156,15 +159,14 @@ def _within(value: object, schema: Mapping[str, object]) -> bool:
     return _bound(schema, f"min{kind}", 0) <= len(value) <= _bound(schema, f"max{kind}", math.inf)
 
 
-def _bound(schema: Mapping[str, object], keyword: str, otherwise: float) -> float:
-    said = schema.get(keyword, otherwise)
-    assert isinstance(said, int | float)
-    return said
+def _bound(schema: Mapping[str, object], keyword: str, default: float) -> float:
+    bound = schema.get(keyword, default)
+    assert isinstance(bound, int | float)
+    return bound
 
 
 def _parts(value: object, schema: Mapping[str, object]) -> bool:
-    """Items of a list; properties of an object, those that have to be there and those that nobody
-    named."""
+    """Check the items of a list, or the required, named and additional properties of an object."""
     if isinstance(value, list):
         return "items" not in schema or all(valid(item, schema["items"]) for item in value)
     if not isinstance(value, dict):

@@ -1,9 +1,8 @@
-"""The tasks a node may train on. A short list on purpose: each scorer on it has been read
-(docs/own-task.md lists the tasks).
+"""The tasks that a node may train on. The list of built-in tasks is short, because each scorer on
+it has been reviewed (docs/own-task.md lists the tasks).
 
-This module is imported everywhere and therefore does not import reasoning-gym: only its version is
-looked up. Nor does it import the tasks that the node's owner brings (`install`): their files are
-hashed.
+Every process imports this module. It therefore does not import reasoning-gym and looks up only its
+version, and it does not import the owner's tasks (`install`) and only hashes their files.
 """
 
 from __future__ import annotations
@@ -22,7 +21,17 @@ from typing import TYPE_CHECKING, Literal
 
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.install import install_command
-from swarmnode.tasks import builtin, dataset, games, own, taskset, verifiers
+from swarmnode.tasks import (
+    builtin,
+    dataset,
+    determinism,
+    frames,
+    games,
+    own,
+    owner_code,
+    taskset,
+    verifiers,
+)
 from swarmnode.tasks.answers import EXTRACTS
 from swarmnode.wire.limits import TASK_ID_BYTES, TEXT_BYTES
 
@@ -31,48 +40,56 @@ if TYPE_CHECKING:
     from swarmnode.tasks import openenv
 
 ADAPTER_VERSION = "2"
-"""Enters every task version: change it when the adapter (`gym`) or what counts as the answer
-(`answers.answer_of`) changes."""
+"""Part of every task version. Change it when the adapter (`gym`) or the extraction of the answer
+(`answers.find_answer`) changes."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSpec:
-    """One task: where its questions come from and how long an answer may be."""
+    """One task: source of its questions and limits of its answers."""
 
     id: str
     kind: Literal["builtin", "reasoning_gym", "game", "own", "dataset", "environment"]
     generator: str
     """Name within its kind: a key of `builtin.GENERATORS`, a module of reasoning_gym such as
-    `arithmetic.chain_sum`, `module:function`, a game, a dataset's verifier, `openenv`."""
+    `arithmetic.chain_sum`, `module:function`, the name of a game, a dataset's verifier, or
+    `openenv`.
+    """
     settings: Mapping[str, object]
     """Arguments of the generator."""
     max_answer_bytes: int = 256
-    """UTF-8 bytes; a longer answer is not looked at and its reward is 0."""
-    source: own.Source | None = None
-    """The owner's code: the task, or a dataset's reward function."""
+    """Maximum UTF-8 bytes of an answer. A longer answer is not judged, and its reward is 0."""
+    source: owner_code.Source | None = None
+    """The owner's code: the task, or the reward function of a dataset."""
     rows: dataset.Source | None = None
-    """A dataset's rows."""
+    """Rows of a dataset."""
     extract: str = "tag"
-    """Where the answer stands in a completion; see `answers`."""
+    """Extraction method of the answer (`answers.extract`)."""
     fallback: str = "whole"
-    """The same when `extract` is `auto` and nothing marks the answer."""
+    """Extraction method if `extract` is `auto` and no answer is marked."""
     environment: openenv.Source | None = None
-    """The operator's own server."""
+    """The operator's environment server."""
     turns: int = 1
-    """Most actions of an episode, 1 to 32; above 1 the task is an episode task."""
+    """Maximum number of actions of an episode, 1 to 32. Above 1, the task is an episode task."""
     nothing_after: bool = False
-    """A completion in which something follows the answer earns 0."""
+    """True if a completion with text after the answer earns 0."""
+
+    @property
+    def setup(self) -> frames.TaskSetup:
+        """The task for a scorer child."""
+        return frames.TaskSetup(self.id, self.source, self.rows, dict(self.settings))
 
     @property
     def levels(self) -> int:
-        """Difficulties, 0 the first: as many as a setting has numbers, or a dataset's column
-        values."""
+        """Number of difficulties, which count from 0: the length of the settings that are lists, or
+        the number of values in a dataset's column of difficulties.
+        """
         if self.rows is not None:
             return self.rows.levels
         return next((len(value) for value in self.settings.values() if isinstance(value, list)), 1)
 
     def at(self, difficulty: int) -> TaskSpec:
-        """The same at one difficulty alone, 0 to `levels` − 1."""
+        """Return the task at one difficulty, 0 to `levels` − 1."""
         only = {
             name: value[difficulty] if isinstance(value, list) else value
             for name, value in self.settings.items()
@@ -126,7 +143,8 @@ _SPECS = (
         styles=("plain",),
     ),
     _gym("arithmetic", "products", min_digits=1, max_digits=1),
-    # those above are small enough for the embedded policy, these are for models that can read
+    # The tasks above are small enough for the embedded policy. The tasks below are for models that
+    # can read.
     _gym(
         "arithmetic",
         "leg_counting",
@@ -148,18 +166,19 @@ _SPECS = (
     ),
 )
 OWN_ANSWER_BYTES = 4096
-_OURS = {spec.id: spec for spec in _SPECS} | {
+_PROVIDED = {spec.id: spec for spec in _SPECS} | {
     task: TaskSpec(task, "game", game.name, game.settings, OWN_ANSWER_BYTES, turns=game.turns)
     for task, game in games.GAMES.items()
 }
-_TASKS = dict(_OURS)
+_TASKS = dict(_PROVIDED)
 TASKS: Mapping[str, TaskSpec] = MappingProxyType(_TASKS)
-"""Allow-list, by task id: those above, and those that this process was told of by `install`."""
+"""Allow-list, task id → task: the built-in tasks, and the tasks that `install` added in this
+process."""
 _LOADED_GAMES = set[str]()
 LARGEST_SETTING = 10**6
-"""Bound of a generator's number, by which it may loop."""
+"""Maximum of a generator's number setting, which may be the length of a loop."""
 DATASETS = "datasets"
-"""Folder of a data directory in which rows are kept."""
+"""Folder of a data directory for rows files."""
 DATASET_NAME = re.compile(r"data/[A-Za-z0-9][A-Za-z0-9._-]*")
 ENVIRONMENT_NAME = re.compile(r"env/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -178,19 +197,21 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "rg/string_insertion": _EVAL,
     }
 )
-"""reasoning-gym datasets (0.1.25) known to execute answer text, and how. The others that are not in
-TASKS are refused as unread."""
+"""reasoning-gym datasets (0.1.25) whose scorers execute answer text, and how. Datasets that are
+neither here nor in TASKS have not been reviewed and are refused too."""
 
 
 @functools.cache
 def task_version(task_id: str) -> str:
-    """16 hex digits over everything that decides a question and its reward: nodes with equal
+    """Return 16 hex digits over everything that decides a question and its reward. Nodes with equal
     versions regenerate equal questions.
 
-    For an episode task this plays some episodes in two scorer children, which takes a second.
+    For an episode task this plays some episodes in two scorer children, which takes about a second.
 
-    Raises KeyError for a task that is not on the list, Unavailable when its library is not
-    installed, ConfigError for an environment that is not deterministic.
+    Raises:
+        KeyError: The task is not on the list.
+        Unavailable: The task's library is not installed.
+        ConfigError: The environment is not deterministic.
     """
     spec = TASKS[task_id]
     if spec.rows is not None:
@@ -208,15 +229,13 @@ def task_version(task_id: str) -> str:
         source = ["swarmnode", builtin.VERSION]
     elif spec.kind == "game":
         library = games.GAMES[task_id].library
-        source = [library, _installed(library, task_id), games.VERSION]
+        source = [library, _installed_version(library, task_id), games.VERSION]
     else:
-        source = ["reasoning-gym", _installed("reasoning-gym", task_id)]
+        source = ["reasoning-gym", _installed_version("reasoning-gym", task_id)]
     if spec.kind in ("builtin", "reasoning_gym", "game") and spec.extract != "tag":
         source = [*source, spec.extract]
-    if spec.turns > 1 and spec.environment is None:  # a server is asked before it has a version
-        from swarmnode.tasks.determinism import transcript_hash
-
-        source = [*source, transcript_hash(spec)]
+    if spec.turns > 1 and spec.environment is None:  # the hash of a server's questions is known
+        source = [*source, determinism.transcript_hash(spec)]
     if spec.kind in ("dataset", "environment") and spec.nothing_after:
         source = [*source, "nothing_after"]
     canonical = json.dumps(
@@ -233,8 +252,8 @@ def task_version(task_id: str) -> str:
     return hashlib.blake2b(canonical.encode(), digest_size=8).hexdigest()
 
 
-def _installed(package: str, task_id: str) -> str:
-    """The installed version of what a task needs. Raises Unavailable."""
+def _installed_version(package: str, task_id: str) -> str:
+    """Return the installed version of a package that a task needs. Raises Unavailable."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -245,9 +264,11 @@ def _installed(package: str, task_id: str) -> str:
 
 
 def task_weights(task_id: str) -> dict[str, float]:
-    """Weights of the components of a task's rewards, by name; one that is not there weighs 1."""
+    """Return component name → weight of a task's rewards. A component that is not in the result has
+    the weight 1.
+    """
     spec = TASKS.get(task_id)
-    return own.weights_of(spec.settings) if spec is not None else {}
+    return own.read_weights(spec.settings) if spec is not None else {}
 
 
 def install(
@@ -255,12 +276,17 @@ def install(
     settings: Mapping[str, Mapping[str, object]],
     names: Iterable[str] = (),
 ) -> None:
-    """Add the tasks that this node's owner names (`task.modules`, `task.settings`) to the list, for
-    this process. None of them is run.
+    """Add the owner's tasks (`task.modules`, `task.settings`) to the list of this process. This
+    runs no code of them.
 
-    No name in a manifest, which is a stranger's, gets here as a module. names: tasks that are
-    trained on; the scorers of this process load the libraries of the games among them. Raises
-    ConfigError when a module cannot be found.
+    A manifest comes from another node, so its task names never become modules here.
+
+    Args:
+        names: Tasks that the node trains on. The scorers of this process load the libraries of the
+            games among them.
+
+    Raises:
+        ConfigError: A module cannot be found, or a setting is invalid.
     """
     _LOADED_GAMES.update(name for name in names if name in games.GAMES)
     for task in modules:
@@ -274,26 +300,26 @@ def install(
             )
         own.check_weights(f"task.settings.{task}", arguments)
         own.check_turns(f"task.settings.{task}", arguments)
-        source, turns = own.find(task), own.turns_of(arguments)
+        source, turns = owner_code.find(task), own.read_turns(arguments)
         _TASKS[task] = TaskSpec(task, "own", task, arguments, OWN_ANSWER_BYTES, source, turns=turns)
     for task, given in settings.items():
-        if task in _OURS:
-            spec = _OURS[task]
-            _TASKS[task] = (_game if spec.kind == "game" else _adjusted)(spec, given)
+        if task in _PROVIDED:
+            spec = _PROVIDED[task]
+            _TASKS[task] = (_game if spec.kind == "game" else _adjust)(spec, given)
         elif task not in modules:
             raise ConfigError(
-                f"task.settings: {task!r} is neither in task.modules nor a task of ours; a dataset"
-                " has its own settings"
+                f"task.settings: {task!r} is neither in task.modules nor a built-in task; a"
+                " dataset has its own settings"
             )
     task_version.cache_clear()
 
 
-def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
-    """One of our tasks as this node's owner wants it: other numbers for its generator, and where
-    the answer stands. Raises ConfigError.
+def _adjust(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
+    """Return a built-in task with the owner's numbers for its generator and the owner's extraction
+    method. Raises ConfigError.
 
-    A list has a number for each difficulty. Only numbers: what else a generator can be told, such
-    as operators, was chosen so that no scorer runs an answer.
+    A list has a number for each difficulty. Other settings of a generator, such as operators,
+    cannot change: they were chosen so that no scorer executes an answer.
     """
     where, numbers = (
         f"task.settings.{spec.id}",
@@ -325,21 +351,22 @@ def _adjusted(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         not 2 <= len(value) <= dataset.LEVELS or len(value) != len(next(iter(lists.values())))
         for value in lists.values()
     ):
-        told = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
+        lengths = ", ".join(f"{name} {len(value)}" for name, value in lists.items())
         raise ConfigError(
-            f"{where}: a list has a number for each difficulty, 2 to {dataset.LEVELS} and in all"
-            f" lists as many; here {told}"
+            f"{where}: a list has one number per difficulty, 2 to {dataset.LEVELS}, and all lists"
+            f" have the same length; here {lengths}"
         )
     return replace(
         spec,
         settings=MappingProxyType(settings),
         extract=extract,
-        nothing_after=extract in ("tag", "boxed"),  # else text around the answer is wanted
+        nothing_after=extract
+        in ("tag", "boxed"),  # the other methods expect text around the answer
     )
 
 
 def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
-    """A library's game with the settings of this node's owner. Raises ConfigError."""
+    """Return a library's game with the owner's settings. Raises ConfigError."""
     where, settings, extract = f"task.settings.{spec.id}", dict(spec.settings), spec.extract
     for name, value in given.items():
         if name == "extract" and value in (*EXTRACTS, "auto"):
@@ -358,7 +385,7 @@ def _game(spec: TaskSpec, given: Mapping[str, object]) -> TaskSpec:
         spec,
         settings=MappingProxyType(settings),
         extract=extract,
-        turns=own.turns_of(settings),
+        turns=own.read_turns(settings),
     )
 
 
@@ -371,23 +398,38 @@ def _is_number(value: object, before: object) -> bool:
     return type(value) in (int, type(before)) and 0 <= float(str(value)) <= LARGEST_SETTING
 
 
-def adjusted() -> dict[str, dict[str, object]]:
-    """Generators' settings of those of our tasks whose settings this process was told of by
-    `install`, by task."""
+def changed_settings() -> dict[str, dict[str, object]]:
+    """Return built-in task → its settings that `install` changed in this process."""
     return {
         name: {
             key: value for key, value in TASKS[name].settings.items() if value != spec.settings[key]
         }
-        for name, spec in _OURS.items()
+        for name, spec in _PROVIDED.items()
         if spec.kind != "game" and TASKS[name].settings != spec.settings
     }
 
 
-def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> None:
-    """Add the datasets of this node's configuration (`task.datasets`) to the list, for this
-    process; their rows are kept in `directory`.
+def encode_tasks() -> str:
+    """Return as JSON the tasks that a scorer child of this process loads: the owner's tasks and
+    datasets, the loaded games, and the changed settings of built-in tasks.
+    """
+    own_tasks = [
+        spec for spec in TASKS.values() if spec.source is not None or spec.rows is not None
+    ]
+    setups = [spec.setup for spec in (*own_tasks, *loaded_games())]
+    setups += [
+        frames.TaskSetup(task, None, None, settings)
+        for task, settings in changed_settings().items()
+    ]
+    return frames.encode_setups(setups).decode()
 
-    Raises ConfigError when one cannot be read, or has a row that cannot be used.
+
+def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> None:
+    """Add the datasets of this node's configuration (`task.datasets`) to the list of this process.
+    Their rows are stored in `directory`.
+
+    Raises:
+        ConfigError: A dataset cannot be read or has an unusable row.
     """
     for task, config in datasets.items():
         if _is_environment(task, config.source):
@@ -397,13 +439,13 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
             allowed = f"letters, digits, '.', '_', '-', up to {TASK_ID_BYTES} characters"
             raise ConfigError(f"task.datasets: {task!r} is not data/<name>: {allowed}")
         by_taskset = config.source.startswith(taskset.PREFIX)
-        if by_taskset:  # it judges what it asks
-            if said := sorted(
+        if by_taskset:  # a taskset judges its own questions
+            if unused := sorted(
                 config.model_fields_set
                 & {"verifier", "prompt", "answer", "weights", "revision", "subset", "split"}
             ):
                 raise ConfigError(
-                    f"task.datasets.{task}: {', '.join(said)}: a taskset of verifiers says that"
+                    f"task.datasets.{task}: {', '.join(unused)}: a taskset of verifiers sets that"
                     " itself"
                 )
             config = config.model_copy(update={"verifier": config.source})
@@ -412,19 +454,19 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         code = (
             taskset.find(config.source)
             if by_taskset
-            else own.find(config.verifier)
+            else owner_code.find(config.verifier)
             if known is None
             else None
         )
         arguments: dict[str, object] = {"verifier": config.verifier, "template": config.template}
         if by_taskset:
-            arguments["verifiers"] = taskset.release()
-        elif known is None:  # by these names its reward function is given them
+            arguments["verifiers"] = taskset.installed_version()
+        elif known is None:  # names of the columns for the reward function
             arguments |= {"prompt": config.prompt, "answer": config.answer}
         if config.turns > 1:
             if known is not None:
                 raise ConfigError(
-                    f"task.datasets.{task}: {own.TURNS} is for an environment of yours: name it as"
+                    f"task.datasets.{task}: {own.TURNS} is for an own environment: name it as"
                     " verifier, module:function or module:Class"
                 )
             arguments[own.TURNS] = config.turns
@@ -432,8 +474,8 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
         own.check_weights(f"task.datasets.{task}", arguments)
         if config.weights and known is not None:
             raise ConfigError(
-                f"task.datasets.{task}: weights are of components, which only a reward function of"
-                " yours returns"
+                f"task.datasets.{task}: weights are for the components of a reward, which only an"
+                " own reward function returns"
             )
         _TASKS[task] = TaskSpec(
             task,
@@ -452,16 +494,17 @@ def install_datasets(datasets: Mapping[str, DatasetConfig], directory: Path) -> 
 
 
 def _is_environment(task: str, source: str) -> bool:
-    """Raises ConfigError where name and source disagree: by the name alone others know what a
-    manifest asks of them."""
-    named, by_url = (
+    """Return True if the task is an environment by URL. Raises ConfigError if name and source
+    disagree: another node can tell an environment by its name only.
+    """
+    named, is_remote = (
         bool(ENVIRONMENT_NAME.fullmatch(task)) and len(task) <= TASK_ID_BYTES,
         bool(re.match("(ws|http)s?://", source)),
     )
-    if named != by_url:
+    if named != is_remote:
         raise ConfigError(
-            f"task.datasets: {task!r}: what has a URL for its source is named env/<name>, and"
-            " nothing else is"
+            f"task.datasets: {task!r}: a task with a URL as its source, and no other task, is named"
+            " env/<name>"
         )
     return named
 
@@ -491,10 +534,13 @@ def _environment(task: str, config: DatasetConfig, directory: Path) -> TaskSpec:
 
 
 def check_names(names: Iterable[str], *, crew: bool = False) -> None:
-    """Raises ConfigError for the first name that is not a task of this node, saying why and what is
-    nearest.
+    """Check the names of `task.names`.
 
-    crew: a crew trains on them, so that episode tasks are refused too.
+    Args:
+        crew: A crew trains on the tasks, so episode tasks are refused too.
+
+    Raises:
+        ConfigError: A name is not a task of this node. It has the reason and the nearest name.
     """
     seen: set[str] = set()
     for name in names:
@@ -506,25 +552,25 @@ def check_names(names: Iterable[str], *, crew: bool = False) -> None:
         if name not in TASKS:
             if DATASET_NAME.fullmatch(name) or ENVIRONMENT_NAME.fullmatch(name):
                 raise ConfigError(
-                    f"task.names: {name!r} is not in task.datasets, which says where it is"
+                    f"task.names: {name!r} is not in task.datasets, which sets its source"
                 )
-            if own.NAME.fullmatch(name):
+            if owner_code.NAME.fullmatch(name):
                 raise ConfigError(
                     f"task.names: {name!r} is not in task.modules, which names the modules that"
                     " this node may load"
                 )
             close = difflib.get_close_matches(name, TASKS, n=1, cutoff=0.75)
             hint = (
-                f"; the nearest that is: {close[0]!r}"
+                f"; the nearest name on it: {close[0]!r}"
                 if close
-                else ", which docs/own-task.md has; a dataset is named in task.datasets"
+                else " (docs/own-task.md); a dataset is named in task.datasets"
             )
             raise ConfigError(f"task.names: {name!r} is not on the allow-list{hint}")
         if name in seen:
-            raise ConfigError(f"task.names: {name!r} is there twice")
+            raise ConfigError(f"task.names: {name!r} occurs twice")
         if crew and TASKS[name].turns > 1:
             raise ConfigError(
-                f"task.names: {name!r} has episodes of several turns, and a crew learns from whole"
+                f"task.names: {name!r} has episodes of several turns, and a crew trains on single"
                 " answers: leave the task out, or set stages.mode to off"
             )
         seen.add(name)

@@ -1,23 +1,23 @@
-"""Locks the process that runs it in, for good: what the scorer child does once its tasks are
-loaded, before it sees a byte of text.
+"""Sandbox of the scorer child, permanent for its process. The child enters it after it has loaded
+its tasks and before it reads any text.
 
 Every layer assumes that the others have failed. From the outside in:
 
-    env          nothing inherited but what the interpreter needs (the client starts the child so)
+    env          only the environment variables that the interpreter needs (the client starts the
+    child with them)
     fds          only stdin, stdout and stderr are open
-    rlimits      address space, CPU seconds, file size 0, no core dump, no more processes, no more
-    descriptors
-    no_new_privs set-uid programs gain nothing
-    parent_death killed by the kernel when the thread that started it ends
-    namespaces   own user, network and IPC namespaces: no interface, not even loopback (where the
-    kernel lets us)
+    rlimits      limits of address space and CPU seconds; no file writes, core dumps, new processes
+    or new descriptors
+    no_new_privs set-uid programs gain no privileges
+    parent_death the kernel kills the child when the thread that started it ends
+    namespaces   own user, network and IPC namespaces without any interface, not even loopback (if
+    the kernel permits)
     no_caps      no capability in the new user namespace
-    seccomp      the kernel refuses every system call but the few that computing and answering need
-    (Linux on x86-64 and arm64)
-    audit        the interpreter refuses files, sockets, processes, ctypes, and also compile() and
-    exec()
+    seccomp      the kernel refuses all system calls but the few for computing and answering (Linux
+    on x86-64 and arm64)
+    audit        the interpreter refuses files, sockets, processes, ctypes, compile() and exec()
 
-`enter()` returns the layers that it could put up; a client shows them in its `statistics()`.
+`enter()` returns the active layers; a client shows them in its `statistics()`.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ LAYERS = (
 )
 
 MEMORY_BYTES = 768 * 2**20
-"""Address space. The child needs about 50 MiB."""
+"""Limit of the address space, in bytes. The child needs about 50 MiB."""
 CPU_SECONDS = 30
-"""CPU time from one `allow_cpu()` to the next, when none is given."""
+"""CPU time in seconds before the first `allow_cpu()`."""
 
 _PR_SET_PDEATHSIG, _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 1, 24, 38
 _CLONE_NEWIPC, _CLONE_NEWUSER, _CLONE_NEWNET = 0x08000000, 0x10000000, 0x40000000
 _LINUX_CAPABILITY_VERSION_3 = 0x20080522
 
-# What goes on without the outside world. Everything else is refused, events of later Python
-# versions included.
+# Audit events without an effect outside of the process. All other events are refused, including
+# those of later Python versions.
 _ALLOWED_EVENTS = frozenset(
     {
         "resource.setrlimit",
@@ -69,11 +69,15 @@ _ENVIRONMENT = frozenset({"PATH", "LANG", "LC_CTYPE", "LD_LIBRARY_PATH", "PYTHON
 
 
 def enter(parent: int) -> list[str]:
-    """Put up every layer that this machine has. `parent`: the pid that must still be our parent
-    (else we are orphaned, and exit).
+    """Activate every layer that this machine supports.
 
-    Call it once, with no other thread running, after every import and every file that will ever be
-    needed.
+    Call it once, with a single thread, after all imports and file reads.
+
+    Args:
+        parent: Pid of the expected parent. The process exits if it has another parent.
+
+    Returns:
+        The active layers, in the order of LAYERS.
     """
     layers = []
     if set(os.environ) <= _ENVIRONMENT:
@@ -112,8 +116,9 @@ def enter(parent: int) -> list[str]:
 
 
 def allow_cpu(seconds: int) -> None:
-    """Let this process use at most `seconds` more of CPU time (rounded up to a whole second);
-    beyond it the kernel kills it."""
+    """Let this process use at most `seconds` more of CPU time, rounded up to a whole second. The
+    kernel kills the process beyond that.
+    """
     usage = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
     resource.setrlimit(
@@ -127,7 +132,7 @@ def _refuse(event: str, args: tuple[object, ...]) -> None:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> bool:
-    """Give up every capability, in the bounding set too, so that none comes back."""
+    """Drop every capability, also from the bounding set, so that none can be regained."""
     for capability in range(64):
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     header = struct.pack("=Ii", _LINUX_CAPABILITY_VERSION_3, 0)

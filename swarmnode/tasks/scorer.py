@@ -1,9 +1,9 @@
-"""The scorer child: `python -m swarmnode.tasks.scorer`. Regenerates questions and judges answers,
-for peers' groups and our own alike.
+"""The scorer child: `python -m swarmnode.tasks.scorer`. It regenerates questions and judges
+answers, for groups of peers and of this node alike.
 
-It loads its tasks, locks itself in (`sandbox`), says so, and then answers requests on stdin with
-responses on stdout until stdin ends. It holds no key, no weight, no socket and no file, and it
-forgets every request. A request it cannot parse ends it: its client starts another.
+It loads its tasks, enters its sandbox (`sandbox`), sends `Ready`, and answers requests on stdin
+with responses on stdout until stdin ends. It has no key, weight, socket or file, and it keeps no
+request. It exits at a request that it cannot parse; its client then starts another child.
 """
 
 from __future__ import annotations
@@ -18,31 +18,36 @@ from typing import NoReturn
 import msgspec
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import builtin, dataset, frames, games, own, sandbox
-from swarmnode.tasks.episodes import Player, prove
+from swarmnode.tasks import builtin, dataset, frames, games, own, owner_code, sandbox
+from swarmnode.tasks.episodes import Player, check_episode
 from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.gym import GymTask
-from swarmnode.tasks.registry import TASKS, TaskSpec, adjusted, install
+from swarmnode.tasks.registry import TASKS, TaskSpec, changed_settings, install
 
 _STDIN, _STDOUT = 0, 1
 Settings = Mapping[str, object]
 
 
 class Judge:
-    """All tasks, ready to be asked."""
+    """Scores questions of all loaded tasks.
 
-    def __init__(self, tasks: Mapping[str, Brought] | None = None) -> None:
-        """`tasks`: those that the node's owner brings, datasets and games included."""
+    Args:
+        tasks: The owner's tasks, datasets and games.
+    """
+
+    def __init__(self, tasks: Mapping[str, LoadedTask] | None = None) -> None:
         self._own = tasks or {}
         self._player = Player()
         gym = [spec for spec in TASKS.values() if spec.kind == "reasoning_gym"]
         self._gym = {
-            spec.id: [_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)]
+            spec.id: [_load_gym_task(spec.at(difficulty)) for difficulty in range(spec.levels)]
             for spec in gym
         }
 
     def item(self, task_id: str, seed: int, index: int, difficulty: int = 0) -> builtin.Item:
-        """The question at an address. Raises KeyError for a task that is not on the allow-list."""
+        """Return the question at an address. Raises KeyError for a task that is not on the
+        allow-list.
+        """
         if task_id in self._gym:
             return self._gym[task_id][difficulty].item(seed, index)
         brought = self._own.get(task_id)
@@ -60,12 +65,13 @@ class Judge:
         return judge(question, self.item, task.weights if task is not None else {})
 
 
-Brought = own.OwnTask | dataset.DatasetTask | GameTask
+LoadedTask = own.OwnTask | dataset.DatasetTask | GameTask
 
 
-def _gym_task(spec: TaskSpec) -> GymTask:
-    """One of reasoning-gym's, as it is set. Raises ConfigError for settings that it does not
-    take."""
+def _load_gym_task(spec: TaskSpec) -> GymTask:
+    """Load a task of reasoning-gym with its settings. Raises ConfigError for settings that
+    reasoning-gym refuses.
+    """
     try:
         return GymTask(spec)
     except (AssertionError, ValueError, TypeError) as error:
@@ -74,16 +80,17 @@ def _gym_task(spec: TaskSpec) -> GymTask:
         ) from None
 
 
-def _prove_settings(judge: Judge) -> None:
-    """Make questions of the tasks whose settings are the owner's. Raises ConfigError."""
-    for task in adjusted():
+def _check_settings(judge: Judge) -> None:
+    """Make questions of the built-in tasks whose settings the owner changed. Raises ConfigError."""
+    for task in changed_settings():
         for index in range(3):
             try:
                 for difficulty in range(TASKS[task].levels):
                     judge.item(task, 0, index, difficulty)
-            except Exception as error:  # reasoning-gym's, for settings that it does not check
+            except Exception as error:  # reasoning-gym does not check all settings
                 raise ConfigError(
-                    f"task.settings.{task}: no question with these settings: {own.one_line(error)}"
+                    f"task.settings.{task}: no question with these settings:"
+                    f" {owner_code.one_line(error)}"
                 ) from error
 
 
@@ -92,12 +99,13 @@ def judge(
     item_at: Callable[[str, int, int, int], builtin.Item],
     weights: Mapping[str, float] = MappingProxyType({}),
 ) -> frames.Scored:
-    """Rewards in [0, 1], whatever a task's code does: what raises or returns nonsense has not
-    accepted the answer."""
+    """Judge the answers of a question. An answer whose reward function raises or returns no valid
+    number has the reward 0.
+    """
     try:
         item = item_at(question.task, question.seed, question.index, question.difficulty)
-    except (Exception, SystemExit) as error:  # an owner's code; ours does not raise  # noqa: BLE001
-        return frames.Scored("", [0.0] * len(question.answers), 0, own.one_line(error))
+    except (Exception, SystemExit) as error:  # only the owner's code raises  # noqa: BLE001
+        return frames.Scored("", [0.0] * len(question.answers), 0, owner_code.one_line(error))
     if item.votes is not None:
         scored = frames.Scored(item.prompt, item.votes(question.answers))
         return msgspec.structs.replace(scored, answer=item.answer) if question.reveal else scored
@@ -106,17 +114,17 @@ def judge(
     for answer in question.answers:
         try:
             value = 0.0 if answer is None else item.reward(answer)
-            reward, made_of = own.total(value, weights)
-            theirs = own.names_of(value)
-            if names and theirs and names != theirs:
+            reward, parts = own.total_reward(value, weights)
+            found = own.component_names(value)
+            if names and found and names != found:
                 raise ValueError(
-                    f"components {', '.join(sorted(theirs))}, others of this question have others"
+                    f"components {', '.join(sorted(found))} differ from those of another answer"
                 )
-            names = names or theirs
+            names = names or found
         except (Exception, SystemExit) as error:  # noqa: BLE001
-            reward, made_of, errors, last = 0.0, {}, errors + 1, own.one_line(error)
+            reward, parts, errors, last = 0.0, {}, errors + 1, owner_code.one_line(error)
         rewards.append(reward)
-        components.append(made_of)
+        components.append(parts)
     scored = frames.Scored(
         item.prompt, rewards, errors, last, components if any(components) else []
     )
@@ -125,30 +133,36 @@ def judge(
     return scored
 
 
-class Discarded(io.TextIOBase):
-    """Discards standard output of the owner's code and of libraries; the descriptor carries
-    responses only."""
+class NullOutput(io.TextIOBase):
+    """Standard output that discards the output of the owner's code and of libraries; the descriptor
+    carries responses only.
+    """
 
     def write(self, text: str, /) -> int:
         return len(text)
 
 
-def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
-    """Serve until stdin ends. `parent`: pid of the client; `cpu_seconds`: CPU time that one request
-    may use; `told`: the owner's tasks, datasets and games as JSON, see `child.brought_tasks`."""
-    sys.stdout = Discarded()
+def main(parent: int, cpu_seconds: int, setups: str = "[]") -> None:
+    """Serve until stdin ends.
+
+    Args:
+        parent: Pid of the client.
+        cpu_seconds: CPU time limit of one request, in seconds.
+        setups: The owner's tasks, datasets and games, as JSON of `registry.encode_tasks`.
+    """
+    sys.stdout = NullOutput()
     try:
-        tasks = _load(frames.decode_brought(told))
+        tasks = _load(frames.decode_setups(setups))
         judge = Judge(tasks)
         layers = sandbox.enter(parent)
         for name, task in tasks.items():
             if task.turns > 1:
-                prove(name, task)
+                check_episode(name, task)
             elif not isinstance(task, GameTask):
-                task.prove()
-        _prove_settings(judge)
+                task.check()
+        _check_settings(judge)
     except ConfigError as error:
-        _give_up(" ".join(str(error).split()))
+        _exit_with(" ".join(str(error).split()))
     _write(frames.encode_scored(frames.Ready(os.getpid(), layers)))
     while (request := _read_frame()) is not None:
         sandbox.allow_cpu(cpu_seconds)
@@ -156,11 +170,11 @@ def main(parent: int, cpu_seconds: int, told: str = "[]") -> None:
         _write(frames.encode_scored([judge.score(question) for question in questions]))
 
 
-def _load(brought: list[frames.Brought]) -> dict[str, Brought]:
-    """The owner's tasks, datasets and games. Runs the owner's code. Raises ConfigError."""
+def _load(brought: list[frames.TaskSetup]) -> dict[str, LoadedTask]:
+    """Load the owner's tasks, datasets and games. Runs the owner's code. Raises ConfigError."""
     ours, named = dict[str, Settings](), dict[str, Settings]()
-    modules = dict[str, tuple[own.Source, Settings]]()
-    datasets = dict[str, tuple[dataset.Source, Settings, own.Source | None]]()
+    modules = dict[str, tuple[owner_code.Source, Settings]]()
+    datasets = dict[str, tuple[dataset.Source, Settings, owner_code.Source | None]]()
     for each in brought:
         if each.rows is not None:
             datasets[each.task] = (each.rows, each.settings, each.code)
@@ -171,7 +185,7 @@ def _load(brought: list[frames.Brought]) -> dict[str, Brought]:
         else:
             ours[each.task] = each.settings
     install([], ours)
-    return {**games.load(named), **own.load(modules), **dataset.load(datasets)}
+    return {**games.load(named), **own.load(modules), **dataset.load(datasets, check_episode)}
 
 
 def _read_frame() -> bytes | None:
@@ -180,12 +194,12 @@ def _read_frame() -> bytes | None:
         return None
     (length,) = frames.HEADER.unpack(header)
     if length > frames.FRAME_BYTES:
-        _give_up("a request is too long")
+        _exit_with("a request is too long")
     return _read(length)
 
 
 def _read(length: int) -> bytes | None:
-    """Exactly `length` bytes, or None when stdin ends before."""
+    """Read exactly `length` bytes; None if stdin ends before."""
     data = bytearray()
     while len(data) < length:
         chunk = os.read(_STDIN, min(length - len(data), 1 << 20))
@@ -201,7 +215,7 @@ def _write(body: bytes) -> None:
         view = view[os.write(_STDOUT, view) :]
 
 
-def _give_up(reason: str) -> NoReturn:
+def _exit_with(reason: str) -> NoReturn:
     os.write(2, f"scorer: {reason}\n".encode())
     os._exit(1)
 

@@ -1,9 +1,9 @@
-"""A kernel filter over the system calls of this process: the few that computing and answering need,
-and EPERM for every other one.
+"""Kernel filter for the system calls of this process. It allows the few calls for computing and
+answering and returns EPERM for all others.
 
-Written as classic BPF by hand, because the filter is forty instructions and libseccomp would be a
-dependency. A refused call returns EPERM instead of killing, so that Python code sees an ordinary
-PermissionError.
+The filter is classic BPF written by hand: it has forty instructions, and libseccomp would be a
+dependency. A refused call returns EPERM instead of killing the process, so Python code gets an
+ordinary PermissionError.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import sys
 _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF_LD|W|ABS, BPF_JMP|JEQ|K, BPF_RET|K
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-# in struct seccomp_data, both machines being little-endian
+# Offsets in struct seccomp_data; both machines are little-endian.
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 
-# name: number on x86-64, number on arm64 (None where it has no such call)
+# System call → number on x86-64, number on arm64 (None if arm64 does not have it).
 _CALLS: dict[str, tuple[int, int | None]] = {
     "read": (0, 63),
     "write": (1, 64),
@@ -58,13 +58,14 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def program(machine: str) -> bytes:
-    """The filter for `machine`, as an array of struct sock_filter (8 bytes each). Raises KeyError
-    for a machine it has no numbers for."""
+    """Return the filter for `machine` as an array of struct sock_filter (8 bytes each). Raises
+    KeyError for an unsupported machine.
+    """
     column, arch = _ARCHITECTURES[machine]
     numbers = [call[column] for call in _CALLS.values() if call[column] is not None]
     code = [
         (_LOAD_WORD, 0, 0, _ARCH_OFFSET),
-        (_JUMP_IF_EQUAL, 1, 0, arch),  # a 32-bit call has other numbers for the same words
+        (_JUMP_IF_EQUAL, 1, 0, arch),  # the numbers of 32-bit calls differ
         (_RETURN, 0, 0, _KILL),
         (_LOAD_WORD, 0, 0, _NUMBER_OFFSET),
         *((_JUMP_IF_EQUAL, len(numbers) - i + 3, 0, number) for i, number in enumerate(numbers)),
@@ -78,8 +79,11 @@ def program(machine: str) -> bytes:
 
 
 def install(libc: ctypes.CDLL) -> bool:
-    """Filter this thread's system calls from now on. Needs no_new_privs. False where the kernel or
-    the machine has no such thing."""
+    """Filter this thread's system calls from now on. It requires no_new_privs.
+
+    Returns:
+        False if the kernel or the machine does not support it.
+    """
     if sys.platform != "linux" or platform.machine() not in _ARCHITECTURES or sys.maxsize < 2**32:
         return False
     code = program(platform.machine())

@@ -1,20 +1,19 @@
-"""Which question comes next. Every node has its own stream, nobody can choose its questions, and
-nobody meets the exam early.
+"""Addresses of questions: the sequence of each node's questions, and the held-out questions. A node
+cannot choose its questions, and training never uses held-out questions.
 
-A question's address is (seed, index), and reasoning-gym draws item i of a dataset from `Random(seed
-+ i)`: two datasets whose seeds are close are the same stream, shifted. So a seed is the start of a
-block of 2**20 items and always a multiple of 2**20, and two different blocks share no item. A seed
-has 63 bits:
+A question's address is (seed, index). reasoning-gym draws item i of a dataset from `Random(seed +
+i)`, so two datasets with close seeds are the same stream, shifted. A seed is therefore a multiple
+of 2**20 that starts a block of 2**20 items, and two blocks share no item. A seed has 63 bits:
 
     bit 62        1 for evaluation, 0 for training
     bits 20..61   block: 42 bits of a hash
     bits 0..19    zero: room for the index
 
 A training block follows from (swarm, peer, sequence >> 20, difficulty, task), so a receiver can
-check it. The task and the difficulty are chosen first: a node cannot look for a choice under which
-a question that it has seen is an easy one. Blocks are drawn, not assigned: of n blocks in use, two
-coincide with probability about n**2 / 2**43 (a thousand nodes with a million groups each: 1e-7),
-and then two nodes merely meet the same questions.
+check it. The task and the difficulty are chosen first: a node cannot search for a choice that leads
+to a question that it has seen. Blocks are random, not assigned. Of n blocks, two coincide with
+probability of about n**2 / 2**43 (1e-7 for a thousand nodes with a million groups each); these two
+nodes then have the same questions.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from swarmnode.wire.limits import DIFFICULTY, INDEX_BITS, INTEGER_BITS
 from swarmnode.wire.messages import TaskRef
 
 INDEX_SPAN = 2**INDEX_BITS
-"""Items in a block."""
+"""Number of items in a block."""
 BLOCK_BITS = 42
 EVALUATION_BIT = 1 << (INDEX_BITS + BLOCK_BITS)
 SEED_LIMIT = EVALUATION_BIT << 1
-"""Seeds, and seed + index, are below this: 2**63."""
+"""Exclusive limit of seeds and of seed + index: 2**63."""
 SEQUENCE_LIMIT = 2**INTEGER_BITS
 
 
@@ -59,22 +58,22 @@ def task_seed(
 
 
 def check_seed(swarm: bytes, peer: str, sequence: int, ref: TaskRef) -> bool:
-    """Return whether `ref` has the address of its task and difficulty for `peer` at `sequence`.
+    """Return True if `ref` has the address of its task and difficulty for `peer` at `sequence`.
 
-    Never raises: all of it may come from a peer.
+    Never raises, because all arguments may come from a peer.
     """
     try:
         return task_seed(swarm, peer, sequence, ref.id, ref.difficulty) == (ref.seed, ref.index)
-    except ValueError:  # a length or range that nobody honest sends; UnicodeEncodeError is one too
+    except ValueError:  # an invalid length or range; UnicodeEncodeError is a ValueError too
         return False
 
 
 def choose_task(names: Sequence[str], swarm: bytes, peer: str, sequence: int) -> str:
-    """Return the task of a node's question number `sequence`, uniform over the distinct `names` in
-    whatever order they are given.
+    """Return the task of a node's question number `sequence`, uniform over the distinct `names`.
+    The order of `names` does not matter.
 
     Raises:
-        ValueError: there is no name, or an argument is outside its range (`task_seed`).
+        ValueError: There is no name, or an argument is outside its range (`task_seed`).
     """
     distinct = sorted(set(names))
     if not distinct:
@@ -85,10 +84,11 @@ def choose_task(names: Sequence[str], swarm: bytes, peer: str, sequence: int) ->
 
 
 def evaluation_seed(task_id: str, block: int = 0) -> int:
-    """First seed of a block of held-out questions: the same for every node and swarm, so that
-    held-out rewards compare.
+    """Return the seed of a block of held-out questions. It is the same for every node and swarm, so
+    that held-out rewards are comparable.
 
-    Raises ValueError when `block` is not in 0 to 2**64 - 1.
+    Raises:
+        ValueError: `block` is not in 0 to 2**64 - 1.
     """
     if not 0 <= block < 2**64:
         raise ValueError("block is outside 0 to 2**64 - 1")
@@ -99,25 +99,29 @@ def evaluation_seed(task_id: str, block: int = 0) -> int:
 
 
 def is_evaluation(seed: int) -> bool:
-    """Whether questions of this seed are held out: never trained on, never taken from a peer."""
+    """Return True if questions of this seed are held out: never trained on, never accepted from a
+    peer.
+    """
     return bool(seed & EVALUATION_BIT)
 
 
-def seed_of(seed: int, index: int) -> int:
-    """Return an environment's seed for an address: 32 bits, since NumPy's generators take no more,
-    and odd for held-out questions alone."""
+def environment_seed(seed: int, index: int) -> int:
+    """Return the environment's seed for an address: 32 bits, the limit of NumPy's generators; odd
+    only for held-out questions.
+    """
     digest = hashlib.blake2b((seed + index).to_bytes(8, "big"), digest_size=4).digest()
     return int.from_bytes(digest, "big") >> 1 << 1 | is_evaluation(seed)
 
 
 def is_address(seed: int, index: int) -> bool:
-    """Whether (seed, index) can be a question's address at all: seed a multiple of 2**20 in 0 to
-    2**63 - 1, index in 0 to 2**20 - 1."""
+    """Return True if (seed, index) is a valid address: seed a multiple of 2**20 in 0 to 2**63 - 1,
+    index in 0 to 2**20 - 1.
+    """
     return 0 <= seed < SEED_LIMIT and seed % INDEX_SPAN == 0 and 0 <= index < INDEX_SPAN
 
 
 def _stream(swarm: bytes, peer: str, sequence: int, number: int) -> bytes:
-    """Return what names a node's questions in a hash, up to `number`. Raises ValueError."""
+    """Return the hash input that identifies a node's questions at `number`. Raises ValueError."""
     if len(swarm) != 32:
         raise ValueError(f"a swarm id has 32 bytes, not {len(swarm)}")
     if not 0 <= sequence < SEQUENCE_LIMIT:
@@ -126,5 +130,5 @@ def _stream(swarm: bytes, peer: str, sequence: int, number: int) -> bytes:
 
 
 def _block(digest: bytes) -> int:
-    """The first 42 bits of a digest, big-endian."""
+    """Return the first 42 bits of a digest, big-endian."""
     return int.from_bytes(digest[:8], "big") >> (64 - BLOCK_BITS)

@@ -1,4 +1,4 @@
-"""What a scorer client counts."""
+"""Counters of a scorer client."""
 
 from __future__ import annotations
 
@@ -18,38 +18,41 @@ from swarmnode.tasks.frames import (
 
 
 class ScorerStatistics(msgspec.Struct, frozen=True):
-    """A client's counters since it was made, and its child as it is now."""
+    """Counters of a client since its creation, and the present state of its child."""
 
     pid: int | None = None
-    """The child's, None between two children."""
+    """Pid of the child; None while no child runs."""
     layers: tuple[str, ...] = ()
-    """Active sandbox layers, of `sandbox.LAYERS`."""
+    """Active sandbox layers (`sandbox.LAYERS`)."""
     frames: int = 0
-    """Requests answered."""
+    """Answered requests."""
     groups: int = 0
     completions: int = 0
-    not_looked_at: int = 0
-    """Completions too long or unencodable, counted in `completions` too; reward 0."""
+    skipped: int = 0
+    """Completions that were too long or unencodable. They are part of `completions`, and their
+    reward is 0.
+    """
     unknown: int = 0
     """Questions that could not be regenerated."""
     starts: int = 0
     failures: int = 0
-    """Times that the child died, overran or did not start."""
+    """Children that died, exceeded a deadline or did not start."""
     waiting: int = 0
     """Questions in the queue."""
     last_failure: str = ""
     reward_errors: dict[str, int] = {}
-    """By task: completions whose reward raised an exception or was no number from 0 to 1, and
-    questions that could not be made."""
+    """Task → completions whose reward raised an exception or was no number from 0 to 1, and
+    questions that could not be made.
+    """
     last_reward_error: str = ""
-    """The last of these in one line, the task first."""
+    """Last such error in one line, starting with the task."""
 
 
 class Tally:
     """Mutable counters behind ScorerStatistics."""
 
     def __init__(self) -> None:
-        self._frames = self._groups = self._completions = self._not_looked_at = self._unknown = (
+        self._frames = self._groups = self._completions = self._skipped = self._unknown = (
             self._starts
         ) = self._failures = 0
         self._last_failure = ""
@@ -57,15 +60,16 @@ class Tally:
         self._last_reward_error = ""
 
     def frame(self, questions: list[Question], scored: list[Scored]) -> list[Scored | ScoreError]:
-        """Count a frame; its results, with QuestionFailed in the place of a question that could not
-        be made."""
+        """Count a frame and return its results. A question that could not be made has the result
+        QuestionFailed.
+        """
         self._frames += 1
         self._groups += len(questions)
         results: list[Scored | ScoreError] = []
         for question, result in zip(questions, scored, strict=True):
             self._completions += len(question.answers) + len(question.actions)
-            self._not_looked_at += question.answers.count(None)
-            self._not_looked_at += sum(None in actions for actions in question.actions)
+            self._skipped += question.answers.count(None)
+            self._skipped += sum(None in actions for actions in question.actions)
             if result.error:
                 self._reward_errors[question.task] += result.errors or 1
                 self._last_reward_error = f"{question.task}: {result.error}"
@@ -84,8 +88,9 @@ class Tally:
         self._starts += 1
 
     def failure(self, error: Exception, ending: str, *, starting: bool = False) -> ScorerFailed:
-        """Count it and say it in one line: what we saw, then how the child ended and its last
-        words."""
+        """Count a failure and describe it in one line: the observed error, how the child ended, and
+        the end of its standard error.
+        """
         self._failures += 1
         self._last_failure = (
             f"the scorer {'did not start' if starting else 'was replaced'}:"
@@ -100,7 +105,7 @@ class Tally:
             frames=self._frames,
             groups=self._groups,
             completions=self._completions,
-            not_looked_at=self._not_looked_at,
+            skipped=self._skipped,
             unknown=self._unknown,
             starts=self._starts,
             failures=self._failures,

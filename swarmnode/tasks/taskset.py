@@ -1,16 +1,16 @@
 """Tasksets of verifiers (v1): their data as rows of a dataset, their rewards and their environments
-in the scorer child. docs/own-task.md lists what works.
+in the scorer child. docs/own-task.md lists what is supported.
 
     one answer      @vf.reward(task, trace)                          ─▶ reward
     an episode      Env.run(task, agents), a coroutine of the package
                     `await interaction.turn(message)` suspends it    ─▶ text out, action in
                     @vf.stop, @vf.reward, Env.finalize               ─▶ end, reward
 
-The sandbox has no event loop, no model, no container and no network. An environment that needs one
-is refused with a line that names it.
+The sandbox has no event loop, model, container or network. An environment that needs one is refused
+with an error that names it.
 
-verifiers is imported in two places alone: the child that makes rows (`fetch`), and the scorer child
-before it locks itself in.
+Only two processes import verifiers: the child that makes rows (`fetch`), and the scorer child
+before it enters its sandbox.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from typing import TYPE_CHECKING, Any
 
 from swarmnode.errors import ConfigError
 from swarmnode.install import install_command
-from swarmnode.tasks import own
+from swarmnode.tasks import own, owner_code
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 PREFIX = "verifiers:"
-"""What a dataset's source, and then its verifier, begins with; the id of an installed taskset
-follows."""
+"""Prefix of a dataset's source, and then of its verifier, before the id of an installed taskset."""
 
 
-def find(source: str) -> own.Source:
-    """The code of an installed taskset, which is not imported. Raises ConfigError."""
-    return own.find(f"{_module(source)}:taskset")
+def find(source: str) -> owner_code.Source:
+    """Find the code of an installed taskset without importing it. Raises ConfigError."""
+    return owner_code.find(f"{_module_name(source)}:taskset")
 
 
-def release() -> str:
-    """The installed version of verifiers, which is part of a task's. Raises ConfigError."""
+def installed_version() -> str:
+    """Return the installed version of verifiers, which is part of a task's version. Raises
+    ConfigError.
+    """
     try:
         return importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -52,52 +53,55 @@ def release() -> str:
         ) from None
 
 
-def _module(source: str) -> str:
-    """verifiers' own rule from an id to a module."""
+def _module_name(source: str) -> str:
+    """Return the module of a taskset's id, by the rule of verifiers."""
     return source.removeprefix(PREFIX).rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
 def rows(source: str) -> Iterator[dict[str, str]]:
-    """Every task of a taskset: its prompt, and all of its data. Runs its code. Raises ValueError
-    for what cannot be trained on."""
-    # what is imported is what was hashed, and not bytecode that lies beside it
+    """Yield prompt and data of every task of a taskset. Runs its code. Raises ValueError if the
+    taskset cannot be trained on.
+    """
+    # Import the hashed files, not bytecode beside them.
     sys.pycache_prefix = os.devnull
-    _verifiers()
-    own.imported_from(find(source), source)
+    _import_verifiers()
+    owner_code.import_hashed(find(source), source)
     from verifiers.v1.utils import loaders
 
     name = source.removeprefix(PREFIX)
     taskset = loaders.load_taskset(loaders.taskset_config_type(name)(id=name))
     if not taskset.bounded:
-        raise ValueError(
-            f"{name} is infinite: make a finite taskset of it, for example with take(n)"
-        )
+        raise ValueError(f"{name} is infinite: use a finite part of it, for example take(n)")
     if taskset.task_type().NEEDS_CONTAINER:
         raise ValueError(
-            f"{name} needs a container: only rewards that read nothing but the answer can be judged"
-            " in the sandbox"
+            f"{name} needs a container: the sandbox can only judge rewards that read nothing but"
+            " the answer"
         )
     for task in taskset:
         prompt = task.data.prompt
         if not isinstance(prompt, str) and any(message.role != "user" for message in prompt or []):
             raise ValueError(
-                f"{name}: a prompt of several roles: only what a user says in one turn can be asked"
+                f"{name}: a prompt of several roles: only a prompt of the role user is supported"
             )
         data = task.data.model_dump_json()
-        # A task without a prompt is opened by its environment; its row is known by its data.
+        # The environment opens a task without a prompt; the data then identify its row.
         text = task.data.prompt_text
-        yield {"prompt": _instructed(task.data, text) if text else data, "answer": "", "data": data}
+        yield {
+            "prompt": _with_system_prompt(task.data, text) if text else data,
+            "answer": "",
+            "data": data,
+        }
 
 
-def _instructed(data: Any, text: str) -> str:  # noqa: ANN401 # the library is not imported here
-    """Return `text` behind the task's system prompt, if it has one."""
+def _with_system_prompt(data: Any, text: str) -> str:  # noqa: ANN401 # the library is not imported here
+    """Return `text` after the task's system prompt, if it has one."""
     return "\n\n".join(part for part in (data.system_prompt, text) if part)
 
 
-def reward_function(source: str, code: own.Source) -> own.RewardFunction:
+def reward_function(source: str, code: owner_code.Source) -> own.RewardFunction:
     """Return the reward function of a taskset whose tasks take one answer. Raises ConfigError."""
-    vf = _verifiers()
-    own.imported_from(code, source)
+    vf = _import_verifiers()
+    owner_code.import_hashed(code, source)
     from verifiers.v1.utils import loaders
 
     name = source.removeprefix(PREFIX)
@@ -105,29 +109,29 @@ def reward_function(source: str, code: own.Source) -> own.RewardFunction:
         task_type = loaders.taskset_class(name).task_type()
         data_type, environment_type = task_type.data_type(), loaders.environment_class(name)
     except Exception as error:
-        raise ConfigError(f"task.datasets: {source}: {own.one_line(error)}") from error
+        raise ConfigError(f"task.datasets: {source}: {owner_code.one_line(error)}") from error
     if environment_type is not vf.SingleAgentEnv:
         raise ConfigError(
             f"task.datasets: {source}: {environment_type.__name__} plays several turns: set turns"
-            " to the most actions of an episode"
+            " to the maximum number of actions of an episode"
         )
 
     def scored(text: str, row: str) -> float:
         task = task_type(data_type.model_validate_json(row))
-        trace = _trace(task)
-        _say(trace, vf.UserMessage(content=task.data.prompt_text))
-        _say(trace, vf.AssistantMessage(content=text), sampled=True)
-        _score(task, trace)
-        return _reward(trace)
+        trace = _empty_trace(task)
+        _append_message(trace, vf.UserMessage(content=task.data.prompt_text))
+        _append_message(trace, vf.AssistantMessage(content=text), sampled=True)
+        _record_scores(task, trace)
+        return _total_reward(trace)
 
     return lambda prompts, completions, data, **_: [
         scored(text, row) for text, row in zip(completions, data, strict=True)
     ]
 
 
-def _trace(task: Any) -> Any:  # noqa: ANN401
-    """Return an empty trace of `task`. It has no random id and no clock decides anything in it."""
-    vf = _verifiers()
+def _empty_trace(task: Any) -> Any:  # noqa: ANN401
+    """Return an empty trace of `task`, without a random id and without a time."""
+    vf = _import_verifiers()
     from verifiers import __version__
     from verifiers.v1.state import state_cls
 
@@ -140,13 +144,13 @@ def _trace(task: Any) -> Any:  # noqa: ANN401
     )
 
 
-def _say(trace: Any, message: Any, *, sampled: bool = False) -> None:  # noqa: ANN401
+def _append_message(trace: Any, message: Any, *, sampled: bool = False) -> None:  # noqa: ANN401
     parent = len(trace.nodes) - 1 if trace.nodes else None
-    node = _verifiers().MessageNode(parent=parent, message=message, sampled=sampled)
+    node = _import_verifiers().MessageNode(parent=parent, message=message, sampled=sampled)
     trace.nodes.append(node)
 
 
-def _score(task: Any, trace: Any) -> None:  # noqa: ANN401
+def _record_scores(task: Any, trace: Any) -> None:  # noqa: ANN401
     """Record the task's metrics and rewards, as `Task.score` does without a runtime.
 
     Raises ValueError for a judge, TypeError for code that waits, and what that code raises.
@@ -160,7 +164,7 @@ def _score(task: Any, trace: Any) -> None:  # noqa: ANN401
             runtime = inspect.signature(function).parameters.get("runtime")
             if runtime is not None and runtime.default is inspect.Parameter.empty:
                 continue
-            result: float | Mapping[str, float] = own.finished(
+            result: float | Mapping[str, float] = owner_code.run_coroutine(
                 decorators.invoke(function, {"task": task.data, "trace": trace})
             )
             named = result if isinstance(result, Mapping) else {function.__name__: result}
@@ -171,13 +175,14 @@ def _score(task: Any, trace: Any) -> None:  # noqa: ANN401
                     trace.record_reward(name, value, function._vf_weight)
 
 
-def _reward(trace: Any) -> float:  # noqa: ANN401
-    """Return the rewards by their weights, divided by the weights where these are more than 1
-    together. Raises ValueError if there is no reward."""
+def _total_reward(trace: Any) -> float:  # noqa: ANN401
+    """Return the sum of the weighted rewards, divided by the sum of the weights if that is above 1.
+    Raises ValueError if there is no reward.
+    """
     rewards = [reward for reward in trace.rewards.values() if reward is not None]
     weights = sum(reward.weight for reward in rewards)
     if weights <= 0:
-        raise ValueError("it has no reward that does without a runtime")
+        raise ValueError("it has no reward that works without a runtime")
     total: float = sum(reward.score * reward.weight for reward in rewards)
     return total / max(1.0, weights)
 
@@ -187,45 +192,45 @@ def _reward(trace: Any) -> float:  # noqa: ANN401
 Step = Callable[[str], tuple[str, float, bool]]
 
 
-def environment(source: str, code: own.Source, template: str) -> own.Generator:
+def environment(source: str, code: owner_code.Source, template: str) -> own.Generator:
     """Return the function that begins an episode of a taskset's environment: `(data, turns)`.
 
     Args:
-        template: Put around the first text.
+        template: Template around the first text.
 
     Raises:
         ConfigError: The environment needs more than turns of one policy.
     """
-    _verifiers()
-    own.imported_from(code, source)
+    _import_verifiers()
+    owner_code.import_hashed(code, source)
     from verifiers.v1.utils import loaders
 
     name = source.removeprefix(PREFIX)
     try:
         environment_type = loaders.environment_class(name)
-        played = environment_type(loaders.env_config_type(name)(taskset={"id": name}))
-        role, seat = _seat(played)
+        env = environment_type(loaders.env_config_type(name)(taskset={"id": name}))
+        role, config = _find_agent(env)
         task_type = loaders.taskset_class(name).task_type()
         data_type = task_type.data_type()
-        _stops(task_type)
-        own.finished(played.start())
+        _stop_hooks(task_type)
+        owner_code.run_coroutine(env.start())
     except Exception as error:
-        told = error if isinstance(error, _Refused) else own.one_line(error)
-        raise ConfigError(f"task.datasets: {source}: {told}") from error
+        problem = error if isinstance(error, _Unsupported) else owner_code.one_line(error)
+        raise ConfigError(f"task.datasets: {source}: {problem}") from error
 
     def begin(data: str, turns: int) -> tuple[str, Step]:
         task = task_type(data_type.model_validate_json(data))
-        most = turns if seat.max_turns is None else min(turns, seat.max_turns)
-        agent = _Agent(role, seat, most)
-        episode = _episode(played, task, agent)
+        max_turns = turns if config.max_turns is None else min(turns, config.max_turns)
+        agent = _Agent(role, config, max_turns)
+        episode = _play_episode(env, task, agent)
 
         def step(action: str) -> tuple[str, float, bool]:
-            text, reward = _resumed(episode, action)
+            text, reward = _resume(episode, action)
             if reward is None:
                 return text, 0.0, False
             return agent.unread, reward, True
 
-        first, reward = _resumed(episode, None)
+        first, reward = _resume(episode, None)
         if reward is not None:
             raise ValueError("the environment ended before its first turn")
         return template.replace("{prompt}", first), step
@@ -233,69 +238,81 @@ def environment(source: str, code: own.Source, template: str) -> own.Generator:
     return begin
 
 
-class _Refused(ValueError):
-    """What an environment needs, and the sandbox does not have."""
+class _Unsupported(ValueError):
+    """Raised if an environment needs something that the sandbox does not have."""
 
 
-def _seat(played: Any) -> tuple[str, Any]:  # noqa: ANN401
-    """Return name and configuration of the one agent of an environment. Raises _Refused for an
-    environment that needs more than turns."""
-    vf = _verifiers()
+def _find_agent(env: Any) -> tuple[str, Any]:  # noqa: ANN401
+    """Return name and configuration of the only agent of an environment. Raises _Unsupported for an
+    environment that needs more than turns.
+    """
+    vf = _import_verifiers()
     from verifiers.v1.configs.agent import agent_config_fields
 
-    called, tasks = type(played).__name__, type(played.taskset)
-    task_type, seats = tasks.task_type(), agent_config_fields(played.config)
-    if isinstance(played, vf.SingleAgentEnv):
-        raise _Refused("it has no environment of several turns: leave turns out")
-    if len(seats) != 1:
-        names = ", ".join(seats)
-        raise _Refused(
-            f"{called} has the agents {names}: one is the policy, the others are models, which the"
-            " sandbox does not have"
+    class_name, tasks = type(env).__name__, type(env.taskset)
+    task_type, configs = tasks.task_type(), agent_config_fields(env.config)
+    if isinstance(env, vf.SingleAgentEnv):
+        raise _Unsupported("it has no environment of several turns: leave turns out")
+    if len(configs) != 1:
+        names = ", ".join(configs)
+        raise _Unsupported(
+            f"{class_name} has the agents {names}: one is the policy, the others are models, which"
+            " the sandbox does not have"
         )
-    ((role, seat),) = seats.items()
-    if seat.model is not None or seat.client is not None:
-        raise _Refused(f"{called}: its agent {role} is a model of its own, not the policy")
-    if any((seat.max_input_tokens, seat.max_output_tokens, seat.max_total_tokens)):
-        raise _Refused(f"{called}: its agent {role} has a limit of tokens: set max_turns instead")
+    ((role, config),) = configs.items()
+    if config.model is not None or config.client is not None:
+        raise _Unsupported(f"{class_name}: its agent {role} is a model of its own, not the policy")
+    if any((config.max_input_tokens, config.max_output_tokens, config.max_total_tokens)):
+        raise _Unsupported(
+            f"{class_name}: its agent {role} has a limit of tokens: set max_turns instead"
+        )
     if task_type.NEEDS_CONTAINER:
-        raise _Refused(f"{task_type.__name__} needs a container, which the sandbox does not have")
-    if task_type.toolsets(played.taskset.config.task) or tasks.toolsets(played.taskset.config):
-        raise _Refused(f"{called} has tool servers, which need a network that the sandbox has not")
-    return role, seat
+        raise _Unsupported(
+            f"{task_type.__name__} needs a container, which the sandbox does not have"
+        )
+    if task_type.toolsets(env.taskset.config.task) or tasks.toolsets(env.taskset.config):
+        raise _Unsupported(
+            f"{class_name} has tool servers, which need a network, and the sandbox has none"
+        )
+    return role, config
 
 
 Episode = Coroutine[Any, Any, float]
 
 
-async def _episode(played: Any, task: Any, agent: _Agent) -> float:  # noqa: ANN401
+async def _play_episode(env: Any, task: Any, agent: _Agent) -> float:  # noqa: ANN401
     """Play one task, as `Env.run_episode` does, and return its reward."""
-    vf = _verifiers()
+    vf = _import_verifiers()
     agents = types.SimpleNamespace(**{agent.role: agent})
-    await played.setup(agents)
-    await played.run(task, agents)
+    await env.setup(agents)
+    await env.run(task, agents)
     trace = agent.trace
     if trace is None:
-        raise ValueError(f"{type(played).__name__}.run() had no conversation")
-    about = vf.TraceTask(type=type(task).__name__, data=task.data)
-    await played.finalize(task, vf.Episode(id="", task=about, ok=True, traces=[trace]))
-    return _reward(trace)
+        raise ValueError(f"{type(env).__name__}.run() had no conversation")
+    trace_task = vf.TraceTask(type=type(task).__name__, data=task.data)
+    await env.finalize(task, vf.Episode(id="", task=trace_task, ok=True, traces=[trace]))
+    return _total_reward(trace)
 
 
 class _Text(str):
-    """What a conversation waits with: the text for the policy."""
+    """Text for the policy; a suspended conversation yields it."""
 
 
 @types.coroutine
-def _action(text: str) -> Generator[_Text, str, str]:
-    """Suspend the episode until `_resumed` is given the policy's action."""
+def _wait_for_action(text: str) -> Generator[_Text, str, str]:
+    """Suspend the episode until `_resume` sends the policy's action."""
     return (yield _Text(text))
 
 
-def _resumed(episode: Episode, action: str | None) -> tuple[str, float | None]:
-    """Continue an episode up to its next turn or its end: (text for the policy, reward or None).
+def _resume(episode: Episode, action: str | None) -> tuple[str, float | None]:
+    """Continue an episode up to its next turn or its end.
 
-    Raises TypeError if it waits for something else, and whatever it raises.
+    Returns:
+        Text for the policy, and the reward at the end of the episode, else None.
+
+    Raises:
+        TypeError: The episode waits for something other than a turn.
+        Exception: As the environment raises it.
     """
     try:
         text = episode.send(action)
@@ -303,12 +320,12 @@ def _resumed(episode: Episode, action: str | None) -> tuple[str, float | None]:
         return "", stop.value
     if not isinstance(text, _Text):
         episode.close()
-        raise TypeError("it waits for something else than a turn, which the sandbox does not have")
+        raise TypeError("it waits for something other than a turn, which the sandbox does not have")
     return str(text), None
 
 
 class _Agent:
-    """The policy, as an environment sees it: an agent that can only take turns."""
+    """The policy as an agent of verifiers that can only take turns."""
 
     def __init__(self, role: str, config: Any, turns: int) -> None:  # noqa: ANN401
         self.role, self.config, self._turns = role, config, turns
@@ -324,51 +341,51 @@ class _Agent:
         )
 
     @contextlib.asynccontextmanager
-    async def interaction(self, task: Any, **borrowed: object) -> AsyncIterator[_Conversation]:  # noqa: ANN401
+    async def interaction(self, task: Any, **resources: object) -> AsyncIterator[_Conversation]:  # noqa: ANN401
         """Open the conversation; scoring follows when the environment leaves it."""
         from verifiers.v1.utils import decorators
 
         if self.trace is not None:
-            raise TypeError("a second conversation: an episode is one")
-        if any(each is not None for each in borrowed.values()):
-            raise TypeError(f"it asks for {', '.join(borrowed)}, which the sandbox does not have")
-        trace = self.trace = _trace(task)
+            raise TypeError("a second conversation: an episode has one")
+        if any(each is not None for each in resources.values()):
+            raise TypeError(f"it asks for {', '.join(resources)}, which the sandbox does not have")
+        trace = self.trace = _empty_trace(task)
         given = {"trace": trace, "runtime": _NoRuntime()}
         await decorators.invoke(task.setup, given)
         yield _Conversation(self, task, self._turns)
         trace.stop("user_closed")
         trace.ok = True
         await decorators.invoke(task.finalize, given)
-        _score(task, trace)
+        _record_scores(task, trace)
 
 
 class _NoRuntime:
-    """Stands where verifiers has a container or a process."""
+    """Replaces the container or process of verifiers."""
 
     def __getattr__(self, name: str) -> object:
         raise AttributeError(f"runtime.{name}: the sandbox has no container and no process")
 
 
 class _Conversation:
-    """verifiers' `Interaction`, without a model behind it."""
+    """verifiers' `Interaction` without a model."""
 
     def __init__(self, agent: _Agent, task: Any, turns: int) -> None:  # noqa: ANN401
         self.trace = agent.trace
         self._agent, self._task, self._turns = agent, task, turns
-        self._stops, self._over = _stops(task.__class__), False
+        self._stops, self._over = _stop_hooks(task.__class__), False
 
     def __getattr__(self, name: str) -> object:
-        raise AttributeError(f"interaction.{name}: the sandbox has turn(message) and trace alone")
+        raise AttributeError(f"interaction.{name}: the sandbox has only turn(message) and trace")
 
     async def turn(self, message: Any = None) -> Any:  # noqa: ANN401
-        """Show a message to the policy and return its answer as a `Segment`; a terminated one at a
-        limit or a `@vf.stop`.
+        """Show a message to the policy and return its answer as a `Segment`. The segment is
+        terminated at a limit or a `@vf.stop`.
 
         Args:
             message: A text or messages of the user; None for the first turn of a task with a
                 prompt.
         """
-        vf, data = _verifiers(), self._task.data
+        vf, data = _import_verifiers(), self._task.data
         prompted = not self.trace.nodes and data.prompt is not None
         if self._over:
             raise RuntimeError("the conversation is over: its last segment was terminated")
@@ -376,60 +393,62 @@ class _Conversation:
             raise ValueError(
                 "turn() without a message is for the first turn of a task with a prompt"
             )
-        said = _texts(data.prompt_text if message is None else message)
-        self._agent.unread = "\n\n".join(said)
+        texts = _read_texts(data.prompt_text if message is None else message)
+        self._agent.unread = "\n\n".join(texts)
         self._over = self.trace.num_turns >= self._turns or any(map(self._stopped, self._stops))
         if self._over:
             return vf.Segment(messages=[], terminated=True)
         text = self._agent.unread
         if not self.trace.nodes:
-            text = _instructed(data, text)
+            text = _with_system_prompt(data, text)
             if data.system_prompt:
-                _say(self.trace, vf.SystemMessage(content=data.system_prompt))
-        for each in said:
-            _say(self.trace, vf.UserMessage(content=each))
-        answer = vf.AssistantMessage(content=await _action(text))
+                _append_message(self.trace, vf.SystemMessage(content=data.system_prompt))
+        for each in texts:
+            _append_message(self.trace, vf.UserMessage(content=each))
+        answer = vf.AssistantMessage(content=await _wait_for_action(text))
         self._agent.unread = ""
-        _say(self.trace, answer, sampled=True)
+        _append_message(self.trace, answer, sampled=True)
         return vf.Segment(messages=[answer])
 
     def _stopped(self, name: str) -> bool:
         found = getattr(self._task, name)(self.trace)
-        return bool(own.finished(found) if inspect.iscoroutine(found) else found)
+        return bool(owner_code.run_coroutine(found) if inspect.iscoroutine(found) else found)
 
 
 @functools.cache
-def _stops(task_type: type[object]) -> list[str]:
-    """Return the names of a task's `@vf.stop` methods, which look at the trace. Raises _Refused for
-    hooks that look at a model's requests and responses.
+def _stop_hooks(task_type: type[object]) -> list[str]:
+    """Return the names of a task's `@vf.stop` methods, which read the trace. Raises _Unsupported
+    for hooks that read a model's requests or responses.
 
-    It reads annotations, which the sandbox refuses to evaluate: so it has to be called before.
+    Call it before the process enters its sandbox, because it evaluates annotations.
     """
     from verifiers.v1 import session
     from verifiers.v1.utils import decorators
 
-    task = object.__new__(task_type)  # hooks are methods of an instance, whatever its data
+    task = object.__new__(task_type)  # hooks are methods of an instance; they need no data here
     hooks = decorators.discover_decorated(task, "stop")
-    kinds = [session.hook_boundary(hook, allow_trace=True) for hook in hooks]
-    if decorators.discover_decorated(task, "intercept") or {*kinds} - {_verifiers().Trace}:
-        raise _Refused(
+    boundaries = [session.hook_boundary(hook, allow_trace=True) for hook in hooks]
+    if decorators.discover_decorated(task, "intercept") or {*boundaries} - {
+        _import_verifiers().Trace
+    }:
+        raise _Unsupported(
             f"{task_type.__name__} has hooks on a model's requests or responses: only @vf.stop on"
             " the trace can be used"
         )
     return [hook.__name__ for hook in hooks]
 
 
-def _texts(message: Any) -> list[str]:  # noqa: ANN401
-    """Return the texts of a turn. Raises TypeError for what is not a text of the user."""
+def _read_texts(message: Any) -> list[str]:  # noqa: ANN401
+    """Return the texts of a turn. Raises TypeError if a message is not a text of the user."""
     if isinstance(message, str):
         return [message]
     fields = [each if isinstance(each, dict) else vars(each) for each in message]
     if any(each.get("role") != "user" or type(each.get("content")) is not str for each in fields):
-        raise TypeError("a turn has texts of the role user alone")
+        raise TypeError("a turn has only texts of the role user")
     return [each["content"] for each in fields]
 
 
-def _verifiers() -> ModuleType:
-    with own.bytecode():
+def _import_verifiers() -> ModuleType:
+    with owner_code.cached_bytecode():
         import verifiers.v1 as vf
     return vf

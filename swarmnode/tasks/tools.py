@@ -1,13 +1,13 @@
-"""Environments whose public methods are tools, as TRL's `environment_factory` takes them, played as
-episodes.
+"""Environments whose public methods are tools, with the interface of TRL's `environment_factory`,
+played as episodes.
 
-    reset(**row) ─▶ text or None
-    a public method ─▶ what a call returns
-    get_reward() ─▶ 0 to 1
+    reset(**row)     ─▶ text or None
+    a public method  ─▶ result of a call
+    get_reward()     ─▶ 0 to 1
 
-The tools and the form of a call are in the first text (`tool_prompt`). So every model can use them,
-also one without a chat template. Calls are parsed by transformers' response parser, in the scorer
-child. A class may name another form of a call, that of its models' tokenizers:
+The first text describes the tools and the form of a call (`tool_prompt`). Every model can therefore
+use them, also one without a chat template. transformers' response parser parses the calls in the
+scorer child. A class may set the form of a call of its models' tokenizers:
 
     response_template    as in tokenizer_config.json
 """
@@ -20,18 +20,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from swarmnode.errors import ConfigError
-from swarmnode.tasks import own
+from swarmnode.tasks import owner_code
 from swarmnode.tool_prompt import RESPONSE_TEMPLATE, describe
 
 CALLS = 8
-"""Calls in one action that are run, at most."""
+"""Maximum number of calls in one action that are run."""
 NOT_TOOLS = ("reset", "get_reward")
 
 Step = Callable[[str], tuple[str, float, bool]]
 
 
 def is_environment(found: object) -> bool:
-    """Return True for a class that TRL's `environment_factory` would take."""
+    """Return True for a class that TRL's `environment_factory` accepts."""
     return inspect.isclass(found) and callable(getattr(found, "reset", None))
 
 
@@ -57,19 +57,21 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
     try:
         schemas: list[Any] = [get_json_schema(function) for function in methods.values()]
     except Exception as error:
-        raise ConfigError(f"{name!r}: its tools: {own.one_line(error)}") from error
+        raise ConfigError(f"{name!r}: its tools: {owner_code.one_line(error)}") from error
     try:
         form = json.dumps(getattr(environment, "response_template", RESPONSE_TEMPLATE))
         template = load_response_template(json.loads(form))
         if "tool_calls" not in template.fields:
             raise ValueError("it has no field tool_calls")
     except (ValueError, TypeError) as error:
-        raise ConfigError(f"{name!r}: its response_template: {own.one_line(error)}") from error
+        raise ConfigError(
+            f"{name!r}: its response_template: {owner_code.one_line(error)}"
+        ) from error
 
     def begin(seed: int, turns: int, prompt: str = "", **columns: object) -> tuple[str, Step]:
         instance, taken = environment(), 0
-        told = accepted(instance.reset, {**columns, "prompt": prompt, "seed": seed})
-        first = instance.reset(**told)
+        arguments = select_arguments(instance.reset, {**columns, "prompt": prompt, "seed": seed})
+        first = instance.reset(**arguments)
         if first is not None and not isinstance(first, str):
             raise TypeError(f"reset() returned {type(first).__name__}, not a text or None")
 
@@ -84,7 +86,7 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
                     False,
                 )
             else:
-                text, last = "\n".join(_results(instance, methods, calls or [])), not calls
+                text, last = "\n".join(_run_calls(instance, methods, calls or [])), not calls
             if not last and taken < turns:
                 return text, 0.0, False
             reward = instance.get_reward()
@@ -95,8 +97,8 @@ def generator(name: str, environment: Callable[..., Any]) -> Callable[..., tuple
     return begin
 
 
-def _results(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> list[str]:  # noqa: ANN401
-    """Return the result of each call; for a failed call, its error. The episode continues."""
+def _run_calls(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> list[str]:  # noqa: ANN401
+    """Return the result of each call, or the error of a failed call. The episode continues."""
     results = []
     for call in calls[:CALLS]:
         asked = call["function"] if isinstance(call["function"], dict) else {}
@@ -107,7 +109,7 @@ def _results(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> lis
         try:
             returned = getattr(instance, name)(**arguments)
             if inspect.iscoroutine(returned):
-                returned = own.finished(returned)
+                returned = owner_code.run_coroutine(returned)
             results.append(returned if isinstance(returned, str) else json.dumps(returned))
         except MemoryError:
             raise
@@ -118,8 +120,10 @@ def _results(instance: Any, methods: Mapping[str, Any], calls: list[Any]) -> lis
     return results
 
 
-def accepted(function: Callable[..., object], given: Mapping[str, object]) -> dict[str, object]:
-    """Return those arguments of `given` that a function has parameters for."""
+def select_arguments(
+    function: Callable[..., object], given: Mapping[str, object]
+) -> dict[str, object]:
+    """Return the arguments of `given` that a function has parameters for."""
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(given)

@@ -1,5 +1,4 @@
-"""What `swarmnode task try` shows: some questions of a task, and what answers to them are worth,
-judged where they will be judged."""
+"""Questions, answers and rewards for `swarmnode task try`, judged in the scorer's sandbox."""
 
 from __future__ import annotations
 
@@ -16,37 +15,37 @@ from swarmnode.wire.messages import TaskRef
 
 QUESTIONS = 10
 _SWARM, _PEER = bytes(32), "nobody"
-"""Whose questions are tried: nobody's, so that nothing of a swarm is looked at before it is
-asked."""
+"""Swarm and peer of the trial questions. They do not exist, so a trial shows no question of a real
+swarm."""
 
 
 @dataclass(frozen=True)
-class Tried:
+class QuestionTrial:
     """One question and the rewards of answers to it."""
 
     prompt: str
     held_out: bool
     sampled: str | None
-    """What the policy answered; None where it was not asked."""
+    """Answer of the policy; None without one."""
     answer: str | None
-    """The part of it that is judged."""
+    """Part of the sampled answer that is judged."""
     reward: float | None
-    """What the sampled answer earned."""
+    """Reward of the sampled answer."""
     empty: float
     """Reward of an empty answer."""
     error: str
-    """What went wrong in the task's own code, with file and line."""
+    """Error of the task's own code, with file and line; empty without one."""
     right: str | None = None
-    """The right answer; None where the task does not name one."""
+    """The right answer; None if the task does not have one."""
     right_reward: float | None = None
-    """Reward of a completion that is the right answer, marked as the task expects it."""
+    """Reward of a completion with the right answer, marked as the task expects it."""
     arguments: tuple[str, ...] = ()
-    """Names of what an owner's reward function is given."""
+    """Names of the arguments that the owner's reward function receives."""
 
 
 @dataclass(frozen=True)
-class Played:
-    """Episode played by the operator or by a script."""
+class EpisodeTrial:
+    """One episode that the operator or a script played."""
 
     prompt: str
     held_out: bool
@@ -59,16 +58,19 @@ class Played:
     """Error of the task's own code, with file and line; empty without one."""
 
 
-def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | None]) -> Played:
-    """Play an episode of `task`, a held-out one if `number` is odd.
+def play_episode(
+    task: str, number: int, act: Callable[[Sequence[str]], str | None]
+) -> EpisodeTrial:
+    """Play an episode of `task`; a held-out one if `number` is odd.
 
     Args:
         act: All texts of the environment so far → the next action, or None to leave.
 
     Raises:
-        TaskUnknown, ScorerFailed: as a scorer does.
+        TaskUnknown: This node cannot regenerate the question.
+        ScorerFailed: The scorer child failed.
     """
-    ref, actions = _ref(task, number), list[str]()
+    ref, actions = _make_ref(task, number), list[str]()
     with Scorer() as scorer:
         scored = scorer.score(ref, [actions])
         while not scored.episodes[0].done:
@@ -78,7 +80,7 @@ def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | No
             actions.append(action)
             scored = scorer.score(ref, [actions])
     (episode,) = scored.episodes
-    return Played(
+    return EpisodeTrial(
         scored.prompt,
         bool(number % 2),
         tuple(actions),
@@ -89,7 +91,7 @@ def play_episode(task: str, number: int, act: Callable[[Sequence[str]], str | No
     )
 
 
-def _ref(task: str, number: int) -> TaskRef:
+def _make_ref(task: str, number: int) -> TaskRef:
     """Return question `number`; questions with an odd number are held out."""
     seed, index = task_seed(_SWARM, _PEER, number, task)
     seed = evaluation_seed(task) if number % 2 else seed
@@ -98,14 +100,16 @@ def _ref(task: str, number: int) -> TaskRef:
 
 def try_task(
     task: str, sample: Callable[[Sequence[str]], Sequence[str]] | None, count: int = QUESTIONS
-) -> list[Tried]:
-    """Ask `count` questions of `task`, half of them held out. Judge an empty answer to each, the
-    right answer where the task has one, and what `sample` answers.
+) -> list[QuestionTrial]:
+    """Ask `count` questions of `task`, half of them held out. For each question judge an empty
+    answer, the right answer if the task has one, and the answer of `sample`.
 
-    Raises TaskUnknown, ScorerFailed.
+    Raises:
+        TaskUnknown: This node cannot regenerate a question.
+        ScorerFailed: The scorer child failed.
     """
     spec = TASKS[task]
-    refs = [_ref(task, number) for number in range(count)]
+    refs = [_make_ref(task, number) for number in range(count)]
     with Scorer() as scorer:
         asked = scorer.score_many([(ref, []) for ref in refs], reveal=True)
         rights = [
@@ -122,17 +126,17 @@ def try_task(
             for right, text in zip(rights, sampled, strict=True)
         ]
         judged = scorer.score_many(list(zip(refs, answers_to, strict=True)))
-    tried = []
+    trials = []
     for number, (question, right, text, result) in enumerate(
         zip(asked, rights, sampled, judged, strict=True)
     ):
         prompt = question.prompt if isinstance(question, Scored) else ""
         held_out = bool(number % 2)
         if isinstance(result, SwarmNodeError):
-            tried.append(Tried(prompt, held_out, text, None, None, 0.0, str(result)))
+            trials.append(QuestionTrial(prompt, held_out, text, None, None, 0.0, str(result)))
             continue
-        tried.append(
-            Tried(
+        trials.append(
+            QuestionTrial(
                 prompt,
                 held_out,
                 text,
@@ -145,7 +149,7 @@ def try_task(
                 tuple(question.arguments) if isinstance(question, Scored) else (),
             )
         )
-    return tried
+    return trials
 
 
 def marked(spec: TaskSpec, right: str) -> str:

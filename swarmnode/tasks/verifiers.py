@@ -1,12 +1,11 @@
-"""What an answer is worth, given the right one: `VERIFIERS[name](answer, gold)` is 1.0 or 0.0.
-Nothing of an answer is ever executed.
+"""Verifiers: `VERIFIERS[name](answer, gold)` returns the reward of an answer given the right
+answer, 1.0 or 0.0. An answer is never executed.
 
-`majority` needs no right answer: `votes(answers)` rewards the answer that most of a group share.
+`majority` needs no right answer: `votes(answers)` rewards the most frequent answer of a group.
 
-An answer is a stranger's text of at most 4 KiB and arrives here in the scorer's sandbox. Every
-function is linear in it, and raises nothing but ValueError, LookupError, ArithmeticError or
-RecursionError, which are 0 like a wrong answer. A dataset's own gold answers go through `check`
-before anything is trained on them.
+An answer is a peer's text of at most 4 KiB; verifiers run in the scorer's sandbox. Every function
+takes linear time and raises only ValueError, LookupError, ArithmeticError or RecursionError, which
+have the reward 0 like a wrong answer. `check` tests a dataset's gold answers before any training.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from swarmnode.tasks import json_schema
 from swarmnode.tasks.answers import NUMBER
 
 RELATIVE_TOLERANCE = Decimal("1e-6")
-"""How far two numbers that are not both whole may be apart: 1/3 and 0.333333 are equal, 1000000 and
+"""Tolerance for two numbers that are not both whole: 1/3 and 0.333333 are equal, 1000000 and
 1000001 are not."""
 DIGITS = 100
-"""A longer number is not looked at."""
+"""Maximum number of digits of a number. A longer one is not read."""
 NESTING = 32
 MAJORITY = "majority"
 """The verifier that needs no right answers."""
@@ -52,13 +51,14 @@ _LATEX_NOISE = (
 
 
 def exact(answer: str, gold: str) -> bool:
-    """The same text, white space around it aside."""
+    """Compare texts without surrounding white space."""
     return answer.strip() == gold.strip()
 
 
 def numeric(answer: str, gold: str) -> bool:
-    """The same number: thousands separators, currency, fractions and per cent are read; a unit
-    counts where both have one."""
+    """Compare numbers. Thousands separators, currency, fractions and per cent signs are understood.
+    Units are compared if both have one.
+    """
     value, unit = quantity(answer)
     wanted, wanted_unit = quantity(gold)
     if unit and wanted_unit and unit != wanted_unit:
@@ -71,18 +71,19 @@ def numeric(answer: str, gold: str) -> bool:
 
 
 def same_vote(answer: str, gold: str) -> bool:
-    """The same number, or the same text, case and white space around it aside."""
+    """Compare numbers, or texts without case and surrounding white space."""
     return ballot(answer) == ballot(gold)
 
 
 def ballot(answer: str) -> str:
-    """Return what an answer votes for, in one spelling: a number's value, or the text.
+    """Return the vote of an answer in one spelling: a number's value, or the text.
 
-    Raises ValueError or ArithmeticError for an empty answer and for a number that is out of range.
+    Raises:
+        ValueError, ArithmeticError: The answer is empty, or its number is out of range.
     """
     text = answer.rpartition("####")[2].strip().casefold()  # as in `quantity`
     if not text:
-        raise ValueError("there is nothing in it")
+        raise ValueError("it is empty")
     if not NUMBER.fullmatch(text):
         return text
     value, unit = quantity(text)
@@ -90,15 +91,15 @@ def ballot(answer: str) -> str:
 
 
 def votes(answers: Sequence[str | None]) -> list[float]:
-    """Return 1.0 for each answer of a group that votes with most of it, and 0.0 for the others.
+    """Return 1.0 for each answer of a group with the most frequent vote, and 0.0 for the others.
 
-    Where two ballots lead together, nobody has won and all rewards are 0. The order of the answers
-    does not count, so that every receiver computes the same.
+    If two votes tie for the lead, all rewards are 0. The order of the answers does not matter, so
+    every receiver computes the same rewards.
 
     Source: TTRL (arXiv 2504.16084), majority voting as reward.
 
     Args:
-        answers: (G,) None for one that is not looked at.
+        answers: (G,) Answers; None for an answer that is not judged.
     """
     cast: list[str | None] = []
     for answer in answers:
@@ -113,62 +114,67 @@ def votes(answers: Sequence[str | None]) -> list[float]:
 
 
 def choice(answer: str, gold: str) -> bool:
-    """The same letter, in brackets, with a full stop, or alone."""
-    return _letter(answer) == _letter(gold)
+    """Compare single letters; each may be in brackets or have a full stop."""
+    return _parse_letter(answer) == _parse_letter(gold)
 
 
 def members(answer: str, gold: str) -> bool:
-    """The same set of things, separated by commas, semicolons or lines, or a JSON list; order and
-    case do not count."""
-    return _members(answer) == _members(gold)
+    """Compare sets of items: separated by commas, semicolons or lines, or a JSON list. Order and
+    case do not matter.
+    """
+    return _parse_members(answer) == _parse_members(gold)
 
 
 def boxed(answer: str, gold: str) -> bool:
-    """The same mathematics as far as spelling goes: equal after LaTeX's spacing and sizing are
-    removed, or equal as numbers."""
-    if _bare(answer) == _bare(gold):
+    """Compare LaTeX: equal after removal of spacing and sizing commands, or equal as numbers."""
+    if _strip_latex(answer) == _strip_latex(gold):
         return True
     try:
-        return numeric(_bare(answer), _bare(gold))
+        return numeric(_strip_latex(answer), _strip_latex(gold))
     except (ValueError, ArithmeticError):
         return False
 
 
 def equal_json(answer: str, gold: str) -> bool:
-    """The same JSON value. 1 and 1.0 are equal, 1 and true are not."""
-    return _typed(_loads(answer)) == _typed(_loads(gold))
+    """Compare JSON values: 1 equals 1.0, and 1 does not equal true."""
+    return _with_types(_load_json(answer)) == _with_types(_load_json(gold))
 
 
 def fits_schema(answer: str, gold: str) -> bool:
-    """JSON that is as the schema `gold` says."""
-    return json_schema.valid(_loads(answer), _loads(gold))
+    """Return True if the answer is JSON that is valid by the schema `gold`."""
+    return json_schema.valid(_load_json(answer), _load_json(gold))
 
 
 def check_schema(gold: str) -> None:
-    """Raises ValueError for a schema that no answer could be held against."""
-    json_schema.check(_loads(gold))
+    """Raise ValueError if `gold` is not a supported schema."""
+    json_schema.check(_load_json(gold))
 
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """`verdict(answer, gold)`; `fallback`: where an answer stands when nothing marks it
-    (`answers.extract`)."""
+    """A verifier.
+
+    Attributes:
+        verdict: (answer, gold) → True if the answer is right.
+        fallback: Extraction method for a text without a marked answer (`answers.extract`).
+    """
 
     verdict: Callable[[str, str], bool]
     fallback: str = "whole"
     check_gold: Callable[[str], None] | None = None
-    """Raises ValueError, where `gold` is no answer itself."""
+    """Check of `gold` that raises ValueError, if `gold` is not itself a right answer."""
 
     def reward(self, answer: str, gold: str) -> float:
-        """1.0 or 0.0; text that this verifier cannot read is wrong. Raises nothing."""
+        """Return 1.0 or 0.0; text that this verifier cannot read is wrong. Raises nothing."""
         try:
             return float(self.verdict(answer, gold))
         except (ValueError, LookupError, ArithmeticError, RecursionError):
             return 0.0
 
     def check(self, gold: str) -> None:
-        """Raises ValueError when nothing could be right by `gold`: as an answer it does not even
-        match itself, or it is no schema."""
+        """Raise ValueError if no answer could be right: `gold` does not match itself, or is not a
+        schema.
+        """
         try:
             if self.check_gold is not None:
                 self.check_gold(gold)
@@ -191,13 +197,14 @@ VERIFIERS: dict[str, Verifier] = {
     MAJORITY: Verifier(same_vote, "last_number"),
 }
 VERSION = "1"
-"""Enters the task version: change it when a verdict above, or what `answers` finds, changes."""
+"""Part of the task version. Change it when a verdict above, or the result of `answers`, changes."""
 
 
 def quantity(text: str) -> tuple[Decimal, str]:
-    """The last number in a text and the unit behind it, "" if none. Raises ValueError without a
-    number, or with one that is too long."""
-    text = text.rpartition("####")[2].strip()  # how GSM8K marks the result of a worked solution
+    """Return the last number in a text and the unit after it, "" without a unit. Raises ValueError
+    if there is no number, or if it is too long or out of range.
+    """
+    text = text.rpartition("####")[2].strip()  # GSM8K's mark of the final result
     matches = list(NUMBER.finditer(text))
     if not matches:
         raise ValueError("there is no number in it")
@@ -220,27 +227,27 @@ def quantity(text: str) -> tuple[Decimal, str]:
     return value, unit if len(unit) <= 16 else ""
 
 
-def _letter(text: str) -> str:
+def _parse_letter(text: str) -> str:
     match = _CHOICE.fullmatch(text)
     if match is None:
         raise ValueError("it is not one letter")
     return match[1].upper()
 
 
-def _members(text: str) -> frozenset[str]:
+def _parse_members(text: str) -> frozenset[str]:
     text = text.strip()
     if text.startswith("["):
-        loaded = _loads(text)
+        loaded = _load_json(text)
         if isinstance(loaded, list):
             return frozenset(str(item).strip().casefold() for item in loaded)
     parts = text.strip("{}").replace(";", ",").replace("\n", ",").split(",")
     found = frozenset(part.strip().casefold() for part in parts if part.strip())
     if not found:
-        raise ValueError("there is nothing in it")
+        raise ValueError("it is empty")
     return found
 
 
-def _bare(text: str) -> str:
+def _strip_latex(text: str) -> str:
     for noise in _LATEX_NOISE:
         text = text.replace(noise, "")
     text = "".join(text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").split()).rstrip(
@@ -249,7 +256,7 @@ def _bare(text: str) -> str:
     return _FRACTION.sub(r"\1/\2", text)
 
 
-def _loads(text: str) -> object:
+def _load_json(text: str) -> object:
     depth = deepest = 0
     for character in text:
         depth += (character in "[{") - (character in "]}")
@@ -269,12 +276,12 @@ def _bounded_int(text: str) -> int:
     return int(text)
 
 
-def _typed(value: object) -> object:
-    """A value that compares as JSON does: true is not 1."""
+def _with_types(value: object) -> object:
+    """Return a value that Python compares as JSON does: true does not equal 1."""
     if isinstance(value, bool):
         return ("bool", value)
     if isinstance(value, list):
-        return [_typed(item) for item in value]
+        return [_with_types(item) for item in value]
     if isinstance(value, dict):
-        return {key: _typed(item) for key, item in value.items()}
+        return {key: _with_types(item) for key, item in value.items()}
     return value

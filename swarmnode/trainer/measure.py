@@ -29,7 +29,7 @@ from swarmnode.policy.trial import try_sampling
 from swarmnode.process import die_with_parent, run_main
 from swarmnode.tasks import registry
 from swarmnode.tasks.client import Scored, Scorer
-from swarmnode.tasks.measured import Measured, Request, pass_at_k
+from swarmnode.tasks.measurement import Request, TaskScores, pass_at_k
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.trainer.episodes import answer_all, judged_text, sampled_tokens
 from swarmnode.wire.messages import TaskRef
@@ -67,7 +67,7 @@ def open_model(cfg: PolicyConfig) -> Policy:
 @torch.no_grad()
 def measure(
     policy: Policy, scorer: Scorer, task: str, request: Request, training: TrainingConfig
-) -> Measured:
+) -> TaskScores:
     """Evaluate the policy on the first `request.questions` held-out questions of `task`.
 
     Raises:
@@ -130,7 +130,7 @@ def measure(
             cut += sum(c.finish == "length" for c in some[1:])
     right = [sum(reward >= RIGHT for reward in rewards) for rewards in sampled]
     passed = {k: [pass_at_k(request.samples, count, k) for count in right] for k in request.k}
-    return Measured(
+    return TaskScores(
         task,
         len(asked),
         _mean(greedy),

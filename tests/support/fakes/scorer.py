@@ -15,10 +15,10 @@ from swarmnode.tasks.frames import (
     ScoreError,
     ScorerFailed,
     TaskUnknown,
-    prepare,
 )
 from swarmnode.tasks.games import GameTask
 from swarmnode.tasks.gym import GymTask
+from swarmnode.tasks.questions import prepare
 from swarmnode.tasks.registry import TASKS, TaskSpec
 from swarmnode.tasks.scorer import judge
 from swarmnode.wire.messages import TaskRef
@@ -84,8 +84,8 @@ class InProcessScorer:
 def _episode_task(spec: TaskSpec) -> EpisodeTask:
     """Return an episode task. Runs the code of user tasks."""
     if spec.rows is not None:
-        settings = dataset.Settings.of(spec.settings)
-        return dataset.with_code(spec.id, spec.rows, settings, spec.source)
+        settings = dataset.Settings.from_settings(spec.settings)
+        return dataset.build_task(spec.id, spec.rows, settings, spec.source)
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings)
     return GameTask(spec.id, spec.settings)
@@ -94,8 +94,8 @@ def _episode_task(spec: TaskSpec) -> EpisodeTask:
 def _items(spec: TaskSpec, difficulty: int) -> Items:
     """Return the questions of a task at one difficulty. Runs the code of user tasks."""
     if spec.rows is not None:
-        settings = dataset.Settings.of(spec.settings)
-        rows = dataset.with_code(spec.id, spec.rows, settings, spec.source)
+        settings = dataset.Settings.from_settings(spec.settings)
+        rows = dataset.build_task(spec.id, spec.rows, settings, spec.source)
         return lambda seed, index: rows.item(seed, index, difficulty)
     if spec.source is not None:
         return own.OwnTask(spec.id, spec.source, spec.settings).item

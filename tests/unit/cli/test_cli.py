@@ -264,7 +264,7 @@ def test_run_warns_of_values_unsuited_to_the_model(tmp_path, capsys, options, wa
         (
             ["run", "--set", 'task.names=["gsm8k"]'],
             78,
-            "'gsm8k' is not on the allow-list, which docs/own-task.md has",
+            "'gsm8k' is not on the allow-list (docs/own-task.md)",
         ),
         (
             ["manifest", "show", "--data-dir", "{tmp}/damaged"],
@@ -385,7 +385,7 @@ def test_a_crew_on_an_episode_task_does_not_start_and_says_what_to_do(tmp_path, 
     asked = ['task.names=["gym/FrozenLake-v1"]', "stages.mode=always", f"node.data_dir={tmp_path}"]
     assert cli.run(["run", *(f"--set={each}" for each in asked)]) == 78
     (line,) = capsys.readouterr().err.splitlines()
-    assert "has episodes of several turns, and a crew learns from whole answers" in line
+    assert "has episodes of several turns, and a crew trains on single answers" in line
     assert line.endswith("leave the task out, or set stages.mode to off")
 
 

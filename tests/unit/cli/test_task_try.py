@@ -134,7 +134,7 @@ def test_samples_answers_of_the_policy(tmp_path, options):
 @pytest.mark.parametrize(
     ("task", "problem"),
     [
-        ("rg/gdc", "nearest that is: 'rg/gcd'"),
+        ("rg/gdc", "nearest name on it: 'rg/gcd'"),
         ("data/none", "not in task.datasets"),
         ("nowhere:f", "no module 'nowhere'"),
     ],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmnode.tasks.answers import has_tail
+from swarmnode.tasks.answers import has_text_after
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.seeds import task_seed
@@ -32,7 +32,7 @@ from swarmnode.wire.messages import TaskRef
     ],
 )
 def test_what_follows_an_answer_is_found(text, how, tail):
-    assert has_tail(text, how) is tail
+    assert has_text_after(text, how) is tail
 
 
 @pytest.mark.parametrize("task", [name for name in TASKS if name.startswith("rg/")])

@@ -11,7 +11,7 @@ import pytest
 from swarmnode.errors import ConfigError
 from swarmnode.tasks import frames, own
 from swarmnode.tasks.builtin import Item
-from swarmnode.tasks.measured import pass_at_k
+from swarmnode.tasks.measurement import pass_at_k
 from swarmnode.tasks.scorer import judge
 
 
@@ -32,7 +32,7 @@ from swarmnode.tasks.scorer import judge
 def test_the_reward_is_the_mean_of_its_components_by_their_weights(
     value, weights, reward, components
 ) -> None:
-    assert own.total(value, weights) == (reward, components)
+    assert own.total_reward(value, weights) == (reward, components)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_the_reward_is_the_mean_of_its_components_by_their_weights(
 )
 def test_nonsense_is_an_error_and_never_a_reward(value) -> None:
     with pytest.raises((ValueError, TypeError)):
-        own.total(value, {})
+        own.total_reward(value, {})
     question = frames.Question("own:task", 0, 0, ["an answer", None])
     scored = judge(question, lambda *_: Item("?", "", lambda text: value))
     assert (scored.rewards, scored.errors, scored.components) == ([0.0, 0.0], 1, [])
@@ -86,7 +86,7 @@ def test_a_component_may_apply_to_some_answers_only() -> None:
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan, "much"])
 def test_a_weight_that_is_none_is_a_line(weight) -> None:
-    with pytest.raises(ConfigError, match=r"weight\.a is .*; a weight is a number from 0 on"):
+    with pytest.raises(ConfigError, match=r"weight\.a is .*; a weight is a number of at least 0"):
         own.check_weights("task.settings.x", {"weight.a": weight})
 
 

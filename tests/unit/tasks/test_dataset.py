@@ -125,7 +125,9 @@ def test_what_was_read_is_not_read_again_until_the_file_changes(tmp_path, monkey
     installed(tmp_path)
     reads = []
     monkeypatch.setattr(
-        dataset, "_rows", lambda *given, read=dataset._rows: reads.append(1) or read(*given)
+        dataset,
+        "_read_rows",
+        lambda *given, read=dataset._read_rows: reads.append(1) or read(*given),
     )
     config = DatasetConfig(source=str(tmp_path / "rows.jsonl"), verifier="numeric")
     registry.install_datasets({NAME: config}, tmp_path / "datasets")
@@ -233,8 +235,8 @@ def test_the_template_is_around_the_question(tmp_path):
             ROWS,
             {"prompt": "question"},
             (
-                r"row 1 has no column 'question', only answer, note, prompt: set prompt to the one"
-                r" that is meant"
+                r"row 1 has no column 'question', only answer, note, prompt: set prompt to one of"
+                r" these"
             ),
         ),
         (ROWS, {"answer": "solution"}, r"row 1 has no column 'solution'"),
@@ -262,7 +264,7 @@ def test_the_template_is_around_the_question(tmp_path):
         (
             [{"prompt": "\ud800", "answer": "1"}],
             {},
-            r"row 1: column 'prompt' is not valid Unicode: it holds half of a surrogate pair",
+            r"row 1: column 'prompt' is not valid Unicode: it contains half of a surrogate pair",
         ),
         ([ROWS[0]], {}, r"1 different rows are too few"),
         ([], {}, r"0 different rows are too few"),
@@ -316,7 +318,7 @@ def test_what_is_wrong_with_a_dataset_is_one_line_that_names_the_remedy(
         ("{", "row 3 is not JSON"),
         ("[1]", "row 3 is not a JSON object"),
         ("x" * 2**20, "row 3 is longer than 1 MiB"),
-        ('{"prompt": "a", "prompt": "b", "answer": "1"}', "row 3: column 'prompt' is there twice"),
+        ('{"prompt": "a", "prompt": "b", "answer": "1"}', "row 3: column 'prompt' occurs twice"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path, line, problem):
@@ -334,17 +336,17 @@ HUGE = "9" * 5000
     ("value", "problem"),
     [
         ("null", r"is null: give it a value"),
-        ("NaN", r"is NaN, which is no number"),
-        ("Infinity", r"is Infinity, which is no number"),
-        ("-Infinity", r"is -Infinity, which is no number"),
-        ("1e999", r"is Infinity, which is no number"),
+        ("NaN", r"is NaN, which is not a number"),
+        ("Infinity", r"is Infinity, which is not a number"),
+        ("-Infinity", r"is -Infinity, which is not a number"),
+        ("1e999", r"is Infinity, which is not a number"),
         ("[1, NaN]", r"holds a value that is NaN"),
         ('{"a": [{"b": -1e999}]}', r"holds a value that is -Infinity"),
         (HUGE, r"is an integer of more than 4300 digits: write it as a text"),
         ('"\\ud800"', r"is not valid Unicode"),
         ('{"\\udfff": 1}', r"holds a value that is not valid Unicode"),
         ("[" * 40 + "]" * 40, r"is nested more than 32 deep"),
-        ('{"a": 1, "a": 2}', r"'a' is there twice"),
+        ('{"a": 1, "a": 2}', r"'a' occurs twice"),
     ],
 )
 @pytest.mark.parametrize("column", ["answer", "note"])
@@ -481,7 +483,7 @@ def test_used_bytes_of_parquet_are_one_line(tmp_path, capsys, used, status):
     asked = {"source": source, "local": True, "columns": used, "out": out, "bytes": 10**6}
     assert fetch.main(json.dumps(asked)) == status
     said = capsys.readouterr().err
-    assert ("row 1: column 'image' holds bytes, not text" in said) == bool(status)
+    assert ("row 1: column 'image' contains bytes, not text" in said) == bool(status)
     assert said.count("\n") == status
 
 
@@ -668,10 +670,10 @@ def test_a_component_that_does_not_apply_is_left_out(tmp_path, rewards):
     [
         (
             "counted",
-            "asks for completion_ids, which is no column: there are prompts, completions, answer,"
-            " prompt, note",
+            "requires completion_ids, which is not a column: there are prompts, completions,"
+            " answer, prompt, note",
         ),
-        ("waiting", "there is nothing in the sandbox to wait for"),
+        ("waiting", "the sandbox has no event loop"),
         ("broken", "returned 2 rewards for one completion"),
         ("nothing", "has no attribute 'nothing'"),
     ],
@@ -700,7 +702,7 @@ def test_reward_weights_are_part_of_the_task_version(tmp_path, rewards):
     ]
     with pytest.raises(
         ConfigError,
-        match="weights are of components, which only a reward function of yours returns",
+        match="weights are for the components of a reward, which only an own reward function",
     ):
         installed(tmp_path, weights={"correct": 2.0})
 
@@ -749,7 +751,7 @@ def test_a_dataset_is_named_on_the_command_line(tmp_path, capsys):
         (
             [{"prompt": "a", "solution": "1"}] * 3,
             "numeric",
-            "row 1 has no column 'answer', only prompt, solution: set answer to the one",
+            "row 1 has no column 'answer', only prompt, solution: set answer to one of these",
         ),
         (
             [{"prompt": "x" * 70_000, "answer": "1"}],

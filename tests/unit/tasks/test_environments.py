@@ -27,7 +27,7 @@ from swarmnode.tasks import openenv, registry
 from swarmnode.tasks.client import AsyncScorer, Scored, Scorer
 from swarmnode.tasks.environments import Environments
 from swarmnode.tasks.frames import Question
-from swarmnode.tasks.seeds import evaluation_seed, seed_of
+from swarmnode.tasks.seeds import environment_seed, evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 from tests.support.manifests import founded
 
@@ -117,7 +117,7 @@ def turned(tmp_path, server, monkeypatch):
     def turn(url):
         with monkeypatch.context() as kept:
             kept.setattr(openenv, "Session", lambda url: contextlib.nullcontext())
-            kept.setattr(openenv, "content_of", lambda *asked: content)
+            kept.setattr(openenv, "hash_questions", lambda *asked: content)
             installed(tmp_path, url)
 
     return turn
@@ -201,8 +201,8 @@ async def test_the_network_process_asks_it_too_for_what_peers_publish(tmp_path, 
 
 
 def test_seeds_suit_any_generator_and_held_out_ones_are_never_trained_on():
-    trained = {seed_of(SEED, index) for index in range(1000)}
-    held_out = {seed_of(evaluation_seed(NAME), index) for index in range(1000)}
+    trained = {environment_seed(SEED, index) for index in range(1000)}
+    held_out = {environment_seed(evaluation_seed(NAME), index) for index in range(1000)}
     assert max(trained | held_out) < 2**32
     assert len(trained) == len(held_out) == 1000
     assert not trained & held_out
@@ -281,7 +281,7 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
 @pytest.mark.parametrize(
     ("name", "source", "settings", "problem"),
     [
-        (NAME, "/moody", {}, "the same seed gave two questions: reset has to draw everything"),
+        (NAME, "/moody", {}, "the same seed gave two questions: reset must draw everything"),
         (
             NAME,
             "/sums",
@@ -292,7 +292,7 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
             NAME,
             "/sums",
             {"verifier": "numeric", "held_out": 0.2},
-            "held_out, verifier: not of an environment",
+            "held_out, verifier: not a setting of an environment",
         ),
         (NAME, "/sums", {"template": "Answer!"}, "template does not contain"),
         (NAME, "/nowhere/at/all", {}, "does not speak OpenEnv"),
@@ -300,8 +300,8 @@ def test_two_servers_are_one_task_where_they_ask_the_same(tmp_path, server):
         (NAME, "ws://", {}, "is not the URL of a server"),
         (NAME, "ws://me:password@127.0.0.1:1", {}, "is not the URL of a server"),
         (NAME, "ws://127.0.0.1:99999", {}, "is not the URL of a server"),
-        ("data/sums", "/sums", {}, "is named env/<name>, and nothing else is"),
-        (NAME, "rows.jsonl", {}, "is named env/<name>, and nothing else is"),
+        ("data/sums", "/sums", {}, "and no other task, is named env/<name>"),
+        (NAME, "rows.jsonl", {}, "and no other task, is named env/<name>"),
     ],
 )
 def test_environment_errors_are_one_line_before_the_start(
@@ -352,7 +352,7 @@ def test_tls_errors_are_one_line(tmp_path, servers, certificate, monkeypatch, na
 
 
 def test_tls_where_there_is_none_says_how_the_server_is_named(tmp_path, server):
-    with pytest.raises(ConfigError, match=r"a server without TLS is named with http:// or ws://"):
+    with pytest.raises(ConfigError, match=r"for a server without TLS use http:// or ws://"):
         installed(tmp_path, f"{server.replace('ws://', 'wss://')}/sums")
 
 

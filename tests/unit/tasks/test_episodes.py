@@ -17,7 +17,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.tasks import determinism, episodes, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed
 from swarmnode.tasks.frames import EPISODE_BYTES, OBSERVATION_BYTES, Episode, Question
-from swarmnode.tasks.seeds import evaluation_seed, is_evaluation, seed_of
+from swarmnode.tasks.seeds import environment_seed, evaluation_seed, is_evaluation
 from swarmnode.wire.messages import TaskRef
 from tests.support.fakes.scorer import InProcessScorer
 
@@ -286,7 +286,7 @@ def test_an_action_that_is_too_long_ends_its_episode_with_nothing(echo):
     assert scored.rewards == [0.0, 0.0, 1.0]
     assert [len(episode.observations) for episode in scored.episodes] == [2, 2, 1]
     assert scored.errors == 0
-    assert echo.statistics().not_looked_at == 2
+    assert echo.statistics().skipped == 2
 
 
 def test_what_is_kept_between_turns_is_never_visible(games):
@@ -386,13 +386,13 @@ def test_held_out_episodes_are_never_met_in_training(games):
         held_out = scorer.prompt(ref(task, seed=evaluation_seed(task))).rpartition(" ")[2]
     assert is_evaluation(evaluation_seed(task))
     assert (int(trained) % 2, int(held_out) % 2) == (0, 1)
-    assert int(trained) == seed_of(4 << 20, 0)
+    assert int(trained) == environment_seed(4 << 20, 0)
 
 
 @pytest.mark.parametrize(
     ("name", "turns", "said"),
     [
-        ("guess", 1, "set turns in its settings to the most actions of an episode"),
+        ("guess", 1, "set turns in its settings to the maximum number of actions of an episode"),
         ("one_turn", 4, "a step returns (observation, reward, done)"),
         ("clumsy", 4, "ValueError: invalid literal for int"),
     ],

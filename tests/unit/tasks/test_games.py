@@ -13,9 +13,9 @@ import pytest
 from swarmnode.errors import ConfigError, Unavailable
 from swarmnode.swarm import manifest, requirements
 from swarmnode.tasks import determinism, registry, sandbox
-from swarmnode.tasks.client import Scorer, prove_own
+from swarmnode.tasks.client import Scorer, check_tasks
 from swarmnode.tasks.games import GAMES, GameTask
-from swarmnode.tasks.seeds import evaluation_seed, seed_of
+from swarmnode.tasks.seeds import environment_seed, evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
 
 LAKE, TAXI, CLIFF, BLACKJACK = (name for name in GAMES if name.startswith("gym/"))
@@ -78,7 +78,7 @@ def test_steps_are_the_librarys(gymnasium, named, slippery):
     game = GameTask(task, registry.TASKS[task].settings)
     for index in range(20):
         theirs = gymnasium.make("FrozenLake-v1", is_slippery=slippery, map_name="8x8")
-        theirs.reset(seed=seed_of(SEED, index))
+        theirs.reset(seed=environment_seed(SEED, index))
         _, step = game.start(SEED, index)
         for _ in range(30):
             action = rng.randrange(4)
@@ -106,7 +106,7 @@ def test_the_passenger_arrives(gymnasium, named):
     names = ("south", "north", "east", "west", "pickup", "dropoff")
     with Scorer() as scorer:
         for index in range(5):
-            start, _ = environment.reset(seed=seed_of(SEED, index))
+            start, _ = environment.reset(seed=environment_seed(SEED, index))
             row, column, *_ = environment.decode(start)
             assert f"The taxi is at row {row}, column {column}." in scorer.prompt(ref(task, index))
             reached, queue = {start: []}, deque([start])
@@ -160,7 +160,7 @@ def test_settings_that_are_none(named, settings, said):
 def test_a_map_that_is_none_is_one_line(gymnasium, named):
     task = named(LAKE, map_name="5x5")
     with pytest.raises(ConfigError, match=r"'gym/FrozenLake-v1' does not work: KeyError: '5x5'"):
-        prove_own([task])
+        check_tasks([task])
 
 
 def test_without_its_library_a_game_is_one_line(named, monkeypatch):
@@ -169,14 +169,14 @@ def test_without_its_library_a_game_is_one_line(named, monkeypatch):
 
     monkeypatch.setattr(registry.importlib.metadata, "version", missing)
     with pytest.raises(Unavailable, match="needs gymnasium, which is not installed: pip install"):
-        prove_own([named(LAKE)])
+        check_tasks([named(LAKE)])
     (problem,) = requirements.task_problems(TaskEntry(LAKE, "0" * 16, ""))
     assert "needs gymnasium" in problem
 
 
 def test_a_member_with_other_settings_is_told_both(named, monkeypatch):
     monkeypatch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)
-    monkeypatch.setattr(registry, "_installed", lambda package, task: "1.4.0")
+    monkeypatch.setattr(registry, "_installed_version", lambda package, task: "1.4.0")
     named(LAKE, is_slippery=False)
     theirs = TaskEntry(LAKE, registry.task_version(LAKE), manifest.settings_text(LAKE))
     assert requirements.task_problems(theirs) == []

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarmnode.tasks.answers import answer_of
+from swarmnode.tasks.answers import find_answer
 from swarmnode.tasks.builtin import GENERATORS
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.registry import TASKS, task_version
@@ -182,4 +182,4 @@ def test_sum_is_the_sum():
     ],
 )
 def test_the_answer_in_a_completion(text, answer):
-    assert answer_of(text) == answer
+    assert find_answer(text) == answer

@@ -175,4 +175,4 @@ def test_a_long_or_unencodable_answer_is_not_looked_at():
         ]
         rewards = scorer.score(reference, texts).rewards
         assert [reward > 0 for reward in rewards] == [True, True, False, False, False]
-        assert scorer.statistics().not_looked_at == 3
+        assert scorer.statistics().skipped == 3

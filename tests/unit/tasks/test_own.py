@@ -17,7 +17,7 @@ from swarmnode import cli, settings
 from swarmnode.config import Config
 from swarmnode.errors import ConfigError
 from swarmnode.swarm import manifest, requirements
-from swarmnode.tasks import own, registry
+from swarmnode.tasks import owner_code, registry
 from swarmnode.tasks.client import AsyncScorer, Scorer, ScorerFailed, TaskUnknown
 from swarmnode.tasks.seeds import evaluation_seed
 from swarmnode.wire.messages import TaskEntry, TaskRef
@@ -238,7 +238,7 @@ def test_a_task_that_does_not_work_is_one_line_before_the_node_runs(
 )
 def test_a_name_that_leads_nowhere_or_somewhere_else_is_refused(package, task, says):
     with pytest.raises(ConfigError, match=says):
-        own.find(task)
+        owner_code.find(task)
 
 
 def test_the_guides_own_example_works(tmp_path, monkeypatch, package):
@@ -291,7 +291,7 @@ def test_members_with_other_code_cannot_honour_the_manifest(package):
     installed(NAME)
     (problem,) = requirements.can_honour(theirs, Config())
     assert version in problem
-    assert "to the byte" in problem
+    assert "exact files" in problem
 
 
 def test_missing_module_does_not_stop_key_commands(package, tmp_path, capsys):

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from swarmnode.tasks import child as child_module
-from swarmnode.tasks.child import Child, Died
+from swarmnode.tasks.child import Child, ScorerDied
 from swarmnode.tasks.client import Scored, Scorer, ScorerFailed, TaskUnknown
 from swarmnode.tasks.registry import task_version
 from swarmnode.wire.messages import TaskRef
@@ -149,8 +149,8 @@ def test_the_childs_last_words_are_kept_but_not_many(scorer):
     with scorer._lock:
         body = b"\xc1" * 10
         os.write(scorer._child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
-        with pytest.raises(Died):
-            scorer._hold(scorer._child._receive(), 10)
+        with pytest.raises(ScorerDied):
+            scorer._converse(scorer._child._receive(), 10)
         words = scorer._end()
     assert words.startswith("exit status 1: Traceback")
     assert len(words) < child_module.STDERR_BYTES + 100

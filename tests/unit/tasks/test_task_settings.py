@@ -13,7 +13,7 @@ from swarmnode.errors import ConfigError
 from swarmnode.swarm import requirements
 from swarmnode.swarm.manifest import settings_text
 from swarmnode.tasks import registry
-from swarmnode.tasks.client import Scorer, TaskUnknown, prove_own
+from swarmnode.tasks.client import Scorer, TaskUnknown, check_tasks
 from swarmnode.wire.messages import TaskEntry, TaskRef
 
 
@@ -68,8 +68,8 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
             "rg/gcd",
             {"max_value": [20]},
             (
-                r"a list has a number for each difficulty, 2 to 16 and in all lists as many; here"
-                r" max_value 1"
+                r"a list has one number per difficulty, 2 to 16, and all lists have the same"
+                r" length; here max_value 1"
             ),
         ),
         (
@@ -83,7 +83,7 @@ def test_numbers_of_a_generator_make_harder_questions_and_another_task() -> None
         (
             "data/x",
             {"extract": "tag"},
-            r"neither in task.modules nor a task of ours; a dataset has its own settings",
+            r"neither in task.modules nor a built-in task; a dataset has its own settings",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_a_list_has_a_number_for_each_difficulty() -> None:
 def test_a_difficulty_that_the_generator_refuses_is_one_line() -> None:
     registry.install([], {"rg/gcd": {"min_value": [1, 1, 30]}})  # the last one above max_value
     with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
-        prove_own(["rg/gcd"])
+        check_tasks(["rg/gcd"])
 
 
 def test_a_task_of_ones_own_has_no_difficulties() -> None:
@@ -127,13 +127,13 @@ def test_a_task_of_ones_own_has_no_difficulties() -> None:
 def test_unknown_generator_settings_are_one_line_before_the_start() -> None:
     registry.install([], {"rg/gcd": {"min_value": 30}})  # above max_value
     with pytest.raises(ConfigError, match=r"task\.settings\.rg/gcd: "):
-        prove_own(["rg/gcd"])
+        check_tasks(["rg/gcd"])
 
 
 def test_a_member_with_other_settings_is_told_which() -> None:
     theirs = TaskEntry("rg/gcd", "0" * 16, json.dumps({"max_value": 500, "min_value": 1}))
     (problem,) = requirements.task_problems(theirs)
-    assert 'the swarm\'s are {"max_value": 500' in problem
+    assert 'the swarm has {"max_value": 500' in problem
     assert problem.endswith("see task.settings")
 
 

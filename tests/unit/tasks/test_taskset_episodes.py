@@ -106,7 +106,11 @@ def installed(tmp_path, turns=4, **settings):
 def played(tmp_path, *histories, **settings):
     """The first question, played in this process as the child plays it."""
     spec = installed(tmp_path, **settings)
-    task = dataset.with_code(NAME, spec.rows, dataset.Settings.of(spec.settings), spec.source)
+    task = dataset.build_task(
+        NAME, spec.rows, dataset.Settings.from_settings(spec.settings), spec.source
+    )
+    if task.turns > 1:
+        episodes.check_episode(NAME, task)
     question = Question(NAME, 4 << 20, 0, [], actions=[list(history) for history in histories])
     return episodes.Player().play(task, question)
 
@@ -220,7 +224,7 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
         (
             FIRST_TURN,
             FIRST_TURN + "; await interaction.steer('go')",
-            "interaction.steer: the sandbox has turn(message) and trace alone",
+            "interaction.steer: the sandbox has only turn(message) and trace",
         ),
         (
             "trace.state.guesses = []",
@@ -230,7 +234,7 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
         (
             FIRST_TURN,
             FIRST_TURN + "\n            async with agents.player.interaction(task): pass",
-            "a second conversation: an episode is one",
+            "a second conversation: an episode has one",
         ),
         (
             FIRST_TURN,
@@ -241,12 +245,12 @@ def test_an_environment_can_open_the_conversation(tmp_path, written):
             FIRST_TURN,
             FIRST_TURN + "\n            class Waiting:\n                def __await__(self):"
             "\n                    yield\n            await Waiting()",
-            "it waits for something else than a turn",
+            "it waits for something other than a turn",
         ),
         (
             "interaction.turn(said)",
             'interaction.turn([{"role": "system", "content": said}])',
-            "a turn has texts of the role user alone",
+            "a turn has only texts of the role user",
         ),
         ("not segment.terminated", "True", "RuntimeError: the conversation is over"),
         (FIRST_TURN, "return  # no turn", "the environment ended before its first turn"),

@@ -75,7 +75,7 @@ def installed(tmp_path, **settings):
 
 def asked(spec, *answers):
     """The first question, with these answers judged as the scorer's child does."""
-    settings = dataset.Settings.of(spec.settings)
+    settings = dataset.Settings.from_settings(spec.settings)
     task = dataset.DatasetTask(
         NAME, spec.rows, settings, taskset.reward_function(SOURCE, spec.source)
     )
@@ -137,7 +137,7 @@ def test_its_code_and_the_release_of_verifiers_are_part_of_the_version(
         (
             "vf.Taskset[SumTask]):",
             "vf.Taskset[SumTask]):\n    INFINITE = True",
-            "is infinite: make a finite taskset",
+            "is infinite: use a finite part",
         ),
         (
             "vf.Task[SumData]):",
@@ -172,7 +172,7 @@ def test_a_taskset_that_cannot_be_trained_on_is_one_line(tmp_path, written, was,
         (
             "return float(trace",
             "await Waiting(); return float(trace",
-            "it waits for something",
+            "the coroutine waits",
         ),
         ("return float(trace", "return float('nan') + (trace", "a reward of nan"),
         ("return float(trace", "return 5.0 * (trace", "a reward of 4.2, not in 0 to 1"),
@@ -198,7 +198,7 @@ def test_weights_below_one_together_are_left_as_they_are(tmp_path, written):
 
 def test_a_taskset_without_a_reward_for_the_sandbox_says_so(tmp_path, written):
     written("trace: vf.Trace)", "trace: vf.Trace, runtime: Runtime)")
-    assert "it has no reward that does without a runtime" in asked(installed(tmp_path), "1").error
+    assert "it has no reward that works without a runtime" in asked(installed(tmp_path), "1").error
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_a_taskset_without_a_reward_for_the_sandbox_says_so(tmp_path, written):
 def test_what_a_taskset_says_itself_cannot_be_set(tmp_path, written, settings):
     written()
     with pytest.raises(
-        ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers says that itself"
+        ConfigError, match=f"{next(iter(settings))}: a taskset of verifiers sets that itself"
     ):
         installed(tmp_path, **settings)
 

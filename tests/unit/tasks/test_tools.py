@@ -297,7 +297,7 @@ def test_the_same_calls_have_the_same_results(shop):
 
 
 def test_turns_are_not_for_a_verifier(shop):
-    with pytest.raises(ConfigError, match="turns is for an environment of yours"):
+    with pytest.raises(ConfigError, match="turns is for an own environment"):
         dataset(shop, "exact", turns=3)
 
 

@@ -10,7 +10,7 @@ from swarmnode.config import PolicyConfig, TrainingConfig
 from swarmnode.errors import Unavailable
 from swarmnode.policy.load import load_policy, local_directory
 from swarmnode.tasks.client import Scored
-from swarmnode.tasks.measured import Request
+from swarmnode.tasks.measurement import Request
 from swarmnode.trainer.measure import measure, open_model
 
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
@@ -86,4 +86,4 @@ def test_an_exported_adapter_is_opened_on_its_base(tmp_path) -> None:
 )
 def test_what_cannot_be_measured_is_a_line(more, tmp_path, capsys) -> None:
     assert cli.run(["eval", "embedded", "-d", str(tmp_path), *more]) == 78
-    assert "--samples from 1 to 63" in capsys.readouterr().err
+    assert "--samples 1 to 63" in capsys.readouterr().err
