@@ -502,8 +502,9 @@ class WeightsConfig(Section):
 
 class StagesConfig(Section):
     mode: Literal["auto", "off", "always"] = "auto"
-    """Whether several nodes hold one policy together, each a block of its layers (a stage). `auto`:
-    only where the policy does not fit this node. `always`: even where it fits. `off`: never."""
+    """Condition under which this node joins a crew: several nodes that hold one policy together,
+    each a block of its layers (a stage). `auto`: if the policy does not fit this node. `always`:
+    even if it fits. `off`: never."""
     capacity: int = Field(default=0, ge=0)
     """Most memory in bytes for this node's stage. 0: the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
@@ -513,22 +514,22 @@ class StagesConfig(Section):
     """Number format of the activations that stages send each other. Gradients are sent in float32
     if this is float32, in bfloat16 otherwise."""
     recovery: Literal["copies", "checkfree", "checkfree+"] = "copies"
-    """How a lost stage is restored. `copies`: from a checkpoint that a neighbouring stage stores.
-    `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage from the
-    weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half of the
-    micro-batches in swapped order, so that the first and last stage can be rebuilt too."""
+    """Method of restoring a lost stage. `copies`: from a checkpoint that a neighbouring stage
+    stores. `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage
+    from the weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half
+    of the micro-batches in swapped order, so that the first and last stage can be rebuilt too."""
     checkpoint_every: int = Field(default=20, ge=1)
     """Training steps between two checkpoints that a stage sends to its neighbours. The loss of a
     node and its disk costs about that many steps at most."""
     policy_copy: Literal["off", "disk", "memory", "both"] = "off"
-    """Whether this node also stores a copy of the whole policy. `disk`: every stage's checkpoint,
-    so that `swarmnode export` works here. `memory`: an int8 copy to sample from, which is much
-    faster than sending each token through all stages. `both`: both."""
+    """Place where this node also stores a copy of the whole policy. `disk`: every stage's
+    checkpoint, so that `swarmnode export` works here. `memory`: an int8 copy to sample from, which
+    is much faster than sending each token through all stages. `both`: both."""
     wait_seconds: float = Field(default=600.0, gt=0, le=YEAR_SECONDS)
     """Time for which a node with a trained stage waits for a crew that can continue with it, before
     it starts again from the base model."""
     trust: Literal["known", "allowed", "anyone"] = "known"
-    """Which peers may be in a crew with this node. `known`: peers whose rollouts were useful or
+    """Peers that may be in a crew with this node. `known`: peers whose rollouts were useful or
     that trained with this node before. `allowed`: the peers in `stages.allowed`. `anyone`: all
     peers."""
     allowed: list[str] = []

@@ -19,7 +19,7 @@ class DropCounts(msgspec.Struct, frozen=True):
 
     kept: int = 0
     dropped: dict[str, int] = {}
-    """By reason."""
+    """Dropped items by reason."""
     since_kept: dict[str, int] = {}
     """Drops since the last `keep`, by reason."""
 

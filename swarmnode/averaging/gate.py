@@ -8,8 +8,8 @@ in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
 `examine` does everything except the probe. It needs no model, so it can run in another thread while
 the model trains. `conclude` does the rest. `weights.payload` has checked all sizes before anything
-was allocated. `weights.local` has the cost of each outcome in reputation, `weights.exchange` the
-backoff. The gate itself keeps no state about a peer except its share of the medians.
+was allocated. `weights.local` defines the cost of each outcome in reputation, `weights.exchange`
+the backoff. The gate stores nothing about a peer but its distances in the medians.
 
 After the commit, `revert_monitor` decides whether to revert the swap. A hostile partner can still
 move the weights by at most w τ per swap, in a direction that the probe does not detect
@@ -42,7 +42,8 @@ ENTROPY_SHARE: Final = 0.1
 entropy. For a policy at 0.3 nats per token, 0.1 nats would be a third of the entropy, and 100 nats
 over an answer of 1,000 tokens."""
 ERRORS: Final = 4.0
-"""Part of ε₀ in standard errors of the probe. In a few short answers, one token decides."""
+"""Part of ε₀ in standard errors of the probe. In a few short answers, a single token can dominate
+the mean."""
 FAR: Final = 10.0
 """Distance in units of τ from which a partner is refused."""
 NORM_RATIO: Final = 2.0
@@ -54,7 +55,7 @@ WINDOW: Final = 32
 WINDOW_PER_PEER: Final = 4
 """Most distances of one peer in a window, so that a peer cannot set its own threshold."""
 FIRST: Final = 4
-"""Accepted distances from which the median counts. With fewer, τ is 2 ‖θ_i − φ_i‖, and no partner
+"""Number of accepted distances that a median needs. With fewer, τ is 2 ‖θ_i − φ_i‖, and no partner
 is refused as `too_far`: this node may have trained for one step and the partner for fifty."""
 EPSILON_RANGE: Final = 4.0
 """Upper bound of ε in units of ε₀. ε grows with the probe's usual change in accepted swaps, which
@@ -94,7 +95,7 @@ class Examination:
     refusal: str
     mine: Mapping[str, torch.Tensor]
     mean: Tensors | None = None
-    """θ̄ for the probe; on probation it is probed but not taken."""
+    """θ̄ for the probe. With `probation` it is probed but not committed."""
     relative_distance: float | None = None
     """‖d‖ / ‖θ_i‖."""
     scale: float = 0.0
@@ -135,8 +136,9 @@ class AveragingGate:
     """Checks partners' tensors against this node's. All methods may be called from any thread.
 
     Args:
-        grows: True for adapters. They start at 0, so two honest nodes may differ by NORM_RATIO;
-        then another norm is `too_far` instead of `norm_ratio`, which costs reputation.
+        grows: True for adapters. They start at 0, so the norms of two honest nodes may differ by
+            more than NORM_RATIO. Such a swap is then refused as `too_far`, which costs no
+            reputation, instead of as `norm_ratio`, which does.
     """
 
     def __init__(self, grows: bool = False) -> None:

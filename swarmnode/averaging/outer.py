@@ -5,15 +5,17 @@ whatever dtype the policy computes in.
         snapshot = host_copy(parameters)             while no optimizer step runs; partners fetch it
         slow = state.slow(snapshot)                  at the same time, φ and δ of the same tensors
         mean = gate(snapshot, partner's weights)     while inner steps continue
-        prepared = prepare(state.rule, slow, mean)   likewise: its inputs are never changed in place
+        prepared = prepare(state.rule, slow, mean)   while inner steps continue
         state.take(prepared)                         between two inner steps
-        state.commit(parameters, snapshot)           likewise
+        state.commit(parameters, snapshot)           between the same two inner steps
+
+`prepare` can run beside inner steps because no tensor of its arguments is ever changed in place.
 
 For a tensor that no partner shares, the step only records φ ← θ and keeps δ. So a node without
 partners trains as if averaging were off.
 
 The optimizer's moments are neither exchanged nor reset. Weights are set with `torch.where` and
-`copy_`, not by multiplying with a mask: 0 × NaN is NaN, so that a NaN could never be repaired.
+`copy_`, not by multiplying with a mask: 0 × NaN is NaN, so a NaN could never be repaired.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ class OuterState:
         Args:
             prepared: The step.
             rest: True if it completes the last step, which was of other tensors of the fragment.
-                The undo state of the last step is then kept, even above UNDO_WEIGHTS.
+                The undo state of the last step then stays, even above UNDO_WEIGHTS.
             alone: True if the step has no partner's weights, so that it needs no revert.
 
         Returns:

@@ -85,10 +85,10 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     exited: trio.Event = field(default_factory=trio.Event)
     kill_reason: str = ""
-    """Why the supervisor or the network process killed the last process; empty if it ended by
-    itself."""
+    """Reason for which the supervisor or the network process killed the last process; empty if it
+    ended by itself."""
     down_reason: str = ""
-    """Why no process is working; empty once the process works."""
+    """Reason why no process is working; empty once one works."""
 
 
 class Supervisor:
@@ -111,7 +111,7 @@ class Supervisor:
         self._finishing = False
         self._exit_code = 0
         self.failure = ""
-        """Why the node gave up, in one line; empty unless it did."""
+        """Reason for which the node stopped, in one line; empty while it runs."""
         self._written = False
         self._control = Control(
             data_dir, rules, Machine(), self.finish, trains="trainer" in commands

@@ -44,7 +44,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """Estimated number of own tokens per byte of text from another tokenizer."""
     pid: int = 0
     replica: local.ReplicaFacts | None = None
-    """None if nothing is averaged."""
+    """The averaged weights; None if averaging is off."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

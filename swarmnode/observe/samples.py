@@ -47,7 +47,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """One completion."""
 
     text: str
-    """For an episode, its actions, one per line."""
+    """Text of the completion; the actions of an episode, one per line."""
     tokens: int
     finish: str
     """Reason of its end: eos, length or tool."""

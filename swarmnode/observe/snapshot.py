@@ -96,7 +96,7 @@ class NodeSnapshot(msgspec.Struct, frozen=True):
     """Scorer of the network process. That of the trainer is in its report."""
     successor: SuccessorStatistics = SuccessorStatistics()
     processes: dict[str, ProcessStatistics] = {}
-    """By process: network, trainer, scorer."""
+    """Memory and CPU time by process: network, trainer, scorer."""
     loop_lag_seconds: float = 0.0
     """Delay of the last timer in the network process."""
     peers: list[PeerRow] = []

@@ -1,5 +1,5 @@
-"""Which peers may connect, and which peers' messages are accepted: reputation on trio's clock, and
-the admission of connections at the end of a handshake."""
+"""Admission of connections at the end of a handshake, and of messages by the reputation of their
+sender, on trio's clock."""
 
 from __future__ import annotations
 

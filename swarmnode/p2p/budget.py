@@ -71,7 +71,7 @@ class Month(msgspec.Struct, frozen=True):
 
 class BudgetStatistics(msgspec.Struct, frozen=True):
     paused: dict[str, bool] = {}
-    """For each of PAUSES, whether it stops fetching now."""
+    """Entry of PAUSES → True if it stops fetching now."""
     level_bytes: dict[str, float] = {}
     """Level of the bucket by direction ("in", "out"), negative in debt. A direction without a cap
     is missing."""

@@ -48,7 +48,7 @@ assert 2 * RENEW_SECONDS < LEASE_SECONDS
 
 @dataclass(frozen=True)
 class ExternalView:
-    """How peers on the internet see this node."""
+    """Address and reachability of this node as peers on the internet see them."""
 
     outside: str = ""
     """The public IP address; empty if no peer on the internet sees this node."""

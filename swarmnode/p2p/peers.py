@@ -27,7 +27,7 @@ from swarmnode.p2p.addresses import is_circuit, parse_any
 SOURCES = ("bootstrap", "mdns", "book", "exchange")
 """Sources of peers, best first. A peer keeps its best source."""
 DropReason = Literal["exchanged", "full"]
-"""Why a connected peer is dropped: to meet another peer, or to make room for new peers."""
+"""Purpose of dropping a connected peer: to meet another peer, or to make room for new peers."""
 DROP_REASONS: tuple[str, ...] = get_args(DropReason)
 
 MAX_PEERS = 1024

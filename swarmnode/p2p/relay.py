@@ -236,7 +236,7 @@ class Relay:
             await self._refuse(stream, pb.MALFORMED_MESSAGE)
 
     async def _reserve(self, peer: str, stream: Stream) -> None:
-        """Reserve for the authenticated peer, whatever peer id the message contains."""
+        """Reserve for the authenticated peer, and ignore the peer id in the message."""
         if not self._state.reserve(peer, trio.current_time()):
             self._reserved["full"] += 1
             await self._refuse(stream, pb.RESERVATION_REFUSED)

@@ -1,5 +1,5 @@
 """Bytes by protocol and direction, counted at stream reads and writes, without the overhead of
-Noise and Yamux. Reads also record when a peer was last heard."""
+Noise and Yamux. Reads also record the time of the last byte from each peer."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ class SampledCompletion:
     versions: list[int] = field(default_factory=list)
     """Policy version that sampled each token; empty if the present policy sampled all."""
     sampled: list[bool] = field(default_factory=list)
-    """For an episode, True for each of `ids` that the policy sampled and False for the
-    environment's; empty if the policy sampled all."""
+    """True for each of an episode's `ids` that the policy sampled, False for those of the
+    environment; empty if the policy sampled all."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,8 @@ SPARE_SHARE = 0.8
 """Share of the free memory that activations may use. The estimate is accurate within 15 %."""
 
 Way = Literal["one pass", "packed", "two passes", "row by row", "recomputed"]
-"""How log-probabilities are computed; `recomputed` is row by row with activation checkpointing."""
+"""Method of computing log-probabilities. `recomputed` is `row by row` with activation
+checkpointing."""
 WAYS: tuple[Way, ...] = get_args(Way)
 
 

@@ -234,7 +234,7 @@ EPISODE = (
 )
 """Thoughts, actions and observations with which a chat template is tested."""
 OPENS_THOUGHT, ENDS_THOUGHT = "<think>\n", "</think>\n\n"
-"""What a template may end with: the policy then writes the rest."""
+"""Texts with which a template may end; the policy then writes the rest."""
 TOOL_CALL: dict[str, Any] = {"name": "look_at", "arguments": {"place": "left", "distance": 7}}
 TOOL = {
     "type": "function",

@@ -142,8 +142,8 @@ def sequence_correction(
     """Return the weights (N,) of peers' completions: `min(1, exp((lp_local − lp_sender) /
     tokens))`, or 0 below `floor` or if it is not finite. Without gradient.
 
-    The length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1). The bound of 1 is ours;
-    see the module's docstring.
+    The length-normalised sequence ratio is GSPO's (arXiv 2507.18071 §4.1). The bound of 1
+    is an addition; see the module's docstring.
 
     Args:
         local_sum, sender_sum: Log-probabilities summed over each completion (N,), nats.

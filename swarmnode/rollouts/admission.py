@@ -1,9 +1,9 @@
 """Admission: the checks that a peer's group must pass before a node trains on it, cheapest first.
-Pure, bounded, cannot raise.
+The module does no I/O, its memory is bounded, and no group can make it raise.
 
     envelope ─ size ─ seen before? ─ decode ─ own? greylisted? ─ pace ─ signature ─ payload
-             ─ clock ─ sequence ─ policy version ─ task and version ─ seed ─ turns, tokens, length,
-             charset ─▶ Candidate
+             ─ clock ─ sequence ─ policy version ─ seed ─ task and its version ─ turns ─ manifest
+             ─ tokens, length, charset ─▶ Candidate
     Candidate ─ [scorer: prompt, rewards, replays of episodes] ─ rewards in range ─ replays end
               where the author's episodes end ─ rewards not all equal ─▶ ExternalGroup
 
@@ -46,8 +46,8 @@ from swarmnode.wire.messages import Completion, Envelope, RolloutGroup, Turn
 log = logging.getLogger(__name__)
 
 SEEN_FRAMES = 16_384
-"""Content ids remembered of envelopes that did not become candidates. A repeated envelope then
-costs one hash."""
+"""Number of stored content ids of envelopes that did not become candidates. A repeated envelope
+then costs one hash."""
 BYTES_PER_TOKEN = 256
 """Most UTF-8 bytes of text per token. No tokenizer in use has a longer token."""
 LONGER_THAN_OURS = 4
@@ -74,9 +74,9 @@ class AdmissionStatistics(msgspec.Struct, frozen=True):
     rejected: dict[str, int] = {}
     """Groups dropped at the cost of a peer's reputation, by reason."""
     signers: int = 0
-    """Authors that are remembered."""
+    """Number of authors with stored state."""
     seen: int = 0
-    """Content ids that are remembered."""
+    """Number of stored content ids."""
     last_internal_error: str = ""
     """The last exception that a group caused; empty if there was none."""
 
@@ -213,8 +213,8 @@ class Admission:
         return Rejected(verdict, reason, peer)
 
     def _log_divergence(self, candidate: Candidate) -> None:
-        """Log the first group of each task whose episodes end elsewhere, with the versions that may
-        explain it."""
+        """Log the first group of each task whose episodes end at another action in the replay, with
+        the versions that may explain the difference."""
         task = candidate.group.task
         if task.id in self._diverged:
             return

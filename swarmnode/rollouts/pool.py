@@ -1,12 +1,13 @@
 """Pool of admitted groups that wait for training. Pure: time, policy version and randomness are
 arguments.
 
-A step's groups come from several sources (`rollouts.sources`). The pool is bounded in groups and in
-bytes, and so is each peer's share of it. In a full share, a peer's newest group replaces its
-oldest. In a full pool, the oldest group of the most represented peer is evicted.
+A source is the connection that delivered a group (`rollouts.sources`); a step draws from several
+sources. The pool is bounded in groups and in bytes, and so is each peer's share of it. In a full
+share, a peer's newest group replaces its oldest. In a full pool, the oldest group of the most
+represented peer is evicted.
 
 A group is **drawn at most once**. A second pass over a group in a later step would be a second and
-more off-policy epoch, and a peer could be trained on without bound with a single good group. SAPO
+more off-policy epoch, and a peer could affect any number of steps with a single good group. SAPO
 (arXiv 2509.08721) likewise samples each round only from the rollouts of that round.
 """
 
@@ -35,8 +36,9 @@ FRESH_VERSIONS = 4
 """Own policy versions during which a group counts as fresh. Older groups are drawn only to fill a
 batch."""
 DROP_VERSIONS = 8
-"""Own policy versions after which a group is dropped. This node's policy then differs so much from
-its author's that the importance-sampling correction is at its lower bound for all tokens."""
+"""Own policy versions after which a group is dropped. By then this node's policy differs so much
+from the policy that sampled the group that the importance weight of each token is at its lower
+bound."""
 HALF_LIFE_VERSIONS = 4.0
 """Own policy versions in which a group's sampling weight halves."""
 
@@ -129,8 +131,8 @@ class Pool:
         return self._counts["useful_added"]
 
     def waiting(self, belief: Callable[[str], float]) -> int:
-        """Return the number of groups, each weighted by the belief in its author. Groups that are
-        rarely drawn thus do not keep this node from fetching others.
+        """Return the number of groups, each weighted by `belief`, its author's share of draws.
+        Groups that are rarely drawn thus do not keep this node from fetching others.
         """
         return round(sum(belief(peer) * len(mine) for peer, mine in self._peers.items()))
 
@@ -242,7 +244,7 @@ class Pool:
         return groups
 
     def _within_shares(self, ordered: list[_Entry], count: int) -> list[_Entry]:
-        """Return the entries of `ordered` for which their sources have room, in that order.
+        """Return the entries of `ordered` that fit into their sources' shares of the draw.
 
         A holder's own groups come before the groups that it relays, so groups of invented keys
         cannot displace them.

@@ -15,7 +15,7 @@ from typing import Final
 
 
 class Verdict(enum.Enum):
-    """Whether a refusal costs reputation."""
+    """Consequence of a refusal: IGNORE costs no reputation, REJECT does."""
 
     IGNORE = "ignore"
     REJECT = "reject"

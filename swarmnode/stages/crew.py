@@ -1,5 +1,5 @@
-"""Membership of one node in crews: `advance(state, event, now, means) → (state, actions)`. A pure
-function: no clock, no I/O, no torch.
+"""Membership of one node in crews: `advance(state, event, now, dependencies) → (state,
+actions)`. A pure function: no clock, no I/O, no torch.
 
     FREE ── propose or accept ──▶ FORMING ── every member sent a heartbeat ──▶ PREPARING
       ▲                                                                            │ all active
@@ -88,7 +88,7 @@ class CrewDependencies:
     trusts: Callable[[str], bool] = lambda peer: True
     """Returns True if the operator allows this peer in a crew."""
     uplink: Callable[[], float] = lambda: math.inf
-    """Returns the measured bytes per second of this node's line."""
+    """Returns the measured upload rate of this node, bytes per second."""
 
 
 class PeerState(msgspec.Struct, frozen=True):
@@ -347,8 +347,8 @@ class _Transition:
         )
 
     def _hop_seconds(self) -> float:
-        """Return the seconds in which one micro-batch leaves this node's line and reaches a typical
-        peer."""
+        """Return the seconds in which one micro-batch passes this node's uplink and reaches a
+        typical peer."""
         trainer_offer = self.state.trainer_offer
         line = (
             trainer_offer.cost.batch_bytes / self.dependencies.uplink()
@@ -799,7 +799,7 @@ class _Transition:
     def _handle_missed_step(self, crew: Crew, reason: str) -> None:
         """Strike the members that may have missed the deadline of a step, and end the crew.
 
-        The head strikes the members that report work in hand, or all if no member does. Other
+        The head strikes the members that report pending work, or all members if none does. Other
         members strike the head.
         """
         peers = [member_peers(crew.record)[0]]

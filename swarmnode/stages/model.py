@@ -683,7 +683,7 @@ class StageRuntime:
             Hidden states (n, H), or logits (n, V) on the last stage.
 
         Raises:
-            BadMessage: session, fingerprint or rows.
+            BadMessage: The session is unknown, or the fingerprint or the rows are wrong.
         """
         self.work_count += 1
         self.tokens += len(rows)

@@ -4,8 +4,9 @@
     Head.score      log-probabilities and entropies without gradient
     Head.update     propose, micro-batches through 1F1B, acknowledge, commit
 
-`StageWorker` handles one frame, or one piece of work, at a time. `Head` is stage 0 and also the
-crew's scheduler. A crew of one stage runs the same code without a stream.
+`StageWorker` handles one frame, or one piece of work, at a time. Its *fence* drops the frames of
+earlier crews, steps and attempts (`wire.Fence`). `Head` is stage 0 and also the crew's scheduler. A
+crew of one stage runs the same code without a stream.
 
 Each failure has one of three outcomes:
 
@@ -499,7 +500,7 @@ class StepResult:
     """Outcome of one update. `loss` to `effective` are None if no step was taken."""
 
     refused: RefusalReason | None = None
-    """Why all stages dropped the step; None if all took it."""
+    """Reason for which all stages dropped the step; None if all took it."""
     divisible: bool = False
     """True if a dropped step can be repeated with smaller micro-batches."""
     loss: float | None = None
@@ -531,7 +532,7 @@ class BatchState:
     done: set[int] = field(default_factory=set)
     """Stages that have taken the step."""
     failed: RefusalReason | None = None
-    """Why a stage refused; None while no stage has."""
+    """Reason of a stage that refused; None while no stage has."""
 
 
 class CannotScore(PeerError):
@@ -577,7 +578,7 @@ class Head(StageWorker):
         self._began = self._last = -math.inf
         """Start of the call, and time of its last arrival; -inf between two calls."""
         self._end_reason: str | None = None
-        """Why the crew has ended; None while it works."""
+        """Reason for which the crew has ended; None while it works."""
         self._changed = trio.Event()
         self._number = self._parity = 0
         """Number of the newest micro-batch or wave. Each number is used once. `update` alternates
@@ -1046,9 +1047,9 @@ Visit = tuple[int, int]
 WorkItem = tuple[Literal["forward", "backward", "learn"], Visit]
 """`learn` is the last stage's forward, loss and backward in one."""
 LimitRule = Literal["counted", "free", "learn"]
-"""How the limit of micro-batches in flight applies to a forward. `counted`: the forward waits for
-the limit and counts towards it. `free`: neither. `learn`: it is the last stage's, which has no
-gradient to wait for."""
+"""Relation of a forward to the limit of micro-batches in flight. `counted`: the forward waits for
+the limit and counts towards it. `free`: it does neither. `learn`: it is the last stage's forward,
+which has no gradient to wait for."""
 
 IN_FLIGHT_FACTOR: Final = 2
 """Factor of the paper's limit of micro-batches in flight."""

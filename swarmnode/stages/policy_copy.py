@@ -395,7 +395,7 @@ def _inflate(body: bytes | bytearray, layout: Layout) -> Iterator[bytes | memory
     """Yield the bytes of each tensor. Inflate at most the length of the tensor, for any `body`.
 
     Raises:
-        BadMessage: size or malformed.
+        BadMessage: The reason is `size` or `malformed`.
     """
     stream, rest = zlib.decompressobj(), bytes(body)
     try:

@@ -11,11 +11,12 @@ gate is taken:
 With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
 checkpoint that is not current.
 
-The gate runs the last committed micro-batches again through all stages and bounds the KL divergence
-from the policy before.
+The gate runs the last committed micro-batches again through all stages. It bounds the KL divergence
+of the restored policy from the policy that trained on them.
 
-Three words stand for one thing each. A *checkpoint* is a stage on a disk. A *held block* is a block
-of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples from.
+Three terms have a fixed meaning here. A *checkpoint* is a stage on a disk. A *held block* is a
+block of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples
+from.
 
 The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
 CheckFree, and the trainer calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints
@@ -514,9 +515,9 @@ def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
 # training cannot repair it.
 
 MIN_PROBES, MIN_PROBE_ROWS = 2, 2048
-"""The gate uses at least this many probes and rows, if there are so many. r of a restored stage has
-a standard deviation of some hundredths, so 2,048 rows estimate its mean square with an error of a
-tenth. More rows would take minutes on a home's line at 7 B."""
+"""The gate uses at least this many probes and rows, if they exist. r of a restored stage has a
+standard deviation of a few hundredths, so 2,048 rows estimate its mean square to about 10 %. More
+rows would take minutes over a home connection at 7 B."""
 
 
 @dataclass(frozen=True)
@@ -581,13 +582,13 @@ def choose_probes(probes: Sequence[GateProbe]) -> list[GateProbe]:
 
 
 def make_verdict(shift: np.ndarray) -> Verdict:
-    """Return the verdict for `shift`, (tokens,) values of r as above."""
+    """Return the verdict for `shift`, the (tokens,) values of r = log π_new − log π_old."""
     shift = shift.astype(np.float64)
     return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
 
 
 async def _shift(peer: StatePeer, probe: GateProbe) -> np.ndarray:
-    """Return (tokens,) values of r.
+    """Return the (tokens,) values of r = log π_new − log π_old for one probe.
 
     Raises:
         ValueError, Incompatible: A number of some stage is not finite.
@@ -1269,7 +1270,7 @@ class CheckpointStore:
         self.writing_metadata: CheckpointMetadata | None = None
         """Metadata of the own checkpoint that is being written; None if none is."""
         self.error: str | None = None
-        """Why the last write of the own stage failed; None if it succeeded."""
+        """Error of the last write of the own stage; None if it succeeded."""
         self._directory = directory
         self._identity: CheckpointIdentity | None = None
         self._kept: dict[Path, CheckpointMetadata | None] = {}
@@ -1759,7 +1760,7 @@ class LocalStage:
         """Return the length that a body of stage `of` must have.
 
         Raises:
-            BadMessage: size or schema.
+            BadMessage: The reason is `size` or `schema`.
         """
         least = 0
         match have.what:

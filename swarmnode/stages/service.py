@@ -120,7 +120,7 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     sources: dict[str, int] = {}
     """Restorations of this node's stages, by `wire.SOURCES`."""
     last_reason: str = ""
-    """Why the last crew ended, or why this node's stage failed."""
+    """Reason for which the last crew ended or this node's stage failed."""
     heartbeat_seconds: float | None = None
     """Round trip of the last answered heartbeat."""
     unanswered: dict[str, int] = {}
@@ -472,16 +472,16 @@ MAX_STEP_DURATIONS: Final = 100
 MIN_STEP_DURATIONS: Final = 5
 """Fewer steps do not show how fast a trainer is."""
 HANG_FACTOR: Final = 4.0
-"""A trainer with work in hand hangs if it makes no progress for this multiple of its longest recent
+"""A trainer with pending work hangs if it makes no progress for this multiple of its longest recent
 step."""
 HANG_SECONDS: Final = 15.0
-"""Shortest such time, because a device or disk may stall."""
+"""Shortest time without progress that counts as a hang, because a device or disk may stall."""
 MAX_PARTNERS: Final = 256
 """Most peers in `partners.json`."""
 
 
 class HangDetector:
-    """Detects a trainer that has work in hand and makes no progress."""
+    """Detects a trainer that has pending work and makes no progress."""
 
     def __init__(self) -> None:
         self._durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)

@@ -546,7 +546,7 @@ class StageSession:
     source: str = ""
     """One of `wire.SOURCES`."""
     reason: str = ""
-    """Why the stage failed."""
+    """Cause of the stage's failure."""
     faulted: bool = False
     """True after a fault was reported: the crew ends soon."""
     resumed: bool = False

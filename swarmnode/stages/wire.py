@@ -89,9 +89,9 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
 RefusalReason = Literal["device", "not_finite", "session"]
-"""Why a stage refuses a piece of work that its neighbour sent correctly. `device`: its own device
-cannot compute it, for example because memory runs out. `not_finite`: its own result is not finite.
-`session`: it does not have the wave's cache."""
+"""Reason of a stage that refuses a piece of work that its neighbour sent correctly. `device`: its
+own device cannot compute it, for example because memory runs out. `not_finite`: its own result is
+not finite. `session`: it does not have the wave's cache."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -438,7 +438,7 @@ class Participant:
         """Start a step that consists of `micro_batches`.
 
         Raises:
-            BadMessage: bounds, if no correct head sends this proposal now.
+            BadMessage: A correct head would not send this proposal now (`bounds`).
         """
         if self._missing is not None or attempt <= self.attempt:
             raise BadMessage("bounds", f"attempt {attempt} proposed after {self.attempt}")
@@ -461,7 +461,7 @@ class Participant:
         """Count the step. The caller takes it.
 
         Raises:
-            BadMessage: bounds, if the attempt is not acknowledged.
+            BadMessage: The attempt is not acknowledged (`bounds`).
         """
         if not self.prepared or attempt != self.attempt:
             raise BadMessage("bounds", f"commit of attempt {attempt}, which is not prepared")
@@ -472,7 +472,7 @@ class Participant:
         """Forget the proposal. The caller drops the gradients.
 
         Raises:
-            BadMessage: bounds, if there is no such proposal.
+            BadMessage: There is no such proposal (`bounds`).
         """
         if self._missing is None or attempt != self.attempt:
             raise BadMessage("bounds", f"abort of attempt {attempt}, which is not proposed")
@@ -918,7 +918,8 @@ def _check_ids(data: bytes, count: int, limits: FrameLimits) -> None:
 # The fence: drop frames of another crew, stage or step.
 
 FENCE_REASONS: Final = ("crew", "stage", "step", "newer")
-"""Why a frame is dropped. `newer`: the sender has taken more steps than this stage."""
+"""Reasons for which a frame is dropped. `newer`: the sender has taken more steps than this
+stage."""
 
 
 class Fence:
@@ -1127,7 +1128,7 @@ class CrewRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """32 bytes."""
     model: bytes
     """32 bytes: hash of the base weights and of the settings that all members share
-    (`trainer.crew_terms`)."""
+    (`stages.trainer.crew_terms`)."""
     step: int
     """Number of committed steps that the crew continues from; 0 is the base."""
     members: tuple[CrewMember, ...]
@@ -1227,9 +1228,9 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Share of the last step in which this stage waited."""
     tokens_per_second: float | None = None
     reason: str = ""
-    """Why the stage failed, as text for the operator."""
+    """Cause of the stage's failure, as text for the operator."""
     load: int = 0
-    """Pieces of work in hand."""
+    """Number of pieces of work that the stage has received and not finished."""
     dropped: dict[str, int] = {}
     """Frames that this trainer process dropped, by FENCE_REASONS and FRAME_REASONS."""
     state_refused: dict[str, int] = {}
@@ -1302,7 +1303,7 @@ MESSAGE_BYTES: Final = 16 * 1024
 REASON_BYTES: Final = 128
 
 CrewRefusal = Literal["busy", "crew", "model", "room", "newer", "trust", "struck", "record"]
-"""Why a node refuses a proposal or a heartbeat:
+"""Reason of a node that refuses a proposal or a heartbeat:
 
     busy     it has no trainer, is in a crew, or forms one
     crew     it is not in that crew
@@ -1324,7 +1325,7 @@ class MemberStatus(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     progress: int = 0
     """Number that grows with each piece of work."""
     load: int = 0
-    """Pieces of work in hand."""
+    """Number of pieces of work that the stage has received and not finished."""
 
 
 class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"):
@@ -1624,7 +1625,7 @@ fills in the assignment's `socket`."""
 OPEN_BYTES: Final = 512
 """Most bytes of an encoded SocketOpen, StreamOpen or StreamReady."""
 STREAM_REFUSALS: Final = ("malformed", "timeout", "crew", "stage", "peer")
-"""Why an incoming stream is reset."""
+"""Reasons for which an incoming stream is reset."""
 StreamKind = Literal["frames", "state"]
 """`frames`: activations and the step commit. `state`: checkpoints."""
 
@@ -1690,7 +1691,7 @@ async def read_first(stream: PeerStream, kind: type[StructT]) -> StructT:
     """Return the first message on a stream. Bytes behind it stay in the stream.
 
     Raises:
-        BadMessage: oversize, malformed or schema.
+        BadMessage: The reason is `oversize`, `malformed` or `schema`.
         PeerError: the stream ended.
     """
     data = b""
@@ -1721,7 +1722,7 @@ async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
     """Return the first message of a trainer's connection; None if the trainer sent nothing.
 
     Raises:
-        BadMessage: oversize, malformed, schema or truncated.
+        BadMessage: The reason is `oversize`, `malformed`, `schema` or `truncated`.
         trio.BrokenResourceError, trio.ClosedResourceError: the socket failed.
     """
     opened: SocketOpen | None = await headed.read_header(

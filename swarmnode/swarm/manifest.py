@@ -107,8 +107,8 @@ def required_protocols(tasks: Collection[str], options: Collection[str]) -> tupl
 def members_choose_difficulty(
     opened: VerifiedManifest | None, tasks: Collection[str], options: Collection[str]
 ) -> bool:
-    """Return whether members choose the difficulty of their questions: as the manifest says, or
-    without one as a swarm with these tasks and training options does."""
+    """Return True if members choose the difficulty of their questions. The manifest decides;
+    without a manifest, the tasks and training options do."""
     protocols = (
         opened.manifest.protocols if opened is not None else required_protocols(tasks, options)
     )

@@ -31,7 +31,7 @@ class SuccessorStatistics(msgspec.Struct, frozen=True):
     """Swarm id in hex; empty if none is pending."""
     name: str = ""
     problems: list[str] = []
-    """Why this node cannot follow it with its configuration; empty if it can."""
+    """Reasons why this node cannot follow it with its configuration; empty if it can."""
     waiting: int = 0
     """1 if a successor is pending."""
 

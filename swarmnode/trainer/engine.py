@@ -360,7 +360,7 @@ class Memory:
     training: MicroBatcher
     generation: MicroBatcher
     external: MicroBatcher
-    """For peers' rows, whose lengths this node did not choose."""
+    """Micro-batcher of peers' rows, whose lengths this node did not choose."""
 
     @classmethod
     def of(cls, tokens: int, sampled: int, device: str, alive: Callable[[], None]) -> Memory:

@@ -49,9 +49,9 @@ class UpdateStatistics:
     """Factor of the learning rate for a small effective sample size, see
     `corrections.rate_factor`."""
     skipped: str = ""
-    """Why no step was taken, one of the reasons of `TrainerDrops.update`; empty if one was."""
+    """Reason for which no step was taken, a key of `TrainerDrops.update`; empty after a step."""
     refused: Mapping[int, Outcome] = field(default_factory=dict)
-    """Why external groups were excluded, by their number in the rows."""
+    """Reason for which each excluded peer's group was excluded, by its number in the rows."""
     details: Mapping[Outcome, str] = field(default_factory=dict)
     """Description of the last excluded group, by reason."""
     dropped_rows: int = 0

@@ -157,7 +157,7 @@ class StateRead:
     """Outer step that the neighbour claims."""
     tensors: Tensors
     outcome: str = ""
-    """Why the state was rejected, one of `local.ADOPTIONS`; empty if it was read."""
+    """Reason for which the state was rejected, one of `local.ADOPTIONS`; empty if it was read."""
 
 
 @dataclass(frozen=True)

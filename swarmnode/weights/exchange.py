@@ -10,10 +10,15 @@ mean of the pair (NoLoCo, arXiv 2506.10911, section 3.2). trio; no torch.
         `_commit`         the trainer checks it with the gate and commits between two steps
 
 When an own outer step is due, `outer_step_due` asks at most TRIES candidates in the order of
-`Discovery.partners`, and orders a solo step if none accepts. When a peer asks, `answer` decides.
-Both paths continue in `_exchange`. A failure ends one swap, is counted by cause, and lengthens the
-peer's `PeerBackoff`, unless it is this node's fault. A side that fails does not notify the other
-side, which may commit alone; measurements show no harm (protocol/03-weights.md, Questions).
+`Discovery.partners`. If none accepts, the trainer takes the step solo. When a peer proposes a swap,
+`answer` decides. Both paths continue in `_exchange`.
+
+A failure ends one swap, is counted by cause, and lengthens the peer's `PeerBackoff`, unless it is
+this node's fault. A side that fails does not notify the other side, which may commit alone;
+measurements show no harm (protocol/03-weights.md, Questions).
+
+An *interval* is the time between two outer steps of one fragment, a *gap* the time between two
+outer steps of any fragments.
 """
 
 from __future__ import annotations
@@ -74,11 +79,12 @@ cannot accept one."""
 PAUSE_SHARE: Final = 0.125
 """Longest pause between two tries, as a share of the gap between two outer steps."""
 COPY_WAIT_SECONDS: Final = (5.0, 120.0)
-"""Time limit of a copy without encoding: `min(5 s + two training steps, 120 s)`."""
+"""Parameters of the time limit of a copy, without encoding: `min(5 s + two training steps,
+120 s)`."""
 ENCODED_PER_SECOND: Final = 1e8
-"""Bytes of a payload that are encoded per second, at least."""
+"""Lowest expected speed of encoding, bytes of payload per second."""
 APPLY_SECONDS: Final = 360.0
-"""Time limit of `_commit`, plus eight training steps."""
+"""Time limit of `_commit`, to which eight training steps are added."""
 POLL_SECONDS: Final = 4.0
 """Longest time for which a `payload` request is held while the payload is being written."""
 POLL_PAUSE_SECONDS: Final = 0.5
@@ -88,25 +94,26 @@ COPY_REUSE_SECONDS: Final = 5.0
 LINGER_SECONDS: Final = 30.0
 """A payload is offered for the time limit of its transfer plus this time."""
 SLOWER: Final = 4.0
-"""Most time for a partner with a low measured bandwidth, in units of an unmeasured peer's time."""
+"""Longest transfer deadline of a partner with a low measured bandwidth, as a multiple of an
+unmeasured peer's deadline."""
 MOST_SWAPS: Final = 4
-"""Swaps under way at a time, each of another fragment. Each holds a copy of its fragment."""
+"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
 ACCEPT_SHARE: Final = 0.25
 """A fragment accepts at most one swap in this share of its interval."""
 PEER_SHARE: Final = 0.4
-"""One of n equally good candidates is accepted at most once in n times this share of the gap
-between two outer steps. An honest peer proposes to each of n candidates once in n gaps. With 0.6,
-two nodes would refuse each other every second time."""
+"""A proposal of one of n equally good candidates is accepted at most once in `PEER_SHARE * n` gaps.
+An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
+every second proposal of each other."""
 TURN_GAPS: Final = 1.5
 """A peer is asked after the others if its last swap with this node began less than this many gaps
-ago. Otherwise, two of three nodes that train in step would always choose each other while their
-edge ranks first, and the third node would never be averaged."""
+ago. Otherwise two of three nodes could rank each other first and swap only with each other, and the
+third node would not be averaged."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
 """First backoff of a peer after a failed swap, in units of the swap's duration."""
 LIE_SECONDS: Final = 300.0
-"""First backoff of a peer after a proven lie."""
+"""First backoff of a peer that provably sent false data."""
 LONGEST_BACKOFF_SECONDS: Final = 3600.0
 PARTNERS: Final = 256
 """Peers that are remembered."""
@@ -139,7 +146,7 @@ FAILURES: Final = (
 BLAMELESS: Final = frozenset(("local", "snapshot", "apply_timeout", "no_trainer"))
 """Failures that are this node's fault."""
 LIES: Final = frozenset(("size", "hash", "malformed"))
-"""Failures that prove a lie of the partner."""
+"""Failures that prove that the partner sent false data. They cost it reputation."""
 
 
 class PeerBackoff:
@@ -175,7 +182,8 @@ class Partner:
     swapped_at: float = -math.inf
     """Time at which the last swap with it began."""
     busy_until: float = -math.inf
-    """End of the wait in its last `busy`. Until then it is asked after the other candidates."""
+    """End of the wait that its last `busy` requested. Until then it is asked after the other
+    candidates."""
     applied: int = 0
     """Number of applied swaps."""
 
@@ -235,7 +243,7 @@ class ExchangeStatistics:
     seconds: float = 0.0
     """Duration of the applied swaps, summed."""
     received_bytes: int = 0
-    """Length of the payloads that they fetched, summed."""
+    """Bytes of the payloads that the applied swaps fetched, summed."""
 
 
 class Exchange:
@@ -243,8 +251,8 @@ class Exchange:
 
     Args:
         sync_every: Training steps between two outer steps of a fragment.
-        may_accept: Returns False while no swap may begin.
-        may_propose: Returns False while none may be proposed.
+        may_accept: Returns False while no peer's proposal may be accepted.
+        may_propose: Returns False while this node may not propose a swap.
     """
 
     def __init__(
@@ -310,19 +318,19 @@ class Exchange:
             if self._nursery is not None:
                 self._nursery.start_soon(work, *args)
 
-    # ---- our outer step --------------------------------------------------------------------------
+    # ---- own outer step --------------------------------------------------------------------------
 
     def outer_step_due(self, due: local.OuterStepDue) -> None:
-        """Start to look for a partner for an own outer step. Does nothing if a search for the
-        fragment is under way."""
+        """Start to look for a partner for an own outer step, unless a search for the fragment is
+        under way."""
         self._step_seconds = max(0.0, due.step_seconds)
         if due.fragment not in self._searches:
             self._searches[due.fragment] = due
             self.start(self._take_outer_step, due)
 
     async def _take_outer_step(self, due: local.OuterStepDue) -> None:
-        """Swap the fragment with the first candidate that accepts. Order a solo step after TRIES
-        candidates, or after half an interval."""
+        """Swap the fragment with the first candidate that accepts. Request a solo step from the
+        trainer after TRIES candidates, or after half an interval."""
         pause = min(PAUSE_SECONDS, PAUSE_SHARE * self._gap)
         latest = trio.current_time() + self._interval / 2
         candidates = self._order(due)[:TRIES]
@@ -343,8 +351,8 @@ class Exchange:
             self._send_to_trainer(local.SoloStep(due.fragment))
 
     def _is_sought(self, due: local.OuterStepDue) -> bool:
-        """Return False after a swap of the fragment was applied, whichever side proposed it, or the
-        trainer has left."""
+        """Return True while the step needs a partner: no swap of the fragment has been applied, by
+        either side's proposal, and the trainer is connected."""
         return self._searches.get(due.fragment) is due
 
     async def _wait_for_swap(self, fragment: int) -> None:
@@ -355,8 +363,8 @@ class Exchange:
     def _order(self, due: local.OuterStepDue) -> list[str]:
         """Return the candidates that are not in backoff, in the order to ask them.
 
-        The sort key is: busy, worth less than the first candidate, swapped with recently. Ties keep
-        the order of `Discovery.partners`.
+        Sorted by three keys: not busy, as good as the first candidate, no recent swap with this
+        node. Ties keep the order of `Discovery.partners`.
         """
         if not self._may_propose():
             return []
@@ -376,7 +384,7 @@ class Exchange:
         return sorted(free, key=later)
 
     async def _propose(self, peer: str, due: local.OuterStepDue) -> SwapState | None:
-        """Propose a swap to one candidate. Return None if it does not take part."""
+        """Propose a swap to one candidate. Return None unless it accepts."""
         fragment, blocks = due.fragment, self._replica.blocks
         swap = SwapState(
             secrets.token_bytes(ID_BYTES), peer, fragment, self._discovery.shared(peer)
@@ -486,7 +494,7 @@ class Exchange:
         )
 
     def _seconds_until_welcome(self, peer: str, now: float) -> float:
-        """Return the seconds for which the last swap with the peer blocks another one."""
+        """Return the seconds until the last swap with the peer no longer blocks a new one."""
         best = peer in self._candidates[: self._best]
         equals = self._best if best else max(1, len(self._candidates))
         until = self._known(peer).swapped_at + PEER_SHARE * self._gap * equals
@@ -694,7 +702,7 @@ class Exchange:
         swap.over.set()
 
     def _lied(self, peer: str, reason: str) -> None:
-        """Charge a proven lie to the peer's reputation and backoff."""
+        """Lower the reputation and lengthen the backoff of a peer that provably sent false data."""
         self._network.rejected(peer, reason, PROOF)
         self._fail(peer, LIE_SECONDS)
 

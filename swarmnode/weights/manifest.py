@@ -62,7 +62,7 @@ def check_manifest(manifest: StateManifest, names: list[str]) -> None:
     length and counters in range.
 
     Raises:
-        BadMessage: bounds.
+        BadMessage: It does not (`bounds`).
     """
     check_length("fingerprint", manifest.fingerprint, HASH_BYTES)
     if [tensor.name for tensor in manifest.tensors] != sorted(names):

@@ -131,7 +131,7 @@ def decode_message(data: bytes) -> Message:
     """Decode and check a message of the swap protocol.
 
     Raises:
-        BadMessage: oversize, malformed, schema or bounds.
+        BadMessage: The reason is `oversize`, `malformed`, `schema` or `bounds`.
     """
     message: Message = strict.decode(data, Message, MESSAGE_BYTES)
     check_fields(message, _LENGTHS, _RANGES)

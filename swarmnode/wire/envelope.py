@@ -62,8 +62,8 @@ def sign(
     swarm: bytes,
     codec: Codec = "raw",
 ) -> Envelope:
-    """Return an envelope around `payload`, which is already compressed if `codec` says so. `swarm`
-    is the 32-byte swarm id."""
+    """Return an envelope around `payload`, which the caller has already compressed with `codec`.
+    `swarm` is the 32-byte swarm id."""
     signature = private_key.sign(_signed(payload, domain, swarm, codec))
     return Envelope(
         key=private_key.public_key().public_bytes_raw(),

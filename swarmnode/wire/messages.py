@@ -53,7 +53,7 @@ class Completion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprob: float
     """Sum of the sampler's log-probabilities over `tokens`, nats, <= 0."""
     finish: Finish
-    """How the completion, or the last action of an episode, ended."""
+    """End of the completion, or of the last action of an episode."""
     token_ids: bytes = b""
     """`tokens` little-endian u32, or empty; for peers with the same tokenizer."""
     logprobs: bytes = b""
@@ -90,7 +90,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     signature: bytes
     """64 bytes."""
     codec: Codec = "raw"
-    """How `payload` is compressed. The signature covers this field, and `payload` as sent."""
+    """Compression of `payload`. The signature covers this field, and `payload` as sent."""
 
 
 class PeerAddresses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,13 +19,13 @@ class BulkStatistics(msgspec.Struct, frozen=True):
     """Counters since the host was opened, and gauges of now."""
 
     fetched: dict[str, int] = {}
-    """Our fetches that ended, by outcome (`fetching.OUTCOMES`)."""
+    """Ended fetches of this node, by outcome (`fetching.OUTCOMES`)."""
     served: dict[str, int] = {}
-    """Peers' streams that ended, by outcome (`serving.OUTCOMES`)."""
+    """Ended streams of peers that fetched, by outcome (`serving.OUTCOMES`)."""
     received_bytes: int = 0
-    """Includes chunks that were refused afterwards."""
+    """Bytes that arrived, including chunks that were refused afterwards."""
     sent_bytes: int = 0
-    """Of uploads that have ended."""
+    """Bytes sent by the uploads that have ended."""
     seconds: float = 0.0
     """Time spent fetching, without the wait for a slot."""
     bandwidth: dict[str, float] = {}

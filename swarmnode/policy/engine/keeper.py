@@ -69,7 +69,7 @@ class EngineChoice:
     kind: Kind
     """Engine in use."""
     reason: str = ""
-    """Why it was chosen."""
+    """Reason for the choice."""
     trials: list[Kind] = field(default_factory=list)
     """Engines that are still to be measured; empty after the choice."""
     seconds_per_token: dict[Kind, float] = field(default_factory=dict)
