@@ -405,9 +405,10 @@ class TrainingConfig(Section):
     ] = []
     """Any of these. Learning rate: `warmup`; `linear` or `cosine`, which fall to 0 at max_steps;
     `effective_rate`, which multiplies it by the root of the effective share. Sampling:
-    `dynamic_sampling` samples until the step's own groups have a signal; `lockstep` or `continuous`
-    sets the engine (otherwise the faster one by measurement, or lockstep for completions of at most
-    32 tokens); `curriculum` prefers questions that probably give a signal. Cut completions:
+    `dynamic_sampling` samples until the step's own groups have a signal; `curriculum` prefers
+    questions that probably give a signal; `lockstep` or `continuous` sets the engine. Without
+    either, the node measures both and uses the faster one (`lockstep` for at most 32 tokens). Cut
+    completions:
     `mask_truncated` excludes them, `overlong_shaping` lowers their reward. Correction of own
     completions for a sampling policy that differs, per token or per sequence: `tis` (the default),
     `mis`, `icepop`, `sequence_tis`, `sequence_mis`, `sequence_icepop`. `train_once`: no group is

@@ -203,7 +203,7 @@ def make_data_dir(data_dir: Path) -> None:
     except OSError as error:
         raise Unavailable(f"data directory {data_dir} cannot be used: {error.strerror}") from None
     if not (data_dir / FORMAT_FILE).exists():
-        with suppress(OSError):  # a full or read-only directory may suffice for the command
+        with suppress(OSError):  # the command may not need to write
             write_atomically(data_dir / FORMAT_FILE, f"{FORMAT}\n".encode())
 
 

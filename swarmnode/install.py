@@ -1,8 +1,8 @@
 """Install commands for error messages, and a check that torch can be imported.
 
-The commands list the packages of an extra of pyproject.toml instead of `swarmnode[extra]`: the name
-`swarmnode` on PyPI belongs to another project, and pip would resolve py-libp2p's dependencies
-again, one of which needs a compiler.
+The commands list the packages of an extra of pyproject.toml instead of `swarmnode[extra]`, for two
+reasons. The name `swarmnode` on PyPI belongs to another project. And pip would resolve py-libp2p's
+dependencies again, one of which needs a compiler.
 """
 
 from __future__ import annotations

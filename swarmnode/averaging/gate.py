@@ -12,8 +12,8 @@ was allocated. `weights.local` defines the cost of each outcome in reputation, `
 the backoff. The gate stores nothing about a peer but its distances in the medians.
 
 After the commit, `revert_monitor` decides whether to revert the swap. A hostile partner can still
-move the weights by at most w τ per swap, in a direction that the probe does not detect
-(ClippedGossip, arXiv 2202.01545, with a threshold that a node can compute alone).
+move the weights by at most w τ per swap, in a direction that the probe does not detect. The clip is
+ClippedGossip's (arXiv 2202.01545), with a threshold that a node can compute alone.
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ from swarmnode.policy.engine.servers import make_server
 
 DRIVER_SECONDS = 10.0
 EXAMINE_SECONDS = 180.0
-"""torch may be read from a slow disk, and config.json from the Hub."""
+"""Time limit, because torch may be read from a slow disk, and config.json from the Hub."""
 TRIAL_SECONDS = 900.0
-"""Tens of gigabytes of weights may be read from a slow disk."""
+"""Time limit, because tens of gigabytes of weights may be read from a slow disk."""
 REACH_SECONDS = 60.0
 ROUTER_SECONDS = 15.0
 STATUS_SECONDS = 3.0

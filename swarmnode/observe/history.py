@@ -1,8 +1,8 @@
-"""The past of the numbers in the page's charts, with bounded memory.
+"""History of the numbers in the page's charts, in bounded memory.
 
 The history has at most `capacity` points. When it is full, every second point is removed and the
-interval doubles, so that it always covers the whole life of the node: 2,000 points are half an hour
-at one second each, then an hour at two seconds, and so on.
+interval doubles, so it always covers the whole life of the node. 2,000 points cover half an hour at
+an interval of one second, then an hour at two seconds, and so on.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The state of a node as one frozen tree. Metrics, health, /status, the page and `swarmnode top`
 are functions of it.
 
-Most of its branches are what the parts' own `statistics()` return, so a number is defined where it
-is counted, and read here by its path, such as `network.peers.dials`. msgspec encodes the tree as
-JSON.
+Most branches are the results of the parts' `statistics()`. So a number is defined in the module
+that counts it, and read here by its path, such as `network.peers.dials`. msgspec encodes the tree
+as JSON.
 
 Counters are totals since the start of the process that counts; `None` means not measured. The keys
 of a dict are chosen by this node's code (a reason, an outcome, a guard), unless a docstring says

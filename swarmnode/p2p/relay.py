@@ -5,10 +5,10 @@ Wire-compatible with other libp2p implementations.
     peer A ─ CONNECT B ─▶ relay ─ CONNECT from A ─▶ B ─ OK ─▶ relay ─ OK ─▶ A
     then bytes flow both ways until a limit or until either side ends
 
-This replaces the library's relay, which grants reservations to any peer id in a message (so one
-peer can take them all), keeps one circuit per peer, closes streams of other circuits, and writes
-error messages into the data of a circuit. Here a reservation belongs to the authenticated peer and
-ends with its connection, and everything is bounded.
+This replaces the library's relay, which has four defects. It grants reservations to any peer id in
+a message, so one peer can take them all. It allows one circuit per peer, closes streams of other
+circuits, and writes error messages into the data of a circuit. Here a reservation belongs to the
+authenticated peer and ends with its connection, and all state is bounded.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 of peers' groups.
 
 The prompt of a group is run through the model **once**, with gradient, and shared by its G
-completions, as when sampling. This computes the same function as running prompt + completion for
-every row (equal up to rounding) with far fewer tokens: forward and backward were 2.4 times faster
-at 64 prompt and 32 completion tokens, and 1.3 times faster with the embedded policy's 8 and 5.
-There are three ways, and the cheapest one is chosen:
+completions, as when sampling. Up to rounding, the result equals that of a run of prompt +
+completion for every row, with far fewer tokens. Forward and backward were 2.4 times faster at 64
+prompt and 32 completion tokens, and 1.3 times faster with the embedded policy's 8 and 5. There are
+three methods, and the cheapest one is chosen:
 
     one pass     A packed row is a prompt followed by all of its completions, and a mask lets each
                  completion attend only to the prompt and itself. This launches half as many

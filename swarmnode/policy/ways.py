@@ -1,9 +1,8 @@
-"""Finds out which ways of computing log-probabilities work with a model, by trying each way once.
+"""Detects which methods of computing log-probabilities work with a model, by trying each once.
 
-The flags of a model class do not show whether the model applies a given attention mask unchanged,
-whether padding changes a result, or whether keys and values of several rows can share one cache
-(slots). Therefore every way is compared with the plain way: one row at a time, without padding,
-mask or cache.
+The flags of a model class do not show three facts: whether the model applies a given attention mask
+unchanged, whether padding changes a result, and whether rows can share one cache (slots). Therefore
+each method is compared with the plain one: one row at a time, without padding, mask or cache.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Objective:
     loss_type: LossType = "dapo"
     beta: float = 0.0
     max_completion_length: int = 1
-    """Used by dr_grpo only."""
+    """Normaliser of dr_grpo, tokens; other losses ignore it."""
     epsilon: float = EPSILON
     epsilon_high: float = EPSILON_HIGH
     delta: float | None = DELTA

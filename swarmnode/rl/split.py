@@ -1,9 +1,10 @@
 """Number of groups that a node samples itself, and its room for peers' groups.
 
-With q the share of useful own groups, N nodes and a batch of B = I + J groups, a node trains on
-I·q + min(J, (N−1)·I·q) useful groups, which is largest at I* = B / (1 + (N−1)·q). No node knows N
-or q. Each node knows the number of useful external groups that it trained on. `AdaptiveSplit` needs
-nothing else, and if all nodes use it, its fixed point is I*. No torch.
+A batch has B = I + J groups: I own groups and J of peers. Let q be the share of own groups that are
+useful, and N the number of nodes. A node then trains on I·q + min(J, (N−1)·I·q) useful groups. This
+is largest at I* = B / (1 + (N−1)·q). No node knows N or q, but each node knows the number of useful
+external groups that it trained on. `AdaptiveSplit` needs nothing else, and if all nodes use it, its
+fixed point is I*. No torch.
 """
 
 from __future__ import annotations

@@ -86,9 +86,9 @@ class ExternalGroup(msgspec.Struct, frozen=True):
     """(G,) components of each reward, in [0, 1], computed by this node; empty if the reward is a
     single number."""
     observations: list[list[str]] = []
-    """(G,) the environment's texts after each action of each episode, as this node's replay
-    returned them: one for each action that was given to the environment, so the last one of a
-    finished episode is included (shown, never trained on). Empty for a task of one turn."""
+    """(G,) texts that the environment returned in this node's replay of each episode, one for each
+    action that it received. The last text of a finished episode is included; it is shown and never
+    trained on. Empty for a task of one turn."""
 
 
 class Drawn(msgspec.Struct, frozen=True, tag="drawn"):

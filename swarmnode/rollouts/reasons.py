@@ -1,7 +1,7 @@
 """The closed set of reasons for which a group is refused. Each is a metric label with a verdict.
 
     IGNORE  an honest node may send this: an old or repeated group, or too many at once
-    REJECT  no honest, current node sends this: it costs reputation of the author, or of the holder
+    REJECT  no honest node of this version sends this. It costs the author reputation, or the holder
             if there is no author's signature
 
 Holders apply the same checks. REJECT is therefore only for checks with the same result on all

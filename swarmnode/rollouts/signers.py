@@ -116,8 +116,8 @@ _MASK = (1 << WINDOW) - 1
 
 
 class Signers:
-    """Authors by raw public key: at most MOST_SIGNERS with a candidate, and MOST_SIGNERS
-    others."""
+    """Authors by raw public key: at most MOST_SIGNERS that sent a candidate, and MOST_SIGNERS
+    that did not."""
 
     def __init__(self) -> None:
         self._proven: OrderedDict[bytes, Signer] = OrderedDict()

@@ -224,7 +224,7 @@ COUNT_TOLERANCE: Final = 0.05
 Difference = tuple[str, torch.Tensor, torch.Tensor]
 """(name of a result, value in the chain of stages, value in the whole model)."""
 _refusals: dict[str, str] = {}
-"""Config that was tried in this process → why it cannot be split; empty if it can."""
+"""Config that was tried in this process → reason why it cannot be split; empty if it can."""
 
 
 def check_split(config: PretrainedConfig) -> None:

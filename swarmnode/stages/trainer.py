@@ -1289,8 +1289,9 @@ class CrewPolicy:
     def _head(self) -> Head:
         """Wait for a crew that runs, and return its head.
 
-        The wait has no bound while a crew is being restored: a stage of a 7 B model takes half an
-        hour over a home's line, and the network process ends crews that make no progress.
+        The wait has no time limit while a crew is being restored, because a stage of a 7 B model
+        takes half an hour over a home connection. The network process ends crews that make no
+        progress.
 
         Raises:
             EngineGone: another node is the head, or this node stops.
@@ -1608,7 +1609,7 @@ class StageAveraging(Replica, Observer):
         clocks = tensors.pop(CLOCKS, None)
         self.restore(tensors)
         counters.outer_clocks = [] if clocks is None else clocks.tolist()
-        self.set_counters(counters)  # sets their number to that of the fragments
+        self.set_counters(counters)  # resizes the clocks to one per fragment
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the averaging state for a checkpoint: `phi.<name>`, `delta.<name>`, float32, and

@@ -1,10 +1,10 @@
-"""Blocks and fragments: which tensors belong together, and which are averaged together. No torch.
+"""Blocks and fragments: the sets of tensors that are held together and averaged together. No torch.
 
 A *block* is one layer, the tensors before all layers, or the tensors after them. Its number follows
 from the names of its tensors in the whole model, so it is the same in every crew, whatever stages
 the crew has. A *fragment* is a set of blocks with strided layers, as in Streaming DiLoCo (arXiv
-2501.18512): of P fragments, fragment f has layers f, f + P, f + 2P, …, early and late ones. Two
-partners average the blocks of a fragment that both hold.
+2501.18512). With P fragments, fragment f has the layers f, f + P, f + 2P, …. Two partners average
+the blocks of a fragment that both hold.
 """
 
 from __future__ import annotations
