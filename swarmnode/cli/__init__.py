@@ -89,7 +89,7 @@ def run(argv: list[str]) -> int:
             raise
         # The interpreter flushes standard output once more when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        if isinstance(error, BrokenPipeError):  # `swarmnode config show | head`
+        if isinstance(error, BrokenPipeError):  # a reader such as `head` ended early
             return 0
         _print_error(f"cannot write to standard output: {error.strerror}")
         return Unavailable.exit_code

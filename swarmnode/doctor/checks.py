@@ -481,8 +481,8 @@ class DeviceFacts:
 
 
 def check_device(f: DeviceFacts) -> Check:
-    """Check that hardware, driver and torch's build match. Nothing must match without a GPU or with
-    `policy.devices = "cpu"`."""
+    """Check that hardware, driver and torch's build match. Without a GPU, or with `policy.devices =
+    "cpu"`, this is not required."""
     name = "device"
     if not f.torch:
         missing = "No module named" in f.error

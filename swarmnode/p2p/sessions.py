@@ -4,10 +4,10 @@ A node cannot observe such a duplicate directly, because no peer reports a node'
 A peer that is connected to both receives messages of both. Each node therefore signs a session and
 sends it to its peers. They answer with other sessions under the same key.
 
-Such an answer proves itself: the session is signed by the key, was created by another process, was
-issued after this process started, and is issued again later. A witness can neither forge one nor
-replay one of an earlier run. `Stamps` preserves this when the clock was ahead in an earlier run and
-has been corrected.
+Such an answer is a proof: the session is signed by the key, was created by another process, was
+issued after this process started, and is issued again later. A peer that reports a session can
+neither forge it nor replay one of an earlier run. `Stamps` makes times rise even if the clock was
+ahead in an earlier run and has been corrected.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ PROBATION_GROUPS = 16
 PROBATION_TRUST = 0.25
 """Trust factor of a peer without groups trained on. It is small because identities are free."""
 KNOWN_GROUPS = 3
-"""A peer with more groups trained on gets places in a step of its own. All other peers share the
-places of one."""
+"""A peer is known if more than this many of its groups were trained on. In a
+draw, all peers that are not known count as one source together."""
 SPREAD_FLOOR = 0.05
-"""Least spread in a weight. Without the zero-advantage filter, a group without spread is drawn
-rarely."""
+"""Lower bound of the spread in a weight, so that a group with equal rewards is drawn rarely but not
+never."""
 
 Item = TypeVar("Item")
 
@@ -47,7 +47,7 @@ def trust(reputation: float, groups_used: int) -> float:
 
 
 def is_known(trusted: float) -> bool:
-    """Return True if a peer of this trust gets places in a step of its own."""
+    """Return True if a peer of this trust is known, see KNOWN_GROUPS."""
     return trusted > trust(1.0, KNOWN_GROUPS)
 
 

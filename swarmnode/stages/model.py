@@ -1201,7 +1201,7 @@ def decode(
     """Return activations (rows, hidden), float32 in host memory.
 
     Raises:
-        BadMessage: size, bounds or not_finite.
+        BadMessage: The reason is `size`, `bounds` or `not_finite`.
     """
     if len(body) != activation_bytes(codec, rows, hidden):
         raise BadMessage("size", f"{len(body)} bytes of {codec} for {rows} × {hidden}")

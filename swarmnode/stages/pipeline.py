@@ -1502,7 +1502,7 @@ class TiedEmbedding:
         """Store the next rows of the other end's term.
 
         Raises:
-            BadMessage: bounds, size or not_finite.
+            BadMessage: The reason is `bounds`, `size` or `not_finite`.
         """
         shared = self._worker.runtime.embedding()
         assert shared is not None

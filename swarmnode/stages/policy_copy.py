@@ -356,7 +356,7 @@ def decode_copy(
         base: Reads a tensor of the base model; None for an adapter.
 
     Raises:
-        BadMessage: size, malformed, not_finite or bounds.
+        BadMessage: The reason is `size`, `malformed`, `not_finite` or `bounds`.
     """
     pieces: Iterator[bytes | memoryview] = (
         _split(body, layout) if base is None else _inflate(body, layout)

@@ -1136,7 +1136,7 @@ def decode_state(
         body: (bytes,) uint8.
 
     Raises:
-        BadMessage: size, not_finite or bounds.
+        BadMessage: The reason is `size`, `not_finite` or `bounds`.
     """
     check_state(body, layout, form)
     flat = body.view(torch.bfloat16).float() if form == "small" else body.view(torch.float32)
@@ -1177,8 +1177,8 @@ def as_tensor(body: bytearray) -> torch.Tensor:
 CHECKPOINTS: Final = "stages"
 """Name of the directory of checkpoints in the trainer's directory."""
 STEP_BYTES: Final = 2 * 10**9
-"""Own checkpoints write at most this many bytes per step on average. At a step in two minutes this
-is 1.4 TB a day; a typical disk endures about 600 TB."""
+"""Own checkpoints write at most this many bytes per step on average. At one step every two minutes
+this is 1.4 TB a day; a typical disk endures about 600 TB."""
 
 
 def stored_stages(stage: int, stages: int, settings: RecoverySettings) -> tuple[int, ...]:
@@ -1641,7 +1641,7 @@ def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
     """Decode and check the micro-batch of a probe or stage input.
 
     Raises:
-        BadMessage: malformed, schema, bounds, shape or not_finite.
+        BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
     """
     return read_micro_batch(item.about, item.rows, limits, "learn")
 
@@ -1784,7 +1784,7 @@ class LocalStage:
         """Decode and check probes.
 
         Raises:
-            BadMessage: malformed, schema, bounds, shape or not_finite.
+            BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
         """
         probes: list[GateProbe] = strict.decode(bytes(body), list[GateProbe])
         if not 1 <= len(probes) <= self.settings.probes:

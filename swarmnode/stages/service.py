@@ -852,15 +852,16 @@ class StreamProxy:
 
 WINDOW_SECONDS: Final = 1.0
 BUSY_SHARE: Final = 0.5
-"""A window counts if sends waited for at least this share of it: only then was the line full."""
+"""A window counts if sends waited for at least this share of it: only then was the uplink full."""
 MAX_WINDOWS: Final = 32
 MIN_BYTES_PER_SECOND: Final = 64 * 1024.0
-"""Lowest estimate of a line's speed."""
+"""Lowest estimate of an uplink's speed."""
 
 
 class Uplink:
-    """Measured speed of this node's line: the upper quartile of the last windows in which the line
-    was full. The quartile ignores windows in which a buffer filled or a member read slowly."""
+    """Measured speed of this node's uplink: the upper quartile of the last windows in which the
+    uplink was full. The quartile ignores windows in which a buffer filled or a member read
+    slowly."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=MAX_WINDOWS)
@@ -869,7 +870,7 @@ class Uplink:
 
     @property
     def bytes_per_second(self) -> float:
-        """Estimated bytes per second; infinite if the line was never full."""
+        """Estimated bytes per second; infinite if the uplink was never full."""
         rates = sorted(self._rates)
         return max(MIN_BYTES_PER_SECOND, rates[len(rates) * 3 // 4]) if rates else math.inf
 

@@ -1715,7 +1715,7 @@ class AverageProbe:
         rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
         judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
-            if count < PROBE_SEQUENCES:  # more take minutes on a home's line at 7 B
+            if count < PROBE_SEQUENCES:  # more take minutes over a home connection at 7 B
                 judged.append((edge, _completions(peer, edge, better=rewarded)))
                 count += len(judged[-1][1])
         if count < LEAST_PROBE:

@@ -387,7 +387,7 @@ def _check_header(header: Frame | AnyStateMessage, limits: FrameLimits) -> None:
     """Check the fields that are checked alike in all frames and state messages.
 
     Raises:
-        BadMessage: bounds or not_finite.
+        BadMessage: The reason is `bounds` or `not_finite`.
     """
     check_length("crew", header.place.crew, CREW_BYTES)
     check_between("stage", header.place.stage, 0, MAX_STAGES - 1)
@@ -777,7 +777,7 @@ def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) 
     """Decode and check the description of `rows` packed rows.
 
     Raises:
-        BadMessage: malformed, schema, bounds, shape or not_finite.
+        BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
     """
     batch: MicroBatch = strict.decode(data, MicroBatch)
     count = len(batch.completion_lengths)
@@ -816,7 +816,7 @@ def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
     """Decode and check the description of a wave with `rows` prompt tokens.
 
     Raises:
-        BadMessage: malformed, schema, bounds, shape or not_finite.
+        BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
     """
     q: WaveDescription = strict.decode(data, WaveDescription)
     _check_lengths(q.lengths, limits)
@@ -848,7 +848,7 @@ def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int],
     """Decode the body of `TokensFrame`: (rows,) token ids and (rows,) log-probabilities.
 
     Raises:
-        BadMessage: shape, bounds or not_finite.
+        BadMessage: The reason is `shape`, `bounds` or `not_finite`.
     """
     import numpy as np
 
@@ -866,7 +866,7 @@ def read_scores(body: bytes, rows: int) -> tuple[list[float], list[float]]:
     """Decode the body of `ScoresFrame`: (rows,) log-probabilities and (rows,) entropies.
 
     Raises:
-        BadMessage: shape, bounds or not_finite.
+        BadMessage: The reason is `shape`, `bounds` or `not_finite`.
     """
     values = read_f32("scores", body, 2 * rows)
     return values[:rows].tolist(), values[rows:].tolist()
@@ -1401,7 +1401,7 @@ def decode_request(data: bytes) -> CrewRequest:
     """Decode and check a request.
 
     Raises:
-        BadMessage: oversize, malformed, schema, bounds or not_finite.
+        BadMessage: The reason is `oversize`, `malformed`, `schema`, `bounds` or `not_finite`.
     """
     message: CrewRequest = strict.decode(data, CrewRequest, MESSAGE_BYTES)
     check_message(message)
@@ -1412,7 +1412,7 @@ def decode_answer(data: bytes) -> CrewAnswer:
     """Decode and check an answer.
 
     Raises:
-        BadMessage: oversize, malformed, schema, bounds or not_finite.
+        BadMessage: The reason is `oversize`, `malformed`, `schema`, `bounds` or `not_finite`.
     """
     message: CrewAnswer = strict.decode(data, CrewAnswer, MESSAGE_BYTES)
     check_message(message)
@@ -1435,7 +1435,7 @@ def check_message(message: CrewMessage) -> None:
     """Check the values of a crew message.
 
     Raises:
-        BadMessage: bounds or not_finite.
+        BadMessage: The reason is `bounds` or `not_finite`.
     """
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
@@ -1905,7 +1905,8 @@ async def read_state(
     """Return the next state message and its body; None at the end of the stream.
 
     Raises:
-        BadMessage: oversize, malformed, schema, bounds, not_finite or truncated.
+        BadMessage: The reason is `oversize`, `malformed`, `schema`, `bounds`, `not_finite` or
+            `truncated`.
     """
     return await _read_message(
         stream, AnyStateMessage, lambda message: _state_body_bytes(message, limits)
@@ -1916,7 +1917,7 @@ def _state_body_bytes(message: AnyStateMessage, limits: FrameLimits) -> int:
     """Return the exact length of the body after this header.
 
     Raises:
-        BadMessage: bounds or not_finite.
+        BadMessage: The reason is `bounds` or `not_finite`.
     """
     _check_header(message, limits)
     match message:

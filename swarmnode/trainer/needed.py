@@ -11,7 +11,7 @@ tokens are not trained on.
 Between the last removal that keeps the reward and the first one that lowers it, the boundary is not
 known. The tokens between them are not trained on either.
 
-At the end, any number of tokens is left out: text behind an answer is never needed. At the
+At the end, any number of tokens is removed: text behind an answer is never needed. At the
 beginning, at most MOST_BEGINNING tokens are: a verifier that reads only the last number needs no
 token of the reasoning before it, and reasoning has to be trained on.
 """
@@ -33,7 +33,7 @@ from swarmnode.wire.limits import COMPLETIONS
 from swarmnode.wire.messages import TaskRef
 
 MOST_BEGINNING = 3
-"""Tokens at the beginning of an answer that are left out at most. A longer beginning that the
+"""Most tokens that are removed at the beginning of an answer. A longer beginning that the
 reward does not need is taken for reasoning."""
 
 Rescore = Callable[[Sequence[tuple[TaskRef, Sequence[str]]]], list[Scored | ScoreError]]

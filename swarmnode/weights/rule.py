@@ -25,8 +25,8 @@ MIN_LAGGING_PARTNERS: Final = 3
 """Number of recent partners that must be too far behind, besides being the majority, before this
 node corrects its own counter."""
 MAX_LAG: Final = 4.0
-"""Outer steps. A partner further behind receives this node's weights; its own are averaged with
-weight 0."""
+"""Largest lag, in outer steps, at which a partner's weights are averaged. A partner further behind
+still receives this node's weights."""
 
 
 class Rule(msgspec.Struct, frozen=True):

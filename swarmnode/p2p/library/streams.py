@@ -93,7 +93,8 @@ class Stream:
         return bytes(buffer)
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Write `data`; waits for credit of the peer. Returns when the data is on its way."""
+        """Write `data`. Waits while the peer gives no credit; returns when the connection has taken
+        all bytes."""
         with peer_errors(self._doing):
             if self._unsent_lines:
                 data = self._proposal() + bytes(data)
