@@ -208,7 +208,7 @@ class Supervisor:
                 await self._stopping.wait()
 
     def _kill_reason_by_network(self, pid: int) -> str:
-        """Return why the network process killed the process `pid`; empty if it did not."""
+        """Return the reason for which the network process killed process `pid`, or empty text."""
         try:
             killed_pid, _, reason = (
                 (self._data_dir / KILLED_FILE).read_text(errors="replace").partition(" ")
@@ -376,8 +376,8 @@ class Supervisor:
 
 
 def describe_exit(exit_code: int, last: str) -> str:
-    """Return why a process ended by itself, in one line. `last` is the last error of its log, empty
-    without one."""
+    """Return the cause of a process's own end, in one line. `last` is the last error of its log;
+    empty without one."""
     if exit_code == 0:
         return "finished"
     how = (

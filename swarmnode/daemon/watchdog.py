@@ -86,7 +86,7 @@ class CrashBreaker:
         self._failures_in_a_row = 0
 
     def crashed(self, name: str, now: float, ran_seconds: float) -> Restart | EndNode:
-        """Return what follows a crash of the process `name` after `ran_seconds`."""
+        """Return the action after a crash of the process `name`, which ran for `ran_seconds`."""
         self._crashes.append(now)
         while self._crashes[0] <= now - CRASH_WINDOW_SECONDS:
             self._crashes.popleft()
@@ -183,7 +183,7 @@ class Watchdog:
         self._stalls += 1
 
     def exited(self, now: float, exit_code: int, cause: str = "") -> Restart | EndNode:
-        """Return what follows an unexpected exit.
+        """Return the action after an unexpected exit.
 
         Args:
             now: time in seconds.

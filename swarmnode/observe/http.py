@@ -209,7 +209,7 @@ class HttpRoutes:
         return self._page[path] if path in self._page else await self._routes[path](request)
 
     def _cached(self, name: str, variant: object, make: Callable[[], T]) -> T:
-        """Return what `make` returned in the last CACHE_SECONDS, or call it."""
+        """Return the result of `make`, at most CACHE_SECONDS old."""
         now = self._now()
         if now - self._cached_at >= CACHE_SECONDS:
             self._cache.clear()

@@ -296,7 +296,7 @@ class Admission:
         return Candidate(content, peer, group, body)
 
     def _group_reason(self, group: RolloutGroup, signer: Signer, now: float) -> str | None:
-        """Return why the payload is refused, or None."""
+        """Return the reason for refusing the payload, or None."""
         if signer.is_outdated(group.model, group.policy_version, DROP_VERSIONS, now):
             return "outdated"
         task = group.task

@@ -70,7 +70,7 @@ def shuffle_weighted(
 
 
 def most_per_peer(room: int) -> int:
-    """Return how many of `room` groups one of several peers may fill: half, rounded up."""
+    """Return the most of `room` groups that one of several peers may fill: half, rounded up."""
     return -(-room // 2)
 
 

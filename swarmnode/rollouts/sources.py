@@ -81,7 +81,7 @@ class SourceShares:
             self._density.popitem(last=False)
 
     def room(self, waiting: Iterable[str], count: int) -> dict[str, int]:
-        """Return how many groups of each source the next draw may take.
+        """Return the number of groups of each source that the next draw may take.
 
         Args:
             waiting: Sources of the groups that can be drawn.

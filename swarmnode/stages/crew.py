@@ -473,7 +473,7 @@ class _Transition:
         return wire.AcceptAnswer(crew)
 
     def _refusal_reason(self, proposer: str, record: CrewRecord) -> wire.CrewRefusal | None:
-        """Return why `record` is refused; None if it is accepted."""
+        """Return the reason for refusing `record`; None if it is accepted."""
         state, trainer_offer, peers = self.state, self.state.trainer_offer, member_peers(record)
         if state.me not in peers or proposer not in peers or proposer == state.me:
             return "record"
@@ -554,7 +554,7 @@ class _Transition:
         self.actions.append(assigned)
 
     def _absence_reason(self, peer: str) -> str:
-        """Return why a former member is not in this crew, as text for the log."""
+        """Return the reason of a former member's absence from this crew, as text for the log."""
         known = self._peer(peer)
         if not known.connected:
             return "not connected"

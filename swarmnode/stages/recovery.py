@@ -1903,8 +1903,8 @@ class StateFetcher:
         self._stage = stage
 
     async def ask(self) -> dict[int, HoldsMessage]:
-        """Return what each other stage has stored of this stage. Stages that do not answer are left
-        out.
+        """Return the answer of each other stage: which bodies of this stage it has stored. Stages
+        that do not answer are missing.
 
         The query is repeated, for at most ASK_SECONDS, while a stage does not know yet whether it
         must be restored.
@@ -2376,7 +2376,7 @@ class StateChannel:
         return True
 
     async def ask(self, stage: int, seconds: float) -> HoldsMessage:
-        """Return what `stage` has stored of this stage.
+        """Return the answer of `stage`: which bodies of this stage it has stored.
 
         Raises:
             PeerError: The stage is gone, sent an invalid answer, or none within `seconds`.

@@ -138,7 +138,8 @@ class NodeCallbacks:
     restart_trainer: Callable[[str], None]
     """End the trainer's process for this reason. The supervisor starts it again."""
     paused: Callable[[], str] = lambda: ""
-    """Return why this node must not take part now (quiet hours, a month's bytes), or ""."""
+    """Return the reason why this node must not take part now (quiet hours, a month's bytes), or
+    ""."""
     allows: Callable[[str], bool] = lambda choice: True
     """Return True if bytes may be sent ("serve") or received ("fetch") now."""
 

@@ -1366,7 +1366,7 @@ class CrewPolicy:
         return counters
 
     def snapshot(self, rng: torch.Generator, counters: Counters) -> Snapshot:
-        """Return what `restore` reads after a restart."""
+        """Return the tensors that `restore` reads after a restart."""
         return state.take_counters(rng, counters, self._owner)
 
 

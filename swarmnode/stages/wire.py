@@ -937,7 +937,7 @@ class Fence:
         """Number of dropped frames, by FENCE_REASONS."""
 
     def check(self, place: Place, sender: int, step: int | None) -> str | None:
-        """Return why a frame is dropped, of FENCE_REASONS, and count it; None if it is handled.
+        """Count a frame to drop and return one of FENCE_REASONS; return None for a frame to handle.
 
         Args:
             place: The frame's.
@@ -1503,7 +1503,7 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     strike_seconds: float = 10.0
     """Plans exclude a peer with n strikes for this time × 2^n, at most an hour."""
     most_peers: int = 64
-    """Most peers that are stored."""
+    """Most peers whose state is stored."""
 
 
 class ClockTick(msgspec.Struct, frozen=True):
@@ -1678,8 +1678,8 @@ def socket_file(data_dir: Path) -> Path:
 
 
 def stream_refusal(peers: StreamPeers | None, peer: str, opened: StreamOpen) -> str:
-    """Return why a stream that `peer` opened is refused, of STREAM_REFUSALS; empty if it is
-    accepted. `peers` is None while this node is in no crew."""
+    """Return one of STREAM_REFUSALS for a stream that `peer` opened; empty if it is accepted.
+    `peers` is None while this node is in no crew."""
     if peers is None or opened.crew != peers.crew:
         return "crew"
     if opened.to_stage != peers.stage or not 0 <= opened.from_stage < peers.stage:

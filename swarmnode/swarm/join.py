@@ -104,7 +104,7 @@ async def fetch(
 
 
 def explain(error: PeerError, secret: bytes | None) -> str:
-    """Return why a peer could not be dialled, with the remedy."""
+    """Return the reason of a failed dial, with the remedy."""
     if isinstance(error, WrongPeer):
         return (
             "a different peer answers there than the invite names: the invite is forged, or the"

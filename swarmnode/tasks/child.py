@@ -172,7 +172,7 @@ class Child:
         return f"{how}: {words}" if words else how
 
     def _reap(self) -> str:
-        """Return how the process ended. Wait briefly if it is ending, otherwise kill it."""
+        """Return the cause of the process's end. Wait briefly if it is ending, else kill it."""
         code = self._process.poll()
         if code is None and self._closed:
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -154,7 +154,7 @@ class StateRead:
 
     peer: str
     outer_step: int
-    """Outer step that the neighbour claims."""
+    """Outer step that the neighbour reports."""
     tensors: Tensors
     outcome: str = ""
     """Reason for which the state was rejected, one of `local.ADOPTIONS`; empty if it was read."""

@@ -37,8 +37,8 @@ LEFTOVERS: Final = ("out-*", "in-*", "state-*")
 
 
 def offer_seconds(size: int) -> float:
-    """Return how long a file of `size` bytes is offered at least, seconds: enough for a transfer at
-    SLOWEST."""
+    """Return the least time for which a file of `size` bytes is offered, in seconds. A transfer at
+    SLOWEST bytes per second fits into it."""
     return OFFER_SECONDS + size / SLOWEST
 
 

@@ -111,8 +111,8 @@ class Inbox(bytearray):
 class Inboxes(dict):
     """`Yamux.stream_buffers`, which wraps each new buffer in an `Inbox` and limits streams.
 
-    Defect: A peer may open any number of streams, also with ids of our own parity, which our next
-        `open_stream` would overwrite.
+    Defect: A peer may open any number of streams, also with ids of this node's parity, which its
+        next `open_stream` would overwrite.
     Upstream: stream_muxer/yamux/yamux.py `handle_incoming`
     Guard: At most `CONNECTION_STREAMS` (512) per peer and `PROCESS_STREAMS` (8192) in all, with ids
         of the peer's parity only (yamux specification, "StreamID").
@@ -185,7 +185,7 @@ def _install_buffers() -> None:
 
 
 def _install_sweep() -> None:
-    """Forget streams that we closed even if the peer never closes its half.
+    """Forget streams that this node closed, even if the peer never closes its half.
 
     Defect: Only fully closed streams are swept. A peer that never sends FIN leaves an entry, and up
         to a window of unread bytes, for every stream.
@@ -215,8 +215,8 @@ def _install_resets() -> None:
     """Drop the unread bytes of a reset stream, and wake its reader.
 
     Defect: Unread bytes of a reset stream are kept for 60 to 90 s. A few transfers that are given
-        up in a minute, by either side, fill the connection's limit. A stream that we reset leaves
-        our own reader waiting without end.
+        up in a minute, by either side, fill the connection's limit. A stream that this node
+        resets leaves its own reader waiting without bound.
     Upstream: stream_muxer/yamux/yamux.py `_finalize_stream_locked`, `reset`
     Guard: The bytes are dropped at once, as in go-yamux, and the reader is woken. Bytes before an
         orderly end (FIN) stay for the reader.

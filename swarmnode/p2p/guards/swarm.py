@@ -101,7 +101,7 @@ def _install_inbound_slots() -> None:
 def _install_handlers() -> None:
     """Contain exceptions of stream handlers, and close each stream with its handler.
 
-    Defect: An exception of any handler (ours, identify, ping) ends the host. `StreamEOF` and
+    Defect: An exception of any handler (swarmnode's, identify, ping) ends the host. `StreamEOF` and
         `StreamReset` end the accept loop, so that all other streams of that peer hang. A handler
         that returns without `close` leaves entries on both sides, and one that returns early leaves
         up to a window of unread bytes.
