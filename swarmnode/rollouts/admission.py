@@ -220,8 +220,8 @@ class Admission:
             return
         self._diverged.add(task.id)
         log.warning(
-            "an episode of a peer ends elsewhere when it is replayed; a library may have another"
-            " version there: task=%s task_version=%s peer=%s its_version=%s own_version=%s",
+            "replay of a peer's episode ended differently; its library may have another version:"
+            " task=%s task_version=%s peer=%s its_version=%s own_version=%s",
             task.id,
             task.version,
             candidate.peer,

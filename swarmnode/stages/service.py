@@ -382,7 +382,7 @@ class StageService:
                 log.error("trainer has work and does none, restarting")
                 self._restarts += 1
                 self._progress.restart()
-                self._node.restart_trainer("work in hand, and nothing done")
+                self._node.restart_trainer("work pending, no progress")
             await trio.sleep(self.settings.tick_seconds)
 
     def _pause_or_resume(self) -> None:
