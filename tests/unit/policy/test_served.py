@@ -528,7 +528,7 @@ def test_stand_in_matches_recorded_responses(stand_in):
         body = exchange["request"]
         if body and "sampling_params" in body:
             body["sampling_params"].setdefault("stop_token_ids", [1])
-        made = stand_in._told(exchange["target"], body)
+        made = stand_in._handle(exchange["target"], body)
         theirs = shape(exchange["answer"])
         for key, mine in shape(made).items() if isinstance(made, dict) else ():
             if mine in ([], "NoneType"):

@@ -120,7 +120,7 @@ async def test_who_does_not_is_told_which_stages_it_lacks(fleet, base, tmp_path)
     crew = fleet()
     await train(crew, 4)
     assert sorted(checkpoints_in(crew, 0)) == [0, 1, 3]
-    with pytest.raises(Unavailable, match=r"no copy of 2\b.*policy_copy"):
+    with pytest.raises(Unavailable, match=r"no checkpoint of 1 of 4 stages \(2\).*policy_copy"):
         export(config_of(crew, base, 0), tmp_path / "out", merge=False)
     assert not (tmp_path / "out").exists()
 
