@@ -63,7 +63,10 @@ class Terminal:
         written, late = b"", time.monotonic() + seconds
         while True:
             screens = written.replace(b"\x1b[H", b"\n")
-            plain = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", screens).decode(errors="replace")
+            # a read may end within an escape sequence
+            plain = re.sub(rb"\x1b(\[[0-9;?]*([a-zA-Z]|$)|$)", b"", screens).decode(
+                errors="replace"
+            )
             if expected in plain:
                 return plain
             assert time.monotonic() < late, f"never written: {expected!r}; but: {plain[-3000:]}"
