@@ -104,10 +104,11 @@ PEER_SHARE: Final = 0.4
 """A proposal of one of n equally good candidates is accepted at most once in `PEER_SHARE * n` gaps.
 An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
 every second proposal of each other."""
-TURN_GAPS: Final = 1.5
+TURN_GAPS: Final = 4.0
 """A peer is asked after the others if its last swap with this node began less than this many gaps
 ago. Otherwise two of three nodes could rank each other first and swap only with each other, and the
-third node would not be averaged."""
+third node would not be averaged. A gap is computed from the duration of a training step and may be
+half of the real time between two outer steps, so it takes several."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0

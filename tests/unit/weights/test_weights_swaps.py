@@ -646,9 +646,11 @@ async def test_a_trickling_proposer_cannot_hold_a_node(autojump_clock):
     assert others > 0.8
 
 
+@pytest.mark.parametrize("step_seconds", [1.0, 0.5])
 @pytest.mark.parametrize("seed", range(3))
-async def test_of_three_nodes_in_step_none_is_left_out(seed, autojump_clock):
-    """In all rounds, one edge ranks first for both of its nodes."""
+async def test_of_three_nodes_in_step_none_is_left_out(seed, step_seconds, autojump_clock):
+    """In all rounds, one edge ranks first for both of its nodes. A round may last twice as long as
+    its steps."""
     rounds, seconds = 12, 4
     kinds = {"a": Party, "b": Party, "c": Party}
     async with swarm(kinds, seed=seed, every=seconds) as parties:
@@ -656,7 +658,7 @@ async def test_of_three_nodes_in_step_none_is_left_out(seed, autojump_clock):
             party.encodes_in = party.judges_in = party.sends_in = 0.1
         for _ in range(rounds):
             for party in parties.values():
-                party.due()
+                party.due(step_seconds=step_seconds)
             await trio.sleep(seconds)
         for party in parties.values():
             await settled(party)
