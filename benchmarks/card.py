@@ -1,5 +1,5 @@
-"""What does a model of a published size do on a real card? `python -m benchmarks.card [update]
-[sampling] [engines] [node] [crew]`. CUDA only.
+"""Measure training and sampling of a model of a published size on a GPU. `python -m benchmarks.card
+[update] [sampling] [engines] [node] [crew]`. CUDA only.
 
 Qwen2.5-7B's shape with random weights (`--shape`), our tokenizer, an adapter of rank 16. Nearly all
 completions run to their longest.

@@ -1,4 +1,4 @@
-"""What does a second rank add? `python -m benchmarks.cards [--quick] [--ranks 1 2]`
+"""Measure the speed-up by a second rank. `python -m benchmarks.cards [--quick] [--ranks 1 2]`
 
 Samples per second and steps per second of one engine at each number of ranks: on the GPUs of this
 machine if it has that many, else on its CPU with one thread per rank. Two ranks on two cores share

@@ -1,4 +1,5 @@
-"""What does it cost to lose a stage? `python -m benchmarks.checkfree [--quick] [--seeds N]`
+"""Measure the loss after a stage is lost and restored. `python -m benchmarks.checkfree [--quick]
+[--seeds N]`
 
 A tiny Llama of eight one-layer stages (benchmarks/lib/staged.py) loses one stage, and each source
 restores it. Every fork continues with the same batches as the run that lost nothing, so that a
@@ -71,7 +72,7 @@ FULL, QUICK = Size(), Size(100, 60, (0, 10), windows=32, questions=100)
 
 @dataclass
 class History:
-    """What peers stored before the loss."""
+    """Checkpoints that peers stored before the loss."""
 
     now: list[StageCopy]
     checkpoints: dict[int, list[StageCopy]]

@@ -102,7 +102,7 @@ class Size:
     """Held-out questions, four episodes each."""
     game: str = "lake"
     recipe: int = episodes_policy.RECIPE
-    """Of the start policy."""
+    """Version of the start policy's recipe."""
 
     @property
     def task(self) -> str:

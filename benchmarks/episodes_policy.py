@@ -70,7 +70,7 @@ class Game:
     longest: int
     """Tokens of an action at most."""
     steps: int
-    """Of pre-training."""
+    """Number of pre-training steps."""
     peak: float
     """Its learning rate after the warm-up."""
     scale: float

@@ -1,4 +1,5 @@
-"""What does packing rows of unequal lengths save? `python -m benchmarks.packing [--quick]`
+"""Measure the time and memory saved by packing rows of unequal lengths. `python -m
+benchmarks.packing [--quick]`
 
 CPU seconds of one thread, or with `--device cuda --shape NAME` seconds of a GPU.
 
@@ -97,7 +98,7 @@ class Measured:
     logprobs: list[torch.Tensor]
     gradient: torch.Tensor
     held_bytes: int
-    """Peak memory of the GPU beside weights and gradients; 0 on a CPU."""
+    """Peak GPU memory in addition to weights and gradients; 0 on a CPU."""
 
 
 def measure(gain: float, policy: Policy, rows: Sequence[Row]) -> Measured:

@@ -1,4 +1,4 @@
-"""What does a group cost that is trained on? `python -m benchmarks.pulls [--quick]`
+"""Measure the cost of a group that is trained on. `python -m benchmarks.pulls [--quick]`
 
 Real hosts on loopback with the real exchange, all in one process. In a step each node publishes
 PUBLISHED groups and draws DRAWN. Counted are the CPU time of all hosts, without idle connections
