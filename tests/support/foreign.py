@@ -29,6 +29,7 @@ from swarmnode.p2p.identity import load_or_create
 from swarmnode.rollouts.groups import OwnGroup
 from swarmnode.swarm.manifest_store import ManifestStore
 from swarmnode.wire import limits
+from tests.support.forked_node import ForkedNode
 from tests.support.manifests import founded
 
 HERE = Path(__file__).parents[1] / "interop"
@@ -224,7 +225,7 @@ def network_process(
     store = ManifestStore(directory)
     store.add(opened)
     store.choose(opened.swarm)
-    node = DemoNode("interop", directory, sections)
+    node = ForkedNode("interop", directory, sections)
     sections["swarm"]["id"] = opened.swarm.hex()
     config = Config.model_validate(
         {**sections, "node": {"data_dir": str(directory), "name": "interop"}}

@@ -9,5 +9,11 @@ import multiprocessing
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(
-    [f"tests.support.{name}_child" for name in ("host", "nat", "replica")]
+    [
+        *(f"tests.support.{name}_child" for name in ("host", "nat", "replica")),
+        "tests.support.forked_node",
+        "swarmnode.daemon.node",
+        "swarmnode.trainer.__main__",
+        "swarmnode.stages.trainer",
+    ]
 )

@@ -34,6 +34,7 @@ from swarmnode.stages.recovery import (
 )
 from swarmnode.stages.trainer import estimate_cost
 from swarmnode.stages.wire import stage_memory, stage_specs
+from tests.support.forked_node import ForkedNode, runs
 
 T = TypeVar("T")
 PATIENCE = 120.0
@@ -101,7 +102,7 @@ def stage_view(node_snapshot: Mapping[str, Any]) -> dict[str, Any]:
 def child_of(node: DemoNode, module: str) -> psutil.Process | None:
     """Return the node's child process that runs `module`."""
     assert node.pid is not None
-    return next((p for p in psutil.Process(node.pid).children() if module in p.cmdline()), None)
+    return next((p for p in psutil.Process(node.pid).children() if runs(p, module)), None)
 
 
 def trainer_of(node: DemoNode) -> psutil.Process | None:
@@ -150,7 +151,7 @@ def like_nodes(
             **settings["stages"],
             "capacity": math.ceil(stage_memory(cost, layers, i) * HEADROOM) + 1,
         }
-        nodes.append(DemoNode(f"node{i}", directory / f"node{i}", settings))
+        nodes.append(ForkedNode(f"node{i}", directory / f"node{i}", settings))
         pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
         write_atomically(nodes[-1].directory / "identity.key", pem, mode=0o600)
     return nodes

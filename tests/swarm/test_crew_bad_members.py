@@ -6,10 +6,10 @@ import signal
 
 import pytest
 
-from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.chaos.crews import log_since, peer_of
 from tests.support.chaos.nodes import INSIDE, changed_environment
+from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import WholeCrew, start, stop, trainer_of, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -25,7 +25,7 @@ CASES = [
 ]
 
 
-class BadNode(DemoNode):
+class BadNode(ForkedNode):
     """A node whose trainer misbehaves as its file says."""
 
     @property

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.stages.recovery import CHECKPOINTS, find_checkpoints
+from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import WholeCrew, restored, start, stop, until, whole_settings
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
@@ -30,7 +30,7 @@ def test_restores_after_all_nodes_and_one_disk_are_lost(tmp_path):
     settings = [
         whole_settings(model, i, STAGES, stages={"checkpoint_every": 2}) for i in range(STAGES)
     ]
-    nodes = [DemoNode(f"node{i}", tmp_path / f"node{i}", of) for i, of in enumerate(settings)]
+    nodes = [ForkedNode(f"node{i}", tmp_path / f"node{i}", of) for i, of in enumerate(settings)]
     crew = WholeCrew(nodes, start(nodes), STAGES)
     try:
         before = until(lambda: crew.at(7), crew.story)

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from swarmnode.demo.nodes import DemoNode
 from swarmnode.policy.build_deep import write_deep_model
+from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import (
     PATIENCE,
     WholeCrew,
@@ -37,7 +37,7 @@ def crew(tmp_path_factory, model):
     directory = tmp_path_factory.mktemp("crew")
     made = WholeCrew(
         [
-            DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES))
+            ForkedNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES))
             for i in range(STAGES)
         ],
         [],
@@ -103,7 +103,7 @@ def test_killed_node_loses_no_committed_step(crew):
 
 
 def test_spare_replaces_a_lost_node(crew, model, tmp_path):
-    spare = DemoNode("spare", tmp_path / "spare", whole_settings(model, STAGES, STAGES))
+    spare = ForkedNode("spare", tmp_path / "spare", whole_settings(model, STAGES, STAGES))
     crew.nodes.append(spare)
     spare.start(crew.address)
     spare.wait_for_address(time.monotonic() + PATIENCE)

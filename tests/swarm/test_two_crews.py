@@ -3,8 +3,9 @@ each stage is averaged with the same stage of the other crew."""
 
 import pytest
 
-from swarmnode.demo.nodes import ACCEPTED_OUTCOMES, DemoNode
+from swarmnode.demo.nodes import ACCEPTED_OUTCOMES
 from swarmnode.policy.build_deep import write_deep_model
+from tests.support.forked_node import ForkedNode
 from tests.support.whole_crew import (
     snapshot,
     stage_view,
@@ -71,7 +72,7 @@ def crews(tmp_path_factory):
         "training": {"learning_rate": 1e-6, "step_interval": 0.3},
     }
     nodes = [
-        DemoNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections))
+        ForkedNode(f"node{i}", directory / f"node{i}", whole_settings(model, i, STAGES, **sections))
         for i in range(2 * STAGES)
     ]
     made = Crews(nodes)

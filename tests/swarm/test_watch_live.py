@@ -19,8 +19,8 @@ import trio
 import yaml
 
 from swarmnode.config import HttpConfig
-from swarmnode.demo.nodes import DemoNode
 from swarmnode.observe.http import serve_http
+from tests.support.forked_node import ForkedNode
 from tests.support.snapshots import example_at
 
 PROMETHEUS = shutil.which("prometheus")
@@ -179,7 +179,7 @@ def prometheus(tmp_path_factory):
     or for SECONDS, and the missing series."""
     directory = tmp_path_factory.mktemp("watched")
     settings = [{**NODE, "training": {**NODE["training"], "seed": i}} for i in range(2)]
-    nodes = [DemoNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(2)]
+    nodes = [ForkedNode(f"node{i}", directory / f"node{i}", settings[i]) for i in range(2)]
     try:
         nodes[0].start([])
         known = nodes[0].wait_for_address(time.monotonic() + 240)

@@ -18,8 +18,9 @@ import pytest
 from safetensors import safe_open
 
 from swarmnode.config import TrainingConfig
-from swarmnode.demo.nodes import DemoNode, Liar
+from swarmnode.demo.nodes import Liar
 from swarmnode.p2p import identity
+from tests.support.forked_node import ForkedNode
 
 pytestmark = [pytest.mark.swarm, pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -148,7 +149,8 @@ def meeting_point(directory):
 def test_replicas_converge_despite_death_join_and_liar(tmp_path):
     port, first = meeting_point(tmp_path / "node0")
     nodes = [
-        DemoNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port)) for i in range(3)
+        ForkedNode(f"node{i}", tmp_path / f"node{i}", settings(i, 0 if i else port))
+        for i in range(3)
     ]
     liar = Liar("liar", tmp_path / "liar", settings(3))
     swarm = Watched(nodes)
@@ -167,7 +169,7 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
 
         nodes[2].kill()
         shutil.rmtree(tmp_path / "node2")
-        nodes[2] = DemoNode("node2", tmp_path / "node2", settings(2))
+        nodes[2] = ForkedNode("node2", tmp_path / "node2", settings(2))
         nodes[2].start([first])
         swarm.until(lambda: nodes[2].view.step > 0, "the newcomer trains")
         taken = log_of(nodes[2], "took the state of")
@@ -193,7 +195,7 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
         apart = largest(nodes)
         assert apart > 0.2  # far above rounding; otherwise the checks below prove nothing
         for i, node in enumerate(nodes):
-            nodes[i] = DemoNode(
+            nodes[i] = ForkedNode(
                 node.name, node.directory, settings(i, 0 if i else port, learning=False)
             )
             nodes[i].start([first] if i else [])

@@ -33,6 +33,7 @@ from swarmnode.demo.nodes import DemoNode
 from swarmnode.p2p import identity
 from swarmnode.policy.build_deep import write_deep_model
 from tests.support.cable import Cable
+from tests.support.forked_node import ForkedNode, runs
 from tests.support.whole_crew import (
     STAGES,
     WholeCrew,
@@ -129,7 +130,7 @@ class ChaosCrew(WholeCrew):
                 training={"eval_every": 10},
                 task={"held_out_per_task": 32},
             )
-            nodes.append(DemoNode(f"node{number}", directory / f"node{number}", settings))
+            nodes.append(ForkedNode(f"node{number}", directory / f"node{number}", settings))
         super().__init__(nodes, [])
 
     def start(self, node: DemoNode) -> None:
@@ -262,7 +263,7 @@ def act(crew: ChaosCrew, fault: Fault, victims: Sequence[DemoNode]) -> None:
                 assert node.pid is not None
                 family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(True)]
                 if fault.name == "trainer stopped":
-                    family = [p for p in family if "swarmnode.trainer" in p.cmdline()]
+                    family = [p for p in family if runs(p, "swarmnode.trainer")]
                 _stop(family, fault.seconds)
         case "network cut":
             for cable in crew.cables:

@@ -18,11 +18,10 @@ from typing import Any
 
 import psutil
 
-from swarmnode.demo.nodes import DemoNode
 from swarmnode.p2p import identity
 from tests.support.cable import Cable
+from tests.support.forked_node import INSIDE, ForkedNode, runs
 
-INSIDE = Path(__file__).parents[1] / "inside"
 SUPERVISOR, NETWORK, TRAINER, SCORER = (
     "supervisor",
     "swarmnode.daemon.node",
@@ -42,7 +41,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 }
 
 
-class ChaosNode(DemoNode):
+class ChaosNode(ForkedNode):
     """A node whose data directory is its own file system if `small_disk` is set. Its log is stored
     elsewhere. pace: minimum seconds per step."""
 
@@ -112,7 +111,7 @@ class ChaosNode(DemoNode):
                 return own
             for child in own.children(recursive=True):
                 with contextlib.suppress(psutil.Error):
-                    if name in child.cmdline():
+                    if runs(child, name):
                         return child
         return None
 
