@@ -27,7 +27,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # set before torch is imported, also for child processes: spinning thread pools waste CPU time
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-LONG = ("slow", "nat", "swarm")
+LONG = ("long", "slow", "nat", "swarm")
 """Marks of long tests, the longest first."""
 
 
