@@ -1,7 +1,6 @@
 """02-rollouts: groups, questions, listings, fetches, admission."""
 
 import math
-import re
 import struct
 from types import SimpleNamespace
 
@@ -58,11 +57,6 @@ LISTING_RESPONSE = {
 }
 GROUPS_REQUEST = {"contents": [bytes]}
 GROUPS_RESPONSE = {"groups": [{"status": ("ok", "unknown", "busy"), "body": bytes}]}
-
-UNWANTED = re.compile(
-    "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]"
-)
-"""Control characters, bidirectional overrides, non-characters."""
 
 
 def check_group(group):
@@ -235,48 +229,15 @@ def admit_one(frame, given, domain, swarm, contents, sequences):
     return reason
 
 
-def within(group, rules, models):
-    """Return True if the manifest allows the group. models: [fingerprint, tokenizer] in hex; if
-    empty, any model."""
-    sampling = group["sampling"]
-    return (
-        rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]
-        and sampling["max_tokens"] <= rules["max_tokens"]
-        and (sampling["temperature"], sampling["top_p"]) == (rules["temperature"], rules["top_p"])
-        and (not models or [group["model"].hex(), group["tokenizer"].hex()] in models)
-    )
-
-
 def group_reason(group, peer, given, swarm):
-    task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
-    if task["difficulty"] and not given.get("chooses"):
-        return "seed"
-    address = TEXT.task_seed(swarm, peer, group["sequence"], task["id"], task["difficulty"])
-    if address != (task["seed"], task["index"]):
-        return "seed"
-    if task["id"] not in tasks:
-        return "unknown_task"
-    if task["version"] != tasks[task["id"]]:
-        return "unknown_version"
-    most = given.get("turns", {}).get(task["id"], 1)
-    for completion in group["completions"]:
-        count = len(completion["turns"])
-        if not (count == 0 if most == 1 else 1 <= count <= most):
-            return "turns"
-    if "rules" in given and not within(group, given["rules"], given["models"]):
-        return "agreement"
-    for completion in group["completions"]:
-        total = sum(item for (item,) in struct.iter_unpack("<f", completion["logprobs"]))
-        slack = rules["logprob_sum_absolute"] + rules["logprob_sum_relative"] * abs(total)
-        whole = [len(completion["text"].encode()), completion["tokens"]]
-        for length, tokens in completion["turns"] or [whole]:
-            if length > rules["bytes_per_token"] * tokens:
-                return "tokens"
-        if completion["logprobs"] and abs(total - completion["logprob"]) > slack:
-            return "tokens"
-    if any(UNWANTED.search(completion["text"]) for completion in group["completions"]):
-        return "charset"
-    return None
+    turns = given.get("turns", {})
+    tasks = {task: (version, turns.get(task, 1)) for task, version in given["tasks"].items()}
+    models = [tuple(map(bytes.fromhex, model)) for model in given.get("models", ())]
+    choice, rules = given.get("chooses", False), given.get("rules")
+    if reason := TEXT.fault(group, peer, swarm, tasks, choice, rules, models):
+        return reason
+    texts = (completion["text"] for completion in group["completions"])
+    return "charset" if any(map(TEXT.UNWANTED.search, texts)) else None
 
 
 READERS = {
