@@ -3,7 +3,8 @@ protocol/check.py`.
 
 It shares no code with swarmnode and needs only msgpack, cryptography and, for compressed vectors,
 zstandard. The exit code is 0 if every vector is judged as recorded, else 1. Each document has its
-own file (`check_frames.py` is 00-conventions). If the two disagree, the document is normative.
+own file (`check_frames.py` is 00-conventions), which runs the document's Python and checks what the
+document states in words. If the two disagree, the document is normative.
 """
 
 import json

@@ -1,9 +1,8 @@
 """05-bulk: transfers in hashed chunks."""
 
-import struct
+from check_frames import BYTES, COUNTS, EXACT, code, decode, require
 
-from check_frames import BYTES, COUNTS, EXACT, REGISTRY, decode, digest, require
-
+TEXT = code("05-bulk.md")
 STATUS = ("ok", "unknown", "busy")
 BULK_MANIFEST = {"transfer": bytes, "size": int, "chunk_bytes": int, "hashes": bytes}
 BULK_MANIFEST_REQUEST = {"transfer": bytes}
@@ -42,11 +41,7 @@ def read_bulk(frame, name, shape):
 
 
 def bulk_root(size, chunk_bytes, hashes):
-    return digest(
-        REGISTRY["domains"]["bulk"].encode()
-        + struct.pack(">QI", size, chunk_bytes)
-        + bytes.fromhex(hashes)
-    ).hex()
+    return TEXT.root(size, chunk_bytes, bytes.fromhex(hashes)).hex()
 
 
 READERS = {

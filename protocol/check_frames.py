@@ -1,5 +1,5 @@
 """00-conventions: decoding of messages of a known shape, signatures, and limits used by every
-document.
+document. `code` runs the Python of a document.
 
 A message is a dict of field → type in wire order. A type is str, bytes, int, float, a tuple of
 allowed strings, [element], a message, a `Maybe` or a `Row`.
@@ -10,13 +10,15 @@ import itertools
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgpack
 import zstandard
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-REGISTRY = tomllib.loads((Path(__file__).parent / "registry.toml").read_text())
+HERE = Path(__file__).parent
+REGISTRY = tomllib.loads((HERE / "registry.toml").read_text())
 BYTES, EXACT, COUNTS, FLOATS = (
     REGISTRY["bytes"],
     REGISTRY["exact_bytes"],
@@ -43,6 +45,14 @@ class Row:
 
 class Refused(Exception):
     """Rejection of a message; `args[0]` is the reason."""
+
+
+def code(document):
+    """Return the names that the Python of a document defines."""
+    names = {}
+    for block in re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL):
+        exec(block, names)
+    return SimpleNamespace(**names)
 
 
 def require(condition, reason="bounds"):

@@ -2,7 +2,6 @@
 
 import math
 
-import msgpack
 from check_frames import (
     BYTES,
     COUNTS,
@@ -10,9 +9,9 @@ from check_frames import (
     EXACT,
     FLOATS,
     REGISTRY,
+    code,
     counter,
     decode,
-    digest,
     name,
     require,
     rising,
@@ -20,6 +19,8 @@ from check_frames import (
     verify,
 )
 
+TEXT = code("01-identity-and-join.md")
+peer_id = TEXT.peer_id
 PEERS_REQUEST = {"swarm": bytes, "addresses": [str]}
 PEERS_RESPONSE = {"swarm": bytes, "peers": [{"peer": str, "addresses": [str]}]}
 RULES = {
@@ -82,7 +83,7 @@ def read_manifest(frame):
         len(envelope["key"]) == EXACT["key"] and len(envelope["signature"]) == EXACT["signature"]
     )
     require(envelope["codec"] == "raw", "compression")
-    swarm = digest(REGISTRY["domains"]["swarm_manifest"].encode() + envelope["payload"])
+    swarm = TEXT.manifest_id(envelope["payload"])
     verify(envelope, REGISTRY["domains"]["manifest"].encode(), swarm)
     manifest = decode(envelope["payload"], BYTES["manifest"], MANIFEST)
     check_manifest(manifest)
@@ -200,26 +201,6 @@ def read_summary_response(frame):
     return response
 
 
-def peer_id(key):
-    data, alphabet = (
-        bytes.fromhex("002408011220") + key,
-        "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz",
-    )
-    number, text = int.from_bytes(data, "big"), ""
-    while number:
-        number, text = number // 58, alphabet[number % 58] + text
-    return "1" * (len(data) - len(data.lstrip(b"\0"))) + text
-
-
-def swarm_id(name, tasks, protocols):
-    description = [
-        name,
-        sorted([task, version] for task, version in tasks.items()),
-        sorted(protocols),
-    ]
-    return digest(REGISTRY["domains"]["swarm"].encode() + msgpack.packb(description))
-
-
 READERS = {
     "peers_request": lambda frame, domain, swarm: read_peers(frame, "peers_request", PEERS_REQUEST),
     "peers_response": lambda frame, domain, swarm: read_peers(
@@ -236,5 +217,5 @@ READERS = {
 }
 DERIVATIONS = {
     "peer_id": lambda key: peer_id(bytes.fromhex(key)),
-    "swarm_id": lambda **given: swarm_id(**given).hex(),
+    "swarm_id": lambda **given: TEXT.swarm_id(**given).hex(),
 }

@@ -1,9 +1,8 @@
 """02-rollouts: groups, questions, listings, fetches, admission."""
 
-import hashlib
 import math
-import re
 import struct
+from types import SimpleNamespace
 
 from check_frames import (
     BYTES,
@@ -14,6 +13,7 @@ from check_frames import (
     REGISTRY,
     Refused,
     Row,
+    code,
     counter,
     decode,
     decompress,
@@ -24,6 +24,7 @@ from check_frames import (
 )
 from check_join import check_sampling, peer_id
 
+TEXT = code("02-rollouts.md")
 TASK = {"id": str, "version": str, "seed": int, "index": int, "difficulty": int}
 SAMPLING = {"temperature": float, "top_p": float, "max_tokens": int}
 COMPLETION = {
@@ -56,11 +57,6 @@ LISTING_RESPONSE = {
 }
 GROUPS_REQUEST = {"contents": [bytes]}
 GROUPS_RESPONSE = {"groups": [{"status": ("ok", "unknown", "busy"), "body": bytes}]}
-
-UNWANTED = re.compile(
-    "[\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u202a-\\u202e\\u2066-\\u2069\\ufdd0-\\ufdef\\ufffe\\uffff]"
-)
-"""Control characters, bidirectional overrides, non-characters."""
 
 
 def check_group(group):
@@ -175,17 +171,14 @@ def read_groups_response(frame):
 
 
 def listing(life, last, held, own, reader, request):
-    """Return the positions that are listed (02, section 4.1). held: [position, author, source] of
-    each group; last: the latest position."""
-    since = request["position"] if request["life"] == life and request["position"] <= last else 0
-    news = [row for row in sorted(held, reverse=True) if row[0] > since and reader not in row[1:]]
-    first = [row for row in news if row[1] == own][: COUNTS["listed"] // 2]
-    rest = [row for row in news if row not in first]
-    before = [
-        sum(other[1] == row[1] for other in [*first, *rest[:n]]) for n, row in enumerate(rest)
+    """Return the positions that are listed. held: [position, author, source] of each group; last:
+    the latest position."""
+    groups = [
+        SimpleNamespace(position=position, author=author, source=source)
+        for position, author, source in sorted(held, reverse=True)
     ]
-    in_turn = [row for _, row in sorted(zip(before, rest, strict=True), key=lambda pair: pair[0])]
-    return sorted(row[0] for row in [*first, *in_turn][: COUNTS["listed"]])
+    shelf = SimpleNamespace(life=life, position=last, owner=own, groups=groups)
+    return [group.position for group in TEXT.listing(shelf, SimpleNamespace(**request), reader)]
 
 
 def listed_falsely(listed, frame, domain, swarm):
@@ -201,34 +194,6 @@ def listed_falsely(listed, frame, domain, swarm):
     ]
     claimed = [content, peer_id(bytes.fromhex(author)), task, created_at, size]
     return None if claimed == true else "mismatch"
-
-
-def seed_block(domain, *data):
-    block = (
-        int.from_bytes(digest(b"".join([REGISTRY["domains"][domain].encode(), *data])), "big")
-        >> 256 - COUNTS["block_bits"]
-    )
-    return block << COUNTS["index_bits"]
-
-
-def task_seed(swarm, peer, sequence, task, difficulty):
-    number, index = divmod(sequence, 2 ** COUNTS["index_bits"])
-    choice = bytes([difficulty]) + task.encode()
-    return {
-        "seed": seed_block("seed", swarm, peer.encode(), struct.pack(">Q", number), choice),
-        "index": index,
-    }
-
-
-def evaluation_seed(task, block):
-    return 2**62 + seed_block("evaluation", task.encode(), b"\0", struct.pack(">Q", block))
-
-
-def choose_task(tasks, swarm, peer, sequence):
-    domain = REGISTRY["domains"]["task"].encode()
-    number = struct.pack(">Q", sequence)
-    drawn = hashlib.blake2b(domain + swarm + peer.encode() + number, digest_size=8).digest()
-    return sorted(set(tasks))[int.from_bytes(drawn, "big") % len(set(tasks))]
 
 
 def admit(frames, given, domain, swarm):
@@ -264,48 +229,15 @@ def admit_one(frame, given, domain, swarm, contents, sequences):
     return reason
 
 
-def within(group, rules, models):
-    """Return True if the manifest allows the group. models: [fingerprint, tokenizer] in hex; if
-    empty, any model."""
-    sampling = group["sampling"]
-    return (
-        rules["min_completions"] <= len(group["completions"]) <= rules["max_completions"]
-        and sampling["max_tokens"] <= rules["max_tokens"]
-        and (sampling["temperature"], sampling["top_p"]) == (rules["temperature"], rules["top_p"])
-        and (not models or [group["model"].hex(), group["tokenizer"].hex()] in models)
-    )
-
-
 def group_reason(group, peer, given, swarm):
-    task, tasks, rules = group["task"], given["tasks"], REGISTRY["rollouts"]
-    if task["difficulty"] and not given.get("chooses"):
-        return "seed"
-    address = task_seed(swarm, peer, group["sequence"], task["id"], task["difficulty"])
-    if address != {"seed": task["seed"], "index": task["index"]}:
-        return "seed"
-    if task["id"] not in tasks:
-        return "unknown_task"
-    if task["version"] != tasks[task["id"]]:
-        return "unknown_version"
-    most = given.get("turns", {}).get(task["id"], 1)
-    for completion in group["completions"]:
-        count = len(completion["turns"])
-        if not (count == 0 if most == 1 else 1 <= count <= most):
-            return "turns"
-    if "rules" in given and not within(group, given["rules"], given["models"]):
-        return "agreement"
-    for completion in group["completions"]:
-        total = sum(item for (item,) in struct.iter_unpack("<f", completion["logprobs"]))
-        slack = rules["logprob_sum_absolute"] + rules["logprob_sum_relative"] * abs(total)
-        whole = [len(completion["text"].encode()), completion["tokens"]]
-        for length, tokens in completion["turns"] or [whole]:
-            if length > rules["bytes_per_token"] * tokens:
-                return "tokens"
-        if completion["logprobs"] and abs(total - completion["logprob"]) > slack:
-            return "tokens"
-    if any(UNWANTED.search(completion["text"]) for completion in group["completions"]):
-        return "charset"
-    return None
+    turns = given.get("turns", {})
+    tasks = {task: (version, turns.get(task, 1)) for task, version in given["tasks"].items()}
+    models = [tuple(map(bytes.fromhex, model)) for model in given.get("models", ())]
+    choice, rules = given.get("chooses", False), given.get("rules")
+    if reason := TEXT.fault(group, peer, swarm, tasks, choice, rules, models):
+        return reason
+    texts = (completion["text"] for completion in group["completions"])
+    return "charset" if any(map(TEXT.UNWANTED.search, texts)) else None
 
 
 READERS = {
@@ -316,9 +248,11 @@ READERS = {
     "groups_response": lambda frame, domain, swarm: read_groups_response(frame),
 }
 DERIVATIONS = {
-    "task_seed": lambda swarm, **asked: task_seed(bytes.fromhex(swarm), **asked),
-    "choose_task": lambda swarm, **asked: choose_task(swarm=bytes.fromhex(swarm), **asked),
-    "evaluation_seed": evaluation_seed,
+    "task_seed": lambda swarm, **asked: dict(
+        zip(("seed", "index"), TEXT.task_seed(bytes.fromhex(swarm), **asked), strict=True)
+    ),
+    "choose_task": lambda swarm, **asked: TEXT.choose_task(swarm=bytes.fromhex(swarm), **asked),
+    "evaluation_seed": lambda task, block: TEXT.evaluation_seed(task, block),
     "listing": listing,
     "listed": lambda listed, frame, swarm: listed_falsely(
         listed, bytes.fromhex(frame), REGISTRY["domains"]["rollout"].encode(), bytes.fromhex(swarm)

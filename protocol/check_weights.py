@@ -1,14 +1,22 @@
 """03-weights: messages of a swap, states and their manifests, payloads, blocks and fragments."""
 
-import hashlib
 import itertools
-import math
-import re
-import struct
 
-import msgpack
-from check_frames import BYTES, COUNTS, ENVELOPE, EXACT, REGISTRY, counter, decode, require, verify
+from check_frames import (
+    BYTES,
+    COUNTS,
+    ENVELOPE,
+    EXACT,
+    REGISTRY,
+    code,
+    counter,
+    decode,
+    require,
+    verify,
+)
 from check_join import peer_id
+
+TEXT = code("03-weights.md")
 
 WEIGHTS = (
     {"type": ("here",), "fingerprint": bytes, "outer_step": int, "blocks": bytes},
@@ -79,62 +87,28 @@ def read_state_manifest(frame, swarm):
     return {"peer": peer_id(envelope["key"]), "manifest": manifest}
 
 
-def edge_rank(epoch, one, other, swarm):
-    low, high = sorted((one.encode(), other.encode()))
-    content = (
-        b"swarmnode/pairing/1"
-        + struct.pack(">QH", epoch, len(low))
-        + low
-        + high
-        + bytes.fromhex(swarm)
-    )
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def weights_fingerprint(swarm, base, tokenizer, layout, fragments, adapter):
-    hashes = [bytes.fromhex(value) for value in (swarm, base, tokenizer)]
-    dtypes = sorted({dtype for _, _, dtype in layout})
-    packed = (
-        [*what, fragments, adapter]
-        for what in (
-            ("swarmnode/weights", 1, *hashes, dtypes),
-            ("swarmnode/weights-state", 1, *hashes, sorted(layout)),
-        )
-    )
-    return [hashlib.sha256(msgpack.packb(content)).hexdigest() for content in packed]
+def weights_fingerprint(layout, fragments, adapter, **hashes):
+    hashes = {name: bytes.fromhex(value) for name, value in hashes.items()}
+    given = {**hashes, "layout": sorted(layout), "p": fragments, "adapter": adapter}
+    return [TEXT.fingerprint(**given).hex(), TEXT.state_fingerprint(**given).hex()]
 
 
 def weights_fragments(layout, fragments):
-    """Return tensor names by fragment, and all blocks as bytes (03, section 1)."""
-    block = {}
-    for name, _, _ in layout:
-        layer = re.search(r"(?:^|\.)([0-9]+)(?:\.|$)", name)
-        block[name] = (
-            min(2 + int(layer[1]), COUNTS["blocks"] - 1) if layer else 0 if "embed" in name else 1
-        )
-    fragment = {
-        name: {0: 0, 1: fragments - 1}.get(number, (number - 2) % fragments)
-        for name, number in block.items()
-    }
-    bits = bytearray(max(block.values()) // 8 + 1)
-    for number in block.values():
-        bits[number // 8] |= 1 << number % 8
-    return [
-        [sorted(name for name in block if fragment[name] == part) for part in range(fragments)],
-        bits.hex(),
+    """Return tensor names by fragment, and all blocks as bytes."""
+    blocks = {name: TEXT.block_of(name) for name, _, _ in sorted(layout)}
+    parts = [
+        [name for name, block in blocks.items() if TEXT.fragment_of(block, fragments) == part]
+        for part in range(fragments)
     ]
+    return [parts, TEXT.pack_blocks({*blocks.values()}).hex()]
 
 
 def weights_int4(elements, body):
-    """Return the decoded differences, or the reason to refuse them (03, section 5)."""
-    body, blocks = bytes.fromhex(body), -(-elements // 64)
-    scales = [struct.unpack("<f", b"\0\0" + body[2 * i : 2 * i + 2])[0] for i in range(blocks)]
-    if not all(math.isfinite(scale) for scale in scales):
-        return "not_finite"
-    values = [half for byte in body[2 * blocks :] for half in (byte & 15, byte >> 4)]
-    if min(scales) < 0 or min(values) < 1 or any(value != 8 for value in values[elements:]):
-        return "bounds"
-    return [scales[i // 64] * (value - 8) for i, value in enumerate(values[:elements])]
+    """Return the decoded differences, or the reason to refuse them."""
+    try:
+        return TEXT.decode_int4(bytes.fromhex(body), elements)
+    except ValueError as refused:
+        return refused.args[0]
 
 
 READERS = {
@@ -145,7 +119,7 @@ READERS = {
     "state_manifest": lambda frame, domain, swarm: read_state_manifest(frame, swarm),
 }
 DERIVATIONS = {
-    "edge_rank": edge_rank,
+    "edge_rank": lambda swarm, **given: TEXT.rank(swarm=bytes.fromhex(swarm), **given).hex(),
     "weights_fingerprint": weights_fingerprint,
     "weights_fragments": weights_fragments,
     "weights_int4": weights_int4,

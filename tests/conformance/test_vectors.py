@@ -5,13 +5,11 @@ import dataclasses
 import importlib
 import json
 import random
-import re
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import msgspec
 import pytest
@@ -417,55 +415,14 @@ def test_derivations_match_the_vectors(vector):
     assert got == vector["output"]
 
 
-def code_in_the_document():
-    """Return the names defined by the code of 02-rollouts.md."""
-    document = (PROTOCOL / "02-rollouts.md").read_text()
-    said: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", document, re.DOTALL):
-        exec(block, said)
-    return said
-
-
 @pytest.mark.parametrize("finish", ["eos", "length"])
 @pytest.mark.parametrize("done", [True, False])
 @pytest.mark.parametrize("taken", [0, 1, 2, 3])
-def test_episode_endings_match_the_document(taken, done, finish):
+def test_episode_endings_match_the_document(taken, done, finish, check):
     actions = ["left", "up", "right"]
-    documented = code_in_the_document()["ends_alike"]
+    documented = check.check_rollouts.TEXT.ends_alike(lambda given: (taken, done), actions, finish)
     ours = _ends_alike(episode(actions, finish=finish), Episode(["seen"] * taken, done))
-    assert documented(lambda given: (taken, done), actions, finish) == ours
-
-
-def test_document_code_matches_the_vectors():
-    said = code_in_the_document()
-    derived = Counter()
-    for vector in DERIVATIONS:
-        given = vector["input"]
-        match vector["derive"]:
-            case "task_seed":
-                got = dict(
-                    zip(("seed", "index"), said["task_seed"](**in_bytes(given)), strict=True)
-                )
-            case "choose_task":
-                got = said["choose_task"](**in_bytes(given))
-            case "evaluation_seed":
-                got = said["evaluation_seed"](given["task"], given["block"])
-            case "listing":
-                groups = [
-                    SimpleNamespace(position=position, author=author, source=source)
-                    for position, author, source in reversed(given["held"])
-                ]
-                shelf = SimpleNamespace(
-                    life=given["life"], position=given["last"], owner=given["own"], groups=groups
-                )
-                request = SimpleNamespace(**given["request"])
-                chosen = said["listing"](shelf, request, given["reader"])
-                got = [group.position for group in chosen]
-            case _:
-                continue
-        assert got == vector["output"], vector["name"]
-        derived[vector["derive"]] += 1
-    assert len(derived) == 4
+    assert documented == ours
 
 
 def test_vectors_are_up_to_date():
@@ -506,7 +463,7 @@ def test_independent_decoder_agrees_and_exits_0():
 
 
 def test_independent_decoder_exits_1_on_a_wrong_vector(tmp_path):
-    for path in (*PROTOCOL.glob("check*.py"), PROTOCOL / "registry.toml"):
+    for path in (*PROTOCOL.glob("*.py"), *PROTOCOL.glob("*.md"), PROTOCOL / "registry.toml"):
         (tmp_path / path.name).write_text(path.read_text())
     (tmp_path / "vectors").mkdir()
     wrong = {

@@ -13,7 +13,7 @@ The requesting peer (a sink refuses a manifest above its limit before it allocat
 
 service.py is the entry point. fetching.py is the requesting side, serving.py the serving side,
 content.py holds sources and sinks. protocol/05-bulk.md specifies the messages, docs/networking.md
-explains the choices.
+lists the limits.
 """
 
 from swarmnode.p2p.api import Declined

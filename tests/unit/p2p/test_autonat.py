@@ -199,7 +199,7 @@ def test_dial_backs_per_address_are_rare():
 
 async def test_stock_autonat_reports_every_peer_reachable(tmp_path):
     """Reproduces the reason for our own implementation. If it fails, upstream dials; update
-    docs/networking.md."""
+    docs/py-libp2p.md."""
     async with hosts(tmp_path, 2, relay="off") as (a, b):
         AutoNATService(b.host.library)  # replaces our handler
 

@@ -348,7 +348,7 @@ def test_a_grant_is_neither_forever_nor_over_at_once():
 
 
 # -- why the library's relay is not used; when these fail, upstream has changed and
-# docs/networking.md should too
+# docs/py-libp2p.md should too
 
 
 async def test_stock_relay_grants_all_slots_to_one_peer(tmp_path):
