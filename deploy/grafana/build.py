@@ -721,11 +721,11 @@ def dashboard(uid: str) -> dict[str, Any]:
 def metrics_table() -> str:
     """Return a Markdown table of all metrics, with the first sentence of each help text."""
     rows = [
-        f"| `{m.name}` | {', '.join(f'`{label}`' for label in m.labels)} |"
+        f"| `{m.name}{'{' + ', '.join(m.labels) + '}' if m.labels else ''}` |"
         f" {re.split(r'(?<=[.]) ', m.help)[0]} |"
         for m in METRICS
     ]
-    return "\n".join(["| metric | labels | meaning |", "|---|---|---|", *rows])
+    return "\n".join(["| metric{labels} | meaning |", "|---|---|", *rows])
 
 
 def alerts_table() -> str:
@@ -735,11 +735,8 @@ def alerts_table() -> str:
     for rule in rules:
         meaning, _, remedy = rule["annotations"]["description"].partition(" Remedy: ")
         remedy = remedy[0].upper() + remedy[1:]
-        rows.append(
-            f"| `{rule['alert']}` | {rule['labels']['severity']} | {rule.get('for', '0m')} |"
-            f" {meaning} | {remedy} |"
-        )
-    head = ["| alert | severity | after | meaning | remedy |", "|---|---|---|---|---|"]
+        rows.append(f"| `{rule['alert']}` | {rule['labels']['severity']} | {meaning} | {remedy} |")
+    head = ["| alert | severity | meaning | remedy |", "|---|---|---|---|"]
     return "\n".join([*head, *rows])
 
 

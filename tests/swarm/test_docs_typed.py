@@ -46,7 +46,6 @@ NOT_HERE = {
     r"make test": "runs this",
     r"pip install (--no-deps )?-r requirements/": "`make fresh` installs them",
     r"uv tool install ": "needs a package index; `tests/deploy/test_setup.py` runs it",
-    r"pipx install ": "needs a package index and a compiler",
     r"swarmnode (config set policy\.model=|plan )Qwen/": "needs the Hugging Face Hub",
     r"swarmnode config set --recipe 24gb-7b-lora": "needs a card of 24 GB and the Hub",
     r"swarmnode rollback \d+": "needs a state that is kept after a quarter of an hour",
@@ -100,7 +99,7 @@ def shell_lines(text):
         for line in lines
         if (
             match := re.match(
-                r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pipx?|uv|make|scp) .*)", line
+                r"(?: {4}|\$ )((?:[A-Z_]+=\S+ )?(?:swarmnode|pip|uv|make|scp) .*)", line
             )
         )
     ]
