@@ -18,7 +18,7 @@ PAUSE_TEXTS = {
 
 def pause(*, node: NodeOptions = NODE, json: AsJson = False) -> int:
     """Pause training after the current step, until `swarmnode resume`. The node stays connected and
-    serves its peers.
+    sends its weights to peers, but serves no groups.
 
     The pause outlasts restarts of the node. The model stays loaded; `swarmnode finish` frees the
     memory."""
