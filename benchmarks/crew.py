@@ -1,34 +1,32 @@
-"""How soon does a crew continue after the loss of a stage, and what does being split cost?
-`python -m benchmarks.crew [--quick] [--rounds N] [--kinds …]`
+"""Measure the recovery of a crew from the loss of a stage, and the cost of being split.
 
 Four whole nodes on this machine (supervisor, network process and trainer each) hold the embedded
-policy, made eight layers deep, as four stages. Each of these is killed with -9, again and again:
+policy, made eight layers deep, as four stages. Each of these is killed with SIGKILL, repeatedly:
 
     trainer      the trainer of each stage in turn
-    node         everything of a node, which is started again at once, as systemd would
-    disk         a trainer whose own checkpoint is deleted, so that a neighbour's restores it
-    neighbours   the trainers of two neighbours at once
+    node         all processes of a node, which is restarted at once, as systemd would
+    disk         a trainer whose own checkpoint is deleted, so that a neighbour's is restored
+    neighbours   the trainers of two neighbours at the same time
 
 Measured from outside, ten times a second: seconds from the kill to the next step of all stages,
 lost steps, and the source of the restored stage. The log of the killed node divides these seconds
-(`MARKS`). The same nodes before the first kill, and one node that holds the policy whole, show what
-the split costs.
+(`MARKS`). The same nodes before the first kill, and one node that holds the whole policy, show the
+cost of the split.
 
 Goals: p95 at most 10 s; at most one step lost.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import report
 from benchmarks.lib.crews import (
     FIRST_STEP,
     FORM_SECONDS,
@@ -39,6 +37,7 @@ from benchmarks.lib.crews import (
     Recovery,
     Speed,
 )
+from benchmarks.lib.report import columns, heading, make_parser, percentile, table, write_json
 from swarmnode.demo.crew import crew_settings, write_model
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.demo.run import DemoOptions
@@ -76,7 +75,7 @@ def kills(rounds: int) -> list[tuple[str, tuple[int, ...]]]:
 def measure(
     directory: Path, wanted: Sequence[tuple[str, tuple[int, ...]]], out: Path | None
 ) -> tuple[list[Speed], list[Recovery]]:
-    """Return all results, and write the present ones to `out` after every kill."""
+    """Return all results. After every kill, write the results so far to `out`."""
     speeds, recoveries = [], []
     with crew(directory, 1, "off") as whole:
         whole.wait(lambda: whole.nodes[0].view.step > 0, FORM_SECONDS)
@@ -93,82 +92,66 @@ def measure(
             split.wait(split.running, RETURN_SECONDS)
             recoveries.append(split.lose(kind, stages))
             print(recoveries[-1], flush=True)
-            if out is not None:
-                write(out, speeds, recoveries)
+            results = {
+                "speeds": [asdict(s) for s in speeds],
+                "recoveries": [asdict(r) for r in recoveries],
+            }
+            write_json(out, results)
     return speeds, recoveries
 
 
-def write(out: Path, speeds: Sequence[Speed], recoveries: Sequence[Recovery]) -> None:
-    results = {
-        "speeds": [asdict(s) for s in speeds],
-        "recoveries": [asdict(r) for r in recoveries],
-    }
-    report.write_json(out, results)
-
-
-def part_rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
-    """Return median and p95 of each part, of trainers that were killed alone."""
+def part_table(recoveries: Sequence[Recovery]) -> str:
+    """Return the seconds of each part of a recovery, of trainers that were killed alone."""
     mine = [r for r in recoveries if r.kind in ("trainer", "disk") and r.seconds is not None]
-    out = []
-    for name in (*MARKS, FIRST_STEP):
-        seconds = [r.parts[name] for r in mine if name in r.parts]
-        if seconds:
-            p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
-            out.append([name, str(len(seconds)), f"{p50:.2f}", f"{p95:.2f}"])
-    return out
+    parts = {
+        name: [r.parts[name] for r in mine if name in r.parts] for name in (*MARKS, FIRST_STEP)
+    }
+    return columns(
+        [(name, seconds) for name, seconds in parts.items() if seconds],
+        {
+            "part, s": lambda part: part[0],
+            "kills": lambda part: len(part[1]),
+            "p50": lambda part: f"{statistics.median(part[1]):.2f}",
+            "p95": lambda part: f"{percentile(part[1], 0.95):.2f}",
+        },
+    )
 
 
-def kill_rows(recoveries: Sequence[Recovery]) -> list[list[str]]:
-    out = []
-    for kind in KINDS:
-        mine = [r for r in recoveries if r.kind == kind]
-        if not mine:
-            continue
-        seconds = [r.seconds if r.seconds is not None else float("inf") for r in mine]
-        sources = sorted({source for r in mine for source in r.sources})
-        counted = ", ".join(
-            f"{source or 'none'} {sum(r.sources.count(source) for r in mine)}" for source in sources
-        )
-        p50, p95 = statistics.median(seconds), report.percentile(seconds, 0.95)
-        out.append(
-            [
-                kind,
-                str(len(mine)),
-                f"{p50:.1f}",
-                f"{p95:.1f}",
-                f"{max(seconds):.1f}",
-                str(max(r.lost for r in mine)),
-                counted,
-            ]
-        )
-    return out
+def kill_table(recoveries: Sequence[Recovery]) -> str:
+    by_kind = {kind: [r for r in recoveries if r.kind == kind] for kind in KINDS}
+    seconds = lambda kind: [
+        r.seconds if r.seconds is not None else float("inf") for r in by_kind[kind]
+    ]
+    sources = lambda kind: Counter(source or "none" for r in by_kind[kind] for source in r.sources)
+    return columns(
+        [kind for kind in KINDS if by_kind[kind]],
+        {
+            "killed": str,
+            "times": lambda kind: len(by_kind[kind]),
+            "s, p50": lambda kind: f"{statistics.median(seconds(kind)):.1f}",
+            "s, p95": lambda kind: f"{percentile(seconds(kind), 0.95):.1f}",
+            "s, most": lambda kind: f"{max(seconds(kind)):.1f}",
+            "steps lost, most": lambda kind: max(r.lost for r in by_kind[kind]),
+            "sources": lambda kind: ", ".join(f"{s} {n}" for s, n in sorted(sources(kind).items())),
+        },
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.crew",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="two kills")
+    parser = make_parser("crew", __doc__, quick="two kills")
     parser.add_argument("--rounds", type=int, default=2, help="rounds of fifteen kills")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="only these kills")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    options = parser.parse_args()
-    wanted = [kill for kill in kills(options.rounds) if kill[0] in options.kinds]
-    if options.quick:
+    args = parser.parse_args()
+    wanted = [kill for kill in kills(args.rounds) if kill[0] in args.kinds]
+    if args.quick:
         wanted = [("trainer", (2,)), ("disk", (1,))]
     with tempfile.TemporaryDirectory(prefix="swarmnode-crew-") as directory:
-        speeds, recoveries = measure(Path(directory), wanted, options.json)
-    print(report.heading("crew: a lost stage, and what being split costs"))
-    headers = ["killed", "times", "s, p50", "s, p95", "s, most", "steps lost, most", "sources"]
-    print(report.table(headers, kill_rows(recoveries)))
-    print()
-    print(report.table(["part, s", "kills", "p50", "p95"], part_rows(recoveries)))
-    print()
+        speeds, recoveries = measure(Path(directory), wanted, args.json)
+    print(heading("crew: recovery of a lost stage, and cost of the split"))
+    print(f"{kill_table(recoveries)}\n\n{part_table(recoveries)}\n")
     base = speeds[0].step_seconds
     rows = [[s.arm, f"{s.step_seconds:.2f}", f"{base / s.step_seconds:.2f}"] for s in speeds]
-    print(report.table(["arm", "s per step", "of whole"], rows))
+    print(table(["arm", "s per step", "of whole"], rows))
 
 
 if __name__ == "__main__":

@@ -1,30 +1,28 @@
-"""How fast is a local step (sample, score, update) against TRL's GRPOTrainer? `python -m
-benchmarks.trainer [--quick] [--json PATH]`
+"""Compare a local step (sample, score, update) with a step of TRL's GRPOTrainer.
 
-Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer
-settings; one thread each on a CPU. The two take turns **step by step in one process**, so that
-other load on the machine affects both. TRL is timed between `on_step_begin` and `on_step_end`,
-without data loading and logging; both score through the same sandboxed scorer; TRL gets its prompts
-ready made. Gradient checkpointing, TRL's default, is off.
+Both have the same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and
+optimizer settings, and one thread on a CPU. They take turns step by step in one process, so that
+other load affects both. TRL is timed between `on_step_begin` and `on_step_end`, without data
+loading and logging. Both score through the same sandboxed scorer, and TRL gets its prompts ready
+made. Gradient checkpointing, TRL's default, is off.
 
-    real rewards         as in a node. Most groups earn nothing at first and are skipped
+    real rewards         as in a node: most groups earn nothing at first and are skipped
     every group useful   rewards 1, 0, 1, 0, …: both train on all 64 completions
     a larger model       random weights, 32 new tokens: less Python, more arithmetic
-    long prompts         the same with prompts of 17 to 185 tokens (mean 83): our step runs a prompt
-                         once per group, TRL once per completion
+    long prompts         the same with prompts of 17 to 185 tokens (mean 83). The product runs a
+                         prompt once per group, TRL once per completion
     --lengths            completions that end by chance (geometric, mean 100, at most 512), 3.5 M
-                         parameters: our two engines against TRL with `generate` and with
-                         transformers' continuous batching. The result is tokens per CPU second,
-                         seed by seed, since lengths of few completions differ by chance
+                         parameters: both engines of the product against TRL with `generate` and
+                         with transformers' continuous batching. The figure is tokens per CPU
+                         second of each seed, since lengths of few completions differ by chance
     --shape NAME         on a GPU: random weights of a published shape (benchmarks/lib/shapes.py)
 
-Before the first step, loss and gradient of both are compared on one batch;
-tests/unit/rl/test_trl.py holds them equal for every mode.
+Before the first step, loss and gradient of both are compared on one batch.
+tests/unit/rl/test_trl.py does the same for every mode.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import os
@@ -45,22 +43,15 @@ import transformers
 import trl
 from transformers import PrinterCallback, TrainerCallback
 
+from benchmarks.lib.report import columns, heading, make_parser, median_range, write_json
 from benchmarks.lib.shapes import SHAPES, build, random_llama
-from benchmarks.report import heading, middle, table, write_json
+from benchmarks.lib.trl_setup import grpo_config
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
 from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
 from swarmnode.policy.logprobs import collate, completion_logprobs
 from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import (
-    DELTA,
-    EPSILON,
-    EPSILON_HIGH,
-    MAX_GRAD_NORM,
-    WEIGHT_DECAY,
-    Objective,
-    policy_loss,
-)
+from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -74,10 +65,10 @@ from tools.build_tiny import build_tokenizer
 
 G, B = 8, 8
 PAGE = 32
-"""Tokens of a page in transformers' continuous batching. It gets room for all completions at their
-longest; by default it would allocate half of the free memory at every step."""
+"""Tokens of a page in transformers' continuous batching. The pages hold all completions at their
+longest. By default it would allocate half of the free memory at every step."""
 WARM = 2
-"""Steps of each that are not counted."""
+"""Uncounted steps of each."""
 
 
 @dataclass(frozen=True)
@@ -91,24 +82,34 @@ class Case:
     long_prompts: bool = False
     """One token per character, without the embedded tokenizer's phrases."""
     shape: str = ""
-    """A name in SHAPES, instead of the embedded policy."""
+    """Name in SHAPES, instead of the embedded policy."""
     device: str = "cpu"
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
-    """Bound of our micro-batches; TRL runs its batch in one piece."""
+    """Most tokens of the product's micro-batches. TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
-    """Our engines (`training.options`); empty lets the product choose. Each has its own policy and
-    takes its step after TRL's."""
+    """Engines of the product (`training.options`); empty lets the product choose. Each has its own
+    policy and takes its step after TRL's."""
     paged: bool = False
     """TRL samples with transformers' continuous batching."""
     even: bool = False
-    """All tokens are about equally likely, so that lengths are geometric."""
+    """Make all tokens about equally likely, so that lengths are geometric."""
     learning_rate: float = TrainingConfig().learning_rate
     groups: int = B
     ahead: int = 0
-    """Our steps before the first compared one, which fill the continuous engine."""
+    """Steps of the product before the first compared one, which fill the continuous engine."""
     warm: int = WARM
     seed: int = 0
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            num_generations=G,
+            groups_per_step=self.groups,
+            max_completion_length=self.new_tokens,
+            per_device_train_tokens=self.tokens,
+            learning_rate=self.learning_rate,
+        )
 
 
 @dataclass
@@ -138,12 +139,12 @@ class Result:
     ours_reward: list[float] = field(default_factory=list)
     trl_reward: list[float] = field(default_factory=list)
     loss_difference: float = 0.0
-    """|our loss − TRL's| on one batch before the first step."""
+    """|own loss − TRL's| on one batch before the first step."""
     gradient_difference: float = 0.0
-    """‖our gradient − TRL's‖ ÷ ‖TRL's‖ on that batch."""
+    """‖own gradient − TRL's‖ ÷ ‖TRL's‖ on that batch."""
 
     def ratio(self, cpu: bool = False) -> float:
-        """Return our samples per second ÷ TRL's, which is the ratio of total times."""
+        """Return the product's samples per second ÷ TRL's, which is the ratio of total times."""
         ours, theirs = (
             (self.ours_cpu_seconds, self.trl_cpu_seconds)
             if cpu
@@ -152,7 +153,7 @@ class Result:
         return sum(theirs) / sum(ours)
 
     def token_rates(self) -> tuple[float, float]:
-        """Return tokens per CPU second of a step, ours and TRL's."""
+        """Return tokens per CPU second of a step: the product's and TRL's."""
         rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
         return rate(self.ours_tokens, self.ours_cpu_seconds), rate(
             self.trl_tokens, self.trl_cpu_seconds
@@ -165,15 +166,9 @@ def swarm_of(case: Case) -> bytes:
 
 
 def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
-    """Return our local step, made of the parts of `swarmnode.trainer.loop`."""
-    training = TrainingConfig(
-        num_generations=G,
-        groups_per_step=case.groups,
-        max_completion_length=case.new_tokens,
-        per_device_train_tokens=case.tokens,
-        learning_rate=case.learning_rate,
-        options=[result.engine] if result.engine else [],
-    )
+    """Return the product's local step, made of the parts of `swarmnode.trainer.loop`."""
+    options = [result.engine] if result.engine else []
+    training = case.training.model_copy(update={"options": options})
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=swarm_of(case).hex())
     engine = make_whole_policy(config, policy, counters, send=lambda message: None)
@@ -217,7 +212,7 @@ def alternating(count: int) -> list[float]:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and takes a step of each of ours after it."""
+    """Times TRL's steps, and takes a step of each engine of the product after it."""
 
     def __init__(self, ours: Sequence[Callable[[], None]], result: Result) -> None:
         self._ours = ours
@@ -241,8 +236,8 @@ class Turns(TrainerCallback):
 def trl_trainer(
     case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns
 ) -> trl.GRPOTrainer:
-    """Return a GRPOTrainer with our settings, a copy of the model and other questions of the same
-    tasks."""
+    """Return a GRPOTrainer with the product's settings, a copy of the model and other questions of
+    the same tasks."""
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
@@ -272,37 +267,13 @@ def trl_trainer(
         result.trl_tokens.append(statistics.fmean(map(len, completion_ids)))
         return rewards if case.real_rewards else alternating(len(rewards))
 
-    ours = TrainingConfig()
-    settings = trl.GRPOConfig(
-        output_dir=folder,
+    settings = grpo_config(
+        folder,
+        case.training,
+        steps=case.steps + case.warm,
+        seed=case.seed,
         use_cpu=case.device == "cpu",
         bf16=case.dtype == "bfloat16",
-        gradient_checkpointing=False,
-        disable_dropout=True,
-        seed=case.seed,
-        per_device_train_batch_size=case.groups * G,
-        gradient_accumulation_steps=1,
-        num_generations=G,
-        max_steps=case.steps + case.warm,
-        max_completion_length=case.new_tokens,
-        temperature=ours.temperature,
-        top_p=ours.top_p,
-        learning_rate=case.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-        loss_type=ours.loss_type,
-        scale_rewards="group",
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        delta=DELTA,
-        beta=ours.beta,
-        num_iterations=1,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
         use_transformers_continuous_batching=case.paged,
         transformers_continuous_batching_config=pages(case) if case.paged else None,
     )
@@ -321,7 +292,7 @@ def pages(case: Case) -> dict[str, int]:
 
 
 def run(case: Case, scorer: Scorer) -> list[Result]:
-    """Take `case.steps` steps of each in turns. Return a result for each of our engines."""
+    """Take `case.steps` steps of each in turns. Return a result for each engine of the product."""
     with tempfile.TemporaryDirectory() as folder:
         policy = load_policy(
             PolicyConfig(model=model_of(case, folder), devices=case.device, dtype=case.dtype)
@@ -426,117 +397,107 @@ def model_of(case: Case, folder: str) -> str:
 
 
 def show(results: list[Result]) -> str:
-    ms = lambda seconds: middle([1000 * s for s in seconds], 0)
+    ms = lambda seconds: median_range([1000 * s for s in seconds], 0)
     per_second = lambda groups, seconds: f"{groups * G * len(seconds) / sum(seconds):.1f}"
     last = lambda r, rewards: f"{statistics.fmean(rewards[-10:]):.2f}" if r.real_rewards else "–"
-    headers = [
-        "case",
-        "parameters",
-        "ours, samples/s",
-        "TRL, samples/s",
-        "ratio",
-        "ratio of CPU time",
-        "ours, ms a step",
-        "of it sampling, scoring",
-        "TRL, ms a step",
-        "groups trained on",
-        "reward of last 10, ours",
-        "TRL",
-        "same batch: loss differs by",
-        "gradient by",
-    ]
-    rows = [
-        [
-            r.case,
-            f"{r.parameters:,}",
-            per_second(r.groups, r.ours_seconds),
-            per_second(r.groups, r.trl_seconds),
-            f"{r.ratio():.2f}",
-            f"{r.ratio(cpu=True):.2f}",
-            ms(r.ours_seconds),
-            ms(r.ours_generate_seconds),
-            ms(r.trl_seconds),
-            f"{statistics.fmean(r.ours_useful_groups):.0%}",
-            last(r, r.ours_reward),
-            last(r, r.trl_reward),
-            f"{r.loss_difference:.0e}",
-            f"{r.gradient_difference:.0e}",
-        ]
-        for r in results
-    ]
-    return table(headers, rows)
+    return columns(
+        results,
+        {
+            "case": lambda r: r.case,
+            "parameters": lambda r: f"{r.parameters:,}",
+            "swarmnode, samples/s": lambda r: per_second(r.groups, r.ours_seconds),
+            "TRL, samples/s": lambda r: per_second(r.groups, r.trl_seconds),
+            "ratio": lambda r: f"{r.ratio():.2f}",
+            "ratio of CPU time": lambda r: f"{r.ratio(cpu=True):.2f}",
+            "swarmnode, ms a step": lambda r: ms(r.ours_seconds),
+            "of it sampling, scoring": lambda r: ms(r.ours_generate_seconds),
+            "TRL, ms a step": lambda r: ms(r.trl_seconds),
+            "groups trained on": lambda r: f"{statistics.fmean(r.ours_useful_groups):.0%}",
+            "reward of last 10, swarmnode": lambda r: last(r, r.ours_reward),
+            "TRL": lambda r: last(r, r.trl_reward),
+            "same batch: loss differs by": lambda r: f"{r.loss_difference:.0e}",
+            "gradient by": lambda r: f"{r.gradient_difference:.0e}",
+        },
+    )
 
 
 def show_lengths(results: list[Result]) -> str:
-    """Return a row for each seed, and the median."""
-    headers = [
-        "ours against TRL",
-        "seed",
-        "mean length, ours",
-        "TRL",
-        "lag, updates",
-        "CPU s a step, ours",
-        "of it sampling",
-        "TRL",
-        "of it sampling",
-        "tokens per CPU s, ours",
-        "TRL",
-        "ratio",
+    """Return a row for each seed, and the median ratio of each pair of engines."""
+    mean = lambda values, digits: f"{statistics.fmean(values):.{digits}f}"
+    name = lambda r: f"{r.engine or 'as chosen'}; TRL with {r.case}"
+    ratio = lambda r: r.token_rates()[0] / r.token_rates()[1]
+    shown = columns(
+        results,
+        {
+            "engines": name,
+            "seed": lambda r: r.seed,
+            "mean length, swarmnode": lambda r: mean(r.ours_tokens, 0),
+            "TRL": lambda r: mean(r.trl_tokens, 0),
+            "lag, updates": lambda r: mean(r.ours_lag, 1),
+            "CPU s a step, swarmnode": lambda r: mean(r.ours_cpu_seconds, 1),
+            "of it sampling": lambda r: mean(r.ours_generate_cpu_seconds, 1),
+            "CPU s a step, TRL": lambda r: mean(r.trl_cpu_seconds, 1),
+            "of that sampling": lambda r: mean(r.trl_generate_cpu_seconds, 1),
+            "tokens per CPU s, swarmnode": lambda r: f"{r.token_rates()[0]:.0f}",
+            "tokens per CPU s, TRL": lambda r: f"{r.token_rates()[1]:.0f}",
+            "ratio": lambda r: f"{ratio(r):.2f}",
+        },
+    )
+    medians = [
+        f"* {kind}: {median_range([ratio(r) for r in results if name(r) == kind])} times as fast"
+        for kind in dict.fromkeys(map(name, results))
     ]
-    rows: list[list[object]] = []
-    for kind in dict.fromkeys((r.engine, r.case) for r in results):
-        name = f"{kind[0] or 'as chosen'}; {kind[1]}"
-        some = [r for r in results if (r.engine, r.case) == kind]
-        rates = [r.token_rates() for r in some]
-        ratios = [ours / theirs for ours, theirs in rates]
-        for r, (ours, theirs), ratio in zip(some, rates, ratios, strict=True):
-            lengths = [f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)]
-            each_second = (
-                r.ours_cpu_seconds,
-                r.ours_generate_cpu_seconds,
-                r.trl_cpu_seconds,
-                r.trl_generate_cpu_seconds,
-            )
-            seconds = [f"{statistics.fmean(each):.1f}" for each in each_second]
-            lag = f"{statistics.fmean(r.ours_lag):.1f}"
-            rows.append(
-                [
-                    name,
-                    r.seed,
-                    *lengths,
-                    lag,
-                    *seconds,
-                    f"{ours:.0f}",
-                    f"{theirs:.0f}",
-                    f"{ratio:.2f}",
-                ]
-            )
-        if len(some) > 1:
-            mine, trls = zip(*rates, strict=True)
-            rows.append(
-                [
-                    name,
-                    "median",
-                    *["–"] * 7,
-                    f"{statistics.median(mine):.0f}",
-                    f"{statistics.median(trls):.0f}",
-                    middle(ratios),
-                ]
-            )
-    return table(headers, rows)
+    return "\n".join([shown, "", *medians])
+
+
+def cases_of(args: Any) -> list[Case]:
+    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
+    if args.shape:
+        place |= {"shape": args.shape, "tokens": 65_536}
+        steps = 2 if args.quick else 10
+        short = Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place)
+        long = replace(short, name="the same, long prompts", long_prompts=True)
+        longer = replace(long, name="the same, 256 new tokens", steps=steps // 2, new_tokens=256)
+        return [short] if args.quick else [short, long, longer]
+    if args.lengths:
+        uneven = Case(
+            "generate",
+            args.lengths,
+            512,
+            False,
+            hidden=256,
+            long_prompts=True,
+            even=True,
+            learning_rate=1e-6,
+            tokens=65_536,
+            warm=0,
+            ahead=3,
+            groups=args.groups,
+            engines=("lockstep", "continuous"),
+            **place,
+        )
+        paged = replace(uneven, name="continuous batching", paged=True)
+        return [replace(case, seed=seed) for seed in args.seeds for case in (uneven, paged)]
+    steps = 15 if args.quick else 80
+    small = Case("embedded policy, real rewards", steps, 8, True, **place)
+    useful = replace(small, name="embedded policy, every group useful", real_rewards=False)
+    if args.quick:
+        return [small, useful]
+    name = "random Llama, 256 wide, every group useful"
+    larger = replace(useful, name=name, steps=12, new_tokens=32, hidden=256)
+    return [
+        small,
+        useful,
+        larger,
+        replace(larger, name="the same, long prompts", long_prompts=True),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, without the larger model")
+    parser = make_parser("trainer", __doc__, quick="few steps, without the larger model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument(
-        "--shape",
-        default="",
-        choices=("", *SHAPES),
-        help="random weights of this shape instead of the small policies",
-    )
+    parser.add_argument("--shape", default="", choices=("", *SHAPES))
     parser.add_argument(
         "--lengths",
         nargs="?",
@@ -547,104 +508,24 @@ def main() -> None:
         help="only completions of random lengths",
     )
     parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0],
-        help="seeds of weights, questions and draws, with --lengths; below 256",
+        "--seeds", nargs="+", type=int, default=[0], help="seeds of --lengths, below 256"
     )
-    parser.add_argument(
-        "--groups", type=int, default=B, help="groups of 8 completions in a step, with --lengths"
-    )
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        default=["lockstep", "continuous"],
-        help="our engines, with --lengths",
-    )
-    parser.add_argument(
-        "--theirs",
-        nargs="+",
-        default=["generate", "continuous batching"],
-        choices=["generate", "continuous batching"],
-        help="how TRL samples, with --lengths",
-    )
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--groups", type=int, default=B, help="groups of a step, with --lengths")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
-    steps = 15 if args.quick else 80
-    cases = [
-        Case("embedded policy, real rewards", steps, 8, True, **place),
-        Case("embedded policy, every group useful", steps, 8, False, **place),
-    ]
-    if args.shape:
-        place |= {"shape": args.shape, "tokens": 65_536}
-        steps = 2 if args.quick else 10
-        cases = [
-            Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place),
-            Case("the same, long prompts", steps, 32, False, long_prompts=True, **place),
-            Case(
-                "the same, long prompts, 256 new tokens",
-                max(1, steps // 2),
-                256,
-                False,
-                long_prompts=True,
-                **place,
-            ),
-        ][: 1 if args.quick else 3]
-    elif args.lengths:
-        uneven: dict[str, Any] = place | {
-            "hidden": 256,
-            "long_prompts": True,
-            "even": True,
-            "learning_rate": 1e-6,
-            "tokens": 65_536,
-            "warm": 0,
-            "ahead": 3,
-            "groups": args.groups,
-            "engines": tuple(args.engines),
-        }
-        cases = [
-            Case(
-                theirs,
-                args.lengths,
-                512,
-                False,
-                paged=theirs == "continuous batching",
-                seed=seed,
-                **uneven,
-            )
-            for seed in args.seeds
-            for theirs in args.theirs
-        ]
-    elif not args.quick:
-        cases.append(
-            Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place)
-        )
-        cases.append(
-            Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place)
-        )
     results: list[Result] = []
     with Scorer() as scorer:
-        for case in cases:
+        for case in cases_of(args):
             results += run(case, scorer)
             if args.lengths:
                 print(show_lengths(results[-len(case.engines) :]), flush=True)  # each takes minutes
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show_lengths(results) if args.lengths else show(results))
-    if args.json:
-        write_json(
-            args.json,
-            [
-                asdict(r)
-                | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__}
-                for r in results
-            ],
-        )
+    ratios = lambda r: {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__}
+    write_json(args.json, [asdict(r) | ratios(r) for r in results])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A crew of whole nodes that is watched from outside, and loses stages."""
+"""A crew of whole nodes that is watched through its status pages and loses stages."""
 
 from __future__ import annotations
 
@@ -59,15 +59,14 @@ class Speed:
 
 
 class Crew:
-    """The nodes of a crew, seen through their status pages."""
+    """The nodes of a crew."""
 
     def __init__(self, nodes: Sequence[DemoNode]) -> None:
         self.nodes = nodes
         self._known: list[str] = []
 
     def start(self) -> None:
-        """Start the nodes. Each gets the addresses of all before it, since a node behind a delay is
-        not seen at the address where it can be reached."""
+        """Start the nodes. Each gets the addresses of the nodes before it."""
         for node in self.nodes:
             node.start(self._known)
             self._known = [*self._known, *node.wait_for_address(time.monotonic() + FORM_SECONDS)]
@@ -81,7 +80,7 @@ class Crew:
         return [self.holder(stage).view.stage_step for stage in range(len(self.nodes))]
 
     def wait(self, true: Callable[[], bool], seconds: float) -> float | None:
-        """Return the seconds until `true()`; None if that is not reached."""
+        """Return the seconds until `true()`; None after `seconds`."""
         started = time.monotonic()
         while time.monotonic() - started < seconds:
             for node in self.nodes:
@@ -98,7 +97,7 @@ class Crew:
             and min(self.steps()) > 0
         )
 
-    def lose(self, kind: str, stages: Sequence[int], patience: float = RETURN_SECONDS) -> Recovery:
+    def lose(self, kind: str, stages: Sequence[int]) -> Recovery:
         """Kill the holders of `stages` and wait until the crew continues.
 
         Raises:
@@ -130,7 +129,7 @@ class Crew:
                 return False
             return self.running() and min(steps) > least
 
-        seconds = self.wait(continues, patience)
+        seconds = self.wait(continues, RETURN_SECONDS)
         after = max(
             (node.view.stage_step for node in self.nodes if node.view.stage is not None), default=0
         )

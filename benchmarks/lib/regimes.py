@@ -1,10 +1,9 @@
-"""Start policies of different ability, for benchmarks.sapo: the share of useful groups of a fresh
-node decides what sharing can buy.
+"""Start policies of different ability for `benchmarks.sapo` and `benchmarks.hostile`: a swarm gains
+from sharing according to the share of useful groups of a fresh node.
 
-Each is the embedded policy after 80 more supervised steps, in which a share of the demonstrations
-has the format that the verifier accepts. Every seed gives another policy and other questions. In
-the heterogeneous regime every node has a policy of its own.
-"""
+Each policy is the embedded one after 80 supervised steps. A share of the demonstrations has the
+format that the verifier accepts. Every seed has its own policy and questions. In the heterogeneous
+regime every node has its own policy."""
 
 from __future__ import annotations
 
@@ -32,18 +31,11 @@ REGIMES: dict[str, float | None] = {
 0.005 for the others."""
 
 
-def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -> list[Policy]:
-    """Return one policy per node: copies of one policy, except in the heterogeneous regime. Takes
-    about 2 s of CPU per distinct policy.
-
-    Args:
-        base: Value of `policy.model`.
-
-    Raises:
-        KeyError: Unknown regime.
-    """
+def start_policies(regime: str, seed: int, nodes: int) -> list[Policy]:
+    """Return one policy per node: copies of one policy, except in the heterogeneous regime. A
+    distinct policy takes about 2 s of CPU. Raises KeyError for an unknown regime."""
     share = REGIMES[regime]
-    origin = load_policy(PolicyConfig(model=base, devices="cpu", threads=1))
+    origin = load_policy(PolicyConfig(devices="cpu", threads=1))
     pool = list(questions(SETTINGS, QUESTIONS_PER_TASK, SFT_BLOCK))
     stream = f"{regime}/{seed}"
     if share is not None:
