@@ -17,14 +17,12 @@ made. Gradient checkpointing, TRL's default, is off.
                          second of each seed, since lengths of few completions differ by chance
     --shape NAME         on a GPU: random weights of a published shape (benchmarks/lib/shapes.py)
 
-Before the first step, loss and gradient of both are compared on one batch.
-tests/unit/rl/test_trl.py does the same for every mode.
+tests/unit/rl/test_trl.py compares loss and gradient of both on one batch.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import statistics
 import tempfile
@@ -47,11 +45,7 @@ from benchmarks.lib.report import columns, heading, make_parser, median_range, w
 from benchmarks.lib.shapes import SHAPES, build, random_llama
 from benchmarks.lib.trl_setup import grpo_config
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import Objective, policy_loss
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -138,10 +132,6 @@ class Result:
     """Share of groups that the update trained on."""
     ours_reward: list[float] = field(default_factory=list)
     trl_reward: list[float] = field(default_factory=list)
-    loss_difference: float = 0.0
-    """|own loss − TRL's| on one batch before the first step."""
-    gradient_difference: float = 0.0
-    """‖own gradient − TRL's‖ ÷ ‖TRL's‖ on that batch."""
 
     def ratio(self, cpu: bool = False) -> float:
         """Return the product's samples per second ÷ TRL's, which is the ratio of total times."""
@@ -310,7 +300,6 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
         turns = Turns(ours, theirs)
         trainer = trl_trainer(case, policy, scorer, theirs, folder, turns)
         trainer.remove_callback(PrinterCallback)
-        loss, gradient = differences(case, policy, trainer)
         for step, result in zip(ours, results, strict=True):
             for _ in range(case.ahead if result.engine != "lockstep" else 0):
                 step()
@@ -319,7 +308,6 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
                     values.clear()
         trainer.train()
     for result in results:
-        result.loss_difference, result.gradient_difference = loss, gradient
         for name, values in vars(theirs).items():
             if name.startswith("trl"):
                 setattr(result, name, list(values))
@@ -327,58 +315,6 @@ def run(case: Case, scorer: Scorer) -> list[Result]:
             if isinstance(values, list):
                 del values[: case.warm]
     return results
-
-
-def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
-    """Return the differences of loss (absolute) and gradient (relative) on one batch that `policy`
-    sampled, at equal weights."""
-    prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
-    prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template adds it
-    # TRL also samples rows of the head that are no tokens
-    rows_of_head = policy.base.get_output_embeddings().weight.shape[0]
-    policy = replace(policy, vocab_size=rows_of_head, unused_ids=frozenset())
-    groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
-    rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
-    batch = collate(rows, policy.pad_id, policy.device)
-    old = torch.zeros(batch.completion_ids.shape, device=policy.device)
-    for row, chances in zip(old, [c.logprobs for g in groups for c in g.completions], strict=True):
-        row[: len(chances)] = torch.tensor(chances)
-    worth = advantages(torch.tensor([alternating(G)] * case.groups)).flatten().to(policy.device)
-
-    ours = policy_loss(
-        completion_logprobs(policy, batch, 1.0)[0],
-        old,
-        worth,
-        batch.completion_mask,
-        Objective(),
-        float(batch.completion_mask.sum()),
-    )
-    policy.accelerator.backward(ours.loss)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    mask = batch.completion_mask.long()
-    inputs = {
-        "prompt_ids": batch.prompt_ids[batch.prompt_of],
-        "prompt_mask": batch.prompt_mask[batch.prompt_of],
-        "completion_ids": batch.completion_ids,
-        "completion_mask": mask,
-        "num_items_in_batch": mask.sum(),
-        "old_per_token_logps": old,
-        "advantages": worth,
-    }
-    theirs = trainer.compute_loss(trainer.model, inputs)
-    theirs.backward()
-    mine, other = (
-        policy.trainable_parameters(),
-        [p for p in trainer.model.parameters() if p.requires_grad],
-    )
-    gap = torch.stack(
-        [(a.grad - b.grad).square().sum() for a, b in zip(mine, other, strict=True)]
-    ).sum()
-    size = torch.stack([b.grad.square().sum() for b in other]).sum()
-    for parameter in (*mine, *other):
-        parameter.grad = None
-    return abs(ours.loss.item() - theirs.item()), math.sqrt(gap.item() / size.item())
 
 
 def model_of(case: Case, folder: str) -> str:
@@ -415,8 +351,6 @@ def show(results: list[Result]) -> str:
             "groups trained on": lambda r: f"{statistics.fmean(r.ours_useful_groups):.0%}",
             "reward of last 10, swarmnode": lambda r: last(r, r.ours_reward),
             "TRL": lambda r: last(r, r.trl_reward),
-            "same batch: loss differs by": lambda r: f"{r.loss_difference:.0e}",
-            "gradient by": lambda r: f"{r.gradient_difference:.0e}",
         },
     )
 
