@@ -6,28 +6,21 @@ adapter of rank 16. Nearly all completions run to their longest.
     update     one row in an update, activations stored or recomputed: seconds, and peak memory
                against `swarmnode plan`
     sampling   tokens per second by completions at once: both engines, and the int8 policy copy
-    node       a whole node with a recipe (`--recipe`) and as much free memory as the recipe names;
-               this process holds the rest. Steps, seconds, peak memory, restarts
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks.lib.report import heading, make_parser, table, write_json
 from benchmarks.lib.shapes import SHAPES, build
 from swarmnode.config import LoraSettings, PolicyConfig, TrainingConfig
-from swarmnode.demo.nodes import START, DemoNode
 from swarmnode.errors import DeviceError, Unavailable
 from swarmnode.policy import logprobs
 from swarmnode.policy.device import BASE_BITS
@@ -40,8 +33,6 @@ from swarmnode.policy.micro import MicroBatcher, free_memory
 from swarmnode.policy.quantised import build_quantised
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
-from tests.support.chaos.nodes import changed_environment
-from tests.support.whole_crew import snapshot, start
 
 RANK, PROMPT, TOKENS = 16, 64, 96
 ADAPTER = PolicyConfig(devices="cuda", dtype="bfloat16", lora=LoraSettings(r=RANK))
@@ -63,21 +54,6 @@ WAYS: dict[str, tuple[PolicyConfig, tuple[tuple[int, bool], ...]]] = {
 }
 """Name → training configuration, and cases (tokens of the row, activations recomputed)."""
 COMPLETIONS = (8, 64)
-END_SECONDS = 15.0
-"""A step may take minutes: a node that does not end in this time is killed."""
-REPORTED = (
-    "step_seconds",
-    "generate_seconds",
-    "train_seconds",
-    "own_groups",
-    "tokens_total",
-    "device_memory_bytes",
-    "micro_batch_tokens",
-    "generation_tokens",
-    "oom_retries_total",
-    "reward_own",
-)
-"""Printed fields of the trainer's latest report."""
 UPDATE = [
     "trained",
     "tokens",
@@ -90,11 +66,6 @@ UPDATE = [
 ]
 SAMPLING = ["engine", "completions at once", "ms a step", "tokens/s", "GB beside the weights"]
 QUESTIONS = [f"Tell me about the number {i}." for i in range(32)]
-ROWS = "".join(f'{{"prompt": "Tell me about the number {i}.", "answer": ""}}\n' for i in range(200))
-REWARD = """
-def length(prompts, completions, **columns):
-    return [min(1.0, len(completion) / 1000) for completion in completions]
-"""
 
 
 def used_bytes() -> int:
@@ -168,10 +139,7 @@ def continuous(
 
 
 def sample(
-    name: str,
-    policy: Policy,
-    count: int,
-    engine: Callable[..., list[GroupSample]] = generate,
+    name: str, policy: Policy, count: int, engine: Callable[..., list[GroupSample]] = generate
 ) -> list[object]:
     """Return a row: tokens per second with `count` completions at once, the second time."""
     each = min(8, count)
@@ -203,84 +171,20 @@ def samplings(model: str) -> list[list[object]]:
     return [*rows, *(sample("lockstep, int8 copy", copy, count) for count in COMPLETIONS)]
 
 
-# ---- node
-
-
-class RecipeNode(DemoNode):
-    """A whole node that starts with a recipe."""
-
-    def __init__(self, recipe: str, directory: Path, model: str) -> None:
-        (directory / "rows.jsonl").write_text(ROWS)
-        (directory / "length_reward.py").write_text(REWARD)
-        sections: dict[str, dict[str, object]] = {
-            "swarm": {"name": "card"},
-            "network": {"listen_addrs": ["/ip4/127.0.0.1/tcp/0"], "mdns": False},
-            "policy": {"model": model},
-            "task": {"names": ["data/long"]},
-            'task.datasets."data/long"': {
-                "source": str(directory / "rows.jsonl"),
-                "verifier": "length_reward:length",
-            },
-            "http": {"port": 0},
-        }
-        super().__init__("node0", directory / "node0", sections)
-        self._recipe = recipe
-
-    def start(self, initial_peers: Sequence[str]) -> None:
-        config = str(self.config_file)
-        self.launch("-c", START, "run", "--recipe", self._recipe, "--config", config)
-
-
-def run_node(directory: Path, model: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Run a node for `args.minutes` and return its figures."""
-    gigabytes, total = float(args.recipe.partition("gb")[0]), torch.cuda.mem_get_info()[1]
-    spare = max(0, total - int(gigabytes * 1e9) - used_bytes())
-    held = torch.empty(spare, dtype=torch.uint8, device="cuda")
-    before = peak = used_bytes()
-    node = RecipeNode(args.recipe, directory, model)
-    report: dict[str, Any] = {}
-    try:
-        with changed_environment(PYTHONPATH=str(directory)):
-            start([node])
-        ends = time.monotonic() + 60 * args.minutes
-        while time.monotonic() < ends and node.alive():
-            node.poll()
-            peak = max(peak, used_bytes())
-            report = ((snapshot(node) or {}).get("trainer") or {}).get("report") or report
-            time.sleep(1.0)
-        node.stop()
-        node.wait(END_SECONDS)
-    finally:
-        node.kill()
-        del held
-    counted = node.directory / "run" / "supervisor.json"
-    processes = json.loads(counted.read_text())["processes"] if counted.exists() else {}
-    return {
-        "steps": node.view.step,
-        "restarts": sum(process["restarts"] for process in processes.values()),
-        "card_gigabytes": round((peak - before) / 1e9, 1),
-        **{name: report.get(name) for name in REPORTED},
-    }
-
-
-def main() -> int:
-    parser = make_parser("card", __doc__, quick="0.5 B, without the node")
-    parts = ("update", "sampling", "node")
+def main() -> None:
+    parser = make_parser("card", __doc__, quick="0.5 B")
+    parts = ("update", "sampling")
     parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen2.5-7b")
-    parser.add_argument("--minutes", type=float, default=4.0, help="minutes that the node runs")
-    parser.add_argument("--recipe", default="24gb-7b-lora")
     args = parser.parse_args()
-    if args.quick:
-        args.shape, args.parts = "qwen2.5-0.5b", parts[:2]
     if not torch.cuda.is_available():
         print("skipped: no CUDA GPU")
-        return 0
-    results: dict[str, Any] = {}
+        return
+    shape = "qwen2.5-0.5b" if args.quick else args.shape
+    results: dict[str, list[list[object]]] = {}
     with tempfile.TemporaryDirectory(prefix="card-") as folder:
-        directory = Path(folder)
         tokenizer = load_policy(PolicyConfig(devices="cpu")).tokenizer
-        model = build(args.shape, tokenizer, directory / "model", "cuda")
+        model = build(shape, tokenizer, Path(folder) / "model", "cuda")
         free_memory()
         if "sampling" in args.parts:
             results["sampling"] = samplings(model)
@@ -288,14 +192,9 @@ def main() -> int:
             free_memory()
         if "update" in args.parts:
             results["update"] = updates(model)
-            print(heading("card: update") + "\n" + table(UPDATE, results["update"]), flush=True)
-        if "node" in args.parts:
-            results["node"] = run_node(directory, model, args)
-            print(heading(f"card: {args.recipe}") + "\n", results["node"], flush=True)
+            print(heading("card: update") + "\n" + table(UPDATE, results["update"]))
     write_json(args.json, results)
-    node = results.get("node", {"steps": 1, "restarts": 0})
-    return int(node["steps"] == 0 or node["restarts"] > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

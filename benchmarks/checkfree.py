@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -31,7 +31,6 @@ from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
     Neighbour,
     RecoverySettings,
-    neighbour_layers,
     synthesise,
 )
 
@@ -92,29 +91,23 @@ def checkpoint(age: int) -> Recovery:
     return lambda staged, stage, lost, history, rng: Recovered(history.checkpoints[age][stage])
 
 
-def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Recovery:
+def synthesis(method: Literal["checkfree", "copy"]) -> Recovery:
     """Make the layers from the neighbours': fresh optimizer, learning rate × 1.1, no warm-up.
 
     Embedding, norm and head are true copies.
 
     Args:
-        method: checkfree (inner stages) and copy (first and last stage) are the product's; uniform
-            is checkfree with equal weights; identity zeroes the ends of the residual branches.
+        method: checkfree for inner stages, copy for the first and last stage.
     """
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
     ) -> Recovered:
         spec = staged.specs[stage]
-        before, after = (neighbour(staged, i, lost) for i in (stage - 1, stage + 1))
-        ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
-        if method == "identity":
-            layers = neighbour_layers(before if before is not None else after, spec)
-            return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
         if (method == "copy") != (spec.has_embedding or spec.has_head):
             raise Refused(f"{method} is not for stage {stage} of {STAGES}")
-        if method == "uniform":
-            before, after = (near and replace(near, squared_norm=1.0) for near in (before, after))
+        before, after = (neighbour(staged, i, lost) for i in (stage - 1, stage + 1))
+        ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
         made = synthesise(spec, before, after, ends=ends)
         return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
 
@@ -128,50 +121,24 @@ def neighbour(staged: Staged, stage: int, lost: tuple[int, ...]) -> Neighbour | 
     return Neighbour(weights, staged.squared_norms[stage])
 
 
-def pass_on(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return layers whose residual branches end in zero."""
-    branch_ends = ("self_attn.o_proj.", "mlp.down_proj.")
-    return {
-        name: torch.zeros_like(t) if any(end in name for end in branch_ends) else t.clone()
-        for name, t in layers.items()
-    }
-
-
-def copied(
-    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
-) -> Recovered:
-    """The papers' baseline: the layers of the stage before, or of the stage after."""
-    sources = [i for i in (stage - 1, stage + 1) if 0 <= i < STAGES and i not in lost]
-    if not sources:
-        raise Refused("no neighbour is left")
-    layers = {n: p.detach().clone() for n, p in staged.trained[sources[0]].items()}
-    return with_layers(history.now[stage], {n: t for n, t in layers.items() if ".layers." in n})
-
-
 def random_layers(
     staged: Staged, stage: int, lost: object, history: History, rng: torch.Generator
 ) -> Recovered:
-    """The papers' baseline: layers as at the start of the run."""
+    """Restore layers as at the start of the run: the papers' baseline."""
     std = staged.model.config.initializer_range
     layers = {
         n: torch.ones_like(p) if p.dim() == 1 else torch.randn(p.shape, generator=rng) * std
         for n, p in staged.trained[stage].items()
         if ".layers." in n
     }
-    return with_layers(history.now[stage], layers)
-
-
-def with_layers(stage: StageCopy, layers: Mapping[str, torch.Tensor]) -> Recovered:
-    return Recovered(StageCopy({**stage.weights, **layers}), LEARNING_RATE_FACTOR, warmup=0)
+    weights = {**history.now[stage].weights, **layers}
+    return Recovered(StageCopy(weights), LEARNING_RATE_FACTOR, warmup=0)
 
 
 METHODS: dict[str, Recovery] = {
     "exact, with Adam": exact,
     **{f"checkpoint, {age} steps old": checkpoint(age) for age in AGES},
     "CheckFree": synthesis("checkfree"),
-    "uniform average": synthesis("uniform"),
-    "identity": synthesis("identity"),
-    "copy of a neighbour": copied,
     "random": random_layers,
 }
 

@@ -19,7 +19,8 @@ from swarmnode.p2p.turnover import PeerLink
 
 TARGET = 16
 ROUND_SECONDS = 120.0
-ASKED, TOLD = 4, 32
+QUERIES, SHARED = 4, 32
+"""Peers that a node queries in a round, and addresses in an answer."""
 ROUNDS_PER_EXCHANGE = 5
 CHURN = 0.002
 """Share of the honest nodes that restart as new ones in a round."""
@@ -118,13 +119,13 @@ class Swarm:
                 self._connect(hostile, number)
         for number in order:
             self._make_room(number)
-            asked = [
+            candidates = [
                 other
                 for other in self.nodes[number].links
                 if self.nodes[number].table.accepts_reports(self.names[other])
             ]
-            for other in self.rng.sample(asked, min(ASKED, len(asked))):
-                self._ask(number, other)
+            for other in self.rng.sample(candidates, min(QUERIES, len(candidates))):
+                self._query(number, other)
             if self.attack.turnover and count % ROUNDS_PER_EXCHANGE == number % ROUNDS_PER_EXCHANGE:
                 self._exchange(number)
         self.now += ROUND_SECONDS
@@ -137,7 +138,7 @@ class Swarm:
                 table.record_failed(dial.peer, self.now)
             else:
                 table.record_dialled(dial.peer, dial.addresses[0], self.now)
-                self._ask(number, other)
+                self._query(number, other)
 
     def _connect(self, dialling: int, dialled: int) -> bool:
         """Connect two nodes; return False if `dialled` has no place."""
@@ -170,20 +171,20 @@ class Swarm:
                 del self.nodes[here].links[there]
                 self.nodes[here].table.record_disconnected(self.names[there], self.now)
 
-    def _ask(self, number: int, other: int) -> None:
+    def _query(self, number: int, other: int) -> None:
         if other < self.honest:
-            told = [
+            shared = [
                 (peer, where[0])
                 for peer, where in self.nodes[other].table.peers_to_share(
-                    TOLD, exclude=self.names[number], scope=2
+                    SHARED, exclude=self.names[number], scope=2
                 )
             ]
         else:
-            told = [
+            shared = [
                 (self.names[each], self.address(each))
-                for each in self.rng.choices(range(self.honest, self.attack.nodes), k=TOLD)
+                for each in self.rng.choices(range(self.honest, self.attack.nodes), k=SHARED)
             ]
-        for peer, where in told:
+        for peer, where in shared:
             self.nodes[number].table.add(peer, where, "exchange", self.now)
 
     def _make_room(self, number: int) -> None:

@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import sys
@@ -34,7 +33,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from benchmarks.lib import games_policy, toy_games
 from benchmarks.lib.games_policy import GAMES
-from benchmarks.lib.report import columns, heading, machine, make_parser, seeds_of, spread
+from benchmarks.lib.report import (
+    append_row,
+    columns,
+    heading,
+    machine,
+    make_parser,
+    read_rows,
+    seeds_of,
+    spread,
+)
 from benchmarks.lib.simulator import make_key, single_thread
 from swarmnode.config import Config
 from swarmnode.policy.engine.continuous import Continuous
@@ -279,19 +287,6 @@ def learn(nodes: Sequence[Node], size: Size) -> None:
         node.evaluate(size)
 
 
-def finished(path: Path, sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """Return the rows of runs of these sizes."""
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    known = [dataclasses.asdict(size).items() for size in sizes]
-    return [
-        row
-        for row in rows
-        if row["arm"] in ARMS and any(size <= row["size"].items() for size in known)
-    ]
-
-
 def show(rows: Sequence[dict[str, Any]]) -> str:
     """Return a table with a line for each game and arm: mean ± s.d. over seeds. The value of a seed
     is the mean of its nodes."""
@@ -351,7 +346,8 @@ def main() -> None:
         if args.quick:
             sizes = [Size(2, groups=4, eval_questions=2)]
             args.seeds, args.rows = 1, Path(name) / "rows.jsonl"
-        done = {(r["arm"], r["size"]["game"], r["seed"]) for r in finished(args.rows, sizes)}
+        known = [dataclasses.asdict(size) for size in sizes]
+        done = {(r["arm"], r["size"]["game"], r["seed"]) for r in read_rows(args.rows, known)}
         left = [
             (arm, size, seed)
             for seed, size, arm in itertools.product(seeds_of(args), sizes, args.arms)
@@ -362,12 +358,11 @@ def main() -> None:
                 for arm, size, seed in left:
                     model = games_policy.make(size.game)
                     row = run(arm, seed, size, model, scorer, Path(name))
-                    with args.rows.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                    append_row(args.rows, row)
                     last = [node["held_out"][-1]["success"] for node in row["nodes"]]
                     seconds = row["cpu_seconds"]
                     print(f"{size.game}, {arm}, seed {seed}: {last}, {seconds} CPU s", flush=True)
-        rows = finished(args.rows, sizes)
+        rows = [row for row in read_rows(args.rows, known) if row["arm"] in ARMS]
     print(heading("episodes: learning from two games"))
     print(show(rows))
 

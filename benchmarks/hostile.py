@@ -314,7 +314,7 @@ def marks_table(results: Rows) -> str:
             "hostile groups trained on": mean(lambda r: r["trained_on"] / r["honest"], 0),
             "held-out, mean on the way": mean(lambda r: r["held_out"], 3),
             "lost against silent, %": mean(
-                lambda r: 100 * (1 - r["held_out"] / usual[r["seed"]]), 1
+                lambda r: 100 * (1 - r["held_out"] / max(usual[r["seed"]], 1e-9)), 1
             ),
             "crashes": crashes,
         },

@@ -39,28 +39,14 @@ from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import cut, due
 from swarmnode.weights.layout import Codec, elements, make_layout
 from swarmnode.weights.payload import parse
-from swarmnode.weights.rule import (
-    Rule,
-    make_rule,
-    mixing_weight,
-    next_outer_step,
-    too_far_behind,
-)
+from swarmnode.weights.rule import Rule, make_rule, mixing_weight, next_outer_step, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
-from tests.support.outer_rules import (
-    DILOCO,
-    OFF,
-    average,
-    blend,
-    judge,
-    outer_step,
-    solo_step,
-)
+from tests.support.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, solo_step
 
 REPLICAS, HOSTILE = 8, 7
 TRIES = 3
-"""Candidates that a replica asks before it takes its outer step alone."""
-REST_SHARE, MEET_SHARE = 0.25, 0.4
+"""Most candidates for a swap before a replica takes its outer step without a partner."""
+REST_SHARE, PEER_SHARE = 0.25, 0.4
 """A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it.
 Of each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
@@ -147,7 +133,7 @@ class Size:
 
 
 @dataclass(frozen=True)
-class Landing:
+class PendingStep:
     """An outer step that is taken once its bytes have arrived."""
 
     step: int
@@ -159,7 +145,7 @@ class Landing:
     claim: int | None = None
     """The partner's outer steps."""
     fails: bool = False
-    """Nothing arrives, and the outer step of this replica was not due."""
+    """The exchange fails, and the outer step of this replica was not due."""
 
 
 @dataclass
@@ -190,13 +176,13 @@ class Swarm:
         of_weights = self.arm.codec in ("bfloat16", "float32")
         self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
-        self.late: deque[Landing] = deque()
+        self.pending: deque[PendingStep] = deque()
         """Outer steps under way, oldest first."""
         every = self.size.sync_every
         self.schedules = [OuterSchedule(every, self.arm.fragments) for _ in range(REPLICAS)]
         self.clocks = [[0] * self.arm.fragments for _ in range(REPLICAS)]
         self.accepted: dict[tuple[int, int, int | None], int] = {}
-        """By replica, fragment and peer, None for anybody: the step of the last accepted swap."""
+        """(replica, fragment, peer or None for all peers) → step of the last accepted swap."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 
@@ -210,8 +196,8 @@ class Swarm:
             self._clip()
             self._step(optimizer, step)
             self._sync(step + 1, rate)
-            self._land(step + 1)
-        self._land(len(data) + self.arm.in_flight)
+            self._take_due(step + 1)
+        self._take_due(len(data) + self.arm.in_flight)
 
     def _steps_of(self, replica: int, step: int) -> int:
         """Training steps that a replica has taken after `step` of the fastest."""
@@ -252,7 +238,7 @@ class Swarm:
         if arm.meeting != "all at once":
             for me in self._random("order", step).sample(range(REPLICAS), REPLICAS):
                 if self._steps_of(me, step) > self._steps_of(me, step - 1):
-                    self._meet(me, step)
+                    self._propose(me, step)
             return
         fragment = due(step, every, arm.fragments)
         if fragment is None:
@@ -281,7 +267,7 @@ class Swarm:
                     self._exchange(me, other, snapshots, fragment)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
-    def _meet(self, me: int, step: int) -> None:
+    def _propose(self, me: int, step: int) -> None:
         """Ask others for a swap if an outer step of `me` is due, as nodes do (`weights/`)."""
         fragment = self.schedules[me].due(self._steps_of(me, step))
         if fragment is None or self._is_busy(me, fragment):
@@ -318,11 +304,11 @@ class Swarm:
             )
 
     def _random(self, *of: object) -> random.Random:
-        """Return a generator for one event, so that arms share the randomness of the others."""
+        """Return a generator for one event, so that all arms draw the same numbers for it."""
         return random.Random(" ".join(map(str, ("noloco", self.seed, *of))))
 
     def _is_busy(self, me: int, fragment: int) -> bool:
-        return any((late.replica, late.fragment) == (me, fragment) for late in self.late)
+        return any((each.replica, each.fragment) == (me, fragment) for each in self.pending)
 
     def _accepts(self, me: int, peer: int, fragment: int, step: int) -> bool:
         interval = self.size.sync_every / (SPEEDS[me] if self.arm.unequal else 1)
@@ -331,7 +317,7 @@ class Swarm:
         return (
             not self._is_busy(me, fragment)
             and since(None) >= REST_SHARE * interval
-            and since(peer) >= MEET_SHARE * between * (REPLICAS - 1)
+            and since(peer) >= PEER_SHARE * between * (REPLICAS - 1)
         )
 
     def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
@@ -401,25 +387,25 @@ class Swarm:
         self, me: int, snapshot: Tensors, mean: Tensors, *, fragment: int = 0, **rest: Any
     ) -> None:
         step = self._now + self.arm.in_flight
-        self.late.append(Landing(step, me, fragment, snapshot, mean, **rest))
+        self.pending.append(PendingStep(step, me, fragment, snapshot, mean, **rest))
 
-    def _land(self, step: int) -> None:
+    def _take_due(self, step: int) -> None:
         """Take the outer steps whose bytes have arrived by `step`."""
-        while self.late and self.late[0].step <= step:
-            landing = self.late.popleft()
-            if not landing.fails:
-                self._take(landing, step)
+        while self.pending and self.pending[0].step <= step:
+            pending = self.pending.popleft()
+            if not pending.fails:
+                self._take(pending, step)
 
-    def _take(self, landing: Landing, step: int) -> None:
-        me, snapshot, mean = landing.replica, landing.snapshot, landing.mean
+    def _take(self, pending: PendingStep, step: int) -> None:
+        me, snapshot, mean = pending.replica, pending.snapshot, pending.mean
         state = self.states[me]
         outer_step(state, mean)
         solo_step(state, {name: theta for name, theta in snapshot.items() if name not in mean})
         state.commit(self.views[me], snapshot)
         if self.arm.meeting != "all at once":
-            fragment, clocks = landing.fragment, self.clocks[me]
+            fragment, clocks = pending.fragment, self.clocks[me]
             self.judged["alone"] += not mean
-            clocks[fragment] = next_outer_step(clocks[fragment], landing.claim)
+            clocks[fragment] = next_outer_step(clocks[fragment], pending.claim)
             self.schedules[me].stepped(fragment, snapshot, snapshot, self._steps_of(me, step))
 
     # ---- measuring
@@ -513,7 +499,9 @@ def tables(results: list[dict[str, Any]]) -> str:
     lines = [shown, "", "Outcomes of the gates, all seeds:", ""]
     for name, runs in by_arm.items():
         counted = sum((Counter(r["judged"]) for r in runs), Counter())
-        lines += [f"* {name}: " + ", ".join(f"{v} {k}" for k, v in counted.most_common())]
+        if counted:
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in counted.most_common())
+            lines.append(f"* {name}: {counts}")
     return "\n".join(lines)
 
 

@@ -299,11 +299,11 @@ def main() -> None:
 def describe(constants: Constants) -> str:
     """Return the measured costs, of both ends together."""
     named = {
-        "a listing of 14": constants.listing,
-        "an empty one": constants.empty,
-        "a group": constants.pull,
-        "one more in the same request": constants.more,
-        "one end of an idle connection per second": constants.idle,
+        "a listing of 14 groups:": constants.listing,
+        "an empty listing:": constants.empty,
+        "a fetch of a group:": constants.pull,
+        "one more group in the same request:": constants.more,
+        "one end of an idle connection, per second:": constants.idle,
     }
     costs = (f"{name} {one.cpu_ms:.2f} ms, {one.bytes:,.0f} bytes" for name, one in named.items())
     return f"Both ends together: {'; '.join(costs)}."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
 import tempfile
 import time
@@ -31,11 +30,13 @@ import torch
 
 from benchmarks.lib import sums_policy
 from benchmarks.lib.report import (
+    append_row,
     columns,
     heading,
     machine,
     make_parser,
     mean_until,
+    read_rows,
     rounded,
     seeds_of,
     spread,
@@ -258,7 +259,7 @@ def run_trl(policy: Policy, seed: int, size: Size, scorer: Scorer) -> dict[str, 
     from benchmarks.lib.trl_setup import grpo_config
 
     alone = SecondSwarm(STUDIES["alone"], [policy], size, scorer, seed)
-    asked = [ref for ref, _ in alone.nodes[0].ask(size.steps * size.groups, alone.names)]
+    asked = [ref for ref, _ in alone.nodes[0].next_questions(size.steps * size.groups, alone.names)]
     prompts = [one.prompt for one in alone.score([(ref, []) for ref in asked])]
     rendered = [
         policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts
@@ -316,14 +317,6 @@ def load(member: Member, directory: Path) -> Policy:
     """Load the start policy as a node does."""
     lora = LoraSettings(r=LORA_RANK if member.lora else 0)
     return load_policy(PolicyConfig(model=str(directory), devices="cpu", threads=1, lora=lora))
-
-
-def finished(path: Path, size: Size) -> list[dict[str, Any]]:
-    """Return the rows of runs of this size."""
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    return [row for row in rows if row["size"] == asdict(size)]
 
 
 def curve(node: dict[str, Any], axis: str) -> list[tuple[float, float]]:
@@ -399,22 +392,18 @@ def main() -> None:
             size = Size(steps=2, eval_every=1, eval_questions=8)
             args.seeds, args.arms, args.rows = 1, ["alone", "two nodes"], Path(name) / "rows.jsonl"
             recipe = QUICK
-        done = {(row["arm"], row["seed"]) for row in finished(args.rows, size)}
+        done = {(row["arm"], row["seed"]) for row in read_rows(args.rows, [asdict(size)])}
         left = [run for run in itertools.product(args.arms, seeds_of(args)) if run not in done]
         if left and not args.table:
             with installed(size, Path(name)) as scorer:
                 run_all(left, size, scorer, args.rows, recipe)
-        rows = finished(args.rows, size)
+        rows = read_rows(args.rows, [asdict(size)])
     print(heading("second: what sharing gains with a real policy"))
     print(show(sorted(rows, key=lambda row: [*STUDIES, row["arm"]].index(row["arm"]))))
 
 
 def run_all(
-    left: Sequence[tuple[str, int]],
-    size: Size,
-    scorer: Scorer,
-    rows: Path,
-    recipe: Recipe | None,
+    left: Sequence[tuple[str, int]], size: Size, scorer: Scorer, rows: Path, recipe: Recipe | None
 ) -> None:
     """Run the arms and seeds of `left`, and append their rows to the file `rows`.
 
@@ -424,8 +413,7 @@ def run_all(
     for arm, seed in left:
         policies = [load(m, sums_policy.make(recipe or m.recipe)) for m in STUDIES[arm].members]
         row = run(arm, seed, size, scorer, policies)
-        with rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(rows, row)
         last = [node["held_out"][-1]["reward"] for node in row["nodes"]]
         print(f"{arm}, seed {seed}: {last}, {row['cpu_seconds']} CPU s", flush=True)
 

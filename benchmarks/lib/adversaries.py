@@ -86,7 +86,7 @@ class HostileSwarm(Swarm):
         self.sent = 0
         self.received: Counter[bool] = Counter()
         """Bytes of the frames that honest nodes received, by whether a hostile node sent them."""
-        self.fates: Counter[str] = Counter()
+        self.hostile_outcomes: Counter[str] = Counter()
         """Outcomes of hostile frames, over all receivers."""
         self.honest_refused: Counter[str] = Counter()
         self._answers: dict[bytes, Scored | Exception] = {}
@@ -153,7 +153,7 @@ class HostileSwarm(Swarm):
                 result = gate.check_scored(result, scored)
         if isinstance(result, Rejected):
             if sender not in self.honest:
-                self.fates[result.reason] += 1
+                self.hostile_outcomes[result.reason] += 1
             if result.verdict is Verdict.REJECT:
                 reputation.rejected(result.peer or sender.peer, result.reason, self.now)
             return
@@ -161,7 +161,7 @@ class HostileSwarm(Swarm):
         gate.note_admitted()
         node.receive(result, self.now, sender.peer)
         if sender not in self.honest:
-            self.fates["admitted"] += 1
+            self.hostile_outcomes["admitted"] += 1
 
     def _regenerate(self, content: bytes, group: RolloutGroup) -> Scored | Exception:
         """Return the scorer's answer, which is the same for every receiver."""
@@ -196,7 +196,7 @@ class HostileSwarm(Swarm):
             moved = norm(crafted, minus=victim.replica.outer.phi)
             payload = victim.replica.tensors.encode(0, crafted, moved)
             outcome = victim.replica.step(adversary.node.peer, snapshot, payload)
-            self.fates[f"adapter: {outcome}"] += 1
+            self.hostile_outcomes[f"adapter: {outcome}"] += 1
         super().average()
 
     def draw(self, node: Node) -> list[TrainingGroup]:
@@ -206,7 +206,7 @@ class HostileSwarm(Swarm):
         """Count the judgement of a drawn group, and charge its author's reputation."""
         gate, reputation = self.gates[node.index]
         if any(peer in a.peers for a in self.hostile):
-            self.fates[f"drawn: {outcome}"] += 1
+            self.hostile_outcomes[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
         if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
@@ -226,12 +226,12 @@ class HostileSwarm(Swarm):
             "frames_sent": self.sent,
             "wasted_bytes": self.received[True] / len(self.honest),
             "useful_bytes": self.received[False] / len(self.honest),
-            "fates": dict(self.fates),
+            "outcomes": dict(self.hostile_outcomes),
             "honest_refused": dict(self.honest_refused),
             "trained_on": theirs,
             "honest_trained_on": used - theirs,
             "share_of_external": theirs / used if used else 0.0,
-            "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing)
+            "excluded_share": sum(s is not Standing.GOOD for s in standing) / len(standing)
             if standing
             else None,
             "internal_errors": sum(
@@ -251,7 +251,7 @@ class Alias:
         self.swarm = swarm
         self.sequence = 0
 
-    ask = Node.ask
+    next_questions = Node.next_questions
 
 
 class Adversary:
@@ -296,7 +296,7 @@ class Adversary:
 
     def question(self) -> tuple[TaskRef, int, str]:
         """Return the next question that this adversary may answer, its number and its answer."""
-        ((ref, sequence),) = self.identity.ask(1, self.world.names)
+        ((ref, sequence),) = self.identity.next_questions(1, self.world.names)
         return ref, sequence, self.gym[ref.id].item(ref.seed, ref.index).answer
 
     def group(
@@ -422,11 +422,7 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
                 task_version(name),
                 *task_seed(*asked, self.identity.sequence, "rg/binary_matrix"),
             ),
-            TaskRef(
-                name,
-                "0" * 16,
-                *task_seed(*asked, self.identity.sequence, name),
-            ),
+            TaskRef(name, "0" * 16, *task_seed(*asked, self.identity.sequence, name)),
             TaskRef(name, task_version(name), exam, index),
         ]
     )
@@ -647,11 +643,7 @@ ADAPTIVE: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "diluted": diluted,
     "lengthy": lengthy,
 }
-WAYS = {
-    "patient": list(ADAPTIVE),
-    "colluding": list(ADAPTIVE),
-    "together": [*ATTACKS, *ADAPTIVE],
-}
+WAYS = {"patient": list(ADAPTIVE), "colluding": list(ADAPTIVE), "together": [*ATTACKS, *ADAPTIVE]}
 """Attacks that combine several."""
 COLLUDING = ("colluding", "together", *marks.ATTACKS)
 """Attacks with IDENTITIES keys per adversary."""

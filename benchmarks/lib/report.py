@@ -186,6 +186,20 @@ def count_until(axis: Sequence[float], budget: float, counts: Sequence[float]) -
     return done
 
 
+def read_rows(path: Path, sizes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines whose `size` has all fields of one of `sizes`."""
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if any(size.items() <= row["size"].items() for size in sizes)]
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
 def write_json(path: Path | None, results: Any) -> None:
     """Write results with machine, date, command and version in one atomic step. Do nothing without
     a path."""

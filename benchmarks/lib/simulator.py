@@ -276,7 +276,7 @@ class Node:
         self.trust: Callable[[str], float] = lambda peer: 1.0
         self.on_judged: Callable[[str, str], None] = lambda peer, outcome: None
 
-    def ask(self, count: int, names: Sequence[str]) -> list[tuple[TaskRef, int]]:
+    def next_questions(self, count: int, names: Sequence[str]) -> list[tuple[TaskRef, int]]:
         """Return the next `count` questions of this node's stream, and their numbers."""
         asked = []
         for _ in range(count):
@@ -488,7 +488,9 @@ class Swarm:
                     more = min(batch, self.arm.oversample - len(done)) if short else 0
                 else:
                     more = 0 if done else node.split.own_groups
-                asked += [(node, ref, sequence) for ref, sequence in node.ask(more, self.names)]
+                asked += [
+                    (node, ref, sequence) for ref, sequence in node.next_questions(more, self.names)
+                ]
             if not asked:
                 return own
             prompts = [s.prompt for s in self.score([(ref, []) for _, ref, _ in asked])]

@@ -77,11 +77,7 @@ def test_a_table_has_a_line_for_each_arm():
         "tokens": 9000,
         "environment_seconds": 2.0,
     }
-    row = {
-        "nodes": [node],
-        "sampling_wall_seconds": 20.0,
-        "episodes_per_second": 30.0,
-    }
+    row = {"nodes": [node], "sampling_wall_seconds": 20.0, "episodes_per_second": 30.0}
     shown = episodes.show(
         [
             {"arm": "alone", "seed": 0, "size": {"game": "lake"}, **row},

@@ -1,13 +1,13 @@
 """`benchmarks.second` at a small size: a start policy of one layer, two steps of some arms."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from benchmarks import second
 from benchmarks.lib import sums_policy
-from benchmarks.lib.report import value_at
+from benchmarks.lib.report import read_rows, value_at
 from benchmarks.lib.simulator import single_thread
 from benchmarks.lib.start_policy import profile_of
 from benchmarks.second import STUDIES, SecondSwarm, Size
@@ -56,7 +56,7 @@ def test_training_and_held_out_questions_are_different_rows(start):
     _, scorer = start
     exam = second.Exam(scorer, SIZE)
     swarm = SecondSwarm(STUDIES["alone"], policies(start, "alone"), SIZE, scorer, 0)
-    asked = [ref for ref, _ in swarm.nodes[0].ask(40, swarm.names)]
+    asked = [ref for ref, _ in swarm.nodes[0].next_questions(40, swarm.names)]
     trained = {one.prompt for one in swarm.score([(ref, []) for ref in asked])}
     assert len(trained) > 10
     assert trained.isdisjoint(exam.prompts)
@@ -67,7 +67,7 @@ def test_a_majority_decides_in_training_and_the_right_answer_in_the_exam(start):
     arm = "alone, majority"
     swarm = SecondSwarm(STUDIES[arm], policies(start, arm), SIZE, scorer, 0)
     trained = swarm.score(
-        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].ask(8, swarm.names)]
+        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].next_questions(8, swarm.names)]
     )
     assert [one.rewards for one in trained] == [[1, 1, 0]] * 8
     exam = swarm.score([(ref, ["1001", "1001", "1"]) for ref in second.Exam(scorer, SIZE).refs])
@@ -92,8 +92,8 @@ def test_each_node_has_a_record_and_a_finished_run_is_found(start, tmp_path):
     assert [node["policy"] for node in row["nodes"]] == ["1.6 M, LoRA", "1.6 M"]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (found,) = second.finished(file, SIZE)
-    assert second.finished(file, replace(SIZE, steps=3)) == []
+    (found,) = read_rows(file, [asdict(SIZE)])
+    assert read_rows(file, [asdict(replace(SIZE, steps=3))]) == []
     assert "LoRA with full" in second.show([found])
 
 
