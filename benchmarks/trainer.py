@@ -29,7 +29,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,47 +107,45 @@ class Case:
 
 
 @dataclass
-class Result:
-    case: str
-    parameters: int
-    real_rewards: bool
-    groups: int = B
-    engine: str = ""
-    seed: int = 0
-    ours_seconds: list[float] = field(default_factory=list)
-    trl_seconds: list[float] = field(default_factory=list)
-    ours_cpu_seconds: list[float] = field(default_factory=list)
-    trl_cpu_seconds: list[float] = field(default_factory=list)
-    ours_generate_seconds: list[float] = field(default_factory=list)
-    """Seconds of sampling and scoring; the rest of a step is the update."""
-    ours_generate_cpu_seconds: list[float] = field(default_factory=list)
-    trl_generate_cpu_seconds: list[float] = field(default_factory=list)
-    """CPU seconds until TRL requests rewards."""
-    ours_tokens: list[float] = field(default_factory=list)
+class Step:
+    """One step of either side."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    """Seconds of sampling and scoring; the rest is the update. TRL's are not recorded."""
+    sampling_cpu_seconds: float = 0.0
+    """The same in CPU seconds. TRL's end when it requests rewards."""
+    tokens: float = 0.0
     """Mean length of a completion."""
-    trl_tokens: list[float] = field(default_factory=list)
-    ours_lag: list[float] = field(default_factory=list)
-    """Updates between a group's first token and the step that learns from it, mean."""
-    ours_useful_groups: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    lag: float = 0.0
+    """Mean updates between a group's first token and the step that learns from it."""
+    useful: float = 0.0
     """Share of groups that the update trained on."""
-    ours_reward: list[float] = field(default_factory=list)
-    trl_reward: list[float] = field(default_factory=list)
 
-    def ratio(self, cpu: bool = False) -> float:
-        """Return the product's samples per second ÷ TRL's, which is the ratio of total times."""
-        ours, theirs = (
-            (self.ours_cpu_seconds, self.trl_cpu_seconds)
-            if cpu
-            else (self.ours_seconds, self.trl_seconds)
-        )
-        return sum(theirs) / sum(ours)
 
-    def token_rates(self) -> tuple[float, float]:
-        """Return tokens per CPU second of a step: the product's and TRL's."""
-        rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
-        return rate(self.ours_tokens, self.ours_cpu_seconds), rate(
-            self.trl_tokens, self.trl_cpu_seconds
-        )
+@dataclass
+class Result:
+    """Counted steps of one engine of the product, and of TRL."""
+
+    case: Case
+    parameters: int
+    engine: str
+    ours: list[Step]
+    trl: list[Step]
+
+    def ratio(self, what: str) -> float:
+        """Return TRL's time ÷ the product's. what: seconds or cpu_seconds."""
+        return total(self.trl, what) / total(self.ours, what)
+
+    def rate(self, steps: Sequence[Step]) -> float:
+        """Return tokens per CPU second of a step."""
+        return self.case.groups * G * total(steps, "tokens") / total(steps, "cpu_seconds")
+
+
+def total(steps: Sequence[Step], what: str) -> float:
+    return sum(getattr(step, what) for step in steps)
 
 
 def swarm_of(case: Case) -> bytes:
@@ -155,37 +153,38 @@ def swarm_of(case: Case) -> bytes:
     return bytes([case.seed]) * 32
 
 
-def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
+def step_of_ours(case: Case, policy: Policy, scorer: Scorer, engine: str) -> Callable[[], Step]:
     """Return the product's local step, made of the parts of `swarmnode.trainer.loop`."""
-    options = [result.engine] if result.engine else []
-    training = case.training.model_copy(update={"options": options})
+    training = case.training.model_copy(update={"options": [engine] if engine else []})
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=swarm_of(case).hex())
-    engine = make_whole_policy(config, policy, counters, send=lambda message: None)
+    trained = make_whole_policy(config, policy, counters, send=lambda message: None)
     sampler = Sampler(
         training,
         Questions(config.task.names, counters),
-        engine,
+        trained,
         scorer,
         policy.random_generator(case.seed),
         counters,
     )
 
-    def step() -> None:
+    def step() -> Step:
         wall, cpu = now(), time.process_time()
         experience = sampler(case.groups)
         groups, sampled, sampled_cpu = experience.groups, now(), time.process_time()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
-        counters.policy_version += engine.update(assemble(groups, training.advantage)).stepped
-        result.ours_seconds.append(now() - wall)
-        result.ours_cpu_seconds.append(time.process_time() - cpu)
-        result.ours_generate_seconds.append(sampled - wall)
-        result.ours_generate_cpu_seconds.append(sampled_cpu - cpu)
-        result.ours_tokens.append(experience.tokens / sum(len(g.rows) for g in groups))
-        result.ours_lag.append(statistics.fmean(experience.lags))
-        result.ours_useful_groups.append(statistics.fmean(len(set(g.rewards)) > 1 for g in groups))
-        result.ours_reward.append(statistics.fmean(r for g in groups for r in g.rewards))
+        counters.policy_version += trained.update(assemble(groups, training.advantage)).stepped
+        return Step(
+            seconds=now() - wall,
+            cpu_seconds=time.process_time() - cpu,
+            sampling_seconds=sampled - wall,
+            sampling_cpu_seconds=sampled_cpu - cpu,
+            tokens=experience.tokens / sum(len(g.rows) for g in groups),
+            reward=statistics.fmean(r for g in groups for r in g.rewards),
+            lag=statistics.fmean(experience.lags),
+            useful=statistics.fmean(len(set(g.rewards)) > 1 for g in groups),
+        )
 
     return step
 
@@ -202,29 +201,32 @@ def alternating(count: int) -> list[float]:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and takes a step of each engine of the product after it."""
+    """Times TRL's steps, and takes a step of each engine of the product after each."""
 
-    def __init__(self, ours: Sequence[Callable[[], None]], result: Result) -> None:
-        self._ours = ours
-        self._result = result
+    def __init__(self, ours: Sequence[Callable[[], Step]]) -> None:
+        self._take_ours = ours
+        self.ours: list[list[Step]] = [[] for _ in ours]
+        self.trl: list[Step] = []
         self._start = (0.0, 0.0)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trl.append(Step())
         self._start = now(), time.process_time()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._result.trl_seconds.append(now() - self._start[0])
-        self._result.trl_cpu_seconds.append(time.process_time() - self._start[1])
-        for step in self._ours:
-            step()
+    def on_sampled(self, tokens: float) -> None:
+        """Record that TRL has its completions, and their mean length."""
+        self.trl[-1].sampling_cpu_seconds = time.process_time() - self._start[1]
+        self.trl[-1].tokens = tokens
 
-    def sampled(self) -> None:
-        """Record that TRL has its completions."""
-        self._result.trl_generate_cpu_seconds.append(time.process_time() - self._start[1])
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trl[-1].seconds = now() - self._start[0]
+        self.trl[-1].cpu_seconds = time.process_time() - self._start[1]
+        for steps, take in zip(self.ours, self._take_ours, strict=True):
+            steps.append(take())
 
 
 def trl_trainer(
-    case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns
+    case: Case, policy: Policy, scorer: Scorer, folder: str, turns: Turns
 ) -> trl.GRPOTrainer:
     """Return a GRPOTrainer with the product's settings, a copy of the model and other questions of
     the same tasks."""
@@ -240,21 +242,19 @@ def trl_trainer(
     rendered = [
         policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts
     ]
-    data = datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))})
 
     def reward(
         completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
         """Score B questions × G completions, in the order of TRL's sampler."""
-        turns.sampled()
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
+        turns.on_sampled(statistics.fmean(map(len, completion_ids)))
         rewards = [
             r
             for s in scorer.score_many(asked)
             for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)
         ]
-        result.trl_reward.append(statistics.fmean(rewards))
-        result.trl_tokens.append(statistics.fmean(map(len, completion_ids)))
+        turns.trl[-1].reward = statistics.fmean(rewards)
         return rewards if case.real_rewards else alternating(len(rewards))
 
     settings = grpo_config(
@@ -267,9 +267,13 @@ def trl_trainer(
         use_transformers_continuous_batching=case.paged,
         transformers_continuous_batching_config=pages(case) if case.paged else None,
     )
-    model = policy.clone().model
     return trl.GRPOTrainer(
-        model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[turns]
+        policy.clone().model,
+        reward,
+        settings,
+        datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))}),
+        processing_class=policy.tokenizer,
+        callbacks=[turns],
     )
 
 
@@ -284,37 +288,24 @@ def pages(case: Case) -> dict[str, int]:
 def run(case: Case, scorer: Scorer) -> list[Result]:
     """Take `case.steps` steps of each in turns. Return a result for each engine of the product."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(
-            PolicyConfig(model=model_of(case, folder), devices=case.device, dtype=case.dtype)
-        )
-        size = policy.statistics().parameters
-        theirs = Result(case.name, size, case.real_rewards, case.groups)
-        results = [
-            Result(case.name, size, case.real_rewards, case.groups, engine, case.seed)
-            for engine in case.engines
-        ]
+        model = model_of(case, folder)
+        policy = load_policy(PolicyConfig(model=model, devices=case.device, dtype=case.dtype))
         ours = [
-            step_of_ours(case, policy.clone() if i else policy, scorer, result)
-            for i, result in enumerate(results)
+            step_of_ours(case, policy.clone() if i else policy, scorer, engine)
+            for i, engine in enumerate(case.engines)
         ]
-        turns = Turns(ours, theirs)
-        trainer = trl_trainer(case, policy, scorer, theirs, folder, turns)
+        turns = Turns(ours)
+        trainer = trl_trainer(case, policy, scorer, folder, turns)
         trainer.remove_callback(PrinterCallback)
-        for step, result in zip(ours, results, strict=True):
-            for _ in range(case.ahead if result.engine != "lockstep" else 0):
+        for step, engine in zip(ours, case.engines, strict=True):
+            for _ in range(case.ahead if engine != "lockstep" else 0):
                 step()
-            for name, values in vars(result).items():
-                if name.startswith("ours"):
-                    values.clear()
         trainer.train()
-    for result in results:
-        for name, values in vars(theirs).items():
-            if name.startswith("trl"):
-                setattr(result, name, list(values))
-        for values in vars(result).values():
-            if isinstance(values, list):
-                del values[: case.warm]
-    return results
+        size = policy.statistics().parameters
+    return [
+        Result(case, size, engine, steps[case.warm :], turns.trl[case.warm :])
+        for engine, steps in zip(case.engines, turns.ours, strict=True)
+    ]
 
 
 def model_of(case: Case, folder: str) -> str:
@@ -333,47 +324,49 @@ def model_of(case: Case, folder: str) -> str:
 
 
 def show(results: list[Result]) -> str:
-    ms = lambda seconds: median_range([1000 * s for s in seconds], 0)
-    per_second = lambda groups, seconds: f"{groups * G * len(seconds) / sum(seconds):.1f}"
-    last = lambda r, rewards: f"{statistics.fmean(rewards[-10:]):.2f}" if r.real_rewards else "–"
+    ms = lambda steps, what: median_range([1000 * getattr(s, what) for s in steps], 0)
+    speed = lambda r, steps: f"{r.case.groups * G * len(steps) / total(steps, 'seconds'):.1f}"
+    last = lambda r, steps: (
+        f"{statistics.fmean(s.reward for s in steps[-10:]):.2f}" if r.case.real_rewards else "–"
+    )
     return columns(
         results,
         {
-            "case": lambda r: r.case,
+            "case": lambda r: r.case.name,
             "parameters": lambda r: f"{r.parameters:,}",
-            "swarmnode, samples/s": lambda r: per_second(r.groups, r.ours_seconds),
-            "TRL, samples/s": lambda r: per_second(r.groups, r.trl_seconds),
-            "ratio": lambda r: f"{r.ratio():.2f}",
-            "ratio of CPU time": lambda r: f"{r.ratio(cpu=True):.2f}",
-            "swarmnode, ms a step": lambda r: ms(r.ours_seconds),
-            "of it sampling, scoring": lambda r: ms(r.ours_generate_seconds),
-            "TRL, ms a step": lambda r: ms(r.trl_seconds),
-            "groups trained on": lambda r: f"{statistics.fmean(r.ours_useful_groups):.0%}",
-            "reward of last 10, swarmnode": lambda r: last(r, r.ours_reward),
-            "TRL": lambda r: last(r, r.trl_reward),
+            "swarmnode, samples/s": lambda r: speed(r, r.ours),
+            "TRL, samples/s": lambda r: speed(r, r.trl),
+            "ratio": lambda r: f"{r.ratio('seconds'):.2f}",
+            "ratio of CPU time": lambda r: f"{r.ratio('cpu_seconds'):.2f}",
+            "swarmnode, ms a step": lambda r: ms(r.ours, "seconds"),
+            "of it sampling, scoring": lambda r: ms(r.ours, "sampling_seconds"),
+            "TRL, ms a step": lambda r: ms(r.trl, "seconds"),
+            "groups trained on": lambda r: f"{total(r.ours, 'useful') / len(r.ours):.0%}",
+            "reward of last 10, swarmnode": lambda r: last(r, r.ours),
+            "TRL": lambda r: last(r, r.trl),
         },
     )
 
 
 def show_lengths(results: list[Result]) -> str:
     """Return a row for each seed, and the median ratio of each pair of engines."""
-    mean = lambda values, digits: f"{statistics.fmean(values):.{digits}f}"
-    name = lambda r: f"{r.engine or 'as chosen'}; TRL with {r.case}"
-    ratio = lambda r: r.token_rates()[0] / r.token_rates()[1]
+    mean = lambda steps, what, digits: f"{total(steps, what) / len(steps):.{digits}f}"
+    name = lambda r: f"{r.engine}; TRL with {r.case.name}"
+    ratio = lambda r: r.rate(r.ours) / r.rate(r.trl)
     shown = columns(
         results,
         {
             "engines": name,
-            "seed": lambda r: r.seed,
-            "mean length, swarmnode": lambda r: mean(r.ours_tokens, 0),
-            "TRL": lambda r: mean(r.trl_tokens, 0),
-            "lag, updates": lambda r: mean(r.ours_lag, 1),
-            "CPU s a step, swarmnode": lambda r: mean(r.ours_cpu_seconds, 1),
-            "of it sampling": lambda r: mean(r.ours_generate_cpu_seconds, 1),
-            "CPU s a step, TRL": lambda r: mean(r.trl_cpu_seconds, 1),
-            "of that sampling": lambda r: mean(r.trl_generate_cpu_seconds, 1),
-            "tokens per CPU s, swarmnode": lambda r: f"{r.token_rates()[0]:.0f}",
-            "tokens per CPU s, TRL": lambda r: f"{r.token_rates()[1]:.0f}",
+            "seed": lambda r: r.case.seed,
+            "mean length, swarmnode": lambda r: mean(r.ours, "tokens", 0),
+            "TRL": lambda r: mean(r.trl, "tokens", 0),
+            "lag, updates": lambda r: mean(r.ours, "lag", 1),
+            "CPU s a step, swarmnode": lambda r: mean(r.ours, "cpu_seconds", 1),
+            "of it sampling": lambda r: mean(r.ours, "sampling_cpu_seconds", 1),
+            "CPU s a step, TRL": lambda r: mean(r.trl, "cpu_seconds", 1),
+            "of that sampling": lambda r: mean(r.trl, "sampling_cpu_seconds", 1),
+            "tokens per CPU s, swarmnode": lambda r: f"{r.rate(r.ours):.0f}",
+            "tokens per CPU s, TRL": lambda r: f"{r.rate(r.trl):.0f}",
             "ratio": lambda r: f"{ratio(r):.2f}",
         },
     )
@@ -458,8 +451,7 @@ def main() -> None:
                 print(show_lengths(results[-len(case.engines) :]), flush=True)  # each takes minutes
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show_lengths(results) if args.lengths else show(results))
-    ratios = lambda r: {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__}
-    write_json(args.json, [asdict(r) | ratios(r) for r in results])
+    write_json(args.json, {"trl": trl.__version__, "results": [asdict(r) for r in results]})
 
 
 if __name__ == "__main__":
