@@ -312,7 +312,7 @@ def marks_table(results: Rows) -> str:
                 lambda r: 100 * r["share_of_external"], 0
             ),
             "hostile groups trained on": mean(lambda r: r["trained_on"] / r["honest"], 0),
-            "held-out, mean on the way": mean(lambda r: r["held_out"], 3),
+            "held-out, mean over the run": mean(lambda r: r["held_out"], 3),
             "lost against silent, %": mean(
                 lambda r: 100 * (1 - r["held_out"] / max(usual[r["seed"]], 1e-9)), 1
             ),

@@ -171,7 +171,7 @@ def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) ->
         "local reward, sum over steps": cell("steps", "local_reward", 2),
         "against 8/0 by seed, %": lambda name: against_alone(runs, name),
         "held-out": cell("steps", "held_out"),
-        "mean held-out on the way": cell("steps", "mean_held_out"),
+        "mean held-out over the run": cell("steps", "mean_held_out"),
         "groups generated": cell("steps", "generated", 0),
         "tokens sampled": cell("steps", "tokens", 0),
         "useful groups per step": cell("steps", "useful", 2),
@@ -179,7 +179,7 @@ def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) ->
     tokens = {
         "arm": str,
         "held-out": cell("tokens", "held_out"),
-        "mean held-out on the way": cell("tokens", "mean_held_out"),
+        "mean held-out over the run": cell("tokens", "mean_held_out"),
         "steps": cell("tokens", "steps", 0),
         "groups generated": cell("tokens", "generated", 0),
     }

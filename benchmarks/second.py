@@ -355,7 +355,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
         return cell
 
     until = lambda node: (found := tokens_until(node, GOAL)) and found / 1e3
-    way = lambda node: mean_until(curve(node, "step"), node["held_out"][-1]["step"])
+    mean_reward = lambda node: mean_until(curve(node, "step"), node["held_out"][-1]["step"])
     return columns(
         list(kinds),
         {
@@ -364,7 +364,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
             "seeds": lambda kind: len(seeds(kind)),
             "held-out at the start": mean(lambda n: n["held_out"][0]["reward"]),
             "held-out after all steps": mean(lambda n: n["held_out"][-1]["reward"]),
-            "mean on the way": mean(way),
+            "mean over the run": mean(mean_reward),
             "own tokens, thousands": mean(lambda n: n["held_out"][-1]["tokens"] / 1e3, 1),
             f"held-out at {budget / 1e3:.0f} thousand own tokens": mean(
                 lambda n: value_at(curve(n, "tokens"), budget)
