@@ -4,15 +4,10 @@ A Llama of random weights, in which each layer is a function of its own, is the 
 synthesis: the neighbours carry no information about the lost layer. All members, streams and files
 are real, in one process. KL and NLL are the gate's, on the newest step's micro-batches. For the own
 checkpoint they are the change by the last step itself.
-
-`--faults` measures the seconds until a swarm of whole nodes has recovered from each fault of
-processes, disks, cables and clocks (tests/support/chaos).
 """
 
 from __future__ import annotations
 
-import signal
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,7 +24,6 @@ from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings, judge
 from swarmnode.stages.wire import state_bytes
-from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
@@ -111,14 +105,9 @@ async def measure(
 
 def main() -> None:
     parser = make_parser("recovery", __doc__, quick="one seed", seeds=3)
-    parser.add_argument("--faults", action="store_true", help="faults of whole nodes instead")
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of --faults")
     args = parser.parse_args()
     if args.quick:
         args.seeds = 1
-    if args.faults:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that disks are unmounted
-        sys.exit(schedules(seeds_of(args), args.nodes, short=args.quick, alone=True))
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         settings = WorkerSettings(b"b" * 32)

@@ -237,6 +237,8 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="+", default=REGIMES, choices=REGIMES, metavar="REGIME")
     parser.add_argument("--processes", type=int, default=2)
     args = parser.parse_args()
+    if "heterogeneous" in args.regimes and any("NoLoCo" in name for name in args.arms):
+        parser.error("nodes average only if they start from one policy: name other --regimes")
     size = Size(args.rounds, nodes=args.nodes, steps_only=args.steps_only)
     if args.quick:
         size = Size(14, eval_every=4, eval_questions=6)

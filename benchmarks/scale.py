@@ -21,7 +21,7 @@ import msgspec
 
 from benchmarks.lib import scale_events, scale_hosts
 from benchmarks.lib.report import columns, heading, make_parser, note, spread, write_json
-from benchmarks.lib.scale_events import DEGREE, STEP_SECONDS, Result, Setup
+from benchmarks.lib.scale_events import DEGREE, STEP_SECONDS, Counts, Result, Setup
 from benchmarks.lib.scale_hosts import Constants
 
 SIZES = (2_000, 17_000)
@@ -35,18 +35,6 @@ MAX_BYTES = {2_000: 1.6, 17_000: 1.1}
 """Goals per group trained on: CPU time, and bytes received ÷ its size."""
 MAX_GROWTH = 1.1
 """Goal: cost of a node in the largest swarm ÷ in a swarm of 100."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Mean counts of a node and step."""
-
-    listings: float
-    listing_bytes: float
-    pulls: float
-    pulled: float
-    trained: float
-    decisions_ms: float
 
 
 @dataclass(frozen=True)
@@ -67,17 +55,26 @@ class Cost:
     """Share of a core."""
 
 
-def cost(load: Load, constants: Constants, nodes: int) -> Cost:
-    """Return the cost of `load`."""
-    trained = max(load.trained, 1e-9)
-    asking = load.listings * constants.listing.cpu_ms + load.pulls * (
-        constants.pull.cpu_ms - constants.more.cpu_ms
+def cost(counts: Counts, constants: Constants, nodes: int) -> Cost:
+    """Return the mean cost of a node with these counts in a swarm of `nodes`."""
+    steps = max(1, counts.node_steps)
+    listings, pulls, pulled = (
+        count / steps for count in (counts.listings, counts.pulls, counts.pulled)
     )
-    cpu = asking + load.pulled * constants.more.cpu_ms + load.decisions_ms
-    streams = load.listings * constants.empty.bytes + load.pulls * (
-        constants.pull.bytes - constants.more.bytes
+    trained = max(counts.trained / steps, 1e-9)
+    # the first group of a fetch costs `pull`, each further one `more`
+    cpu = (
+        listings * constants.listing.cpu_ms
+        + pulls * (constants.pull.cpu_ms - constants.more.cpu_ms)
+        + pulled * constants.more.cpu_ms
+        + 1000 * counts.seconds / steps
     )
-    received = load.listing_bytes + streams + load.pulled * constants.more.bytes
+    received = (
+        counts.listing_bytes / steps
+        + listings * constants.empty.bytes
+        + pulls * (constants.pull.bytes - constants.more.bytes)
+        + pulled * constants.more.bytes
+    )
     links = min(DEGREE, nodes - 1)
     idle_ms, idle_bytes = links * constants.idle.cpu_ms, links * constants.idle.bytes
     return Cost(
@@ -85,21 +82,8 @@ def cost(load: Load, constants: Constants, nodes: int) -> Cost:
         connections_ms=idle_ms,
         bytes=received / (trained * constants.size),
         kbit=8 * (received / STEP_SECONDS + idle_bytes) / 1000,
-        messages=2 * (load.listings + load.pulls) * 60 / STEP_SECONDS * 2,  # both roles
+        messages=2 * (listings + pulls) * 60 / STEP_SECONDS * 2,  # both roles
         cores=(cpu / STEP_SECONDS + idle_ms) / 1000,
-    )
-
-
-def load_of(result: Result) -> Load:
-    """Return the mean load of a run."""
-    c, steps = result.counts, max(1, result.counts.node_steps)
-    return Load(
-        c.listings / steps,
-        c.listing_bytes / steps,
-        c.pulls / steps,
-        c.pulled / steps,
-        c.trained / steps,
-        1000 * c.seconds / steps,
     )
 
 
@@ -146,7 +130,7 @@ class Runs:
 
     def costs(self, nodes: int, constants: Constants) -> list[Cost]:
         """Return the costs of a swarm of `nodes`, one for each seed."""
-        return [cost(load_of(result), constants, nodes) for result in self.events[nodes]]
+        return [cost(result.counts, constants, nodes) for result in self.events[nodes]]
 
 
 def _note(result: Result) -> Result:
