@@ -198,10 +198,12 @@ def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) ->
 def against_alone(runs: Runs, name: str) -> str:
     """Return the change of the local reward against 8/0 for each seed."""
     alone = {r["seed"]: r["steps"]["local_reward"] for r in runs.get("8/0", ())}
-    ratios = [
-        r["steps"]["local_reward"] / alone[r["seed"]] for r in runs[name] if r["seed"] in alone
+    changes = [
+        f"{100 * (r['steps']['local_reward'] / alone[r['seed']] - 1):+.0f}"
+        for r in runs[name]
+        if name != "8/0" and alone.get(r["seed"])
     ]
-    return "–" if name == "8/0" else " ".join(f"{100 * (ratio - 1):+.0f}" for ratio in ratios)
+    return " ".join(changes) or "–"
 
 
 def adaptive_verdict(runs: Runs) -> list[str]:
