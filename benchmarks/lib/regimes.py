@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.lib.start_policy import next_token_loss, take_step
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import Policy, load_policy
 from tools.build_tiny import SETTINGS, SFT_BLOCK, Question, demonstration, questions
@@ -64,28 +65,12 @@ def adapt(
     rng = random.Random(stream)
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=PEAK, weight_decay=0.0)
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK * (0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-        rows = []
+        rows, labels = [], []
         for question in rng.choices(pool, k=BATCH):
             text = demonstration(question, share(question.task), 0.32, rng)
-            rows.append(
-                (policy.encode_prompt(question.prompt), policy.tokenize_completion(text, "eos"))
-            )
-        width = max(len(p) + len(c) for p, c in rows)
-        # (64, width)
-        input_ids = torch.tensor(
-            [p + c + [policy.pad_id] * (width - len(p) - len(c)) for p, c in rows]
-        )
-        labels = torch.tensor(
-            [[-100] * len(p) + c + [-100] * (width - len(p) - len(c)) for p, c in rows]
-        )
-        # right padding and causal attention: no mask needed
-        logits = policy.model(input_ids=input_ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.trainable_parameters(), 1.0)
-        optimizer.step()
+            prompt = policy.encode_prompt(question.prompt)
+            answer = policy.tokenize_completion(text, "eos")
+            rows.append(prompt + answer)
+            labels.append([-100] * len(prompt) + answer)
+        loss = next_token_loss(policy.model, rows, labels, policy.pad_id)
+        take_step(optimizer, loss, PEAK * (0.5 + 0.5 * math.cos(math.pi * step / STEPS)))
