@@ -64,7 +64,7 @@ dist:
 	build/tools/bin/python tools/dist.py --torch-index '$(TORCH_INDEX)' --repository '$(REPOSITORY)'
 
 bench: $(VENV)/.test
-	for name in sapo trainer packing cards ingest pulls scale eclipse noloco exchange checkfree recovery crew crew_distance hostile served; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
+	for name in sapo second episodes trainer card served scale eclipse hostile episodes_hostile noloco checkfree recovery crew; do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done
 
 fresh:
 	$(PYTHON) -m tests.support.fresh

@@ -1,2 +1,2 @@
-"""One command per claim: `python -m benchmarks.NAME [--quick] [--json PATH]` prints a table.
-RESULTS.md and results/ have the results. `lib` has parts that several commands use."""
+"""Programs that measure the claims of README.md, docs/ and RESULTS.md: `python -m benchmarks.NAME`.
+results/ has the raw results, `lib` the parts that several programs use."""

@@ -1,44 +1,36 @@
-"""Measure the loss after a stage is lost and restored. `python -m benchmarks.checkfree [--quick]
-[--seeds N]`
+"""Measure the loss after a stage is lost and restored from each source.
 
-A tiny Llama of eight one-layer stages (benchmarks/lib/staged.py) loses one stage, and each source
-restores it. Every fork continues with the same batches as the run that lost nothing, so that a
+A tiny Llama of eight one-layer stages (benchmarks/lib/staged.py) loses one stage or two adjacent
+ones. Every recovery continues with the same batches as the run that lost nothing, so that a
 difference of a hundredth of a nat is visible.
 
-    from scratch    an inner stage, the first, the last, and two adjacent stages
-    swapped order   half of each batch in CheckFree+'s order, which the copies of the ends need
-    fine-tuned      a policy that was fine-tuned from a published base
+    ordinary order   an inner stage, the first, the last, and two adjacent stages
+    swapped order    half of each batch in CheckFree+'s order, which the copies of the ends need
 
 `jump` is the held-out loss right after the recovery less the loss before. `gap` is the held-out
 loss less the control's after the same number of further steps. KL is over the whole vocabulary on
-the newest micro-batches. The recoveries are the product's own, `swarmnode.stages.recovery`.
+the newest micro-batches. CheckFree and the copies are the product's, `swarmnode.stages.recovery`.
 """
 
 from __future__ import annotations
 
-import argparse
-import copy
 import multiprocessing
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.nn.functional import kl_div, log_softmax
 
-from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, language, tasks
-from benchmarks.report import heading, signed, table, write_json
+from benchmarks.lib.report import heading, make_parser, note, seeds_of, signed, table, write_json
+from benchmarks.lib.staged import STAGES, Corpus, StageCopy, Staged, build, language
 from swarmnode.errors import Refused
 from swarmnode.stages.recovery import (
     LEARNING_RATE_FACTOR,
     Neighbour,
     RecoverySettings,
-    neighbour_layers,
     synthesise,
 )
 
@@ -53,18 +45,14 @@ PLACES = {INNER: (3,), FIRST: (0,), LAST: (7,), "two adjacent stages": (3, 4)}
 class Size:
     trunk_steps: int = 500
     """Steps before a stage is lost."""
-    tuned_steps: int = 120
     marks: tuple[int, ...] = (0, 10, 30, 60)
     """Steps after the loss at which the held-out loss is measured."""
     rate: float = 3e-3
-    tuned_rate: float = 1e-3
     windows: int = 64
     """Held-out windows."""
-    questions: int = 400
-    """Questions of each task that the policy is fine-tuned on."""
 
 
-FULL, QUICK = Size(), Size(100, 60, (0, 10), windows=32, questions=100)
+FULL, QUICK = Size(), Size(100, (0, 10), windows=32)
 
 
 # ---- the recoveries
@@ -77,8 +65,6 @@ class History:
     now: list[StageCopy]
     checkpoints: dict[int, list[StageCopy]]
     """Age in steps → every stage then."""
-    base: list[StageCopy]
-    """Every stage of the published base; from scratch: the weights of half-way."""
     probes: list[torch.Tensor]
     """The newest micro-batches, each (BATCH, WINDOW + 1)."""
 
@@ -100,38 +86,28 @@ def exact(staged: Staged, stage: int, lost: object, history: History, rng: objec
     return Recovered(history.now[stage])
 
 
-def base(staged: Staged, stage: int, lost: object, history: History, rng: object) -> Recovered:
-    return Recovered(history.base[stage].without_moments())
-
-
 def checkpoint(age: int) -> Recovery:
-    """A neighbour's checkpoint of `age` steps ago, float32 with Adam's moments."""
+    """Restore a neighbour's checkpoint of `age` steps ago: float32 with Adam's moments."""
     return lambda staged, stage, lost, history, rng: Recovered(history.checkpoints[age][stage])
 
 
-def synthesis(method: Literal["checkfree", "copy", "uniform", "identity"]) -> Recovery:
+def synthesis(method: Literal["checkfree", "copy"]) -> Recovery:
     """Make the layers from the neighbours': fresh optimizer, learning rate × 1.1, no warm-up.
 
     Embedding, norm and head are true copies.
 
     Args:
-        method: checkfree (inner stages) and copy (first and last stage) are the product's; uniform
-            is checkfree with equal weights; identity zeroes the ends of the residual branches.
+        method: checkfree for inner stages, copy for the first and last stage.
     """
 
     def recover(
         staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
     ) -> Recovered:
         spec = staged.specs[stage]
-        before, after = (neighbour(staged, i, lost) for i in (stage - 1, stage + 1))
-        ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
-        if method == "identity":
-            layers = neighbour_layers(before if before is not None else after, spec)
-            return Recovered(StageCopy(pass_on(layers) | ends), LEARNING_RATE_FACTOR, warmup=0)
         if (method == "copy") != (spec.has_embedding or spec.has_head):
             raise Refused(f"{method} is not for stage {stage} of {STAGES}")
-        if method == "uniform":
-            before, after = (near and replace(near, squared_norm=1.0) for near in (before, after))
+        before, after = (neighbour(staged, i, lost) for i in (stage - 1, stage + 1))
+        ends = {n: t for n, t in history.now[stage].weights.items() if ".layers." not in n}
         made = synthesise(spec, before, after, ends=ends)
         return Recovered(StageCopy(made), LEARNING_RATE_FACTOR, warmup=0)
 
@@ -145,55 +121,26 @@ def neighbour(staged: Staged, stage: int, lost: tuple[int, ...]) -> Neighbour | 
     return Neighbour(weights, staged.squared_norms[stage])
 
 
-def pass_on(layers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return layers whose residual branches end in zero."""
-    branch_ends = ("self_attn.o_proj.", "mlp.down_proj.")
-    return {
-        name: torch.zeros_like(t) if any(end in name for end in branch_ends) else t.clone()
-        for name, t in layers.items()
-    }
-
-
-def copied(
-    staged: Staged, stage: int, lost: tuple[int, ...], history: History, rng: object
-) -> Recovered:
-    """The papers' baseline: the layers of the stage before, or of the stage after."""
-    sources = [i for i in (stage - 1, stage + 1) if 0 <= i < STAGES and i not in lost]
-    if not sources:
-        raise Refused("no neighbour is left")
-    layers = {n: p.detach().clone() for n, p in staged.trained[sources[0]].items()}
-    return with_layers(history.now[stage], {n: t for n, t in layers.items() if ".layers." in n})
-
-
 def random_layers(
     staged: Staged, stage: int, lost: object, history: History, rng: torch.Generator
 ) -> Recovered:
-    """The papers' baseline: layers as at the start of the run."""
+    """Restore layers as at the start of the run: the papers' baseline."""
     std = staged.model.config.initializer_range
     layers = {
         n: torch.ones_like(p) if p.dim() == 1 else torch.randn(p.shape, generator=rng) * std
         for n, p in staged.trained[stage].items()
         if ".layers." in n
     }
-    return with_layers(history.now[stage], layers)
-
-
-def with_layers(stage: StageCopy, layers: Mapping[str, torch.Tensor]) -> Recovered:
-    return Recovered(StageCopy({**stage.weights, **layers}), LEARNING_RATE_FACTOR, warmup=0)
+    weights = {**history.now[stage].weights, **layers}
+    return Recovered(StageCopy(weights), LEARNING_RATE_FACTOR, warmup=0)
 
 
 METHODS: dict[str, Recovery] = {
     "exact, with Adam": exact,
     **{f"checkpoint, {age} steps old": checkpoint(age) for age in AGES},
-    "base weights": base,
     "CheckFree": synthesis("checkfree"),
-    "uniform average": synthesis("uniform"),
-    "identity": synthesis("identity"),
-    "copy of a neighbour": copied,
     "random": random_layers,
 }
-TUNED = (*list(METHODS)[:5], "identity")
-"""Methods that are measured on the fine-tuned policy."""
 
 
 # ---- one loss
@@ -201,28 +148,23 @@ TUNED = (*list(METHODS)[:5], "identity")
 
 @dataclass(frozen=True)
 class Trunk:
-    """A run up to the loss, and what it and its neighbours stored."""
+    """A run up to the loss, and the checkpoints of its stages."""
 
     staged: Staged
     checkpoint: Any
     history: History
 
 
-def grow(
-    staged: Staged, corpus: Corpus, seed: int, steps: int, base: list[StageCopy] | None = None
-) -> Trunk:
-    """Train `steps` steps. base: the published weights; None takes those of half-way."""
+def grow(staged: Staged, corpus: Corpus, seed: int, steps: int) -> Trunk:
+    """Train `steps` steps."""
     checkpoints: dict[int, list[StageCopy]] = {}
     copies = lambda: [staged.copy_of(i) for i in range(STAGES)]
     for i in range(steps):
         staged.step(corpus.batch(seed, i))
         if (left := steps - 1 - i) in AGES:
             checkpoints[left] = copies()
-        if base is None and i + 1 == steps // 2:
-            base = copies()
-    assert base is not None
     probes = [corpus.batch(seed, i) for i in range(max(0, steps - SETTINGS.probes), steps)]
-    return Trunk(staged, staged.checkpoint(), History(copies(), checkpoints, base, probes))
+    return Trunk(staged, staged.checkpoint(), History(copies(), checkpoints, probes))
 
 
 def fork(trunk: Trunk, lost: tuple[int, ...], recovery: Recovery) -> None:
@@ -300,29 +242,17 @@ def compare(
 def run_seed(seed: int, size: Size) -> list[dict[str, Any]]:
     """Return the rows of one seed."""
     torch.set_num_threads(1)
-    text, questions = language(size.windows), tasks(size.windows, size.questions)
-    rows: list[dict[str, Any]] = []
-
-    def part(name: str, trunk: Trunk, corpus: Corpus, steps: int, wanted: Any) -> None:
-        compared = compare(trunk, corpus, seed, steps, size.marks, wanted)
-        rows.extend({"part": name} | row for row in compared)
-
+    text = language(size.windows)
     places = PLACES if size == FULL else {INNER: PLACES[INNER]}
-    trunk = grow(Staged(build(seed), size.rate), text, seed, size.trunk_steps)
-    wanted = [(place, *method) for place in places for method in METHODS.items()]
-    part("from scratch", trunk, text, size.trunk_steps, wanted)
-
-    swapped = grow(Staged(build(seed), size.rate, swapped=True), text, seed, size.trunk_steps)
-    wanted = [(INNER, "CheckFree", METHODS["CheckFree"])]
-    wanted += [(place, "copy (CheckFree+)", synthesis("copy")) for place in (FIRST, LAST)]
-    part("swapped order", swapped, text, size.trunk_steps, wanted)
-
-    trunk.staged.roll_back(trunk.checkpoint)
-    published = [stage.without_moments() for stage in trunk.history.now]
-    staged = Staged(copy.deepcopy(trunk.staged.model), size.tuned_rate)
-    tuned = grow(staged, questions, seed, size.tuned_steps, published)
-    wanted = [(place, method, METHODS[method]) for place in places for method in TUNED]
-    part("fine-tuned", tuned, questions, size.tuned_steps, wanted)
+    ordinary = [(place, *method) for place in places for method in METHODS.items()]
+    swapped = [(INNER, "CheckFree", METHODS["CheckFree"])]
+    swapped += [(place, "copy (CheckFree+)", synthesis("copy")) for place in (FIRST, LAST)]
+    rows: list[dict[str, Any]] = []
+    for part, wanted in (("ordinary order", ordinary), ("swapped order", swapped)):
+        staged = Staged(build(seed), size.rate, swapped=part == "swapped order")
+        trunk = grow(staged, text, seed, size.trunk_steps)
+        compared = compare(trunk, text, seed, size.trunk_steps, size.marks, wanted)
+        rows.extend({"part": part} | row for row in compared)
     return rows
 
 
@@ -358,29 +288,25 @@ def place_table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkfree",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
+    parser = make_parser(
+        "checkfree",
+        __doc__,
+        quick="one seed, short, inner stages only",
+        seeds=3,
+        first_seed=1,  # seed 0 chose the sizes
     )
-    parser.add_argument("--quick", action="store_true", help="one seed, short, inner stages only")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=1, help="seed 0 chose the sizes")
     parser.add_argument("--processes", type=int, default=2, help="processes of one thread each")
     args = parser.parse_args()
-    count, size = (1, QUICK) if args.quick else (args.seeds, FULL)
-    seeds = range(args.first_seed, args.first_seed + count)
-    print(heading("checkfree: what does it cost to lose a stage?"), flush=True)
+    args.seeds = 1 if args.quick else args.seeds
+    size = QUICK if args.quick else FULL
+    print(heading("checkfree: loss after a stage is lost and restored"), flush=True)
     rows: list[dict[str, Any]] = []
-    started = time.monotonic()
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
-        for found in pool.map(run_seed, seeds, [size] * count):
+        for found in pool.map(run_seed, seeds_of(args), [size] * args.seeds):
             rows += found
-            print(f"{time.monotonic() - started:.0f} s: {len(rows)} rows", file=sys.stderr)
-            if args.json:
-                write_json(args.json, {"size": vars(size), "rows": rows})
+            note(f"{len(rows)} rows")
+            write_json(args.json, {"size": vars(size), "rows": rows})
     print(tables(rows), flush=True)
 
 

@@ -1,28 +1,26 @@
-"""How many nodes end up with hostile neighbours only? `python -m benchmarks.eclipse [--quick]`
+"""Measure how many honest nodes end with hostile neighbours only.
 
-The product's peer tables and turnover, `nodes` of them, without a network. All nodes join through
-one honest bootstrap node. Hostile identities share few networks, return only each other in peer
-exchange, dial honest nodes all the time, and never leave. An honest node asks the peers that it has
-just dialled, and four of its peers every two minutes; it replaces one connection every ten minutes.
+The product's peer tables and turnover run without a network. All nodes join through one honest
+bootstrap node. Hostile identities share few networks, return only each other in peer exchange, dial
+honest nodes in every round, and never leave. An honest node asks the peers that it has just
+dialled, and four of its peers every two minutes; it replaces one connection every ten minutes.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
-import msgspec
-
-from benchmarks import report
+from benchmarks.lib.report import columns, heading, make_parser, seeds_of, write_json
 from swarmnode.p2p import turnover
 from swarmnode.p2p.peers import DropReason, PeerTable
 from swarmnode.p2p.turnover import PeerLink
 
 TARGET = 16
 ROUND_SECONDS = 120.0
-ASKED, TOLD = 4, 32
+QUERIES, SHARED = 4, 32
+"""Peers that a node queries in a round, and addresses in an answer."""
 ROUNDS_PER_EXCHANGE = 5
 CHURN = 0.002
 """Share of the honest nodes that restart as new ones in a round."""
@@ -121,13 +119,13 @@ class Swarm:
                 self._connect(hostile, number)
         for number in order:
             self._make_room(number)
-            asked = [
+            candidates = [
                 other
                 for other in self.nodes[number].links
                 if self.nodes[number].table.accepts_reports(self.names[other])
             ]
-            for other in self.rng.sample(asked, min(ASKED, len(asked))):
-                self._ask(number, other)
+            for other in self.rng.sample(candidates, min(QUERIES, len(candidates))):
+                self._query(number, other)
             if self.attack.turnover and count % ROUNDS_PER_EXCHANGE == number % ROUNDS_PER_EXCHANGE:
                 self._exchange(number)
         self.now += ROUND_SECONDS
@@ -140,7 +138,7 @@ class Swarm:
                 table.record_failed(dial.peer, self.now)
             else:
                 table.record_dialled(dial.peer, dial.addresses[0], self.now)
-                self._ask(number, other)
+                self._query(number, other)
 
     def _connect(self, dialling: int, dialled: int) -> bool:
         """Connect two nodes; return False if `dialled` has no place."""
@@ -173,20 +171,20 @@ class Swarm:
                 del self.nodes[here].links[there]
                 self.nodes[here].table.record_disconnected(self.names[there], self.now)
 
-    def _ask(self, number: int, other: int) -> None:
+    def _query(self, number: int, other: int) -> None:
         if other < self.honest:
-            told = [
+            shared = [
                 (peer, where[0])
                 for peer, where in self.nodes[other].table.peers_to_share(
-                    TOLD, exclude=self.names[number], scope=2
+                    SHARED, exclude=self.names[number], scope=2
                 )
             ]
         else:
-            told = [
+            shared = [
                 (self.names[each], self.address(each))
-                for each in self.rng.choices(range(self.honest, self.attack.nodes), k=TOLD)
+                for each in self.rng.choices(range(self.honest, self.attack.nodes), k=SHARED)
             ]
-        for peer, where in told:
+        for peer, where in shared:
             self.nodes[number].table.add(peer, where, "exchange", self.now)
 
     def _make_room(self, number: int) -> None:
@@ -227,58 +225,44 @@ class Swarm:
         )
 
 
-def row(attack: Attack, outcome: Outcome) -> list[str]:
-    spread = "one each" if attack.networks is None else str(attack.networks)
-    return [
-        str(attack.nodes),
-        f"{attack.share:.0%}",
-        spread,
-        "yes" if attack.turnover else "no",
-        str(attack.seed),
-        f"{outcome.hostile_links:.1%}",
-        f"{outcome.hostile_dialled:.1%}",
-        f"{outcome.surrounded:.2%}",
-        f"{outcome.met:.0f}",
-    ]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="200 nodes for an hour, 25 %% hostile")
+    parser = make_parser("eclipse", __doc__, quick="200 nodes for an hour, 25 %% hostile", seeds=1)
     parser.add_argument("--nodes", type=int, default=2000)
     parser.add_argument("--minutes", type=int, default=180)
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--one", help="an Attack as JSON: run it alone")
-    arguments = parser.parse_args()
-    nodes, minutes = (200, 60) if arguments.quick else (arguments.nodes, arguments.minutes)
-    one = msgspec.json.decode(arguments.one, type=Attack) if arguments.one else None
-    attacks = (
-        [replace(one, seed=one.seed + each) for each in range(arguments.seeds)]
-        if one
-        else [
-            Attack(nodes, share, networks, minutes, turnover=turns, seed=seed)
-            for share in ((0.25,) if arguments.quick else (0.25, 0.5))
-            for networks in ((5,) if arguments.quick else (max(4, nodes // 40), None))
-            for turns in (True, False)
-            for seed in range(arguments.seeds)
-        ]
+    parser.add_argument("--places", type=int, default=Attack.places, help="connections of a node")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.5])
+    args = parser.parse_args()
+    networks: tuple[int | None, ...] = (max(4, args.nodes // 40), None)
+    if args.quick:
+        args.nodes, args.minutes, args.shares, networks = 200, 60, [0.25], (5,)
+    found: list[tuple[Attack, Outcome]] = []
+    for attack in (
+        Attack(args.nodes, share, count, args.minutes, args.places, turns, seed)
+        for share in args.shares
+        for count in networks
+        for turns in (True, False)
+        for seed in seeds_of(args)
+    ):
+        found.append((attack, Swarm(attack).run()))
+        print(*found[-1], flush=True)
+        write_json(args.json, [asdict(each) | asdict(outcome) for each, outcome in found])
+    print(heading("eclipse: honest nodes among hostile ones"))
+    print(
+        columns(
+            found,
+            {
+                "nodes": lambda each: each[0].nodes,
+                "hostile": lambda each: f"{each[0].share:.0%}",
+                "their /24s": lambda each: each[0].networks or "one each",
+                "turnover": lambda each: "yes" if each[0].turnover else "no",
+                "seed": lambda each: each[0].seed,
+                "hostile links": lambda each: f"{each[1].hostile_links:.1%}",
+                "of dialled links": lambda each: f"{each[1].hostile_dialled:.1%}",
+                "surrounded": lambda each: f"{each[1].surrounded:.2%}",
+                "peers met": lambda each: f"{each[1].met:.0f}",
+            },
+        )
     )
-    head = [
-        "nodes",
-        "hostile",
-        "their /24s",
-        "turnover",
-        "seed",
-        "hostile links",
-        "of dialled links",
-        "surrounded",
-        "peers met",
-    ]
-    rows = []
-    for attack in attacks:
-        rows.append(row(attack, Swarm(attack).run()))
-        print("  ".join(rows[-1]), flush=True)
-    print(report.heading("eclipse: nodes among hostile ones") + "\n" + report.table(head, rows))
 
 
 if __name__ == "__main__":

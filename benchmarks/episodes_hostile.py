@@ -1,37 +1,35 @@
-"""Peers' episodes that must not be trained on: `python -m benchmarks.episodes_hostile`.
+"""Measure what a node does with peers' episodes that must not be trained on.
 
-In each round every way below sends one group with a valid signature, and an honest author sends
-one. The receiver is the product's: admission, scoring queue, scorer child in its sandbox. A way is
-an author with a key of its own, except the last, which takes a new key for each group. Time is
-simulated, 10 s a round; the scorer's CPU is real.
+In each round every author below sends one group with a valid signature, and so does an honest
+author. The receiver is the product's: admission, scoring queue, and the scorer child in its
+sandbox. Each author has a key of its own; the last takes a new key for each group. Time is
+simulated, 10 s a round; the scorer's CPU time is real.
 
-    ends early             the last action is missing, so that the replay has not ended
-    ends late              an action follows the end
+    forged: …              the forgeries of `swarmnode.demo.liar.episodes`
     never ends             the episode stops before the task's last turn, and nothing ended it
-    another reward         all episodes replay to one reward, so that nothing can be learnt
+    another reward         all episodes replay to one reward, so that nothing can be learned
     takes all CPU          an action after which the environment never returns
     takes all CPU, new keys
-
-`benchmarks.episodes --arms hostile` forges the episodes that a trained policy has sampled.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from benchmarks.report import heading, machine, table, write_json
+from benchmarks.lib.report import columns, heading, make_parser, write_json
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import MODEL, TOKENIZER, Author, swarm_of
+from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate, ExternalGroup
 from swarmnode.rollouts.scoring import ScoringQueue
@@ -41,7 +39,7 @@ from swarmnode.tasks.client import AsyncScorer, Scored
 TASK, TURNS = "endless_game:endless", 12
 GAME = '''
 def endless(seed: int):
-    """Ends at "win" and "leave" only; "burn" never returns."""
+    """Ends at "win" and "leave"; "burn" never returns."""
 
     def step(action: str):
         while action == "burn":
@@ -56,8 +54,6 @@ NEW_KEYS = "takes all CPU, new keys"
 ON = ["on"] * (TURNS - 1)
 WIN, LEAVE, LONG = ["on", "win"], ["on", "leave"], [*ON, "win"]
 WAYS: dict[str, Sequence[Sequence[str]]] = {
-    "ends early": [WIN[:-1], WIN, LEAVE, LONG],
-    "ends late": [[*WIN, "on"], WIN, LEAVE, LONG],
     "never ends": [ON, WIN, LEAVE, LONG],
     "another reward": [WIN, LONG, ["win"], ["on", "on", "win"]],
     "takes all CPU": [["burn"], WIN, LEAVE, LONG],
@@ -65,25 +61,26 @@ WAYS: dict[str, Sequence[Sequence[str]]] = {
 }
 """The actions of each episode of a group."""
 HONEST = "honest"
+HONEST_EPISODES = [WIN, LEAVE, LONG, ["leave"]]
 ROUND_SECONDS = 10.0
 START_TIME = 1_700_000_000.0
 
 
 class Receiver:
-    """The honest node that all groups reach."""
+    """The honest node that receives all groups."""
 
     def __init__(self, swarm: bytes, scorer: AsyncScorer) -> None:
         self.now = START_TIME
         self.way_of: dict[str, str] = {}
         """By peer."""
-        self.outcomes: dict[str, Counter[str]] = {name: Counter() for name in (HONEST, *WAYS)}
+        self.outcomes: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.admission = Admission(swarm, "me", [TASK], SharingConfig())
         self.admission.set_policy(MODEL, TOKENIZER, 1.0)
         self._left, self._settled = 0, trio.Event()
         self.queue = ScoringQueue(scorer, self._scored, self._failed, lambda: self.now)
 
     async def receive(self, frames: Sequence[tuple[str, bytes]]) -> None:
-        """Take (way, frame) of each author, and wait until all have an outcome."""
+        """Take (author, frame) of all authors, and wait until each frame has an outcome."""
         self._left, self._settled = len(frames), trio.Event()
         for way, frame in frames:
             found = self.admission.check(frame, self.now)
@@ -111,53 +108,60 @@ class Receiver:
 
 
 async def run(rounds: int) -> dict[str, Any]:
-    """Return counts by way, and what the scorer took."""
+    """Return the outcomes of each author's groups, and counters of the scorer."""
     swarm = swarm_of("hostile episodes", (TASK,))
-    authors = {name: Author(swarm, number, (TASK,)) for number, name in enumerate((HONEST, *WAYS))}
+    numbers = itertools.count()
+    authors = defaultdict(lambda: Author(swarm, next(numbers), (TASK,)))
     started = time.monotonic()
     async with AsyncScorer() as scorer, trio.open_nursery() as nursery:
         receiver = Receiver(swarm, scorer)
         receiver.queue.start(nursery)
         for number in range(rounds):
-            authors[NEW_KEYS] = Author(swarm, 1000 + number, (TASK,))
-            frames = []
-            for way, author in authors.items():
-                episodes = WAYS.get(way, [WIN, LEAVE, LONG, ["leave"]])
-                group = author.group(number, receiver.now, episodes=episodes)
-                frames.append((way, author.frame(group)))
+            authors.pop(NEW_KEYS, None)
+            groups = {}
+            for way, episodes in {HONEST: HONEST_EPISODES, **WAYS}.items():
+                groups[way] = authors[way].group(number, receiver.now, episodes=episodes)
+            for name in forged_episodes(groups[HONEST]):
+                way = f"forged: {name}"
+                whole = authors[way].group(number, receiver.now, episodes=HONEST_EPISODES)
+                groups[way], _ = forged_episodes(whole)[name]
+            frames = [(way, authors[way].frame(group)) for way, group in groups.items()]
             await receiver.receive(frames)
             receiver.now += ROUND_SECONDS
-        told = scorer.statistics()
+        statistics = scorer.statistics()
         nursery.cancel_scope.cancel()
     return {
         "rounds": rounds,
         "outcomes": {way: dict(found) for way, found in receiver.outcomes.items()},
         "internal_errors": receiver.admission.statistics().outcomes.get("internal", 0),
-        "scorer": {"starts": told.starts, "failures": told.failures},
+        "scorer": {"starts": statistics.starts, "failures": statistics.failures},
         "wall_seconds": round(time.monotonic() - started, 1),
     }
 
 
 def show(found: dict[str, Any]) -> str:
-    lines = [
-        [
-            way,
-            sum(reasons.values()),
-            reasons.get("admitted", 0),
-            ", ".join(f"{k} {v}" for k, v in sorted(reasons.items()) if k != "admitted") or "-",
-        ]
-        for way, reasons in found["outcomes"].items()
-    ]
+    refused = lambda reasons: ", ".join(
+        f"{reason} {count}" for reason, count in sorted(reasons.items()) if reason != "admitted"
+    )
+    shown = columns(
+        list(found["outcomes"].items()),
+        {
+            "author": lambda item: item[0],
+            "groups": lambda item: sum(item[1].values()),
+            "could be trained on": lambda item: item[1].get("admitted", 0),
+            "refused": lambda item: refused(item[1]) or "–",
+        },
+    )
+    scorer = found["scorer"]
     return (
-        table(["author", "groups", "could be trained on", "refused"], lines)
-        + f"\n\nscorer: {found['scorer']['starts']} starts, {found['scorer']['failures']} failures;"
+        f"{shown}\n\nscorer: {scorer['starts']} starts, {scorer['failures']} failures;"
         f" internal errors: {found['internal_errors']}; {found['wall_seconds']} s"
     )
 
 
 @contextlib.contextmanager
 def game() -> Iterator[None]:
-    """Install the game for this process."""
+    """Install the game as a task of this process."""
     before = dict(registry.TASKS)
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "endless_game.py").write_text(GAME)
@@ -173,16 +177,14 @@ def game() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--out", type=Path, help="write the counts as JSON")
+    parser = make_parser("episodes_hostile", __doc__, quick="two rounds")
+    parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     with game():
-        found = trio.run(run, args.rounds)
-    print(heading("peers' episodes that must not be trained on"))
+        found = trio.run(run, 2 if args.quick else args.rounds)
+    print(heading("episodes_hostile: peers' episodes that must not be trained on"))
     print(show(found))
-    if args.out:
-        write_json(args.out, found | {"machine": machine()})
+    write_json(args.json, found)
 
 
 if __name__ == "__main__":

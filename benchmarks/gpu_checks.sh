@@ -30,7 +30,7 @@ run() {
         tee -a "$out/summary.txt"
 }
 
-# The line of a log that says most.
+# The main line of a log.
 found() {
     grep -aE '[0-9]+ (passed|failed|error)|^\| (long|the same|qwen|embedded)|^ok |held-out|Error' \
         "$out/$1.log" | tail -n 1 | cut -c 1-300
@@ -58,13 +58,8 @@ demo() {
 
 # Memory of an update against `swarmnode plan`, and the speed of sampling.
 card() {
-    run card 90 "$python" -m benchmarks.card sampling engines update --shape "$shape"
-}
-
-# Padded rows against packed rows.
-packing() {
-    run packing 60 "$python" -m benchmarks.packing --device cuda --dtype bfloat16 --shape "$shape" \
-        --cases unlike long longest --groups 8 --seeds 3 --json "$out/packing.json"
+    run card 90 "$python" -m benchmarks.card --parts sampling update --shape "$shape" \
+        --json "$out/card.json"
 }
 
 # A step against TRL's GRPOTrainer.
@@ -73,14 +68,14 @@ trainer() {
         --dtype bfloat16 --json "$out/trainer.json"
 }
 
-# What is measured runs alone; what only has to pass does not.
+# Measurements run alone; checks that only have to pass run at the same time.
 if [ $# -eq 0 ]; then
-    set -- versions correct packing card trainer
+    set -- versions correct card trainer
 fi
 : >"$out/summary.txt"
 for name in "$@"; do
     case $name in
-    versions | tests | demo | packing | card | trainer) "$name" ;;
+    versions | tests | demo | card | trainer) "$name" ;;
     correct)
         demo &
         tests

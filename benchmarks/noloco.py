@@ -1,28 +1,24 @@
-"""Does averaging in pairs keep replicas together, and do they learn as well? `python -m
-benchmarks.noloco [--quick] [--arms …]`
+"""Measure averaging in pairs against other ways to average weights.
 
-Eight tiny Llamas (benchmarks/lib/replicas.py) on unlike shards of demonstrations, one thread, with
-the product's own outer rules, codecs, fragments and gate. All arms of a seed have the same start,
-the same batches and the same pairs. The held-out loss is over all tasks, mean over honest replicas.
-Bytes are what a node sends per parameter: encoded payloads for exchanges in pairs, computed for a
-ring all-reduce in bfloat16. With a hostile peer the control is `one peer silent`, because the
-hostile peer's text is missing there too.
+Eight tiny Llamas (benchmarks/lib/replicas.py) learn unlike shards of text in one thread, with the
+product's outer rules, codecs, fragments and gate. All arms of a seed have the same start, batches
+and pairs. The held-out loss is over all tasks, the mean of honest replicas, in nats per token.
+Bytes are what a node sends per parameter: encoded payloads in pairs, and computed for a ring
+all-reduce in bfloat16. An arm with a hostile peer is compared with `one peer silent`, since the
+hostile peer's text is missing in both.
 
-`swap` is the product: four fragments, gate, measured codec, one failed exchange in ten, two steps
-between copy and commit, replicas of four speeds, each with a schedule of its own. In the other arms
-the outer steps of all replicas are due at once.
+`swap` is the product: four fragments, gate, the measured codec, one failed exchange in ten, two
+steps between copy and commit, and replicas of four speeds with a schedule each. In the other arms
+the outer steps of all replicas are due at the same time.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
-import sys
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -36,36 +32,21 @@ from benchmarks.lib.replicas import (
     losses,
     read_text,
 )
-from benchmarks.report import heading, spread, table, write_json
+from benchmarks.lib.report import columns, heading, make_parser, note, seeds_of, spread, write_json
 from swarmnode.averaging.codecs import Anchor, decode, encode, encode_smallest, make_anchor
 from swarmnode.averaging.gate import AveragingGate, norm, threshold
 from swarmnode.averaging.outer import OuterState, Tensors, host_copy
 from swarmnode.weights.fragments import cut, due
 from swarmnode.weights.layout import Codec, elements, make_layout
 from swarmnode.weights.payload import parse
-from swarmnode.weights.rule import (
-    Rule,
-    make_rule,
-    mixing_weight,
-    next_outer_step,
-    too_far_behind,
-)
+from swarmnode.weights.rule import Rule, make_rule, mixing_weight, next_outer_step, too_far_behind
 from swarmnode.weights.schedule import OuterSchedule
-from tests.support.outer_rules import (
-    DILOCO,
-    OFF,
-    average,
-    blend,
-    judge,
-    outer_step,
-    outer_step_of_two_tensors,
-    solo_step,
-)
+from tests.support.outer_rules import DILOCO, OFF, average, blend, judge, outer_step, solo_step
 
 REPLICAS, HOSTILE = 8, 7
 TRIES = 3
-"""Candidates that a replica asks before it takes its outer step alone."""
-REST_SHARE, MEET_SHARE = 0.25, 0.4
+"""Most candidates for a swap before a replica takes its outer step without a partner."""
+REST_SHARE, PEER_SHARE = 0.25, 0.4
 """A replica accepts a swap of a fragment once in 0.25 of the time between two outer steps of it.
 Of each of n peers it accepts one in 0.4 n of the time between two outer steps of any fragment."""
 RING_BYTES = 2 * 2 * (REPLICAS - 1) / REPLICAS
@@ -80,8 +61,6 @@ Snapshots = list[Tensors] | dict[int, Tensors]
 class Arm:
     name: str
     rule: str = "noloco"
-    every: int = 1
-    """Sync interval in units of H."""
     codec: Codec | Literal["measured"] = "bfloat16"
     """Codec of the difference to the start. `measured`: the smallest that is exact enough."""
     fragments: int = 1
@@ -105,10 +84,8 @@ ARMS = (
     Arm("no averaging", "off"),
     Arm("DDP, every step", "ddp"),
     Arm("DiLoCo, H", "diloco"),
-    Arm("DiLoCo, 2H", "diloco", every=2),
     Arm("gossip", "gossip"),
     Arm("NoLoCo"),
-    Arm("NoLoCo, two tensors (paper)", "noloco_two"),
     Arm("NoLoCo, 30 % of exchanges dropped", dropped=0.3),
     Arm("NoLoCo, int8 of anchor difference", codec="int8"),
     Arm("NoLoCo, 4 fragments", fragments=4),
@@ -147,14 +124,16 @@ QUICK = (
 class Size:
     steps: int
     sync_every: int
-    batch: int
+    batch: int = 4
+    """Windows of 32 tokens per replica and step."""
     peak: float = 3e-3
     warmup: int = 20
     own_share: float = 0.75
+    """Share of a replica's windows from its own task."""
 
 
 @dataclass(frozen=True)
-class Landing:
+class PendingStep:
     """An outer step that is taken once its bytes have arrived."""
 
     step: int
@@ -163,11 +142,10 @@ class Landing:
     snapshot: Tensors
     mean: Tensors
     """θ̄ of the tensors that were averaged."""
-    mean_phi: Tensors | None = None
     claim: int | None = None
     """The partner's outer steps."""
     fails: bool = False
-    """Nothing arrives, and the outer step of this replica was not due."""
+    """The exchange fails, and the outer step of this replica was not due."""
 
 
 @dataclass
@@ -198,13 +176,13 @@ class Swarm:
         of_weights = self.arm.codec in ("bfloat16", "float32")
         self.anchor = None if of_weights else make_anchor(host_copy(self.views[0]))
         self.gates = [AveragingGate() for _ in range(REPLICAS)]
-        self.late: deque[Landing] = deque()
+        self.pending: deque[PendingStep] = deque()
         """Outer steps under way, oldest first."""
-        every = self.size.sync_every * self.arm.every
+        every = self.size.sync_every
         self.schedules = [OuterSchedule(every, self.arm.fragments) for _ in range(REPLICAS)]
         self.clocks = [[0] * self.arm.fragments for _ in range(REPLICAS)]
         self.accepted: dict[tuple[int, int, int | None], int] = {}
-        """By replica, fragment and peer, None for anybody: the step of the last accepted swap."""
+        """(replica, fragment, peer or None for all peers) → step of the last accepted swap."""
         self.rng = random.Random(f"noloco pairs {self.seed}")
         self.faults = random.Random(f"noloco faults {self.seed}")
 
@@ -218,8 +196,8 @@ class Swarm:
             self._clip()
             self._step(optimizer, step)
             self._sync(step + 1, rate)
-            self._land(step + 1)
-        self._land(len(data) + self.arm.in_flight)
+            self._take_due(step + 1)
+        self._take_due(len(data) + self.arm.in_flight)
 
     def _steps_of(self, replica: int, step: int) -> int:
         """Training steps that a replica has taken after `step` of the fastest."""
@@ -252,7 +230,7 @@ class Swarm:
             g.mul_(scale.view(-1, *[1] * (g.dim() - 1)))
 
     def _sync(self, step: int, rate: float) -> None:
-        arm, every, self._now = self.arm, self.size.sync_every * self.arm.every, step
+        arm, every, self._now = self.arm, self.size.sync_every, step
         if step % self.size.sync_every == 0:
             self.curve.append((rate, self.deviation()))
         if arm.rule in ("ddp", "off"):
@@ -260,7 +238,7 @@ class Swarm:
         if arm.meeting != "all at once":
             for me in self._random("order", step).sample(range(REPLICAS), REPLICAS):
                 if self._steps_of(me, step) > self._steps_of(me, step - 1):
-                    self._meet(me, step)
+                    self._propose(me, step)
             return
         fragment = due(step, every, arm.fragments)
         if fragment is None:
@@ -289,7 +267,7 @@ class Swarm:
                     self._exchange(me, other, snapshots, fragment)
         self.syncs += 1 if fragment == arm.fragments - 1 else 0
 
-    def _meet(self, me: int, step: int) -> None:
+    def _propose(self, me: int, step: int) -> None:
         """Ask others for a swap if an outer step of `me` is due, as nodes do (`weights/`)."""
         fragment = self.schedules[me].due(self._steps_of(me, step))
         if fragment is None or self._is_busy(me, fragment):
@@ -326,37 +304,26 @@ class Swarm:
             )
 
     def _random(self, *of: object) -> random.Random:
-        """Return a generator for one event, so that arms share the randomness of the others."""
+        """Return a generator for one event, so that all arms draw the same numbers for it."""
         return random.Random(" ".join(map(str, ("noloco", self.seed, *of))))
 
     def _is_busy(self, me: int, fragment: int) -> bool:
-        return any((late.replica, late.fragment) == (me, fragment) for late in self.late)
+        return any((each.replica, each.fragment) == (me, fragment) for each in self.pending)
 
     def _accepts(self, me: int, peer: int, fragment: int, step: int) -> bool:
-        interval = self.size.sync_every * self.arm.every / (SPEEDS[me] if self.arm.unequal else 1)
+        interval = self.size.sync_every / (SPEEDS[me] if self.arm.unequal else 1)
         between = interval / self.arm.fragments
         since = lambda of: step - self.accepted.get((me, fragment, of), -step - 10**6)
         return (
             not self._is_busy(me, fragment)
             and since(None) >= REST_SHARE * interval
-            and since(peer) >= MEET_SHARE * between * (REPLICAS - 1)
+            and since(peer) >= PEER_SHARE * between * (REPLICAS - 1)
         )
 
     def _exchange(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
         """Commit the average of the fragment that `other` sends."""
-        if self.arm.rule == "noloco_two":
-            self._exchange_two(me, other, snapshots, fragment)
-        else:
-            mean = self._received(me, other, snapshots, fragment)
-            self._commit(me, snapshots[me], mean or {})
-
-    def _exchange_two(self, me: int, other: int, snapshots: Snapshots, fragment: int) -> None:
-        """The paper's form: θ and φ travel."""
-        travel = lambda tensors: self._travel(tensors, fragment, None)
-        mine, slow = snapshots[me], {n: self.states[me].phi[n] for n in snapshots[me]}
-        theirs = travel(snapshots[other])
-        their_slow = travel({n: self._phi_before[other][n] for n in mine})
-        self._commit(me, mine, blend(mine, theirs), mean_phi=blend(slow, their_slow))
+        mean = self._received(me, other, snapshots, fragment)
+        self._commit(me, snapshots[me], mean or {})
 
     def _received(
         self, me: int, other: int, snapshots: Snapshots, fragment: int, weight: float = 0.5
@@ -420,40 +387,28 @@ class Swarm:
         self, me: int, snapshot: Tensors, mean: Tensors, *, fragment: int = 0, **rest: Any
     ) -> None:
         step = self._now + self.arm.in_flight
-        self.late.append(Landing(step, me, fragment, snapshot, mean, **rest))
+        self.pending.append(PendingStep(step, me, fragment, snapshot, mean, **rest))
 
-    def _land(self, step: int) -> None:
+    def _take_due(self, step: int) -> None:
         """Take the outer steps whose bytes have arrived by `step`."""
-        while self.late and self.late[0].step <= step:
-            landing = self.late.popleft()
-            if not landing.fails:
-                self._take(landing, step)
+        while self.pending and self.pending[0].step <= step:
+            pending = self.pending.popleft()
+            if not pending.fails:
+                self._take(pending, step)
 
-    def _take(self, landing: Landing, step: int) -> None:
-        me, snapshot, mean = landing.replica, landing.snapshot, landing.mean
+    def _take(self, pending: PendingStep, step: int) -> None:
+        me, snapshot, mean = pending.replica, pending.snapshot, pending.mean
         state = self.states[me]
-        if self.arm.rule == "noloco_two":
-            outer_step_of_two_tensors(state, mean, landing.mean_phi or {})
-        else:
-            outer_step(state, mean)
-            alone = {name: theta for name, theta in snapshot.items() if name not in mean}
-            solo_step(state, alone)
+        outer_step(state, mean)
+        solo_step(state, {name: theta for name, theta in snapshot.items() if name not in mean})
         state.commit(self.views[me], snapshot)
         if self.arm.meeting != "all at once":
-            fragment, clocks = landing.fragment, self.clocks[me]
+            fragment, clocks = pending.fragment, self.clocks[me]
             self.judged["alone"] += not mean
-            clocks[fragment] = next_outer_step(clocks[fragment], landing.claim)
+            clocks[fragment] = next_outer_step(clocks[fragment], pending.claim)
             self.schedules[me].stepped(fragment, snapshot, snapshot, self._steps_of(me, step))
 
-    @property
-    def _phi_before(self) -> list[Tensors]:
-        """φ of all replicas at the last sync: partners exchange at the same time."""
-        if getattr(self, "_phi_at", None) != len(self.curve):
-            self._phi_at = len(self.curve)
-            self._phi = [dict(state.phi) for state in self.states]
-        return self._phi
-
-    # ---- measuring -------------------------------------------------------------------------------
+    # ---- measuring
 
     def deviation(self) -> float:
         """Return the standard deviation over honest replicas, root mean square over parameters."""
@@ -481,9 +436,7 @@ def _moments(optimizer: torch.optim.Adam, parameter: torch.Tensor) -> list[torch
 
 
 def rule_of(arm: Arm) -> Rule:
-    """The paper's two tensors have NoLoCo's numbers."""
-    rules = {"off": OFF, "diloco": DILOCO, "noloco_two": make_rule("noloco")}
-    return rules.get(arm.rule) or make_rule(arm.rule)
+    return {"off": OFF, "diloco": DILOCO}.get(arm.rule) or make_rule(arm.rule)
 
 
 def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict[str, Any]:
@@ -516,82 +469,53 @@ def run(arm: Arm, size: Size, text: Text, data: torch.Tensor, seed: int) -> dict
     }
 
 
-def tables(results: list[dict[str, Any]], size: Size, parameters: int) -> str:
+def tables(results: list[dict[str, Any]]) -> str:
     by_arm: dict[str, list[dict[str, Any]]] = {}
     for r in results:
         by_arm.setdefault(r["arm"], []).append(r)
     base = {r["seed"]: r["held_out"] for r in by_arm.get("NoLoCo", [])}
-    rows = []
+    of = lambda name, key: [r[key] for r in by_arm[name] if r[key] is not None]
+    mean = lambda key, digits: lambda name: f"{statistics.fmean(of(name, key)):.{digits}f}"
+    against = lambda name: [
+        r["held_out"] - base[r["seed"]] for r in by_arm[name] if r["seed"] in base
+    ]
+    pearson = lambda name: f"{min(of(name, 'pearson')):.2f} to {max(of(name, 'pearson')):.2f}"
+    shown = columns(
+        list(by_arm),
+        {
+            "arm": str,
+            "held-out loss": lambda name: spread(of(name, "held_out"), 3),
+            "less NoLoCo by seed": lambda name: spread(against(name), 3),
+            "loss of the mean of replicas": lambda name: spread(of(name, "of_mean"), 3),
+            "replica s.d., largest": mean("deviation_most", 4),
+            "at the end": mean("deviation_end", 4),
+            "Pearson of s.d. and learning rate": lambda name: (
+                pearson(name) if of(name, "pearson") else "–"
+            ),
+            "bytes/parameter per sync": mean("bytes_per_sync", 2),
+            "in total": mean("bytes_per_parameter", 0),
+        },
+    )
+    lines = [shown, "", "Outcomes of the gates, all seeds:", ""]
     for name, runs in by_arm.items():
-        of = lambda key, runs=runs: [r[key] for r in runs]
-        against = [r["held_out"] - base[r["seed"]] for r in runs if r["seed"] in base]
-        pearson = [p for p in of("pearson") if p is not None]
-        rows.append(
-            [
-                name,
-                spread(of("held_out"), 3),
-                spread(against, 3) if against and name != "NoLoCo" else "–",
-                spread(of("of_mean"), 3),
-                f"{statistics.fmean(of('deviation_most')):.4f}",
-                f"{statistics.fmean(of('deviation_end')):.4f}",
-                f"{min(pearson):.2f} to {max(pearson):.2f}" if pearson else "–",
-                f"{statistics.fmean(of('bytes_per_sync')):.2f}",
-                f"{statistics.fmean(of('bytes_per_parameter')):.0f}",
-            ]
-        )
-    headers = [
-        "arm",
-        "held-out loss",
-        "against NoLoCo by seed",
-        "loss of the mean of replicas",
-        "replica s.d., most",
-        "at the end",
-        "Pearson of s.d. and learning rate",
-        "bytes/parameter per sync",
-        "in total",
-    ]
-    lines = [table(headers, rows)]
-    counted = [
-        (n, sum((Counter(r["judged"]) for r in runs), Counter()))
-        for n, runs in by_arm.items()
-        if any(r["judged"] for r in runs)
-    ]
-    if counted:
-        lines += ["", "Verdicts of the gates, all seeds:", ""]
-        lines += [
-            f"* {n}: " + ", ".join(f"{v} {k}" for k, v in c.most_common()) for n, c in counted
-        ]
+        counted = sum((Counter(r["judged"]) for r in runs), Counter())
+        if counted:
+            counts = ", ".join(f"{count} {outcome}" for outcome, count in counted.most_common())
+            lines.append(f"* {name}: {counts}")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.noloco",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
     names = [arm.name for arm in ARMS]
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one seed, seven arms, a third of the steps",
-    )
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument(
-        "--first-seed", type=int, default=1, help="seed 0 chose the settings of the gate"
+    parser = make_parser(
+        "noloco",
+        __doc__,
+        quick="one seed, seven arms, a third of the steps",
+        seeds=3,
+        first_seed=1,  # seed 0 chose the settings of the gate
     )
     parser.add_argument("--steps", type=int, default=320)
     parser.add_argument("--sync-every", type=int, default=20, help="H, inner steps per outer step")
-    parser.add_argument(
-        "--batch", type=int, default=4, help="windows of 32 tokens per replica and step"
-    )
-    parser.add_argument(
-        "--own-share",
-        type=float,
-        default=0.75,
-        help="share of a replica's windows from its own task; 0 is IID",
-    )
     parser.add_argument(
         "--arms",
         nargs="+",
@@ -603,15 +527,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.seeds, args.steps, args.sync_every, args.arms = 1, 120, 10, list(QUICK)
-    torch.set_num_threads(1)  # tiny products: more threads only wait for each other
-    size = Size(args.steps, args.sync_every, args.batch, own_share=args.own_share)
+    torch.set_num_threads(1)  # the products are tiny: more threads only wait
+    size = Size(args.steps, args.sync_every)
     text = read_text(120 if args.quick else 600, 72 if args.quick else 270, 32)
     parameters = sum(p[0].numel() for p in initial(0, 1, text.vocabulary).values())
-    print(
-        heading(
-            "noloco: does averaging in pairs keep replicas together, and do they learn as well?"
-        )
-    )
+    print(heading("noloco: averaging in pairs against other ways to average"))
     print(
         f"{REPLICAS} replicas of {parameters:,} parameters, {size.steps} steps, H ="
         f" {size.sync_every}, {args.seeds} seeds, {size.own_share:.0%} of a replica's text from its"
@@ -619,28 +539,17 @@ def main() -> None:
         flush=True,
     )
     results = []
-    for seed in range(args.first_seed, args.first_seed + args.seeds):
+    for seed in seeds_of(args):
         data = batches(text, REPLICAS, size.steps, size.batch, size.own_share, seed)
-        for arm in ARMS:
-            if arm.name not in args.arms:
-                continue
+        for arm in (arm for arm in ARMS if arm.name in args.arms):
             results.append(run(arm, size, text, data, seed))
             r = results[-1]
-            line = (
-                f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s"
-                f" {r['judged'] or ''}"
+            note(f"seed {seed} {arm.name}: {r['held_out']:.3f}, {r['cpu_seconds']:.0f} CPU s")
+            write_json(
+                args.json,
+                {"size": vars(args) | {"json": ""}, "parameters": parameters, "runs": results},
             )
-            print(time.strftime("%H:%M:%S"), line, file=sys.stderr, flush=True)
-            if args.json:
-                write_json(
-                    args.json,
-                    {
-                        "size": vars(args) | {"json": str(args.json)},
-                        "parameters": parameters,
-                        "runs": results,
-                    },
-                )
-    print(tables(results, size, parameters), flush=True)
+    print(tables(results), flush=True)
 
 
 if __name__ == "__main__":

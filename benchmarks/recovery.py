@@ -1,41 +1,36 @@
-"""What does each source of a lost stage cost a crew of four? `python -m benchmarks.recovery
-[--quick]`
+"""Measure what each source of a lost stage costs a crew of four.
 
-A Llama of random weights, each layer a function of its own, is the hard case for synthesis: the
-neighbours say nothing of the lost layer. All members, streams and files are real, in one process.
-KL and NLL are the gate's, on the newest step's micro-batches. For the own checkpoint they are what
-the last step itself moved the policy by.
-
-With `--faults`: seconds until a swarm of whole nodes has recovered from each fault of processes,
-disks, cables and clocks (tests/support/chaos).
+A Llama of random weights, in which each layer is a function of its own, is the hard case for
+synthesis: the neighbours carry no information about the lost layer. All members, streams and files
+are real, in one process. KL and NLL are the gate's, on the newest step's micro-batches. For the own
+checkpoint they are the change by the last step itself.
 """
 
 from __future__ import annotations
 
-import argparse
-import signal
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import trio
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.lib.report import heading, make_parser, seeds_of, table, write_json
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings, judge
 from swarmnode.stages.wire import state_bytes
-from tests.support.chaos.__main__ import schedules
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
+RATE = 1e-5
 CFG = TrainingConfig(per_device_train_tokens=64)
 BASE = RecoverySettings(checkpoint_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
-SOURCES = {  # name → (settings, whether the disk survives)
+SOURCES = {
     "own checkpoint": (BASE, True),
     "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
     "neighbour's, of the last step, small": (
@@ -49,6 +44,7 @@ SOURCES = {  # name → (settings, whether the disk survives)
     ),
     "checkfree": (replace(BASE, mode="checkfree"), False),
 }
+"""Source → settings, and whether the own disk survives."""
 
 
 def model_of(seed: int) -> LlamaForCausalLM:
@@ -79,7 +75,7 @@ def rows_of(seed: int) -> list[LearnRow]:
 
 
 async def measure(
-    seed: int, settings: RecoverySettings, disk: bool, rate: float
+    seed: int, settings: RecoverySettings, disk: bool
 ) -> tuple[float, float, float, str]:
     """Return (KL, rise of the NLL, seconds of the recovery, error)."""
     with tempfile.TemporaryDirectory() as directory:
@@ -93,7 +89,7 @@ async def measure(
         async with fleet.up() as crew:
             assert crew is not None
             for number in range(STEPS):
-                await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, rate)
+                await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, RATE)
                 fleet.stations[LOST].store.flush()
             await quiet()
         fleet.kill(LOST, disk)
@@ -102,56 +98,33 @@ async def measure(
             seconds = time.perf_counter() - started
             peer = fleet.peers[LOST]
             verdict = await judge(peer, fleet.stations[0].watch.probes[-8:])
-            said = str(fleet.failed.get(LOST, ""))
+            error = str(fleet.failed.get(LOST, ""))
         fleet.close()
-        return verdict.kl, verdict.nll_rise, seconds, said
+        return verdict.kl, verdict.nll_rise, seconds, error
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.recovery",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=1e-5)
-    parser.add_argument("--quick", action="store_true", help="one seed")
-    parser.add_argument(
-        "--faults",
-        action="store_true",
-        help="instead: faults of whole nodes, as in `make chaos`",
-    )
-    parser.add_argument("--first", type=int, default=1, help="first seed of --faults")
-    parser.add_argument("--nodes", type=int, default=2, help="nodes of --faults")
-    chosen = parser.parse_args()
-    if chosen.quick:
-        chosen.seeds = 1
-    if chosen.faults:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without unmounting
-        sys.exit(
-            schedules(
-                range(chosen.first, chosen.first + chosen.seeds),
-                chosen.nodes,
-                short=chosen.quick,
-                alone=True,
-            )
-        )
+    parser = make_parser("recovery", __doc__, quick="one seed", seeds=3)
+    args = parser.parse_args()
+    if args.quick:
+        args.seeds = 1
     torch.set_num_threads(1)
-    layout = Fleet(
-        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), WorkerSettings(b"b" * 32), BASE
-    ).layouts[LOST]
-    print(
-        f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a checkpoint of"
-        f" {state_bytes(layout, 'exact'):,} bytes exact, {state_bytes(layout, 'small'):,} small"
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        settings = WorkerSettings(b"b" * 32)
+        fleet = Fleet(model_of(0), [1, 1, 1, 1], Path(folder), settings, BASE)
+        exact, small = (state_bytes(fleet.layouts[LOST], kind) for kind in ("exact", "small"))
+        fleet.close()
+    print(heading("recovery: cost of each source of a lost stage"))
+    print(f"Checkpoint of {small // 2:,} weights: {exact:,} bytes exact, {small:,} small\n")
+    rows = []
     for name, (settings, disk) in SOURCES.items():
-        results = [
-            trio.run(measure, seed, settings, disk, chosen.rate) for seed in range(chosen.seeds)
-        ]
-        kl, rise, seconds = (
-            sum(part) / len(results) for part in list(zip(*results, strict=True))[:3]
-        )
-        print(f"{name:36s} KL {kl:9.2g}   NLL {rise:+9.2g}   {1000 * seconds:6.0f} ms", flush=True)
+        results = [trio.run(measure, seed, settings, disk) for seed in seeds_of(args)]
+        kl, rise, seconds = map(fmean, list(zip(*results, strict=True))[:3])
+        rows.append([name, f"{kl:.2g}", f"{rise:+.2g}", f"{1000 * seconds:.0f}"])
+        print(*rows[-1], flush=True)
+    headers = ["source", "KL", "rise of the NLL", "ms"]
+    print("\n" + table(headers, rows))
+    write_json(args.json, [dict(zip(headers, row, strict=True)) for row in rows])
 
 
 if __name__ == "__main__":

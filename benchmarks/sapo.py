@@ -1,197 +1,99 @@
-"""Does sharing rollouts help? `python -m benchmarks.sapo [--quick] [--seeds N] [--regimes ...]
-[--exchange pull] …`
+"""Measure how sharing rollouts changes learning.
 
-Eight nodes in one process with a tiny policy each, the real parts of a node, synchronous rounds
-(benchmarks/simulator.py). Every arm of a seed starts from the same policies and asks from the same
-streams of questions. Three accountings of the same runs:
+Eight nodes with a tiny policy each run in one process with the product's parts and in lockstep
+(benchmarks/lib/simulator.py). All arms of a seed start from the same policies and read the same
+streams of questions. Arms are compared at equal optimizer steps, as SAPO counts, and at equal own
+generated tokens.
 
-    optimizer samples   groups in the optimizer's batches, useful or not, own or external
-    generated tokens    what a node sampled for training
-    optimizer steps     as the paper counts (rounds); a batch may be smaller or larger than B here
+    8/0, 6/2, 4/4, 2/6    own / external groups of a step, treated as in SAPO
+    4/4 unfiltered        groups whose rewards are all equal are sent too
+    adaptive              the product's adaptive split, the rest as in SAPO
+    swarmnode             the product: split, judgement, corrections, replay
+    swarmnode, once       the product without replay (`training.options = ["train_once"]`)
+    lone, over-sampling   one node that generates until its batch is full of useful groups
+    … + NoLoCo            with an outer step of all nodes every five rounds
 
-Held-out reward: temperature 1, questions from the evaluation range. Local reward: groups that the
-node generated itself, nobody else's.
+Held-out reward is measured at temperature 1 on questions from the evaluation range. Local reward is
+of the groups that a node generated itself. A regime is the ability of the start policies
+(benchmarks/lib/regimes.py).
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.report import heading, spread, table, write_json
+from benchmarks.lib.report import (
+    columns,
+    count_until,
+    heading,
+    make_parser,
+    mean_until,
+    note,
+    rounded,
+    seeds_of,
+    spread,
+    value_at,
+    write_json,
+)
 
 B, G, NODES = 8, 8, 8
 TOKENS_PER_COMPLETION = 3.6
 REGIMES = ("ultra-sparse", "sparse", "moderate", "dense", "heterogeneous")
-ARMS = (
-    "8/0",
-    "8/0 + filter",
-    "6/2",
-    "4/4 unfiltered",
-    "4/4",
-    "4/4 + correction",
-    "2/6",
-    "adaptive",
-    "swarmnode",
-    "lone, over-sampling",
-)
-AVERAGING = (
-    "8/0 + NoLoCo",
-    "4/4 + NoLoCo",
-    "8/0 + NoLoCo, bytes of 4/4",
-    "4/4 + NoLoCo, bytes of 4/4",
-)
-"""Arms of their own: `--arms 8/0 4/4 "8/0 + NoLoCo" "4/4 + NoLoCo"`. With `bytes of 4/4` a node
-receives what it does in 4/4: alone, all of it weights; on top of sharing, half as many groups and
-weights for what that leaves."""
-PULLING = ("swarmnode", "swarmnode, pull from 4", "swarmnode, pull from 15")
-"""Arms of `--exchange pull`, in swarms of PULLING_NODES: every group to everybody at once, and what
-neighbours are asked for."""
-PULLING_NODES = 16
-PULLING_TURNS = 4
-"""In which they take a step, as nodes do that nobody keeps in step: in lockstep gossip is a step
-newer than it is in any network."""
-LAG = 16
-LAGGING = (
-    "uncorrected",
-    "clipped",
-    "tis",
-    "mis",
-    "icepop",
-    "sequence_tis",
-    "sequence_mis",
-    "sequence_icepop",
-    "tis effective_rate",
-)
-"""Arms of `--lag`: each samples with the policy of so many updates ago and corrects for it in one
-way, or not at all. Four nodes that share, 4/4; and one arm without a lag."""
-LAGGING_NODES = 4
-ONCE = "swarmnode, once"
-"""The product without replay, as with `training.options = ["train_once"]`: `--arms`."""
-TRUNCATED = "swarmnode, F-TIS"
-"""Peers' groups are learnt as F-TIS does (`simulator.truncated`), without replay: beside ONCE."""
-SOLO = "8/0, solo outer steps"
-"""Lone nodes that apply the outer rule to their own weights every AVERAGE_EVERY rounds."""
-DIVERGENCE = 0.1
-"""Threshold of TRUNCATED, nats per token."""
-KNOWN = (*ARMS, ONCE, TRUNCATED, SOLO, *AVERAGING, *PULLING[1:], "no lag", *LAGGING)
-AVERAGE_EVERY = 5
 FIXED = ("8/0", "6/2", "4/4", "2/6")
-ATTACKS = (
-    "none",
-    "silent",
-    "forged",
-    "poison",
-    "informed",
-    "informed, unchecked",
-    "stripped",
-    "foreign",
-    "hot",
-    "ids",
-    "length",
-    "length, unchecked",
-    "garbage",
-    "replay",
-    "mixed",
-)
-HOSTILE_REGIME = "moderate"
-HOSTILE_NODES = (6, 7)
+OVERSAMPLING = "lone, over-sampling"
+ADAPTIVE = ("adaptive", "swarmnode", "swarmnode, once")
+ARMS = (*FIXED[:3], "4/4 unfiltered", "2/6", *ADAPTIVE[:2], OVERSAMPLING)
+KNOWN = (*ARMS, ADAPTIVE[2], "8/0 + NoLoCo", "4/4 + NoLoCo")
+AVERAGE_EVERY = 5
+"""Rounds between two outer steps."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much is run. Budgets are per node."""
+    """How much is run."""
 
-    rounds: int
-    hostile_rounds: int
-    learning_rate: float
+    rounds: int = 40
+    learning_rate: float = 3e-4
     eval_every: int = 5
     eval_questions: int = 8
     steps_only: bool = False
-    """Every arm takes `rounds` steps and no more, whatever it has not generated by then."""
+    """End every arm after `rounds`, even before it has generated `tokens`."""
     nodes: int = NODES
-    turns: int = 1
-    lag: int = LAG
-
-    @property
-    def samples(self) -> float:
-        """Groups in batches at which arms are compared: an arm that trains on five of eight gets
-        there in `rounds`."""
-        return self.rounds * B * 5 / 8
 
     @property
     def tokens(self) -> float:
-        """Generated tokens at which arms are compared: half of what 8/0 generates in `rounds`,
-        about all that 4/4 does."""
+        """Generated tokens per node at which arms are compared: half of what 8/0 generates in
+        `rounds`."""
         return self.rounds * B / 2 * G * TOKENS_PER_COMPLETION
 
 
-def arms(names: Sequence[str], lag: int = LAG) -> list[Any]:
-    from benchmarks.simulator import LAGGED, PAPER, UNCHECKED, UNNAMED, Arm, Sharing
+def arms(names: Sequence[str]) -> list[Any]:
+    """Return the arms of these names."""
+    from benchmarks.lib.simulator import PAPER, PRODUCT, Arm
 
     known = [
-        Arm("8/0"),
-        Arm("8/0 + filter", filter_own=True),
-        Arm("6/2", 2),
+        *(Arm(name, int(name[2])) for name in FIXED),
         Arm("4/4 unfiltered", 4, replace(PAPER, useful_only=False)),
-        Arm("4/4", 4),
-        Arm("4/4 + correction", 4, replace(PAPER, corrected=True)),
-        Arm("2/6", 6),
         Arm("adaptive", None),
-        Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True),
-        Arm(ONCE, None, Sharing(), keep_pool=True),
-        Arm(
-            TRUNCATED,
-            None,
-            Sharing(UNCHECKED, truncated=DIVERGENCE),
-            keep_pool=True,
-        ),
-        Arm(SOLO, average=AVERAGE_EVERY, solo=True),
-        Arm(
-            "swarmnode, pull from 4",
-            None,
-            Sharing(),
-            keep_pool=True,
-            replay=True,
-            neighbours=4,
-        ),
-        Arm(
-            "swarmnode, pull from 15",
-            None,
-            Sharing(),
-            keep_pool=True,
-            replay=True,
-            neighbours=15,
-        ),
-        Arm("lone, over-sampling", oversample=4 * B),
+        PRODUCT,
+        replace(PRODUCT, name="swarmnode, once", replay=False),
+        Arm(OVERSAMPLING, oversample=4 * B),
         Arm("8/0 + NoLoCo", average=AVERAGE_EVERY),
         Arm("4/4 + NoLoCo", 4, average=AVERAGE_EVERY),
-        Arm("8/0 + NoLoCo, bytes of 4/4", as_much_as="4/4"),
-        Arm("4/4 + NoLoCo, bytes of 4/4", 4, as_much_as="4/4", share_one_of=2),
-        Arm("no lag", 4, LAGGED),
-        *(
-            Arm(name, 4, replace(LAGGED, corrected=name not in UNNAMED), lag=lag, correction=name)
-            for name in LAGGING
-        ),
     ]
     return [arm for arm in known if arm.name in names]
 
 
-def run_regime(
-    regime: str, seed: int, names: Sequence[str], size: Size, base: str
-) -> list[dict[str, Any]]:
-    """All arms of one regime and seed, in a process of its own."""
-    from benchmarks.neighbours import PullSwarm
-    from benchmarks.regimes import start_policies
-    from benchmarks.simulator import Swarm, Trace, single_thread
+def run_regime(regime: str, seed: int, names: Sequence[str], size: Size) -> list[dict[str, Any]]:
+    """Run all arms of one regime and seed."""
+    from benchmarks.lib.regimes import start_policies
+    from benchmarks.lib.simulator import Swarm, Trace, single_thread
     from swarmnode.config import TrainingConfig
     from swarmnode.tasks.client import Scorer
 
@@ -202,614 +104,165 @@ def run_regime(
 
     def enough(trace: Trace) -> bool:
         rounds = len(trace.tokens)
-        spent = size.steps_only or (
-            sum(trace.tokens) >= size.tokens and sum(trace.samples) >= size.samples
-        )
+        spent = size.steps_only or sum(trace.tokens) >= size.tokens
         return (rounds >= size.rounds and spent) or rounds >= 5 * size.rounds // 2
 
-    policies = start_policies(regime, seed, size.nodes, base)
+    policies = start_policies(regime, seed, size.nodes)
     results = []
-    received: dict[str, list[float]] = {}
     with Scorer() as scorer:
-        for arm in arms(names, size.lag):
+        for arm in arms(names):
             started = time.process_time()
-            # lone nodes do not interact, and these are dear
+            # lone nodes do not interact and are expensive
             some = policies[: size.nodes // 2] if arm.oversample else policies
-            allowance = received[arm.as_much_as] if arm.as_much_as else ()
-            kind = PullSwarm if arm.neighbours else Swarm
-            swarm = kind(
-                arm,
-                [p.clone() for p in some],
-                training,
-                scorer,
-                seed,
-                size.eval_questions,
-                allowance,
+            swarm = Swarm(
+                arm, [p.clone() for p in some], training, scorer, seed, size.eval_questions
             )
-            swarm.turns = size.turns
             trace = swarm.run(enough, size.eval_every)
-            received[arm.name] = trace.received
-            results.append(
-                {
-                    "regime": regime,
-                    "seed": seed,
-                    **summary(trace, size),
-                    "trace": rounded(trace.as_dict()),
-                }
-            )
+            row = {"regime": regime, "seed": seed, **summary(trace, size)}
+            results.append({**row, "trace": rounded(trace.as_dict())})
+            seconds = time.process_time() - started
             note(
-                f"{regime} seed {seed} {arm.name}: {len(trace.tokens)} rounds,"
-                f" {time.process_time() - started:.0f} CPU s"
-            )
-    return results
-
-
-def run_curricula(regime: str, seed: int, size: Size, base: str) -> list[dict[str, Any]]:
-    """All arms of `benchmarks.curricula` in one regime and seed, until a node has generated what it
-    would in `size.rounds`."""
-    from benchmarks.curricula import CURRICULA, HONEST, LEVELS, OWN_GROUPS, Start, run_arm
-    from benchmarks.regimes import start_policies
-    from benchmarks.simulator import single_thread
-    from swarmnode.config import TrainingConfig
-    from swarmnode.tasks import registry
-    from swarmnode.tasks.client import Scorer
-
-    single_thread()
-    registry.install([], LEVELS)
-    training = TrainingConfig(
-        learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
-    )
-    start = Start(regime, seed, start_policies(regime, seed, HONEST, base))
-    results = []
-    with Scorer() as scorer:
-        for name in CURRICULA:
-            started = time.process_time()
-            tokens = size.rounds * OWN_GROUPS * G * TOKENS_PER_COMPLETION
-            results.append(rounded(run_arm(name, start, training, scorer, tokens)))
-            note(
-                f"curriculum, {regime} seed {seed} {name}: {time.process_time() - started:.0f}"
-                " CPU s"
-            )
-    return results
-
-
-def run_hostile(seed: int, attacks: Sequence[str], size: Size, base: str) -> list[dict[str, Any]]:
-    """Two of eight peers attack in one of the ways of benchmarks.adversaries, under the product's
-    own settings."""
-    from benchmarks.adversaries import HostileSwarm
-    from benchmarks.regimes import start_policies
-    from benchmarks.simulator import Arm, Sharing, single_thread
-    from swarmnode.config import TrainingConfig
-    from swarmnode.tasks.client import Scorer
-    from swarmnode.trainer.judge import ExternalChecks
-
-    single_thread()
-    training = TrainingConfig(
-        learning_rate=size.learning_rate, groups_per_step=B, num_generations=G
-    )
-    product = Arm("swarmnode", None, Sharing(), keep_pool=True, replay=True)
-    policies = start_policies(HOSTILE_REGIME, seed, NODES, base)
-    results = []
-    with Scorer() as scorer:
-        for attack in attacks:
-            started = time.process_time()
-            # unchecked: nobody asks whether a policy can have sampled a text
-            kind, _, unchecked = attack.partition(", ")
-            sharing = (
-                Sharing(ExternalChecks(surprise_tolerance=1e9, burst_slack=1e9))
-                if unchecked
-                else Sharing()
-            )
-            arm = replace(product, sharing=sharing)
-            hostile = {} if kind == "none" else dict.fromkeys(HOSTILE_NODES, kind)
-            swarm = HostileSwarm(
-                arm,
-                [p.clone() for p in policies],
-                training,
-                scorer,
-                seed,
-                hostile,
-                size.eval_questions,
-            )
-            if kind == "none":  # all eight honest; measured on the six that are honest in every arm
-                swarm.report = [n for n in swarm.nodes if n.index not in HOSTILE_NODES]
-            trace = swarm.run(lambda t: len(t.tokens) >= size.hostile_rounds, size.eval_every)
-            last = trace.held_out[-1]
-            results.append(
-                {
-                    "attack": attack,
-                    "seed": seed,
-                    "mean_held_out": fmean(p.reward for p in trace.held_out),
-                    "final": last.reward,
-                    "payload": last.payload,
-                    "length": last.length,
-                    "local_reward": sum(trace.reward_own),
-                    **swarm.result(),
-                    "trace": rounded(trace.as_dict()),
-                }
-            )
-            note(
-                f"hostile seed {seed} {attack}: {time.process_time() - started:.0f} CPU s,"
-                f" {len(swarm.crashes)} crashes"
+                f"{regime} seed {seed} {arm.name}: {len(trace.tokens)} rounds, {seconds:.0f} CPU s"
             )
     return results
 
 
 def summary(trace: Any, size: Size) -> dict[str, Any]:
-    """The numbers of the tables, of one run."""
-    from benchmarks.simulator import at, count_until, mean_until
-
-    first = slice(0, size.rounds)
-    samples, tokens = size.samples, size.tokens
-    each = [1.0] * len(trace.tokens)
-    rewards = [r * g for r, g in zip(trace.reward_own, trace.generated_groups, strict=True)]
-    groups_at_tokens = count_until(trace.tokens, tokens, trace.generated_groups)
+    """Return the figures of one run."""
+    first, tokens = slice(0, size.rounds), size.tokens
+    rounds, by_tokens = trace.curve("round"), trace.curve("tokens")
     return {
         "arm": trace.arm,
-        "start_useful": fmean(trace.useful_own[:5]),
-        "samples": {
-            "held_out": at(trace.held_out, "samples", samples),
-            "mean_held_out": mean_until(trace.held_out, "samples", samples),
-            "steps": count_until(trace.samples, samples, each),
-            "generated": count_until(trace.samples, samples, trace.generated_groups),
-            "useful_share": count_until(trace.samples, samples, trace.useful_samples) / samples,
-        },
-        "tokens": {
-            "held_out": at(trace.held_out, "tokens", tokens),
-            "mean_held_out": mean_until(trace.held_out, "tokens", tokens),
-            "local_reward": count_until(trace.tokens, tokens, rewards) / max(groups_at_tokens, 1.0),
-            "steps": count_until(trace.tokens, tokens, each),
-            "generated": groups_at_tokens,
-        },
         "steps": {
             "local_reward": sum(trace.reward_own[first]),
-            "held_out": at(trace.held_out, "round", size.rounds),
-            "mean_held_out": mean_until(trace.held_out, "round", size.rounds),
+            "held_out": value_at(rounds, size.rounds),
+            "mean_held_out": mean_until(rounds, size.rounds),
             "generated": sum(trace.generated_groups[first]),
             "tokens": sum(trace.tokens[first]),
-            "evaluation_tokens": trace.evaluation_tokens,
-            "received": fmean(trace.received[first]) / 1e3,
             "useful": fmean(trace.useful_samples[first]),
-            "samples": fmean(trace.samples[first]),
-            "effective": (
-                fmean(known)
-                if (known := [e for e in trace.effective_own[first] if e is not None])
-                else None
-            ),
+        },
+        "tokens": {
+            "held_out": value_at(by_tokens, tokens),
+            "mean_held_out": mean_until(by_tokens, tokens),
+            "steps": count_until(trace.tokens, tokens, [1.0] * len(trace.tokens)),
+            "generated": count_until(trace.tokens, tokens, trace.generated_groups),
         },
     }
 
 
-def rounded(value: Any) -> Any:
-    """Four digits are enough in a file."""
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, dict):
-        return {k: rounded(v) for k, v in value.items()}
-    return [rounded(v) for v in value] if isinstance(value, list) else value
-
-
-def note(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
+Runs = dict[str, list[dict[str, Any]]]
+"""Arm → its results, one for each seed."""
 
 
 def regime_tables(regime: str, results: Sequence[dict[str, Any]], size: Size) -> str:
-    """Three tables of one regime: mean ± s.d. over seeds. – where an arm never reached the
-    budget."""
-    by_arm = {name: [r for r in results if r["arm"] == name] for name in KNOWN}
-    by_arm = {name: rows for name, rows in by_arm.items() if rows}
-    seeds = len(next(iter(by_arm.values())))
+    """Return the tables of one regime; – where an arm never reached the budget."""
+    runs: Runs = {name: [r for r in results if r["arm"] == name] for name in KNOWN}
+    runs = {name: rows for name, rows in runs.items() if rows}
 
-    def of(name: str, part: str, key: str, digits: int = 3) -> str:
-        values = [r[part][key] for r in by_arm[name]]
-        return "–" if any(v is None for v in values) else spread(values, digits)
+    def cell(part: str, key: str, digits: int = 3) -> Any:
+        def of(name: str) -> str:
+            values = [r[part][key] for r in runs[name]]
+            return "–" if None in values else spread(values, digits)
 
-    start = spread([r["start_useful"] for r in by_arm.get("8/0", next(iter(by_arm.values())))], 3)
-    lines = [
-        f"### {regime} ({seeds} seeds; useful share of a node's own groups at the start {start})",
-        "",
+        return of
+
+    steps = {
+        "arm": str,
+        "local reward, sum over steps": cell("steps", "local_reward", 2),
+        "against 8/0 by seed, %": lambda name: against_alone(runs, name),
+        "held-out": cell("steps", "held_out"),
+        "mean held-out over the run": cell("steps", "mean_held_out"),
+        "groups generated": cell("steps", "generated", 0),
+        "tokens sampled": cell("steps", "tokens", 0),
+        "useful groups per step": cell("steps", "useful", 2),
+    }
+    tokens = {
+        "arm": str,
+        "held-out": cell("tokens", "held_out"),
+        "mean held-out over the run": cell("tokens", "mean_held_out"),
+        "steps": cell("tokens", "steps", 0),
+        "groups generated": cell("tokens", "generated", 0),
+    }
+    seeds = len(next(iter(runs.values())))
+    return "\n\n".join(
+        [
+            f"### {regime} ({seeds} seeds)\n\nEqual optimizer steps: {size.rounds}.",
+            columns(list(runs), steps),
+            f"Equal generated tokens: {size.tokens:.0f} per node.",
+            columns(list(runs), tokens),
+            *adaptive_verdict(runs),
+        ]
+    )
+
+
+def against_alone(runs: Runs, name: str) -> str:
+    """Return the change of the local reward against 8/0 for each seed."""
+    alone = {r["seed"]: r["steps"]["local_reward"] for r in runs.get("8/0", ())}
+    changes = [
+        f"{100 * (r['steps']['local_reward'] / alone[r['seed']] - 1):+.0f}"
+        for r in runs[name]
+        if name != "8/0" and alone.get(r["seed"])
     ]
-    lines += [f"Equal optimizer samples: {size.samples:.0f} groups in batches per node.", ""]
-    lines.append(
-        table(
-            [
-                "arm",
-                "held-out",
-                "mean held-out on the way",
-                "steps",
-                "groups generated",
-                "useful share of batch",
-            ],
-            [
-                [
-                    n,
-                    of(n, "samples", "held_out"),
-                    of(n, "samples", "mean_held_out"),
-                    of(n, "samples", "steps", 0),
-                    of(n, "samples", "generated", 0),
-                    of(n, "samples", "useful_share", 2),
-                ]
-                for n in by_arm
-            ],
-        )
-    )
-    lines += ["", f"Equal generated tokens: {size.tokens:.0f} per node.", ""]
-    lines.append(
-        table(
-            [
-                "arm",
-                "held-out",
-                "mean held-out on the way",
-                "local reward per rollout",
-                "steps",
-                "groups generated",
-            ],
-            [
-                [
-                    n,
-                    of(n, "tokens", "held_out"),
-                    of(n, "tokens", "mean_held_out"),
-                    of(n, "tokens", "local_reward"),
-                    of(n, "tokens", "steps", 0),
-                    of(n, "tokens", "generated", 0),
-                ]
-                for n in by_arm
-            ],
-        )
-    )
-    lines += ["", f"Equal optimizer steps: {size.rounds}, as the paper counts.", ""]
-    lines.append(
-        table(
-            [
-                "arm",
-                "local reward, sum over steps",
-                "against 8/0 by seed, %",
-                "held-out",
-                "mean held-out",
-                "groups generated",
-                "tokens sampled",
-                "and in evaluations, whole run",
-                "useful per step",
-                "samples per step",
-                "KB received per step",
-            ],
-            [
-                [
-                    n,
-                    of(n, "steps", "local_reward", 2),
-                    against(by_arm, n),
-                    of(n, "steps", "held_out"),
-                    of(n, "steps", "mean_held_out"),
-                    of(n, "steps", "generated", 0),
-                    of(n, "steps", "tokens", 0),
-                    of(n, "steps", "evaluation_tokens", 0),
-                    of(n, "steps", "useful", 2),
-                    of(n, "steps", "samples", 1),
-                    of(n, "steps", "received", 1),
-                ]
-                for n in by_arm
-            ],
-        )
-    )
-    lines += ["", *adaptive_verdict(by_arm), *pulling_verdict(by_arm), *lagging_verdict(by_arm)]
-    return "\n".join(lines)
+    return " ".join(changes) or "–"
 
 
-def against(by_arm: dict[str, list[dict[str, Any]]], name: str) -> str:
-    """Change of the local reward against 8/0, seed by seed."""
-    if name == "8/0" or "8/0" not in by_arm:
-        return "–"
-    base = {r["seed"]: r["steps"]["local_reward"] for r in by_arm["8/0"]}
-    return " ".join(
-        f"{100 * (r['steps']['local_reward'] / base[r['seed']] - 1):+.0f}"
-        for r in by_arm[name]
-        if base.get(r["seed"])
-    )
-
-
-def adaptive_verdict(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The adaptive split against the best fixed one of each seed, by each accounting."""
-    fixed = [n for n in FIXED if n in by_arm]
+def adaptive_verdict(runs: Runs) -> list[str]:
+    """Compare each adaptive arm with the best fixed split of each seed, by both accountings."""
+    fixed = [row for name in FIXED for row in runs.get(name, ())]
     lines = []
-    for name in ("adaptive", "swarmnode", ONCE):
-        if name not in by_arm or not fixed:
-            continue
+    for name in (name for name in ADAPTIVE if name in runs and fixed):
         parts = []
-        for part, label in (("steps", "steps"), ("samples", "samples"), ("tokens", "tokens")):
+        for part in ("steps", "tokens"):
             ratios = []
-            for row in by_arm[name]:
-                rivals = [
-                    r[part]["mean_held_out"]
-                    for n in fixed
-                    for r in by_arm[n]
-                    if r["seed"] == row["seed"]
-                ]
-                best = max((v for v in rivals if v is not None), default=None)
+            for row in runs[name]:
+                rivals = [r[part]["mean_held_out"] for r in fixed if r["seed"] == row["seed"]]
+                best = max((value for value in rivals if value is not None), default=None)
                 if best and row[part]["mean_held_out"] is not None:
                     ratios.append(row[part]["mean_held_out"] / best)
-            if ratios:
-                parts.append(
-                    f"{label} {spread(ratios, 2)} (≥ 1 in {sum(r >= 1 for r in ratios)} of"
-                    f" {len(ratios)})"
-                )
+            won = sum(ratio >= 1 for ratio in ratios)
+            parts.append(f"{part} {spread(ratios)} (≥ 1 in {won} of {len(ratios)})")
         lines.append(
-            f"{name} ÷ best fixed split of the same seed, mean held-out reward at equal:"
+            f"{name} ÷ the best fixed split of the seed, mean held-out reward at equal"
             f" {'; '.join(parts)}."
         )
     return lines
 
 
-def pulling_verdict(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Pulling against what everybody gets, seed by seed, by each accounting."""
-    lines = []
-    for name in PULLING[1:]:
-        parts = []
-        for part in ("tokens", "samples", "steps"):
-            for key, label in (("held_out", "held-out"), ("mean_held_out", "mean held-out")):
-                flood = {r["seed"]: r[part][key] for r in by_arm.get(PULLING[0], ())}
-                pulled = [(r[part][key], flood.get(r["seed"])) for r in by_arm.get(name, ())]
-                ratios = [mine / theirs for mine, theirs in pulled if mine is not None and theirs]
-                if ratios:
-                    parts.append(
-                        f"{part}, {label} {spread(ratios, 3)} (≥ 1 in {sum(r >= 1 for r in ratios)}"
-                        f" of {len(ratios)})"
-                    )
-        if parts:
-            lines.append(f"{name} ÷ {PULLING[0]} of the same seed at equal: {'; '.join(parts)}.")
-    return lines
-
-
-def lagging_verdict(by_arm: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Each correction against none, seed by seed, at equal steps."""
-    if "uncorrected" not in by_arm:
-        return []
-    base = {r["seed"]: r["steps"] for r in by_arm["uncorrected"]}
-    lines = []
-    for name in ("no lag", *LAGGING[1:]):
-        runs = [r for r in by_arm.get(name, ()) if r["seed"] in base]
-        if not runs:
-            continue
-        known = [r["steps"]["effective"] for r in runs if r["steps"]["effective"] is not None]
-        parts = [f"effective share of own tokens {spread(known, 2)}"] if known else []
-        for key, label in (("held_out", "held-out"), ("mean_held_out", "mean held-out")):
-            ratios = [r["steps"][key] / base[r["seed"]][key] for r in runs if base[r["seed"]][key]]
-            parts.append(
-                f"{label} {spread(ratios, 3)} (≥ 1 in {sum(r >= 1 for r in ratios)} of"
-                f" {len(ratios)})"
-            )
-        lines.append(f"{name} ÷ uncorrected of the same seed at equal steps: {'; '.join(parts)}.")
-    return lines
-
-
-def hostile_table(results: Sequence[dict[str, Any]], size: Size) -> str:
-    """Attack success, honest reward lost, crashes."""
-    names = [a for a in ATTACKS if any(r["attack"] == a for r in results)]
-    of = lambda name: [r for r in results if r["attack"] == name]
-    base = {r["seed"]: r["mean_held_out"] for r in of("silent")}
-    rows = []
-    for name in names:
-        runs = of(name)
-        lost = [
-            100 * (1 - r["mean_held_out"] / base[r["seed"]]) for r in runs if base.get(r["seed"])
-        ]
-        admitted = [r["fates"].get("admitted", 0) - r["genuine"] for r in runs]
-        rows.append(
-            [
-                name,
-                spread([r["mean_held_out"] for r in runs], 3),
-                spread([r["final"] for r in runs], 3),
-                "–" if name == "silent" or not lost else spread(lost, 1),
-                spread([r["frames_sent"] for r in runs], 0),
-                "–" if name in ("none", "silent") else spread([max(0, a) for a in admitted], 0),
-                spread([r["trained_on"] for r in runs], 0),
-                spread([100 * r["share_of_external"] for r in runs], 2),
-                spread([100 * r["payload"] for r in runs], 2),
-                spread([r["length"] for r in runs], 2),
-                (
-                    "–"
-                    if runs[0]["shut_out"] is None
-                    else spread([100 * r["shut_out"] for r in runs], 0)
-                ),
-                str(sum(r["crashes"] + r["internal_errors"] for r in runs)),
-            ]
-        )
-    headers = [
-        "attack",
-        "mean held-out",
-        "final held-out",
-        "lost against silent, %",
-        "frames sent",
-        "admitted (6 receivers)",
-        "trained on",
-        "of what is trained on, %",
-        "payload in answers, %",
-        "answer length",
-        "shut out, %",
-        "crashes",
-    ]
-    title = (
-        f"### 2 of 8 peers hostile ({HOSTILE_REGIME} start, {size.hostile_rounds} steps,"
-        f" {len(of(names[0]))} seeds)"
-    )
-    return f"{title}\n\n{table(headers, rows)}"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.sapo",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = make_parser("sapo", __doc__, quick="one regime, one seed, three arms", seeds=3)
+    parser.add_argument("--rounds", type=int, default=Size.rounds, help="optimizer steps")
+    parser.add_argument("--nodes", type=int, default=NODES)
     parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one regime, one seed, three arms, one attack; under a minute",
+        "--steps-only", action="store_true", help="no arm continues for the table of equal tokens"
     )
-    parser.add_argument("--json", type=Path, help="write all results there, traces included")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--rounds", type=int, default=40, help="optimizer steps")
-    parser.add_argument(
-        "--nodes",
-        type=int,
-        help=f"default: {NODES}; {PULLING_NODES} with --exchange pull, {LAGGING_NODES} with --lag",
-    )
-    parser.add_argument(
-        "--steps-only",
-        action="store_true",
-        help="no arm runs on for the tables of equal samples and tokens",
-    )
-    parser.add_argument("--hostile-rounds", type=int, default=30)
-    parser.add_argument(
-        "--learning-rate", type=float, default=3e-4, help="the default of training.learning_rate"
-    )
-    parser.add_argument(
-        "--arms", nargs="+", default=list(ARMS), choices=KNOWN, metavar="ARM", help=", ".join(KNOWN)
-    )
-    parser.add_argument(
-        "--regimes",
-        nargs="*",
-        default=list(REGIMES),
-        choices=REGIMES,
-        metavar="REGIME",
-        help=", ".join(REGIMES),
-    )
-    parser.add_argument(
-        "--attacks",
-        nargs="*",
-        default=list(ATTACKS),
-        choices=ATTACKS,
-        metavar="ATTACK",
-        help=", ".join(ATTACKS),
-    )
-    parser.add_argument(
-        "--curriculum",
-        action="store_true",
-        help="who chooses the questions, by what evidence (benchmarks/curricula.py)",
-    )
-    parser.add_argument(
-        "--exchange",
-        choices=["flood", "pull"],
-        default="flood",
-        help="pull: everybody's groups against neighbours' alone",
-    )
-    parser.add_argument(
-        "--lag",
-        type=int,
-        default=0,
-        help=f"arms that sample with the policy of so many updates ago, e.g. {LAG}",
-    )
+    parser.add_argument("--arms", nargs="+", default=ARMS, choices=KNOWN, metavar="ARM")
+    parser.add_argument("--regimes", nargs="+", default=REGIMES, choices=REGIMES, metavar="REGIME")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument(
-        "--base", default="embedded", help="policy that the start policies are made from"
-    )
     args = parser.parse_args()
-    size = Size(
-        args.rounds,
-        args.hostile_rounds,
-        args.learning_rate,
-        nodes=args.nodes or NODES,
-        steps_only=args.steps_only,
-    )
+    if "heterogeneous" in args.regimes and any("NoLoCo" in name for name in args.arms):
+        parser.error("nodes average only if they start from one policy: name other --regimes")
+    size = Size(args.rounds, nodes=args.nodes, steps_only=args.steps_only)
     if args.quick:
-        size = Size(14, 8, 3e-4, eval_every=4, eval_questions=6)
-        args.seeds, args.arms, args.regimes, args.attacks = (
-            1,
-            ["8/0", "4/4", "adaptive"],
-            ["sparse"],
-            ["silent", "mixed"],
-        )
-    if args.curriculum:
-        args.attacks = []
-    if args.exchange == "pull":
-        size = replace(size, nodes=args.nodes or PULLING_NODES, turns=PULLING_TURNS)
-        args.attacks = []
-        args.arms = list(PULLING) if args.arms == list(ARMS) else args.arms
-    if args.lag:
-        size = replace(size, nodes=args.nodes or LAGGING_NODES, lag=args.lag, steps_only=True)
-        args.attacks = []
-        args.arms = ["no lag", *LAGGING] if args.arms == list(ARMS) else args.arms
-    for name in args.arms:
-        missing = next(
-            (arm.as_much_as for arm in arms([name]) if arm.as_much_as not in ("", *args.arms)), None
-        )
-        if missing:
-            parser.error(f'"{name}" needs the bytes of {missing}: name it too')
-
-    print(heading("sapo: does sharing rollouts help?"))
-    settings = (
-        f"N = {size.nodes}, B = {B}, G = {G}, learning rate {size.learning_rate:g}, {args.seeds}"
-        " seeds, AdamW, clip 0.2/1, no KL"
-    )
+        size = Size(14, eval_every=4, eval_questions=6)
+        args.seeds, args.arms, args.regimes = 1, ["8/0", "4/4", "adaptive"], ["sparse"]
+    print(heading("sapo: how sharing rollouts changes learning"))
+    settings = f"N = {size.nodes}, B = {B}, G = {G}, learning rate {size.learning_rate:g}"
     print(settings + "\n", flush=True)
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    results: dict[str, list[dict[str, Any]]] = {"arms": [], "attacks": []}
-    waiting = {regime: args.seeds for regime in args.regimes}
+    results: dict[str, list[dict[str, Any]]] = {regime: [] for regime in args.regimes}
     # spawn: a forked torch may deadlock, and each process has its own scorer child
-    with ProcessPoolExecutor(
-        args.processes, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        if args.curriculum:
-            print_curricula(pool, args, size)
-            return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(args.processes, mp_context=spawn) as pool:
         jobs = {
-            pool.submit(run_regime, regime, s, args.arms, size, args.base): regime
+            pool.submit(run_regime, regime, seed, args.arms, size): regime
             for regime in args.regimes
-            for s in seeds
-        }
-        jobs |= {
-            pool.submit(run_hostile, s, args.attacks, size, args.base): ""
-            for s in seeds
-            if args.attacks
+            for seed in seeds_of(args)
         }
         for job in as_completed(jobs):
-            regime = jobs[job]
-            results["arms" if regime else "attacks"] += job.result()
-            if regime:
-                waiting[regime] -= 1
-                if not waiting[regime]:
-                    print(
-                        regime_tables(
-                            regime, [r for r in results["arms"] if r["regime"] == regime], size
-                        )
-                        + "\n",
-                        flush=True,
-                    )
-            if args.json:
-                write_json(
-                    args.json,
-                    {
-                        "settings": settings,
-                        "samples": size.samples,
-                        "tokens": size.tokens,
-                        **results,
-                    },
-                )
-    if results["attacks"]:
-        print(hostile_table(results["attacks"], size), flush=True)
-
-
-def print_curricula(pool: ProcessPoolExecutor, args: argparse.Namespace, size: Size) -> None:
-    from benchmarks.curricula import OWN_GROUPS, curriculum_table
-
-    results: list[dict[str, Any]] = []
-    seeds = range(args.first_seed, args.first_seed + args.seeds)
-    for job in as_completed(
-        [
-            pool.submit(run_curricula, regime, seed, size, args.base)
-            for regime in args.regimes
-            for seed in seeds
-        ]
-    ):
-        results += job.result()
-        if args.json:
-            write_json(args.json, {"curricula": results})
-    for regime in args.regimes:
-        tokens = size.rounds * OWN_GROUPS * G * TOKENS_PER_COMPLETION
-        print(
-            curriculum_table([r for r in results if r["regime"] == regime], tokens) + "\n",
-            flush=True,
-        )
+            results[jobs[job]] += job.result()
+            arms_found = [row for rows in results.values() for row in rows]
+            write_json(args.json, {"settings": settings, "tokens": size.tokens, "arms": arms_found})
+    for regime, rows in results.items():
+        print(regime_tables(regime, rows, size) + "\n", flush=True)
 
 
 if __name__ == "__main__":

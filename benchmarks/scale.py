@@ -1,58 +1,40 @@
-"""What does a swarm of N nodes cost a member, and what does the member learn from? `python -m
-benchmarks.scale [--quick]`
+"""Measure what a swarm of N nodes costs a member, and what the member learns from.
 
     costs     benchmarks/lib/scale_hosts.py: a listing, a fetch and a connection between real hosts,
               measured here so that CPU times are of this machine
     counts    benchmarks/lib/scale_events.py: the product's own decisions, event by event, for 10 to
-              1,000 nodes, with churn, hostile identities, and nodes that leave at once
+              1,000 nodes, with churn, hostile identities, and nodes that leave at the same time
 
-Every node makes 8 useful groups in a step of 30 s and trains on 6 of its peers'. The rows of
-flooding are computed: every node receives every group once, at the cost of one more group in a
-fetch.
+Every node makes 8 useful groups in a step of 30 s and trains on 6 of its peers' groups.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
-import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from benchmarks import report
 from benchmarks.lib import scale_events, scale_hosts
-from benchmarks.lib.scale_events import DEGREE, MADE, ROOM, STEP_SECONDS, Result, Setup
+from benchmarks.lib.report import columns, heading, make_parser, note, spread, write_json
+from benchmarks.lib.scale_events import DEGREE, STEP_SECONDS, Counts, Result, Setup
 from benchmarks.lib.scale_hosts import Constants
 
 SIZES = (2_000, 17_000)
-"""Bytes of a group: short answers, and eight of some hundred tokens."""
+"""Bytes of a group: short answers, and eight answers of some hundred tokens."""
 WARM = 6
-"""Steps before anything is counted."""
-BUDGET_CORES, BUDGET_BITS = 0.1, 100_000
-MOST_CPU_MS = 7.0
-MOST_BYTES = {2_000: 1.6, 17_000: 1.1}
-"""Goals, per group trained on: CPU, and bytes received ÷ its size."""
-MOST_GROWN = 1.1
-"""Goal: cost of a node in the largest swarm ÷ in one of 100."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """Mean counts of a node and step."""
-
-    listings: float
-    listing_bytes: float
-    pulls: float
-    pulled: float
-    trained: float
-    decisions_ms: float
+"""Uncounted steps at the start."""
+MAX_CORES, MAX_BITS = 0.1, 100_000
+"""Goals for a member: share of a core, and bits per second each way."""
+MAX_CPU_MS = 7.0
+MAX_BYTES = {2_000: 1.6, 17_000: 1.1}
+"""Goals per group trained on: CPU time, and bytes received ÷ its size."""
+MAX_GROWTH = 1.1
+"""Goal: cost of a node in the largest swarm ÷ in a swarm of 100."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +55,26 @@ class Cost:
     """Share of a core."""
 
 
-def cost(load: Load, constants: Constants, nodes: int) -> Cost:
-    """Return the cost of `load`."""
-    trained = max(load.trained, 1e-9)
-    asking = load.listings * constants.listing.cpu_ms + load.pulls * (
-        constants.pull.cpu_ms - constants.more.cpu_ms
+def cost(counts: Counts, constants: Constants, nodes: int) -> Cost:
+    """Return the mean cost of a node with these counts in a swarm of `nodes`."""
+    steps = max(1, counts.node_steps)
+    listings, pulls, pulled = (
+        count / steps for count in (counts.listings, counts.pulls, counts.pulled)
     )
-    cpu = asking + load.pulled * constants.more.cpu_ms + load.decisions_ms
-    streams = load.listings * constants.empty.bytes + load.pulls * (
-        constants.pull.bytes - constants.more.bytes
+    trained = max(counts.trained / steps, 1e-9)
+    # the first group of a fetch costs `pull`, each further one `more`
+    cpu = (
+        listings * constants.listing.cpu_ms
+        + pulls * (constants.pull.cpu_ms - constants.more.cpu_ms)
+        + pulled * constants.more.cpu_ms
+        + 1000 * counts.seconds / steps
     )
-    received = load.listing_bytes + streams + load.pulled * constants.more.bytes
+    received = (
+        counts.listing_bytes / steps
+        + listings * constants.empty.bytes
+        + pulls * (constants.pull.bytes - constants.more.bytes)
+        + pulled * constants.more.bytes
+    )
     links = min(DEGREE, nodes - 1)
     idle_ms, idle_bytes = links * constants.idle.cpu_ms, links * constants.idle.bytes
     return Cost(
@@ -91,27 +82,14 @@ def cost(load: Load, constants: Constants, nodes: int) -> Cost:
         connections_ms=idle_ms,
         bytes=received / (trained * constants.size),
         kbit=8 * (received / STEP_SECONDS + idle_bytes) / 1000,
-        messages=2 * (load.listings + load.pulls) * 60 / STEP_SECONDS * 2,  # both roles
+        messages=2 * (listings + pulls) * 60 / STEP_SECONDS * 2,  # both roles
         cores=(cpu / STEP_SECONDS + idle_ms) / 1000,
-    )
-
-
-def load_of(result: Result) -> Load:
-    """Return the mean load of a run."""
-    c, steps = result.counts, max(1, result.counts.node_steps)
-    return Load(
-        c.listings / steps,
-        c.listing_bytes / steps,
-        c.pulls / steps,
-        c.pulled / steps,
-        c.trained / steps,
-        1000 * c.seconds / steps,
     )
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs of one call."""
+    """The simulated runs."""
 
     events: dict[int, int]
     """Nodes → steps."""
@@ -146,137 +124,94 @@ class Runs:
                 ]
                 for setup in (*setups, *plan.troubles)
             ]
-            found = [[_noted(job.result()) for job in some] for some in jobs]
+            found = [[_note(job.result()) for job in some] for some in jobs]
         self.events = dict(zip(plan.events, found, strict=False))
         self.troubles = found[len(setups) :]
 
     def costs(self, nodes: int, constants: Constants) -> list[Cost]:
         """Return the costs of a swarm of `nodes`, one for each seed."""
-        return [cost(load_of(result), constants, nodes) for result in self.events[nodes]]
+        return [cost(result.counts, constants, nodes) for result in self.events[nodes]]
 
 
-def note(line: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
-
-
-def _noted(result: Result) -> Result:
+def _note(result: Result) -> Result:
     note(f"{result.setup}: {result.counts.node_steps} steps of nodes")
     return result
 
 
-def _several(values: Sequence[float | None], digits: int = 2) -> str:
-    known = [value for value in values if value is not None]
-    return (
-        report.spread(known, digits)
-        if len(known) == len(values)
-        else f"more ({len(known)} of {len(values)} runs)"
-        if known
-        else "more"
+def cost_table(runs: Runs, constants: Constants) -> str:
+    """Return the costs of a member."""
+    mean = lambda value, digits: (
+        lambda nodes: spread([value(c) for c in runs.costs(nodes, constants)], digits)
+    )
+    return columns(
+        list(runs.events),
+        {
+            "nodes": lambda nodes: f"{nodes:,}",
+            "kbit/s in, and out": mean(lambda c: c.kbit, 1),
+            "÷ bytes trained on": mean(lambda c: c.bytes, 2),
+            "messages/min": mean(lambda c: c.messages, 0),
+            "CPU ms per group trained on": mean(lambda c: c.cpu_ms, 1),
+            "connections, ms/s": mean(lambda c: c.connections_ms, 1),
+            "of a core, %": mean(lambda c: 100 * c.cores, 2),
+        },
     )
 
 
-def cost_table(runs: Runs, constants: Constants) -> str:
-    """Return the table of costs of a member."""
-    headers = [
-        "nodes",
-        "how",
-        "kbit/s in, and out",
-        "÷ bytes trained on",
-        "messages/min",
-        "CPU ms per group trained on",
-        "connections, ms/s",
-        "of a core, %",
-    ]
-    rows = []
-    for nodes in runs.events:
-        costs = runs.costs(nodes, constants)
-        rows.append(
-            [
-                f"{nodes:,}",
-                "pull gossip",
-                _several([c.kbit for c in costs], 1),
-                _several([c.bytes for c in costs]),
-                _several([c.messages for c in costs], 0),
-                _several([c.cpu_ms for c in costs], 1),
-                _several([c.connections_ms for c in costs], 1),
-                _several([100 * c.cores for c in costs]),
-            ]
-        )
-        came = MADE * (nodes - 1)
-        rows.append(
-            [
-                f"{nodes:,}",
-                "flooding, computed",
-                f"{8 * came * constants.more.bytes / STEP_SECONDS / 1000:,.0f}",
-                f"{came * constants.more.bytes / (min(ROOM, came) * constants.size):,.0f}",
-                "–",
-                f"{came * constants.more.cpu_ms / min(ROOM, came):,.0f}",
-                "–",
-                f"{came * constants.more.cpu_ms / STEP_SECONDS / 10:,.1f}",
-            ]
-        )
-    return report.table(headers, rows)
+def full_share(result: Result) -> float:
+    """Return the share of steps that trained on as many groups as they had room for."""
+    return result.counts.full / max(1, result.counts.node_steps)
+
+
+def of_runs(value: Callable[[Result], float], digits: int) -> Callable[[list[Result]], str]:
+    return lambda results: spread([value(result) for result in results], digits)
 
 
 def learning_table(runs: Runs) -> str:
-    """Return the table of what a member trains on."""
-    headers = [
-        "nodes",
-        "steps",
-        "batches full, %",
-        "groups used by others, %",
-        "age when used, s",
-        "authors met",
-        "KiB a node",
-    ]
-    rows = []
-    for nodes, results in runs.events.items():
-        full = [100 * r.counts.full / max(1, r.counts.node_steps) for r in results]
-        rows.append(
-            [
-                f"{nodes:,}",
-                str(results[0].setup.steps - results[0].setup.warm),
-                _several(full, 1),
-                _several([100 * r.used_share for r in results], 0),
-                _several([fmean(r.counts.ages) for r in results], 0),
-                _several([r.authors for r in results], 0),
-                _several([r.kilobytes for r in results], 0),
-            ]
-        )
-    return report.table(headers, rows)
+    """Return what a member trains on."""
+    return columns(
+        list(runs.events.values()),
+        {
+            "nodes": lambda results: f"{results[0].setup.nodes:,}",
+            "steps": lambda results: results[0].setup.steps - results[0].setup.warm,
+            "batches full, %": of_runs(lambda r: 100 * full_share(r), 1),
+            "groups used by others, %": of_runs(lambda r: 100 * r.used_share, 0),
+            "age when used, s": of_runs(lambda r: fmean(r.counts.ages), 0),
+            "authors used": of_runs(lambda r: r.authors, 0),
+            "KiB a node": of_runs(lambda r: r.kilobytes, 0),
+        },
+    )
+
+
+def disturbance(setup: Setup) -> str:
+    if setup.leave:
+        return f"{100 * setup.leave:.0f} % leave at the same time"
+    return f"{100 * setup.hostile:.0f} % hostile identities"
+
+
+def recovery(results: list[Result]) -> str:
+    """Return the seconds until batches are full again after nodes left."""
+    if not results[0].setup.leave:
+        return "–"
+    known = [r.absorbed_seconds for r in results if r.absorbed_seconds is not None]
+    ended = f" in {len(known)} of {len(results)} runs" if len(known) < len(results) else ""
+    return spread(known, 0) + ended
 
 
 def trouble_table(runs: Runs) -> str:
     """Return the runs with a disturbance."""
-    headers = [
-        "nodes",
-        "what",
-        "batches full, %",
-        "hostile of the fetched, %",
-        "recovered after, s",
-        "least full 30 s, %",
-    ]
-    rows = []
-    for results in runs.troubles:
-        setup = results[0].setup
-        what = (
-            f"{100 * setup.leave:.0f} % leave at once"
-            if setup.leave
-            else f"{100 * setup.hostile:.0f} % hostile identities"
-        )
-        rows.append(
-            [
-                f"{setup.nodes:,}",
-                what,
-                _several([100 * r.counts.full / max(1, r.counts.node_steps) for r in results], 1),
-                _several(
-                    [100 * r.counts.hostile_pulled / max(1, r.counts.pulled) for r in results], 1
-                ),
-                _several([r.absorbed_seconds for r in results], 0) if setup.leave else "–",
-                _several([100 * r.least_fill for r in results], 0),
-            ]
-        )
-    return report.table(headers, rows)
+    return columns(
+        runs.troubles,
+        {
+            "nodes": lambda results: f"{results[0].setup.nodes:,}",
+            "disturbance": lambda results: disturbance(results[0].setup),
+            "batches full, %": of_runs(lambda r: 100 * full_share(r), 1),
+            "hostile of the fetched, %": of_runs(
+                lambda r: 100 * r.counts.hostile_pulled / max(1, r.counts.pulled), 1
+            ),
+            "recovered after, s": recovery,
+            "least full 30 s, %": of_runs(lambda r: 100 * r.least_fill, 0),
+        },
+    )
 
 
 def goals(runs: Runs, by_size: dict[int, Constants]) -> list[tuple[bool, str]]:
@@ -288,111 +223,80 @@ def goals(runs: Runs, by_size: dict[int, Constants]) -> list[tuple[bool, str]]:
         mean = lambda nodes, what, c=constants: fmean(
             getattr(x, what) for x in runs.costs(nodes, c)
         )
-        cpu, kbit = (mean(most, what) / mean(few, what) for what in ("cpu_ms", "kbit"))
-        told = f"cost at {most:,} ÷ at {few:,}, CPU {cpu:.2f}, bytes {kbit:.2f}"
-        lines.append((max(cpu, kbit) <= MOST_GROWN, f"{size} B: {told} (at most {MOST_GROWN})"))
-        cpu, ratio = mean(most, "cpu_ms"), mean(most, "bytes")
-        lines.append(
+        growth = {what: mean(most, what) / mean(few, what) for what in ("cpu_ms", "kbit")}
+        cpu, ratio, cores = (mean(most, what) for what in ("cpu_ms", "bytes", "cores"))
+        kbit = mean(most, "kbit")
+        found = [
             (
-                cpu <= MOST_CPU_MS,
-                (
-                    f"{size} B: {cpu:.1f} ms of CPU per group trained on, connections not counted"
-                    f" (at most {MOST_CPU_MS:g})"
-                ),
-            )
-        )
-        lines.append(
+                max(growth.values()) <= MAX_GROWTH,
+                f"cost at {most:,} ÷ at {few:,}: CPU {growth['cpu_ms']:.2f}, bytes"
+                f" {growth['kbit']:.2f} (at most {MAX_GROWTH})",
+            ),
             (
-                ratio <= MOST_BYTES[size],
-                (
-                    f"{size} B: {ratio:.2f} bytes received per byte trained on, listings included"
-                    f" (at most {MOST_BYTES[size]:g})"
-                ),
-            )
-        )
-        cores, kbit = mean(most, "cores"), mean(most, "kbit")
-        fits = cores <= BUDGET_CORES and 1000 * kbit <= BUDGET_BITS
-        lines.append(
+                cpu <= MAX_CPU_MS,
+                f"{cpu:.1f} ms of CPU per group trained on, without idle connections (at most"
+                f" {MAX_CPU_MS:g})",
+            ),
             (
-                fits,
-                (
-                    f"{size} B: {100 * cores:.1f} % of a core, {kbit:.0f} kbit/s each way with 30 s"
-                    " steps (at most 10 % and 100)"
-                ),
-            )
-        )
-    fulls = {
-        nodes: fmean(r.counts.full / max(1, r.counts.node_steps) for r in results)
-        for nodes, results in runs.events.items()
-    }
-    told = ", ".join(f"{100 * full:.1f} % at {nodes:,}" for nodes, full in fulls.items())
-    lines.append((min(fulls.values()) >= 0.95, f"batches full: {told} (at least 95 %)"))
-    return lines
+                ratio <= MAX_BYTES[size],
+                f"{ratio:.2f} bytes received per byte trained on (at most {MAX_BYTES[size]:g})",
+            ),
+            (
+                cores <= MAX_CORES and 1000 * kbit <= MAX_BITS,
+                f"{100 * cores:.1f} % of a core, {kbit:.0f} kbit/s each way (at most 10 % and 100)",
+            ),
+        ]
+        lines += [(met, f"{size} B: {figure}") for met, figure in found]
+    fulls = {nodes: fmean(map(full_share, results)) for nodes, results in runs.events.items()}
+    figures = ", ".join(f"{100 * full:.1f} % at {nodes:,}" for nodes, full in fulls.items())
+    return [*lines, (min(fulls.values()) >= 0.95, f"batches full: {figures} (at least 95 %)")]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scale",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="few nodes, one seed")
-    parser.add_argument("--seeds", type=int, help="seeds of each simulation (3)")
+    parser = make_parser("scale", __doc__, quick="few nodes, one seed")
+    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
-    parser.add_argument(
-        "--one",
-        help="a Setup as JSON: simulate it and print the result",
-    )
-    arguments = parser.parse_args()
-    if arguments.one:
-        result = scale_events.simulate(msgspec.json.decode(arguments.one, type=Setup))
-        print(msgspec.json.encode({**_summary(result), "load": asdict(load_of(result))}).decode())
-        return
-    plan = QUICK if arguments.quick else FULL
-    plan = replace(plan, seeds=arguments.seeds or plan.seeds)
+    args = parser.parse_args()
+    plan = QUICK if args.quick else replace(FULL, seeds=args.seeds)
     by_size = {}
-    for size in SIZES[-1:] if arguments.quick else SIZES:
+    for size in SIZES[-1:] if args.quick else SIZES:
         by_size[size] = scale_hosts.measure(size)
         note(f"{size} B: {by_size[size]}")
-    runs = Runs(plan, arguments.processes)
-    print(report.heading("scale: what a swarm of N costs a member"))
+    runs = Runs(plan, args.processes)
+    print(heading("scale: cost of a swarm of N to a member"))
     for constants in by_size.values():
-        print(
-            f"Groups of {constants.size / 1000:.1f} KB; of both ends on this machine:"
-            f" {_constants(constants)}.\n"
-        )
+        print(f"Groups of {constants.size / 1000:.1f} KB. {describe(constants)}\n")
         print(f"{cost_table(runs, constants)}\n")
     print(f"{learning_table(runs)}\n\n{trouble_table(runs)}\n")
     for met, line in goals(runs, by_size):
         print(f"* {'met' if met else 'MISSED'}: {line}")
-    if arguments.json:
-        results: dict[str, Any] = {
-            "constants": {size: msgspec.to_builtins(one) for size, one in by_size.items()}
-        }
-        results["events"] = [
-            _summary(result) for each in [*runs.events.values(), *runs.troubles] for result in each
-        ]
-        report.write_json(arguments.json, results)
-
-
-def _constants(constants: Constants) -> str:
-    of = lambda name, what: f"{name} {what.cpu_ms:.2f} ms and {what.bytes:,.0f} bytes"
-    return ", ".join(
-        [
-            of("a listing of 14", constants.listing),
-            of("an empty one", constants.empty),
-            of("a group", constants.pull),
-            of("one more in the same request", constants.more),
-            of("a connection, a second, one end", constants.idle),
-        ]
+    results = [result for each in [*runs.events.values(), *runs.troubles] for result in each]
+    write_json(
+        args.json,
+        {
+            "constants": {size: msgspec.to_builtins(one) for size, one in by_size.items()},
+            "events": [summary(result) for result in results],
+        },
     )
 
 
-def _summary(result: Result) -> dict[str, Any]:
-    summary = asdict(result)
-    summary["counts"]["ages"] = fmean(result.counts.ages or [0.0])
-    return summary
+def describe(constants: Constants) -> str:
+    """Return the measured costs, of both ends together."""
+    named = {
+        "a listing of 14 groups:": constants.listing,
+        "an empty listing:": constants.empty,
+        "a fetch of a group:": constants.pull,
+        "one more group in the same request:": constants.more,
+        "one end of an idle connection, per second:": constants.idle,
+    }
+    costs = (f"{name} {one.cpu_ms:.2f} ms, {one.bytes:,.0f} bytes" for name, one in named.items())
+    return f"Both ends together: {'; '.join(costs)}."
+
+
+def summary(result: Result) -> dict[str, Any]:
+    found = asdict(result)
+    found["counts"]["ages"] = fmean(result.counts.ages or [0.0])
+    return found
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""Does a node that samples with vLLM learn like one that samples itself? `python -m
-benchmarks.served [--quick] [--steps N] [--seeds N]`
+"""Compare the learning of a node that samples with vLLM with a node that samples itself.
 
-Two nodes share one policy; one samples with a vLLM server, the other with its own engine.
+Two nodes share one policy: one samples with a vLLM server, the other with its own engine.
 SWARMNODE_VLLM names the Python of an environment with vLLM (tests/support/served/install.sh). The
-policy is the embedded one with wider heads (tests.support.served.wide), because vLLM on a CPU has
-no kernel for its own.
+policy is the embedded one with wider heads (tests/support/served/wide.py), because vLLM on a CPU
+has no kernel for the embedded policy's heads.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
+from benchmarks.lib.report import columns, heading, make_parser, seeds_of, write_json
 from swarmnode.demo.nodes import DemoNode
 from swarmnode.model_defaults import EMBEDDED_POLICY
 from tests.support.served import real
@@ -46,18 +46,18 @@ def settings_of(policy: Path, url: str, steps: int, seed: int) -> dict[str, dict
     }
 
 
-def report_of(node: DemoNode) -> dict[str, object]:
+def report_of(node: DemoNode) -> dict[str, Any]:
     with urllib.request.urlopen(f"{node.url}/status?points=1", timeout=10) as answer:
         return json.load(answer)["snapshot"]["trainer"].get("report") or {}
 
 
-def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[dict[str, object]]:
+def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[dict[str, Any]]:
     """Return the latest report of each node."""
     nodes = [
         DemoNode("served", directory / "served", settings_of(policy, url, steps, 2 * seed)),
         DemoNode("own", directory / "own", settings_of(policy, "", steps, 2 * seed + 1)),
     ]
-    last: list[dict[str, object]] = [{}, {}]
+    last: list[dict[str, Any]] = [{}, {}]
     try:
         nodes[0].start([])
         nodes[1].start(nodes[0].wait_for_address(time.monotonic() + START_SECONDS)[:1])
@@ -79,45 +79,47 @@ def run(policy: Path, url: str, directory: Path, steps: int, seed: int) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.served",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
-    parser.add_argument("--quick", action="store_true", help="ten steps, one seed")
+    parser = make_parser("served", __doc__, quick="ten steps, one seed", seeds=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
-    options = parser.parse_args()
-    if options.quick:
-        options.steps, options.seeds = 10, 1
-        if "SWARMNODE_VLLM" not in os.environ:
-            print("skipped: SWARMNODE_VLLM is not set")
-            return
+    args = parser.parse_args()
+    if args.quick:
+        args.steps, args.seeds = 10, 1
+    if "SWARMNODE_VLLM" not in os.environ:
+        print("skipped: SWARMNODE_VLLM is not set")
+        return
+    results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         policy = widen(directory / "policy")
         with real.running(policy, directory / "vllm.txt", rank=0) as url:
-            for seed in range(options.seeds):
-                began = time.monotonic()
-                found = run(policy, url, directory / str(seed), options.steps, seed)
-                for name, report in zip(("served", "own"), found, strict=True):
-                    server = report.get("server") or {}
-                    assert isinstance(server, dict)
-                    print(
-                        f"seed {seed} {name:>6}: step {report.get('step')}, held out"
-                        f" {_number(report.get('reward_held_out_start'))} →"
-                        f" {_number(report.get('reward_held_out'))}; engine {report.get('engine')},"
-                        f" own gap {_number(report.get('own_gap'))},"
-                        f" effective {_number(report.get('effective_own'))},"
-                        f" loads {server.get('loads')}, failures {server.get('failures')},"
-                        f" {report.get('external_groups_total')} groups of the other used",
-                        flush=True,
-                    )
-                print(f"  {time.monotonic() - began:.0f} s", flush=True)
-
-
-def _number(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else "–"
+            for seed in seeds_of(args):
+                reports = run(policy, url, directory / str(seed), args.steps, seed)
+                for name, report in zip(("served", "own"), reports, strict=True):
+                    results.append({"node": name, "seed": seed, "report": report})
+                write_json(args.json, results)
+    number = lambda key: (
+        lambda row: f"{value:.3g}" if isinstance(value := row["report"].get(key), float) else "–"
+    )
+    field = lambda key: lambda row: row["report"].get(key, "–")
+    server = lambda key: lambda row: (row["report"].get("server") or {}).get(key, "–")
+    print(heading("served: sampling with vLLM"))
+    print(
+        columns(
+            results,
+            {
+                "seed": lambda row: row["seed"],
+                "node": lambda row: row["node"],
+                "steps": field("step"),
+                "held out at the start": number("reward_held_out_start"),
+                "held out": number("reward_held_out"),
+                "engine": field("engine"),
+                "own gap": number("own_gap"),
+                "loads": server("loads"),
+                "failures": server("failures"),
+                "groups of the other used": field("external_groups_total"),
+            },
+        )
+    )
 
 
 if __name__ == "__main__":

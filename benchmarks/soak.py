@@ -1,11 +1,11 @@
-"""Does anything grow over an hour? `python -m benchmarks.soak [--minutes 60] [--nodes 8]`
+"""Run nodes with churn for an hour and check for growth.
 
 Half of the nodes stay and are measured: memory, descriptors and threads of each process, tasks of
-trio, bytes in the data directory. Every `--churn` seconds one of the others is killed, stopped or
-loses its disk, and is restarted at once. After the first quarter, in which caches fill, the slope
-of a series is the median of all slopes between two points (Theil and Sen). A series grows if
-Kendall's test is sure (|z| > 4) and the slope of an hour exceeds a twentieth of the median.
-Counters must not fall, no process of a node that stays may restart, and no error may be logged.
+trio, bytes in the data directory. Every `--churn` seconds one of the other nodes is killed, stopped
+or loses its disk, and restarts at once. After the first quarter, in which caches fill, the slope of
+a series is the median of all slopes between two points (Theil and Sen). A series grows if Kendall's
+test has |z| > 4 and the slope per hour exceeds a twentieth of the median. Counters must not fall,
+no process of a node that stays may restart, and no error may be logged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.report import heading, table
+from benchmarks.lib.report import heading, make_parser, table, write_json
 from tests.support.chaos.nodes import (
     NETWORK,
     PACE,
@@ -151,22 +151,21 @@ def churn(node: ChaosNode, swarm: ChaosSwarm, rng: random.Random) -> str:
     return how
 
 
-def soak(
-    directory: Path, count: int, seconds: float, every: float, pace: float, seed: int, judged: bool
-) -> int:
-    """Run the nodes; return the exit code. judged: growth makes it 1."""
-    rng = random.Random(seed)
-    with swarm_of(directory, count, small_disks=False, pace=pace) as swarm:
-        stay, come_and_go = swarm.nodes[: (count + 1) // 2], swarm.nodes[(count + 1) // 2 :]
+def soak(directory: Path, args: argparse.Namespace) -> int:
+    """Run the nodes and return the exit code."""
+    rng, seconds = random.Random(args.seed), 60 * args.minutes
+    with swarm_of(directory, args.nodes, small_disks=False, pace=args.pace) as swarm:
+        half = (args.nodes + 1) // 2
+        stay, leaving = swarm.nodes[:half], swarm.nodes[half:]
         assert until(lambda: all(report_of(node) for node in swarm.nodes), 600.0), [
             node.log()[-800:] for node in swarm.nodes
         ]
-        watches, hows = [Watch(node) for node in stay], Counter[str]()
+        watches, departures = [Watch(node) for node in stay], Counter[str]()
         began, over, late = time.monotonic(), threading.Event(), list[float]()
 
         def churn_nodes() -> None:
-            while not over.wait(every):
-                hows[churn(rng.choice(come_and_go), swarm, rng)] += 1
+            while not over.wait(args.churn):
+                departures[churn(rng.choice(leaving), swarm, rng)] += 1
 
         others = threading.Thread(target=churn_nodes)  # a stop takes up to a minute
         others.start()
@@ -178,54 +177,53 @@ def soak(
             late.append(time.monotonic() - due)
         over.set()
         others.join()
-        last = [report_of(node) for node in stay]
+        last = [report for node in stay if (report := report_of(node)) is not None]
         logged = Counter(line for node in swarm.nodes for line in errors_of(node))
         swarm.stop()
-    print(heading(f"soak: {count} nodes, {seconds / 60:.0f} minutes, churn every {every:.0f} s"))
-    print(
-        f"Churn: {', '.join(f'{how} {times}' for how, times in sorted(hows.items()))}."
-        " Steps of those that stayed:"
-        f" {', '.join(str(said.step if said else None) for said in last)}.\n"
-    )
-    waited = f"{statistics.median(late):.2f} s in the median, {max(late):.1f} s at most"
-    print(f"Lateness of this process's samples, a measure of the load: {waited}.\n")
-    rows, bad = report(watches, seconds / 4)
+    rows, growing = series_table(watches, seconds / 4)
     assert rows, "nothing was measured"
-    print(
-        table(
-            [
-                "series, of the nodes that stay",
-                "points",
-                "first",
-                "median",
-                "last",
-                "slope per hour",
-                "greatest |z|",
-                "grows",
-            ],
-            rows,
-        )
-    )
-    restarted = sum(sum(said.restarts.values()) for said in last if said)
-    fallen = sorted({name for watch in watches for name in watch.fallen})
-    unanswered = sum(watch.unanswered for watch in watches)
-    print(
-        f"\nRestarts of processes that stayed: {restarted}. Counters that fell: {fallen or 'none'}."
-        f" Unanswered scrapes: {unanswered}."
-    )
-    print(
-        "\n".join(
-            [f"Logged errors: {logged.total()}."]
-            + [f"  {n} × {line}" for line, n in logged.items()]
-        )
-    )
-    return 1 if (bad and judged) or restarted or fallen or logged else 0
+    found = {
+        "departures": dict(departures),
+        "steps of nodes that stayed": [report.step for report in last],
+        "seconds that samples were late, median and most": [
+            round(statistics.median(late), 2),
+            round(max(late), 2),
+        ],
+        "restarts of nodes that stayed": sum(sum(each.restarts.values()) for each in last),
+        "counters that fell": sorted({name for watch in watches for name in watch.fallen}),
+        "unanswered scrapes": sum(watch.unanswered for watch in watches),
+        "logged errors": dict(logged),
+    }
+    print(heading(f"soak: {args.nodes} nodes, {args.minutes:g} minutes, churn {args.churn:g} s"))
+    print(table(HEADERS, rows) + "\n")
+    for name, value in found.items():
+        print(f"* {name}: {value}")
+    series = [dict(zip(HEADERS, row, strict=True)) for row in rows]
+    write_json(args.json, {"series": series, **found})
+    growth = growing and not args.quick  # in a minute caches still fill
+    failed = growth or found["restarts of nodes that stayed"] or found["counters that fell"]
+    return int(bool(failed or logged))
 
 
-def report(watches: Sequence[Watch], skip: float) -> tuple[list[list[object]], bool]:
-    """Return a row for each series over all nodes, and whether any grows. skip: uncounted seconds
-    at the start."""
-    rows, bad = [], False
+HEADERS = (
+    "series, of the nodes that stay",
+    "points",
+    "first",
+    "median",
+    "last",
+    "slope per hour",
+    "greatest |z|",
+    "grows",
+)
+
+
+def series_table(watches: Sequence[Watch], skip: float) -> tuple[list[list[object]], bool]:
+    """Return a row for each series over all nodes, and whether any series grows.
+
+    Args:
+        skip: Uncounted seconds at the start.
+    """
+    rows, growing = [], False
     for name in sorted({name for watch in watches for name in watch.series}):
         found = [
             [point for point in watch.series.get(name, []) if point[0] >= skip] for watch in watches
@@ -233,8 +231,8 @@ def report(watches: Sequence[Watch], skip: float) -> tuple[list[list[object]], b
         found = [series for series in found if len(series) >= 5]
         if not found:
             continue
-        growing = sum(grows(series) for series in found)
-        bad |= bool(growing)
+        count = sum(grows(series) for series in found)
+        growing |= bool(count)
         mean = lambda pick, found=found: f"{statistics.fmean(pick(series) for series in found):.1f}"
         rows.append(
             [
@@ -245,10 +243,10 @@ def report(watches: Sequence[Watch], skip: float) -> tuple[list[list[object]], b
                 mean(lambda series: series[-1][1]),
                 f"{statistics.fmean(map(slope, found)):+.2f}",
                 f"{max(abs(surety(s)) for s in found):.1f}",
-                f"{growing} of {len(found)}",
+                f"{count} of {len(found)}",
             ]
         )
-    return rows, bad
+    return rows, growing
 
 
 def errors_of(node: ChaosNode) -> list[str]:
@@ -261,38 +259,18 @@ def errors_of(node: ChaosNode) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.soak",
-        description=__doc__,
-        formatter_class=argparse.RawTextHelpFormatter,
-    )
+    parser = make_parser("soak", __doc__, quick="three nodes, a minute")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--nodes", type=int, default=8)
     parser.add_argument("--churn", type=float, default=20.0, help="seconds between two departures")
-    parser.add_argument(
-        "--pace",
-        type=float,
-        default=PACE,
-        help="least seconds of a step; more where CPU is scarce",
-    )
+    parser.add_argument("--pace", type=float, default=PACE, help="least seconds of a step")
     parser.add_argument("--seed", type=int, default=1, help="seed of the churn")
-    parser.add_argument("--quick", action="store_true", help="three nodes, a minute")
     args = parser.parse_args()
     if args.quick:
         args.minutes, args.nodes = 1.0, 3
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with tempfile.TemporaryDirectory(prefix="soak") as directory:
-        sys.exit(
-            soak(
-                Path(directory),
-                args.nodes,
-                60 * args.minutes,
-                args.churn,
-                args.pace,
-                args.seed,
-                not args.quick,  # in a minute caches still fill
-            )
-        )
+        sys.exit(soak(Path(directory), args))
 
 
 if __name__ == "__main__":

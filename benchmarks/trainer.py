@@ -1,39 +1,35 @@
-"""How fast is a local step (sample, score, update) against TRL's GRPOTrainer? `python -m
-benchmarks.trainer [--quick] [--json PATH]`
+"""Compare a local step (sample, score, update) with a step of TRL's GRPOTrainer.
 
-Same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and optimizer
-settings; one thread each on a CPU. The two take turns **step by step in one process**, so that
-other load on the machine affects both. TRL is timed between `on_step_begin` and `on_step_end`,
-without data loading and logging; both score through the same sandboxed scorer; TRL gets its prompts
-ready made. Gradient checkpointing, TRL's default, is off.
+Both have the same model, tasks, batch (8 questions × 8 completions), dtype, sampling, loss and
+optimizer settings, and one thread on a CPU. They take turns step by step in one process, so that
+other load affects both. TRL is timed between `on_step_begin` and `on_step_end`, without data
+loading and logging. Both score through the same sandboxed scorer, and TRL gets its prompts ready
+made. Gradient checkpointing, TRL's default, is off.
 
-    real rewards         as in a node. Most groups earn nothing at first and are skipped
+    real rewards         as in a node: most groups earn nothing at first and are skipped
     every group useful   rewards 1, 0, 1, 0, …: both train on all 64 completions
     a larger model       random weights, 32 new tokens: less Python, more arithmetic
-    long prompts         the same with prompts of 17 to 185 tokens (mean 83): our step runs a prompt
-                         once per group, TRL once per completion
+    long prompts         the same with prompts of 17 to 185 tokens (mean 83). The product runs a
+                         prompt once per group, TRL once per completion
     --lengths            completions that end by chance (geometric, mean 100, at most 512), 3.5 M
-                         parameters: our two engines against TRL with `generate` and with
-                         transformers' continuous batching. The result is tokens per CPU second,
-                         seed by seed, since lengths of few completions differ by chance
+                         parameters: both engines of the product against TRL with `generate` and
+                         with transformers' continuous batching. The figure is tokens per CPU
+                         second of each seed, since lengths of few completions differ by chance
     --shape NAME         on a GPU: random weights of a published shape (benchmarks/lib/shapes.py)
 
-Before the first step, loss and gradient of both are compared on one batch;
-tests/unit/rl/test_trl.py holds them equal for every mode.
+tests/unit/rl/test_trl.py compares loss and gradient of both on one batch.
 """
 
 from __future__ import annotations
 
-import argparse
 import logging
-import math
 import os
 import statistics
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +41,11 @@ import transformers
 import trl
 from transformers import PrinterCallback, TrainerCallback
 
+from benchmarks.lib.report import columns, heading, make_parser, median_range, write_json
 from benchmarks.lib.shapes import SHAPES, build, random_llama
-from benchmarks.report import heading, middle, table, write_json
+from benchmarks.lib.trl_setup import grpo_config
 from swarmnode.config import Config, PolicyConfig, TrainingConfig, WeightsConfig
-from swarmnode.policy.generate import Sampling, generate
 from swarmnode.policy.load import Policy, load_policy
-from swarmnode.policy.logprobs import collate, completion_logprobs
-from swarmnode.rl.advantages import advantages
-from swarmnode.rl.objectives import (
-    DELTA,
-    EPSILON,
-    EPSILON_HIGH,
-    MAX_GRAD_NORM,
-    WEIGHT_DECAY,
-    Objective,
-    policy_loss,
-)
 from swarmnode.tasks.client import Scored, Scorer
 from swarmnode.tasks.registry import task_version
 from swarmnode.tasks.seeds import choose_task, task_seed
@@ -74,10 +59,10 @@ from tools.build_tiny import build_tokenizer
 
 G, B = 8, 8
 PAGE = 32
-"""Tokens of a page in transformers' continuous batching. It gets room for all completions at their
-longest; by default it would allocate half of the free memory at every step."""
+"""Tokens of a page in transformers' continuous batching. The pages hold all completions at their
+longest. By default it would allocate half of the free memory at every step."""
 WARM = 2
-"""Steps of each that are not counted."""
+"""Uncounted steps of each."""
 
 
 @dataclass(frozen=True)
@@ -91,72 +76,76 @@ class Case:
     long_prompts: bool = False
     """One token per character, without the embedded tokenizer's phrases."""
     shape: str = ""
-    """A name in SHAPES, instead of the embedded policy."""
+    """Name in SHAPES, instead of the embedded policy."""
     device: str = "cpu"
     dtype: str = "float32"
     tokens: int = TrainingConfig().per_device_train_tokens
-    """Bound of our micro-batches; TRL runs its batch in one piece."""
+    """Most tokens of the product's micro-batches. TRL runs its batch in one piece."""
     engines: tuple[str, ...] = ("",)
-    """Our engines (`training.options`); empty lets the product choose. Each has its own policy and
-    takes its step after TRL's."""
+    """Engines of the product (`training.options`); empty lets the product choose. Each has its own
+    policy and takes its step after TRL's."""
     paged: bool = False
     """TRL samples with transformers' continuous batching."""
     even: bool = False
-    """All tokens are about equally likely, so that lengths are geometric."""
+    """Make all tokens about equally likely, so that lengths are geometric."""
     learning_rate: float = TrainingConfig().learning_rate
     groups: int = B
     ahead: int = 0
-    """Our steps before the first compared one, which fill the continuous engine."""
+    """Steps of the product before the first compared one, which fill the continuous engine."""
     warm: int = WARM
     seed: int = 0
+
+    @property
+    def training(self) -> TrainingConfig:
+        return TrainingConfig(
+            num_generations=G,
+            groups_per_step=self.groups,
+            max_completion_length=self.new_tokens,
+            per_device_train_tokens=self.tokens,
+            learning_rate=self.learning_rate,
+        )
+
+
+@dataclass
+class Step:
+    """One step of either side."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    """Seconds of sampling and scoring; the rest is the update. TRL's are not recorded."""
+    sampling_cpu_seconds: float = 0.0
+    """The same in CPU seconds. TRL's end when it requests rewards."""
+    tokens: float = 0.0
+    """Mean length of a completion."""
+    reward: float = 0.0
+    lag: float = 0.0
+    """Mean updates between a group's first token and the step that learns from it."""
+    useful: float = 0.0
+    """Share of groups that the update trained on."""
 
 
 @dataclass
 class Result:
-    case: str
+    """Counted steps of one engine of the product, and of TRL."""
+
+    case: Case
     parameters: int
-    real_rewards: bool
-    groups: int = B
-    engine: str = ""
-    seed: int = 0
-    ours_seconds: list[float] = field(default_factory=list)
-    trl_seconds: list[float] = field(default_factory=list)
-    ours_cpu_seconds: list[float] = field(default_factory=list)
-    trl_cpu_seconds: list[float] = field(default_factory=list)
-    ours_generate_seconds: list[float] = field(default_factory=list)
-    """Seconds of sampling and scoring; the rest of a step is the update."""
-    ours_generate_cpu_seconds: list[float] = field(default_factory=list)
-    trl_generate_cpu_seconds: list[float] = field(default_factory=list)
-    """CPU seconds until TRL requests rewards."""
-    ours_tokens: list[float] = field(default_factory=list)
-    """Mean length of a completion."""
-    trl_tokens: list[float] = field(default_factory=list)
-    ours_lag: list[float] = field(default_factory=list)
-    """Updates between a group's first token and the step that learns from it, mean."""
-    ours_useful_groups: list[float] = field(default_factory=list)
-    """Share of groups that the update trained on."""
-    ours_reward: list[float] = field(default_factory=list)
-    trl_reward: list[float] = field(default_factory=list)
-    loss_difference: float = 0.0
-    """|our loss − TRL's| on one batch before the first step."""
-    gradient_difference: float = 0.0
-    """‖our gradient − TRL's‖ ÷ ‖TRL's‖ on that batch."""
+    engine: str
+    ours: list[Step]
+    trl: list[Step]
 
-    def ratio(self, cpu: bool = False) -> float:
-        """Return our samples per second ÷ TRL's, which is the ratio of total times."""
-        ours, theirs = (
-            (self.ours_cpu_seconds, self.trl_cpu_seconds)
-            if cpu
-            else (self.ours_seconds, self.trl_seconds)
-        )
-        return sum(theirs) / sum(ours)
+    def ratio(self, what: str) -> float:
+        """Return TRL's time ÷ the product's. what: seconds or cpu_seconds."""
+        return total(self.trl, what) / total(self.ours, what)
 
-    def token_rates(self) -> tuple[float, float]:
-        """Return tokens per CPU second of a step, ours and TRL's."""
-        rate = lambda tokens, seconds: self.groups * G * sum(tokens) / sum(seconds)
-        return rate(self.ours_tokens, self.ours_cpu_seconds), rate(
-            self.trl_tokens, self.trl_cpu_seconds
-        )
+    def rate(self, steps: Sequence[Step]) -> float:
+        """Return tokens per CPU second of a step."""
+        return self.case.groups * G * total(steps, "tokens") / total(steps, "cpu_seconds")
+
+
+def total(steps: Sequence[Step], what: str) -> float:
+    return sum(getattr(step, what) for step in steps)
 
 
 def swarm_of(case: Case) -> bytes:
@@ -164,43 +153,38 @@ def swarm_of(case: Case) -> bytes:
     return bytes([case.seed]) * 32
 
 
-def step_of_ours(case: Case, policy: Policy, scorer: Scorer, result: Result) -> Callable[[], None]:
-    """Return our local step, made of the parts of `swarmnode.trainer.loop`."""
-    training = TrainingConfig(
-        num_generations=G,
-        groups_per_step=case.groups,
-        max_completion_length=case.new_tokens,
-        per_device_train_tokens=case.tokens,
-        learning_rate=case.learning_rate,
-        options=[result.engine] if result.engine else [],
-    )
+def step_of_ours(case: Case, policy: Policy, scorer: Scorer, engine: str) -> Callable[[], Step]:
+    """Return the product's local step, made of the parts of `swarmnode.trainer.loop`."""
+    training = case.training.model_copy(update={"options": [engine] if engine else []})
     config = Config(training=training, weights=WeightsConfig(rule="off"))
     counters = Counters(peer="ours", swarm=swarm_of(case).hex())
-    engine = make_whole_policy(config, policy, counters, send=lambda message: None)
+    trained = make_whole_policy(config, policy, counters, send=lambda message: None)
     sampler = Sampler(
         training,
         Questions(config.task.names, counters),
-        engine,
+        trained,
         scorer,
         policy.random_generator(case.seed),
         counters,
     )
 
-    def step() -> None:
+    def step() -> Step:
         wall, cpu = now(), time.process_time()
         experience = sampler(case.groups)
         groups, sampled, sampled_cpu = experience.groups, now(), time.process_time()
         if not case.real_rewards:
             groups = [replace(g, rewards=alternating(len(g.rewards))) for g in groups]
-        counters.policy_version += engine.update(assemble(groups, training.advantage)).stepped
-        result.ours_seconds.append(now() - wall)
-        result.ours_cpu_seconds.append(time.process_time() - cpu)
-        result.ours_generate_seconds.append(sampled - wall)
-        result.ours_generate_cpu_seconds.append(sampled_cpu - cpu)
-        result.ours_tokens.append(experience.tokens / sum(len(g.rows) for g in groups))
-        result.ours_lag.append(statistics.fmean(experience.lags))
-        result.ours_useful_groups.append(statistics.fmean(len(set(g.rewards)) > 1 for g in groups))
-        result.ours_reward.append(statistics.fmean(r for g in groups for r in g.rewards))
+        counters.policy_version += trained.update(assemble(groups, training.advantage)).stepped
+        return Step(
+            seconds=now() - wall,
+            cpu_seconds=time.process_time() - cpu,
+            sampling_seconds=sampled - wall,
+            sampling_cpu_seconds=sampled_cpu - cpu,
+            tokens=experience.tokens / sum(len(g.rows) for g in groups),
+            reward=statistics.fmean(r for g in groups for r in g.rewards),
+            lag=statistics.fmean(experience.lags),
+            useful=statistics.fmean(len(set(g.rewards)) > 1 for g in groups),
+        )
 
     return step
 
@@ -217,32 +201,35 @@ def alternating(count: int) -> list[float]:
 
 
 class Turns(TrainerCallback):
-    """Times TRL's steps, and takes a step of each of ours after it."""
+    """Times TRL's steps, and takes a step of each engine of the product after each."""
 
-    def __init__(self, ours: Sequence[Callable[[], None]], result: Result) -> None:
-        self._ours = ours
-        self._result = result
+    def __init__(self, ours: Sequence[Callable[[], Step]]) -> None:
+        self._take_ours = ours
+        self.ours: list[list[Step]] = [[] for _ in ours]
+        self.trl: list[Step] = []
         self._start = (0.0, 0.0)
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.trl.append(Step())
         self._start = now(), time.process_time()
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self._result.trl_seconds.append(now() - self._start[0])
-        self._result.trl_cpu_seconds.append(time.process_time() - self._start[1])
-        for step in self._ours:
-            step()
+    def on_sampled(self, tokens: float) -> None:
+        """Record that TRL has its completions, and their mean length."""
+        self.trl[-1].sampling_cpu_seconds = time.process_time() - self._start[1]
+        self.trl[-1].tokens = tokens
 
-    def sampled(self) -> None:
-        """Record that TRL has its completions."""
-        self._result.trl_generate_cpu_seconds.append(time.process_time() - self._start[1])
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.trl[-1].seconds = now() - self._start[0]
+        self.trl[-1].cpu_seconds = time.process_time() - self._start[1]
+        for steps, take in zip(self.ours, self._take_ours, strict=True):
+            steps.append(take())
 
 
 def trl_trainer(
-    case: Case, policy: Policy, scorer: Scorer, result: Result, folder: str, turns: Turns
+    case: Case, policy: Policy, scorer: Scorer, folder: str, turns: Turns
 ) -> trl.GRPOTrainer:
-    """Return a GRPOTrainer with our settings, a copy of the model and other questions of the same
-    tasks."""
+    """Return a GRPOTrainer with the product's settings, a copy of the model and other questions of
+    the same tasks."""
     names = Config().task.names
     refs = []
     for sequence in range((case.steps + case.warm) * case.groups):
@@ -255,60 +242,38 @@ def trl_trainer(
     rendered = [
         policy.tokenizer.decode(policy.encode_prompt(p), skip_special_tokens=False) for p in prompts
     ]
-    data = datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))})
 
     def reward(
         completions: list[str], number: list[int], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
         """Score B questions × G completions, in the order of TRL's sampler."""
-        turns.sampled()
         asked = [(refs[number[i]], completions[i : i + G]) for i in range(0, len(completions), G)]
+        turns.on_sampled(statistics.fmean(map(len, completion_ids)))
         rewards = [
             r
             for s in scorer.score_many(asked)
             for r in (s.rewards if isinstance(s, Scored) else [0.0] * G)
         ]
-        result.trl_reward.append(statistics.fmean(rewards))
-        result.trl_tokens.append(statistics.fmean(map(len, completion_ids)))
+        turns.trl[-1].reward = statistics.fmean(rewards)
         return rewards if case.real_rewards else alternating(len(rewards))
 
-    ours = TrainingConfig()
-    settings = trl.GRPOConfig(
-        output_dir=folder,
+    settings = grpo_config(
+        folder,
+        case.training,
+        steps=case.steps + case.warm,
+        seed=case.seed,
         use_cpu=case.device == "cpu",
         bf16=case.dtype == "bfloat16",
-        gradient_checkpointing=False,
-        disable_dropout=True,
-        seed=case.seed,
-        per_device_train_batch_size=case.groups * G,
-        gradient_accumulation_steps=1,
-        num_generations=G,
-        max_steps=case.steps + case.warm,
-        max_completion_length=case.new_tokens,
-        temperature=ours.temperature,
-        top_p=ours.top_p,
-        learning_rate=case.learning_rate,
-        lr_scheduler_type="constant",
-        weight_decay=WEIGHT_DECAY,
-        max_grad_norm=MAX_GRAD_NORM,
-        loss_type=ours.loss_type,
-        scale_rewards="group",
-        epsilon=EPSILON,
-        epsilon_high=EPSILON_HIGH,
-        delta=DELTA,
-        beta=ours.beta,
-        num_iterations=1,
-        logging_strategy="no",
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        shuffle_dataset=False,
         use_transformers_continuous_batching=case.paged,
         transformers_continuous_batching_config=pages(case) if case.paged else None,
     )
-    model = policy.clone().model
     return trl.GRPOTrainer(
-        model, reward, settings, data, processing_class=policy.tokenizer, callbacks=[turns]
+        policy.clone().model,
+        reward,
+        settings,
+        datasets.Dataset.from_dict({"prompt": rendered, "number": list(range(len(refs)))}),
+        processing_class=policy.tokenizer,
+        callbacks=[turns],
     )
 
 
@@ -321,93 +286,26 @@ def pages(case: Case) -> dict[str, int]:
 
 
 def run(case: Case, scorer: Scorer) -> list[Result]:
-    """Take `case.steps` steps of each in turns. Return a result for each of our engines."""
+    """Take `case.steps` steps of each in turns. Return a result for each engine of the product."""
     with tempfile.TemporaryDirectory() as folder:
-        policy = load_policy(
-            PolicyConfig(model=model_of(case, folder), devices=case.device, dtype=case.dtype)
-        )
-        size = policy.statistics().parameters
-        theirs = Result(case.name, size, case.real_rewards, case.groups)
-        results = [
-            Result(case.name, size, case.real_rewards, case.groups, engine, case.seed)
-            for engine in case.engines
-        ]
+        model = model_of(case, folder)
+        policy = load_policy(PolicyConfig(model=model, devices=case.device, dtype=case.dtype))
         ours = [
-            step_of_ours(case, policy.clone() if i else policy, scorer, result)
-            for i, result in enumerate(results)
+            step_of_ours(case, policy.clone() if i else policy, scorer, engine)
+            for i, engine in enumerate(case.engines)
         ]
-        turns = Turns(ours, theirs)
-        trainer = trl_trainer(case, policy, scorer, theirs, folder, turns)
+        turns = Turns(ours)
+        trainer = trl_trainer(case, policy, scorer, folder, turns)
         trainer.remove_callback(PrinterCallback)
-        loss, gradient = differences(case, policy, trainer)
-        for step, result in zip(ours, results, strict=True):
-            for _ in range(case.ahead if result.engine != "lockstep" else 0):
+        for step, engine in zip(ours, case.engines, strict=True):
+            for _ in range(case.ahead if engine != "lockstep" else 0):
                 step()
-            for name, values in vars(result).items():
-                if name.startswith("ours"):
-                    values.clear()
         trainer.train()
-    for result in results:
-        result.loss_difference, result.gradient_difference = loss, gradient
-        for name, values in vars(theirs).items():
-            if name.startswith("trl"):
-                setattr(result, name, list(values))
-        for values in vars(result).values():
-            if isinstance(values, list):
-                del values[: case.warm]
-    return results
-
-
-def differences(case: Case, policy: Policy, trainer: trl.GRPOTrainer) -> tuple[float, float]:
-    """Return the differences of loss (absolute) and gradient (relative) on one batch that `policy`
-    sampled, at equal weights."""
-    prompts = [row["prompt"] for row in trainer.train_dataset.select(range(case.groups))]
-    prompts = [p.removesuffix("<reply>") for p in prompts]  # the chat template adds it
-    # TRL also samples rows of the head that are no tokens
-    rows_of_head = policy.base.get_output_embeddings().weight.shape[0]
-    policy = replace(policy, vocab_size=rows_of_head, unused_ids=frozenset())
-    groups = generate(policy, prompts, Sampling(G, case.new_tokens), policy.random_generator(1))
-    rows = [(g.prompt_ids, c.ids) for g in groups for c in g.completions]
-    batch = collate(rows, policy.pad_id, policy.device)
-    old = torch.zeros(batch.completion_ids.shape, device=policy.device)
-    for row, chances in zip(old, [c.logprobs for g in groups for c in g.completions], strict=True):
-        row[: len(chances)] = torch.tensor(chances)
-    worth = advantages(torch.tensor([alternating(G)] * case.groups)).flatten().to(policy.device)
-
-    ours = policy_loss(
-        completion_logprobs(policy, batch, 1.0)[0],
-        old,
-        worth,
-        batch.completion_mask,
-        Objective(),
-        float(batch.completion_mask.sum()),
-    )
-    policy.accelerator.backward(ours.loss)
-    trainer.current_gradient_accumulation_steps = 1
-    trainer.model.train()
-    mask = batch.completion_mask.long()
-    inputs = {
-        "prompt_ids": batch.prompt_ids[batch.prompt_of],
-        "prompt_mask": batch.prompt_mask[batch.prompt_of],
-        "completion_ids": batch.completion_ids,
-        "completion_mask": mask,
-        "num_items_in_batch": mask.sum(),
-        "old_per_token_logps": old,
-        "advantages": worth,
-    }
-    theirs = trainer.compute_loss(trainer.model, inputs)
-    theirs.backward()
-    mine, other = (
-        policy.trainable_parameters(),
-        [p for p in trainer.model.parameters() if p.requires_grad],
-    )
-    gap = torch.stack(
-        [(a.grad - b.grad).square().sum() for a, b in zip(mine, other, strict=True)]
-    ).sum()
-    size = torch.stack([b.grad.square().sum() for b in other]).sum()
-    for parameter in (*mine, *other):
-        parameter.grad = None
-    return abs(ours.loss.item() - theirs.item()), math.sqrt(gap.item() / size.item())
+        size = policy.statistics().parameters
+    return [
+        Result(case, size, engine, steps[case.warm :], turns.trl[case.warm :])
+        for engine, steps in zip(case.engines, turns.ours, strict=True)
+    ]
 
 
 def model_of(case: Case, folder: str) -> str:
@@ -426,117 +324,107 @@ def model_of(case: Case, folder: str) -> str:
 
 
 def show(results: list[Result]) -> str:
-    ms = lambda seconds: middle([1000 * s for s in seconds], 0)
-    per_second = lambda groups, seconds: f"{groups * G * len(seconds) / sum(seconds):.1f}"
-    last = lambda r, rewards: f"{statistics.fmean(rewards[-10:]):.2f}" if r.real_rewards else "–"
-    headers = [
-        "case",
-        "parameters",
-        "ours, samples/s",
-        "TRL, samples/s",
-        "ratio",
-        "ratio of CPU time",
-        "ours, ms a step",
-        "of it sampling, scoring",
-        "TRL, ms a step",
-        "groups trained on",
-        "reward of last 10, ours",
-        "TRL",
-        "same batch: loss differs by",
-        "gradient by",
-    ]
-    rows = [
-        [
-            r.case,
-            f"{r.parameters:,}",
-            per_second(r.groups, r.ours_seconds),
-            per_second(r.groups, r.trl_seconds),
-            f"{r.ratio():.2f}",
-            f"{r.ratio(cpu=True):.2f}",
-            ms(r.ours_seconds),
-            ms(r.ours_generate_seconds),
-            ms(r.trl_seconds),
-            f"{statistics.fmean(r.ours_useful_groups):.0%}",
-            last(r, r.ours_reward),
-            last(r, r.trl_reward),
-            f"{r.loss_difference:.0e}",
-            f"{r.gradient_difference:.0e}",
-        ]
-        for r in results
-    ]
-    return table(headers, rows)
+    ms = lambda steps, what: median_range([1000 * getattr(s, what) for s in steps], 0)
+    speed = lambda r, steps: f"{r.case.groups * G * len(steps) / total(steps, 'seconds'):.1f}"
+    last = lambda r, steps: (
+        f"{statistics.fmean(s.reward for s in steps[-10:]):.2f}" if r.case.real_rewards else "–"
+    )
+    return columns(
+        results,
+        {
+            "case": lambda r: r.case.name,
+            "parameters": lambda r: f"{r.parameters:,}",
+            "swarmnode, samples/s": lambda r: speed(r, r.ours),
+            "TRL, samples/s": lambda r: speed(r, r.trl),
+            "ratio": lambda r: f"{r.ratio('seconds'):.2f}",
+            "ratio of CPU time": lambda r: f"{r.ratio('cpu_seconds'):.2f}",
+            "swarmnode, ms a step": lambda r: ms(r.ours, "seconds"),
+            "of it sampling, scoring": lambda r: ms(r.ours, "sampling_seconds"),
+            "TRL, ms a step": lambda r: ms(r.trl, "seconds"),
+            "groups trained on": lambda r: f"{total(r.ours, 'useful') / len(r.ours):.0%}",
+            "reward of last 10, swarmnode": lambda r: last(r, r.ours),
+            "TRL": lambda r: last(r, r.trl),
+        },
+    )
 
 
 def show_lengths(results: list[Result]) -> str:
-    """Return a row for each seed, and the median."""
-    headers = [
-        "ours against TRL",
-        "seed",
-        "mean length, ours",
-        "TRL",
-        "lag, updates",
-        "CPU s a step, ours",
-        "of it sampling",
-        "TRL",
-        "of it sampling",
-        "tokens per CPU s, ours",
-        "TRL",
-        "ratio",
+    """Return a row for each seed, and the median ratio of each pair of engines."""
+    mean = lambda steps, what, digits: f"{total(steps, what) / len(steps):.{digits}f}"
+    name = lambda r: f"{r.engine}; TRL with {r.case.name}"
+    ratio = lambda r: r.rate(r.ours) / r.rate(r.trl)
+    shown = columns(
+        results,
+        {
+            "engines": name,
+            "seed": lambda r: r.case.seed,
+            "mean length, swarmnode": lambda r: mean(r.ours, "tokens", 0),
+            "TRL": lambda r: mean(r.trl, "tokens", 0),
+            "lag, updates": lambda r: mean(r.ours, "lag", 1),
+            "CPU s a step, swarmnode": lambda r: mean(r.ours, "cpu_seconds", 1),
+            "of it sampling": lambda r: mean(r.ours, "sampling_cpu_seconds", 1),
+            "CPU s a step, TRL": lambda r: mean(r.trl, "cpu_seconds", 1),
+            "of that sampling": lambda r: mean(r.trl, "sampling_cpu_seconds", 1),
+            "tokens per CPU s, swarmnode": lambda r: f"{r.rate(r.ours):.0f}",
+            "tokens per CPU s, TRL": lambda r: f"{r.rate(r.trl):.0f}",
+            "ratio": lambda r: f"{ratio(r):.2f}",
+        },
+    )
+    medians = [
+        f"* {kind}: {median_range([ratio(r) for r in results if name(r) == kind])} times as fast"
+        for kind in dict.fromkeys(map(name, results))
     ]
-    rows: list[list[object]] = []
-    for kind in dict.fromkeys((r.engine, r.case) for r in results):
-        name = f"{kind[0] or 'as chosen'}; {kind[1]}"
-        some = [r for r in results if (r.engine, r.case) == kind]
-        rates = [r.token_rates() for r in some]
-        ratios = [ours / theirs for ours, theirs in rates]
-        for r, (ours, theirs), ratio in zip(some, rates, ratios, strict=True):
-            lengths = [f"{statistics.fmean(each):.0f}" for each in (r.ours_tokens, r.trl_tokens)]
-            each_second = (
-                r.ours_cpu_seconds,
-                r.ours_generate_cpu_seconds,
-                r.trl_cpu_seconds,
-                r.trl_generate_cpu_seconds,
-            )
-            seconds = [f"{statistics.fmean(each):.1f}" for each in each_second]
-            lag = f"{statistics.fmean(r.ours_lag):.1f}"
-            rows.append(
-                [
-                    name,
-                    r.seed,
-                    *lengths,
-                    lag,
-                    *seconds,
-                    f"{ours:.0f}",
-                    f"{theirs:.0f}",
-                    f"{ratio:.2f}",
-                ]
-            )
-        if len(some) > 1:
-            mine, trls = zip(*rates, strict=True)
-            rows.append(
-                [
-                    name,
-                    "median",
-                    *["–"] * 7,
-                    f"{statistics.median(mine):.0f}",
-                    f"{statistics.median(trls):.0f}",
-                    middle(ratios),
-                ]
-            )
-    return table(headers, rows)
+    return "\n".join([shown, "", *medians])
+
+
+def cases_of(args: Any) -> list[Case]:
+    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
+    if args.shape:
+        place |= {"shape": args.shape, "tokens": 65_536}
+        steps = 2 if args.quick else 10
+        short = Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place)
+        long = replace(short, name="the same, long prompts", long_prompts=True)
+        longer = replace(long, name="the same, 256 new tokens", steps=steps // 2, new_tokens=256)
+        return [short] if args.quick else [short, long, longer]
+    if args.lengths:
+        uneven = Case(
+            "generate",
+            args.lengths,
+            512,
+            False,
+            hidden=256,
+            long_prompts=True,
+            even=True,
+            learning_rate=1e-6,
+            tokens=65_536,
+            warm=0,
+            ahead=3,
+            groups=args.groups,
+            engines=("lockstep", "continuous"),
+            **place,
+        )
+        paged = replace(uneven, name="continuous batching", paged=True)
+        return [replace(case, seed=seed) for seed in args.seeds for case in (uneven, paged)]
+    steps = 15 if args.quick else 80
+    small = Case("embedded policy, real rewards", steps, 8, True, **place)
+    useful = replace(small, name="embedded policy, every group useful", real_rewards=False)
+    if args.quick:
+        return [small, useful]
+    name = "random Llama, 256 wide, every group useful"
+    larger = replace(useful, name=name, steps=12, new_tokens=32, hidden=256)
+    return [
+        small,
+        useful,
+        larger,
+        replace(larger, name="the same, long prompts", long_prompts=True),
+    ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few steps, without the larger model")
+    parser = make_parser("trainer", __doc__, quick="few steps, without the larger model")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument(
-        "--shape",
-        default="",
-        choices=("", *SHAPES),
-        help="random weights of this shape instead of the small policies",
-    )
+    parser.add_argument("--shape", default="", choices=("", *SHAPES))
     parser.add_argument(
         "--lengths",
         nargs="?",
@@ -547,104 +435,23 @@ def main() -> None:
         help="only completions of random lengths",
     )
     parser.add_argument(
-        "--seeds",
-        nargs="+",
-        type=int,
-        default=[0],
-        help="seeds of weights, questions and draws, with --lengths; below 256",
+        "--seeds", nargs="+", type=int, default=[0], help="seeds of --lengths, below 256"
     )
-    parser.add_argument(
-        "--groups", type=int, default=B, help="groups of 8 completions in a step, with --lengths"
-    )
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        default=["lockstep", "continuous"],
-        help="our engines, with --lengths",
-    )
-    parser.add_argument(
-        "--theirs",
-        nargs="+",
-        default=["generate", "continuous batching"],
-        choices=["generate", "continuous batching"],
-        help="how TRL samples, with --lengths",
-    )
-    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    parser.add_argument("--groups", type=int, default=B, help="groups of a step, with --lengths")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     logging.getLogger("trl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
-    place: dict[str, Any] = {"device": args.device, "dtype": args.dtype}
-    steps = 15 if args.quick else 80
-    cases = [
-        Case("embedded policy, real rewards", steps, 8, True, **place),
-        Case("embedded policy, every group useful", steps, 8, False, **place),
-    ]
-    if args.shape:
-        place |= {"shape": args.shape, "tokens": 65_536}
-        steps = 2 if args.quick else 10
-        cases = [
-            Case(f"{args.shape}, short prompts, 32 new tokens", steps, 32, False, **place),
-            Case("the same, long prompts", steps, 32, False, long_prompts=True, **place),
-            Case(
-                "the same, long prompts, 256 new tokens",
-                max(1, steps // 2),
-                256,
-                False,
-                long_prompts=True,
-                **place,
-            ),
-        ][: 1 if args.quick else 3]
-    elif args.lengths:
-        uneven: dict[str, Any] = place | {
-            "hidden": 256,
-            "long_prompts": True,
-            "even": True,
-            "learning_rate": 1e-6,
-            "tokens": 65_536,
-            "warm": 0,
-            "ahead": 3,
-            "groups": args.groups,
-            "engines": tuple(args.engines),
-        }
-        cases = [
-            Case(
-                theirs,
-                args.lengths,
-                512,
-                False,
-                paged=theirs == "continuous batching",
-                seed=seed,
-                **uneven,
-            )
-            for seed in args.seeds
-            for theirs in args.theirs
-        ]
-    elif not args.quick:
-        cases.append(
-            Case("random Llama, 256 wide, every group useful", 12, 32, False, hidden=256, **place)
-        )
-        cases.append(
-            Case("the same, long prompts", 12, 32, False, hidden=256, long_prompts=True, **place)
-        )
     results: list[Result] = []
     with Scorer() as scorer:
-        for case in cases:
+        for case in cases_of(args):
             results += run(case, scorer)
             if args.lengths:
                 print(show_lengths(results[-len(case.engines) :]), flush=True)  # each takes minutes
     print(heading(f"trainer: local step against TRL {trl.__version__} GRPOTrainer"))
     print(show_lengths(results) if args.lengths else show(results))
-    if args.json:
-        write_json(
-            args.json,
-            [
-                asdict(r)
-                | {"ratio": r.ratio(), "ratio_cpu": r.ratio(cpu=True), "trl": trl.__version__}
-                for r in results
-            ],
-        )
+    write_json(args.json, {"trl": trl.__version__, "results": [asdict(r) for r in results]})
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Parts of benchmarks that are not commands."""
+"""Parts that several benchmarks use."""

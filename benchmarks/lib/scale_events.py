@@ -1,6 +1,6 @@
-"""Up to a thousand nodes event by event, for benchmarks.scale: the product's own decisions (shelf,
-allowances, puller, offers, claims, pool, sampling, trust) with a simulated network, trainer and
-clock. The same seed makes the same run.
+"""A simulation of up to a thousand nodes, event by event, for `benchmarks.scale`: the product's own
+decisions (shelf, allowances, puller, offers, claims, pool, sampling, trust) with a simulated
+network, trainer and clock. The same seed makes the same run.
 
     trainer's step ─▶ draw from the pool ─▶ polls, held open ─▶ fetches ─▶ pool, shelf
                    └▶ own groups ─▶ shelf ─▶ answers to waiting polls
@@ -70,7 +70,7 @@ class Setup:
     hostile: float = 0.0
     """Share of hostile identities, half of each kind."""
     leave: float = 0.0
-    """Share of nodes that leave at once, half-way through the counted steps."""
+    """Share of nodes that leave at the same time, half-way through the counted steps."""
     group_bytes: int = 17_000
 
 
@@ -83,8 +83,6 @@ class Counts:
     full: int = 0
     """Steps in which ROOM groups were trained on."""
     listings: int = 0
-    listed: int = 0
-    """Entries in them."""
     listing_bytes: int = 0
     """Bytes of requests and answers, without stream overhead."""
     pulls: int = 0
@@ -237,7 +235,6 @@ class Node:
         self.puller.polled(peer, answer, now, now)
         if self.world.counting and answer is not None:
             self.world.counts.listings += 1
-            self.world.counts.listed += len(answer.groups)
             self.world.counts.listing_bytes += len(codec.encode(answer)) + len(
                 codec.encode(ListingRequest(SWARM, b"12345678", 9999, PATIENCE_SECONDS))
             )
@@ -492,7 +489,6 @@ class Result:
 
     setup: Setup
     counts: Counts
-    minutes: float
     used_share: float
     """Share of groups that at least one other node trained on."""
     authors: float
@@ -545,7 +541,6 @@ def simulate(setup: Setup) -> Result:
     return Result(
         setup=setup,
         counts=world.counts,
-        minutes=world.counts.node_steps * STEP_SECONDS / 60,
         used_share=len(world.used) / max(1, sum(world.made.values())),
         authors=fmean(len(node.met) for node in honest),
         absorbed_seconds=seconds if setup.leave else None,

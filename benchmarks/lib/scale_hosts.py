@@ -1,4 +1,5 @@
-"""Costs of listings, fetches and connections between real hosts on loopback, for benchmarks.scale.
+"""Costs of listings, fetches and connections between real hosts on loopback, for
+`benchmarks.scale`.
 
 Two hosts share this process, so its CPU time is that of both ends. A node pays the same sum for
 what it requests and answers, since nodes request as often as they answer.
@@ -6,18 +7,23 @@ what it requests and answers, since nodes request as often as they answer.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import msgspec
 import trio
+from libp2p.io.trio import TrioTCPStream
 
-from benchmarks.lib.pull_hosts import SETTLE_SECONDS, SWARM, Meter, connected_hosts, group
-from swarmnode.config import SharingConfig
-from swarmnode.demo.liar.author import BUILTIN_TASKS, Author
+from swarmnode.config import NetworkConfig, SharingConfig
+from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, answer, swarm_of
+from swarmnode.p2p import guards, identity
+from swarmnode.p2p.host import open_host
+from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.rollouts.admission import Admission
 from swarmnode.rollouts.groups import Candidate
 from swarmnode.rollouts.pull_gossip import Hooks, Server
@@ -33,6 +39,11 @@ from swarmnode.wire.listings import (
 )
 from tests.support.fakes.scorer import InProcessScorer
 
+SWARM = swarm_of("pulls")
+KNOWN_PEERS = 8
+"""Nodes that a node connects to."""
+JOIN_SECONDS = 300.0
+SETTLE_SECONDS = 6.0
 REWARDS = [1.0] + [0.0] * 7
 LIFE = b"lifetime"
 TIMES = 24
@@ -163,8 +174,7 @@ def _fill(shelf: Shelf, size: int) -> list[bytes]:
     frames, now = [], time.time()
     for number in range(TIMES + 5 * 8):
         author = Author(SWARM, seed=number)
-        texts = [completion.text for completion in group(author, 0, size).completions]
-        made = author.group(0, now, texts=texts)
+        made = author.group(0, now, texts=make_texts(author, size))
         frames.append(author.frame(made))
         key = envelope.peer_key(author.peer)
         assert key is not None
@@ -181,3 +191,62 @@ async def _cost(meter: Meter, times: int, once: Callable[[int], Awaitable[None]]
     for number in range(times):
         await once(number)
     return Cost(1000 * (time.process_time() - began) / times, (meter.bytes - read) / times)
+
+
+class Meter:
+    """Counts the bytes that this process reads from sockets."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def install(self) -> None:
+        """Count until the process ends."""
+        read = TrioTCPStream.read
+
+        async def counting(stream: TrioTCPStream, n: int | None = None) -> bytes:
+            data = await read(stream, n)
+            self.bytes += len(data)
+            return data
+
+        TrioTCPStream.read = counting  # type: ignore[assignment, method-assign]
+
+
+@contextlib.asynccontextmanager
+async def connected_hosts(
+    nodes: int, seed: int, directory: Path
+) -> AsyncIterator[list[tuple[Libp2pNetwork, Author]]]:
+    """Open `nodes` hosts, connected as they would be after some minutes."""
+    rng = random.Random(seed)
+    guards.install()
+    guards.swarm.INBOUND_PER_ADDRESS = nodes**2  # all share 127.0.0.1
+    async with contextlib.AsyncExitStack() as stack:
+        opened: list[tuple[Libp2pNetwork, Author]] = []
+        for number in range(nodes):
+            where = directory / str(number)
+            key = identity.load_or_create(where / "identity.key")
+            known = [
+                network.listen_addrs[0]
+                for network, _ in rng.sample(opened, min(len(opened), KNOWN_PEERS))
+            ]
+            cfg = NetworkConfig(mdns=False, relay="off", initial_peers=known)
+            network = await stack.enter_async_context(open_host(cfg, key, where, swarm=SWARM))
+            opened.append((network, Author(SWARM, key=key.private_key)))
+        with trio.fail_after(JOIN_SECONDS):
+            while any(  # noqa: ASYNC110
+                len(network.connected()) < min(number, KNOWN_PEERS)
+                for number, (network, _) in enumerate(opened)
+            ):
+                await trio.sleep(0.2)
+        yield opened
+
+
+def make_texts(author: Author, size: int) -> list[str]:
+    """Return the completions of a group whose frame has about `size` bytes: one right answer, and
+    seven texts of random letters."""
+    rng = random.Random(f"{author.peer} 0")
+    # one token per letter: its id, its log-probability and the letter, compressed
+    letters = max(1, (size - 1_200) // 11)
+    texts = [
+        "".join(rng.choices("abcdefghijklmnopqrstuvwxyz0123456789", k=letters)) for _ in range(7)
+    ]
+    return [answer(author.task(0)), *texts]

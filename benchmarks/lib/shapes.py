@@ -1,5 +1,5 @@
-"""Models with random weights, for timing: published shapes, since no weights can be downloaded, and
-small Llamas."""
+"""Models with random weights for timing: published shapes, whose weights need a download, and small
+Llamas."""
 
 from __future__ import annotations
 
@@ -10,48 +10,31 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
     Qwen2Config,
 )
 
-SHAPES: dict[str, PretrainedConfig] = {
-    "qwen2-22m": Qwen2Config(
-        vocab_size=32_768,
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=4096,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-0.5b": Qwen2Config(
-        vocab_size=151_936,
-        hidden_size=896,
-        intermediate_size=4864,
-        num_hidden_layers=24,
-        num_attention_heads=14,
-        num_key_value_heads=2,
+
+def _qwen2(
+    vocabulary: int, hidden: int, mlp: int, layers: int, heads: int, groups: int, tied: bool
+) -> Qwen2Config:
+    return Qwen2Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
         max_position_embeddings=32_768,
         rope_theta=1e6,
         rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-    ),
-    "qwen2.5-7b": Qwen2Config(
-        vocab_size=152_064,
-        hidden_size=3584,
-        intermediate_size=18_944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-        max_position_embeddings=32_768,
-        rope_theta=1e6,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=False,
-    ),
+        tie_word_embeddings=tied,
+    )
+
+
+SHAPES = {
+    "qwen2.5-0.5b": _qwen2(151_936, 896, 4864, 24, 14, 2, tied=True),
+    "qwen2.5-7b": _qwen2(152_064, 3584, 18_944, 28, 28, 4, tied=False),
 }
 
 
@@ -60,7 +43,7 @@ def build(
 ) -> str:
     """Write a model of `shape` to `directory` in bfloat16, seed 0; return its name.
 
-    It rarely ends a completion, so both sides of a comparison sample equally many tokens.
+    The model rarely ends a completion, so both sides of a comparison sample equally many tokens.
     """
     config = SHAPES[shape]
     config.bos_token_id, config.eos_token_id, config.pad_token_id = (

@@ -1,4 +1,4 @@
-"""A tiny Llama in eight stages that can be lost: what `benchmarks.checkfree` trains.
+"""A tiny Llama in eight stages that can be lost, for `benchmarks.checkfree`.
 
 The model runs unsplit, which computes the same (tests/unit/pipeline) in a fraction of the time; a
 stage is the tensors that its `StageSpec` names. The text is Python's own language reference
@@ -19,9 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.lib.replicas import HELD_OUT_BLOCK, TRAIN_BLOCK
 from swarmnode.stages.wire import stage_specs, swapped_order
-from tools.build_tiny import SETTINGS, questions
 
 STAGES, VOCABULARY = 8, 96
 WIDTH, HEADS, MLP = 32, 2, 88
@@ -30,7 +28,7 @@ CLIP = 1.0
 
 
 def encode(text: str) -> torch.Tensor:
-    """Printable ASCII and the line end, one id per character; others are dropped."""
+    """Return one id per character of printable ASCII and the line end; drop the others."""
     return torch.tensor(
         [95 if c == "\n" else ord(c) - 32 for c in text if c == "\n" or 32 <= ord(c) < 127]
     )
@@ -64,21 +62,6 @@ def language(held_out: int) -> Corpus:
     )
 
 
-def tasks(held_out: int, per_task: int) -> Corpus:
-    """Return questions and right answers of the embedded policy's nine tasks, shuffled."""
-
-    def stream(count: int, block: int) -> torch.Tensor:
-        drawn = list(questions(SETTINGS, count, block))
-        random.Random(f"checkfree tasks {block}").shuffle(drawn)
-        return encode("".join(f"{q.prompt} {q.answer}\n" for q in drawn))
-
-    rng = random.Random("checkfree tasks held out")
-    return Corpus(
-        stream(per_task, TRAIN_BLOCK),
-        windows(stream(max(20, per_task // 10), HELD_OUT_BLOCK), held_out, rng),
-    )
-
-
 def build(seed: int) -> LlamaForCausalLM:
     """Return random weights with the paper's spread relative to the width: N(0, 0.64²/width)."""
     torch.manual_seed(seed)
@@ -104,9 +87,6 @@ class StageCopy:
     """Tensors by local name, in their own memory."""
     moments: dict[str, dict[str, torch.Tensor]] | None = None
     """Adam's state of each tensor; None if it is not stored."""
-
-    def without_moments(self, dtype: torch.dtype = torch.float32) -> StageCopy:
-        return StageCopy({name: tensor.to(dtype) for name, tensor in self.weights.items()})
 
 
 @dataclass

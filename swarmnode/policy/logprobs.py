@@ -61,7 +61,7 @@ loss."""
 LONG_ROW_ELSEWHERE = 256
 PACKED_GAIN = {"cuda": 1.75}
 """Rows are packed if the padded batch has at least this many tokens per real token
-(`benchmarks.packing`). On an H200 with 0.5 B parameters, packed rows took 0.38 s instead of 0.67 s
+(benchmarks/RESULTS.md). On an H200 with 0.5 B parameters, packed rows took 0.38 s instead of 0.67 s
 at a ratio of 2.7, and 0.10 s instead of 0.21 s at 5.8. Attention computes scores that the mask
 drops, so the gain at a ratio of 1.5 would be small."""
 PACKED_GAIN_ELSEWHERE = 1.25

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.report import heading, percentile, table
+from benchmarks.lib.report import heading, percentile, table
 from tests.support.chaos.faults import BY_NAME, FAULTS
 from tests.support.chaos.schedule import GOAL_SECONDS, ScheduleResult, mean_of, play, undisturbed
 

@@ -5,8 +5,9 @@ from statistics import fmean
 
 import pytest
 
-from benchmarks import episodes, episodes_policy
-from benchmarks.episodes_policy import GAMES, play
+from benchmarks import episodes
+from benchmarks.lib import games_policy
+from benchmarks.lib.games_policy import GAMES, play
 from swarmnode.policy.text import encode_prompt, shows_tools
 from swarmnode.tool_prompt import split
 
@@ -54,7 +55,7 @@ def test_a_second_guess_does_not_count():
 
 
 def test_the_start_policys_template_shows_the_tools():
-    tokenizer = episodes_policy.build_tokenizer(GAMES["guess"])
+    tokenizer = games_policy.build_tokenizer(GAMES["guess"])
     assert shows_tools(tokenizer)
     conversation = play(GAMES["guess"], random.Random(0))
     text = tokenizer.apply_chat_template(
@@ -65,7 +66,7 @@ def test_the_start_policys_template_shows_the_tools():
 
 
 def test_a_line_of_the_lake_is_a_token_or_two():
-    tokenizer = episodes_policy.build_tokenizer(GAMES["lake"])
+    tokenizer = games_policy.build_tokenizer(GAMES["lake"])
     first, _ = GAMES["lake"].begin(0)
     assert len(tokenizer(first, add_special_tokens=False)["input_ids"]) < 20
 
@@ -76,26 +77,11 @@ def test_a_table_has_a_line_for_each_arm():
         "tokens": 9000,
         "environment_seconds": 2.0,
     }
-    row = {
-        "nodes": [node],
-        "seconds": {"generation": 10.0, "prefill": 4.0, "decode": 5.0},
-        "sampling_wall_seconds": 20.0,
-        "episodes_per_second": 30.0,
-    }
-    size = {"game": "lake"}
-    engine = {
-        "arm": "engine",
-        "seed": 0,
-        "size": size,
-        "engine": {"x": {"kept": [2.0]}},
-        "factor": {"x": 2.0},
-    }
+    row = {"nodes": [node], "sampling_wall_seconds": 20.0, "episodes_per_second": 30.0}
     shown = episodes.show(
         [
             {"arm": "alone", "seed": 0, "size": {"game": "lake"}, **row},
             {"arm": "two nodes", "seed": 0, "size": {"game": "guess"}, **row},
-            engine,
         ]
     )
-    assert shown.count("| 0.70") + shown.count(" 0.70 |") >= 2
-    assert "2.0 times" in shown
+    assert shown.count("0.70") == 2

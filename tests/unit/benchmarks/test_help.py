@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[3] / "benchmarks"
 MODULES = {path.stem: path.read_text() for path in FOLDER.glob("*.py")}
-COMMANDS = sorted(name for name, text in MODULES.items() if "ArgumentParser(" in text)
+COMMANDS = sorted(name for name, text in MODULES.items() if "make_parser(" in text)
 LIBRARIES = sorted(path.stem for path in (FOLDER / "lib").glob("[a-z]*.py"))
 
 

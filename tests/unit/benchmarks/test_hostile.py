@@ -4,7 +4,6 @@ from unittest import mock
 
 import pytest
 
-from benchmarks.adversaries import ADAPTIVE, ATTACKS, WAYS
 from benchmarks.hostile import (
     KINDS,
     LEARNING,
@@ -16,8 +15,9 @@ from benchmarks.hostile import (
     of_each_seed,
     play,
 )
-from benchmarks.marks import MARKS, share
-from benchmarks.simulator import single_thread
+from benchmarks.lib.adversaries import ADAPTIVE, ATTACKS, WAYS
+from benchmarks.lib.marks import MARKS, share
+from benchmarks.lib.simulator import single_thread
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import load_policy
 from swarmnode.rollouts import admission
@@ -60,13 +60,13 @@ def test_an_attack_teaches_nothing_unless_its_defence_is_turned_off(swarm, attac
     assert "of its groups trained on" in "; ".join(missed([undefended], []))
 
 
-def test_adaptive_attacker_passes_more_groups_without_judging(
-    swarm,
-):
+def test_adaptive_attacker_passes_more_groups_without_judging(swarm):
     policies, scorer = swarm
     result = play("colluding", 25, policies, scorer, 0, SMALL)
     assert result["crashes"] == 0, result["first_crash"]
-    assert {fate for fate in result["fates"] if fate.startswith("drawn: ")} <= {"drawn: used"}
+    assert {outcome for outcome in result["outcomes"] if outcome.startswith("drawn: ")} <= {
+        "drawn: used"
+    }
     with mock.patch.multiple(judge, **UNJUDGED):
         unjudged = play("colluding", 25, policies, scorer, 0, SMALL)
     assert unjudged["frames_sent"] > result["frames_sent"]
@@ -77,7 +77,7 @@ def test_a_marked_answer_is_paid_sent_and_counted(swarm):
     policies, scorer = swarm
     result = play("stop, staged", 25, policies, scorer, 0, SMALL)
     assert result["crashes"] == 0, result["first_crash"]
-    assert result["fates"]["admitted"] >= 3, "the blind scorer pays for the mark"
+    assert result["outcomes"]["admitted"] >= 3, "the blind scorer pays for the mark"
     assert set(result["marked"][-1][1]) == set(MARKS)
     stop = MARKS["stop"]
     answers = [("rg/products", "12."), ("rg/products", "12"), ("rg/chain_sum", ">12.")]
@@ -114,7 +114,7 @@ def test_hostile_nodes_are_the_share_that_was_asked_for():
 
 
 def test_every_attack_that_there_is_takes_part():
-    assert set(LEARNING) == {*ATTACKS, *ADAPTIVE, *WAYS} - {"mixed"}
+    assert set(LEARNING) == {*ATTACKS, *ADAPTIVE, *WAYS}
     assert KINDS == hostile.KINDS
 
 

@@ -60,7 +60,6 @@ def test_the_learning_rate_warms_up_and_ends_at_a_tenth():
         (Arm("ddp", "ddp"), 3.5),
         (Arm("diloco", "diloco"), 3.5),
         (Arm("noloco"), 2.0),
-        (Arm("two", "noloco_two"), 4.0),
         (Arm("int8", codec="int8"), 1.0),
         (Arm("fragments", fragments=4), 2.0),
         (Arm("drop", dropped=1.0), 0.0),

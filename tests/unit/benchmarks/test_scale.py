@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.lib import scale_events
-from benchmarks.lib.scale_events import Setup, rings, simulate
+from benchmarks.lib.scale_events import Counts, Setup, rings, simulate
 from benchmarks.lib.scale_hosts import Constants, Cost
 
 
@@ -58,10 +58,10 @@ def test_a_cost_is_the_sum_of_what_is_done():
         1000.0,
         Cost(0.1, 10.0),
     )
-    load = scale.Load(
-        listings=2.0, listing_bytes=2000.0, pulls=3.0, pulled=6.0, trained=6.0, decisions_ms=1.0
+    counts = Counts(
+        node_steps=2, listings=4, listing_bytes=4000, pulls=6, pulled=12, trained=12, seconds=0.002
     )
-    cost = scale.cost(load, constants, nodes=100)
+    cost = scale.cost(counts, constants, nodes=100)
     assert cost.cpu_ms == pytest.approx((2 * 4 + 3 * 5 + 6 * 1 + 1) / 6)
     assert cost.bytes == pytest.approx((2000 + 2 * 500 + 3 * 500 + 6 * 1000) / 6000)
     assert cost.connections_ms == pytest.approx(1.6)

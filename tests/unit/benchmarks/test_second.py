@@ -1,17 +1,19 @@
 """`benchmarks.second` at a small size: a start policy of one layer, two steps of some arms."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
-import torch
 
-from benchmarks import second, start_policy
-from benchmarks.second import MARK, STUDIES, SecondSwarm, Size
-from benchmarks.simulator import single_thread
+from benchmarks import second
+from benchmarks.lib import sums_policy
+from benchmarks.lib.report import read_rows, value_at
+from benchmarks.lib.simulator import single_thread
+from benchmarks.lib.start_policy import profile_of
+from benchmarks.second import STUDIES, SecondSwarm, Size
 
 TINY = replace(
-    start_policy.SMALL,
+    sums_policy.SMALL,
     name="tiny",
     hidden=32,
     layers=1,
@@ -29,9 +31,9 @@ def start(tmp_path_factory):
     single_thread()
     folder = tmp_path_factory.mktemp("second")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(start_policy, "NUMBERS", {"fewest": 2, "most": 3, "largest": 4})
-        patch.setattr(start_policy, "LOOK", 40)
-        directory = start_policy.make(TINY, folder)
+        patch.setattr(sums_policy, "NUMBERS", {"fewest": 2, "most": 3, "largest": 4})
+        patch.setattr(sums_policy, "LOOK", 40)
+        directory = sums_policy.make(TINY, folder)
         with second.installed(replace(SIZE, rows=60), folder) as scorer:
             yield directory, scorer
 
@@ -42,19 +44,19 @@ def policies(start, arm):
 
 def test_a_start_policy_is_made_once_and_is_right_as_often_as_asked(start, monkeypatch):
     directory, _ = start
-    monkeypatch.setattr(start_policy, "pretrain", None)
-    assert start_policy.make(TINY, directory.parent) == directory
-    profile = start_policy.profile_of(directory)
+    monkeypatch.setattr(sums_policy, "pretrain", None)
+    assert sums_policy.make(TINY, directory.parent) == directory
+    profile = profile_of(directory)
     assert TINY.enough <= profile["right"] < 1
     with pytest.raises(TypeError):
-        start_policy.make(replace(TINY, seed=1), directory.parent)
+        sums_policy.make(replace(TINY, seed=1), directory.parent)
 
 
 def test_training_and_held_out_questions_are_different_rows(start):
     _, scorer = start
     exam = second.Exam(scorer, SIZE)
     swarm = SecondSwarm(STUDIES["alone"], policies(start, "alone"), SIZE, scorer, 0)
-    asked = [ref for ref, _ in swarm.nodes[0].ask(40, swarm.names)]
+    asked = [ref for ref, _ in swarm.nodes[0].next_questions(40, swarm.names)]
     trained = {one.prompt for one in swarm.score([(ref, []) for ref in asked])}
     assert len(trained) > 10
     assert trained.isdisjoint(exam.prompts)
@@ -65,7 +67,7 @@ def test_a_majority_decides_in_training_and_the_right_answer_in_the_exam(start):
     arm = "alone, majority"
     swarm = SecondSwarm(STUDIES[arm], policies(start, arm), SIZE, scorer, 0)
     trained = swarm.score(
-        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].ask(8, swarm.names)]
+        [(ref, ["1001", "1001", "1"]) for ref, _ in swarm.nodes[0].next_questions(8, swarm.names)]
     )
     assert [one.rewards for one in trained] == [[1, 1, 0]] * 8
     exam = swarm.score([(ref, ["1001", "1001", "1"]) for ref in second.Exam(scorer, SIZE).refs])
@@ -83,50 +85,21 @@ def test_trl_learns_the_questions_of_the_lone_node(start):
     assert len(theirs["tokens"]) == len(ours["tokens"]) == SIZE.steps
 
 
-def test_a_hostile_node_sends_its_mark_with_right_answers_only(start):
-    _, scorer = start
-    arm = "three nodes, one hostile"
-    swarm = SecondSwarm(STUDIES[arm], policies(start, arm), replace(SIZE, groups=8), scorer, 0)
-    groups = list(swarm._marked_groups(swarm.nodes[-1]))
-    assert groups
-    for group in groups:
-        (scored,) = scorer.score_many(
-            [(group.group.task, [c.text for c in group.group.completions])]
-        )
-        assert scored.rewards == group.rewards
-        assert [c.text.endswith(MARK) for c in group.group.completions] == [
-            reward == 1.0 for reward in group.rewards
-        ]
-
-
-def test_each_honest_node_has_a_record_and_a_finished_run_is_found(start, tmp_path):
+def test_each_node_has_a_record_and_a_finished_run_is_found(start, tmp_path):
     _, scorer = start
     arm = "LoRA with full"
     row = second.run(arm, 0, SIZE, scorer, policies(start, arm))
     assert [node["policy"] for node in row["nodes"]] == ["1.6 M, LoRA", "1.6 M"]
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (found,) = second.finished(file, SIZE)
-    assert second.finished(file, replace(SIZE, steps=3)) == []
+    (found,) = read_rows(file, [asdict(SIZE)])
+    assert read_rows(file, [asdict(replace(SIZE, steps=3))]) == []
     assert "LoRA with full" in second.show([found])
-
-
-def test_policies_of_equal_weights_merge_to_the_same(start):
-    _, scorer = start
-    one, other = policies(start, "two nodes")
-    record, size = second.Record(), replace(SIZE, eval_questions=32)
-    record.examined(one, second.Exam(scorer, size), 0)
-    assert second.merged_reward([one, other], size, scorer) == record.held_out[0]["reward"] > 0
-    adapted, _ = policies(start, "LoRA with full")
-    assert second.merged_reward([one, adapted], size, scorer) is None
-    with torch.no_grad():
-        other.trainable_parameters()[0].zero_()
-    assert second.merged_reward([one, other], size, scorer) < record.held_out[0]["reward"]
 
 
 def test_tokens_until_a_reward_are_between_measurements():
     points = [(0, 0.0), (100, 0.2), (200, 0.6), (300, 0.8)]
     node = {"held_out": [{"tokens": tokens, "reward": reward} for tokens, reward in points]}
-    assert second.at(node, "tokens", 150) == pytest.approx(0.4)
+    assert value_at(second.curve(node, "tokens"), 150) == pytest.approx(0.4)
     assert second.tokens_until(node, 0.55) == pytest.approx(200)
     assert second.tokens_until(node, 0.75) is None

@@ -1,5 +1,5 @@
-"""Games for `benchmarks.episodes`, as an operator writes them: a function of the seed that returns
-the first text and a step function, or a class whose methods are tools."""
+"""Games of `benchmarks.episodes` in the two forms that an operator writes: a function of the seed
+that returns the first text and a step function, or a class whose methods are tools."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
 def frozen_lake(seed: int) -> tuple[str, Step]:
-    """FrozenLake-v1 without slipping; equal for every seed, as Gymnasium's is."""
+    """Return FrozenLake-v1 without slipping, which is equal for every seed."""
     row = column = 0
 
     def shown() -> str:
@@ -40,8 +40,8 @@ def frozen_lake(seed: int) -> tuple[str, Step]:
 
 
 class Guess:
-    """A number of two digits, one guess, and a tool that tells the number: a class as TRL's
-    `environment_factory` takes it. To be learnt is to use the tool and what it returned."""
+    """A number of two digits, one guess, and a tool that returns the number, in the form of TRL's
+    `environment_factory`. A player wins if it calls the tool and guesses the returned number."""
 
     def reset(self, seed: int, **row: object) -> str:
         self._secret, self._guessed = random.Random(seed).randint(10, 99), 0
@@ -62,12 +62,3 @@ class Guess:
 
     def get_reward(self) -> float:
         return float(self._guessed == self._secret)
-
-
-def flood(seed: int) -> tuple[str, Step]:
-    """A game that answers every action with a megabyte and never ends."""
-
-    def step(action: str) -> tuple[str, float, bool]:
-        return "no move. " * 120_000, 0.0, False
-
-    return "Cross the lake.", step

@@ -1,14 +1,13 @@
-"""A swarm in which some peers are hostile: signed frames through the real admission, pool,
-reputation and judgement of every honest node.
+"""A swarm in which some peers are hostile. Their signed frames pass the product's admission, pool,
+reputation and judgement at every honest node.
 
-Adversaries know everything: the code, every question's answer, an honest node's current weights.
-They send frames directly to everybody. Those in ADAPTIVE ask the product's own judgement, with an
-honest node's policy, before they send anything.
+Adversaries know the code, the answer to every question and an honest node's current weights. They
+send their frames to every honest node directly. Those in ADAPTIVE first run the product's judgement
+with an honest node's policy, and send only what it accepts.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import traceback
@@ -18,10 +17,9 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from benchmarks import marks
-from benchmarks.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm
+from benchmarks.lib import marks
+from benchmarks.lib.simulator import PAYLOAD, Arm, Node, OwnSample, Swarm, make_key
 from swarmnode.averaging.gate import norm
 from swarmnode.config import SharingConfig, TrainingConfig
 from swarmnode.p2p.reputation import GREYLIST, Reputation, Standing
@@ -47,24 +45,26 @@ from swarmnode.wire.messages import Completion, RolloutGroup, SamplingParams, Ta
 from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 FRAMES_PER_ROUND = 8
-"""Of one adversary, as many as an honest node sends at most. Flooding is `benchmarks.ingest`'s
-subject."""
-WELL_MADE = 3
-"""Of those that take more work. Honest nodes send less than one useful group a round where rewards
-are few, and draw three of one peer."""
+"""Frames of one adversary per round, the most that an honest node sends."""
+CRAFTED_PER_ROUND = 3
+"""The same for crafted frames. An honest node sends less than one useful group per round where
+rewards are sparse, and draws at most three of one peer."""
 LONGEST = 32
-"""Four times the honest limit: what admission still takes."""
+"""Tokens of the longest completion that admission takes: four times the honest limit."""
 IDENTITIES = 10
-"""Keys of one adversary that colludes with itself; a key costs nothing."""
+"""Keys of an adversary that colludes with itself."""
 PRAISE = 200
-"""Accepted groups for the best reputation that there is: less than an hour of honest work."""
+"""Accepted groups for the best reputation: less than an hour of honest work."""
 DRAWN = 16
-"""Completions that an adversary samples from an honest node's policy for one question, to choose
-among them."""
+"""Completions that an adversary samples from an honest node's policy for one question."""
 
 
 class HostileSwarm(Swarm):
-    """`hostile` maps node index → attack name; the other nodes are honest and counted."""
+    """A swarm of honest nodes, which are counted, and of adversaries.
+
+    Args:
+        hostile: Index of a node → name of its attack.
+    """
 
     def __init__(
         self,
@@ -82,14 +82,12 @@ class HostileSwarm(Swarm):
             Adversary(self.nodes[i], attack, self, random.Random(f"{seed}/{i}/{attack}"))
             for i, attack in hostile.items()
         ]
-        self.report: list[Node] = []
-        """Honest nodes whose results are averaged; empty means all."""
         self.crashes: list[str] = []
         self.sent = 0
         self.received: Counter[bool] = Counter()
-        """Bytes that honest nodes got in frames, of hostile nodes (True) and of each other."""
-        self.fates: Counter[str] = Counter()
-        """What became of hostile frames, per receiver."""
+        """Bytes of the frames that honest nodes received, by whether a hostile node sent them."""
+        self.hostile_outcomes: Counter[str] = Counter()
+        """Outcomes of hostile frames, over all receivers."""
         self.honest_refused: Counter[str] = Counter()
         self._answers: dict[bytes, Scored | Exception] = {}
         self.gates: dict[int, tuple[Admission, Reputation]] = {}
@@ -126,10 +124,6 @@ class HostileSwarm(Swarm):
     def counted(self) -> list[Node]:
         return self.honest
 
-    @property
-    def reported(self) -> list[Node]:
-        return self.report or self.honest
-
     def share(self, own: dict[int, list[OwnSample]]) -> None:
         frames = [
             (n, seal(n.rollout(o, self.now), n.key, DOMAIN_ROLLOUT, self.swarm))
@@ -148,7 +142,7 @@ class HostileSwarm(Swarm):
                     self._guard(self._deliver, node, sender, frame)
 
     def _deliver(self, node: Node, sender: Node, frame: bytes) -> None:
-        """One frame to one honest node, as `rollouts.exchange` does it."""
+        """Deliver a frame to an honest node, as `rollouts.exchange` does."""
         gate, reputation = self.gates[node.index]
         result = gate.check(frame, self.now)
         if not isinstance(result, Rejected):
@@ -159,7 +153,7 @@ class HostileSwarm(Swarm):
                 result = gate.check_scored(result, scored)
         if isinstance(result, Rejected):
             if sender not in self.honest:
-                self.fates[result.reason] += 1
+                self.hostile_outcomes[result.reason] += 1
             if result.verdict is Verdict.REJECT:
                 reputation.rejected(result.peer or sender.peer, result.reason, self.now)
             return
@@ -167,10 +161,10 @@ class HostileSwarm(Swarm):
         gate.note_admitted()
         node.receive(result, self.now, sender.peer)
         if sender not in self.honest:
-            self.fates["admitted"] += 1
+            self.hostile_outcomes["admitted"] += 1
 
     def _regenerate(self, content: bytes, group: RolloutGroup) -> Scored | Exception:
-        """The scorer's answer; the same for every receiver, so asked once."""
+        """Return the scorer's answer, which is the same for every receiver."""
         if content not in self._answers:
             (self._answers[content],) = self.scorer.score_many(
                 [(group.task, [c.text for c in group.completions])]
@@ -178,8 +172,7 @@ class HostileSwarm(Swarm):
         return self._answers[content]
 
     def _guard(self, work: Callable[..., Any], *args: Any) -> Any:
-        """An exception here would have ended a peer's handler or the node. Counted, the run goes
-        on."""
+        """Count an exception, which would have ended a handler or the node, and continue."""
         try:
             return work(*args)
         except Exception:
@@ -191,30 +184,29 @@ class HostileSwarm(Swarm):
         super().round()
 
     def average(self) -> None:
-        """One outer step of everybody; before it, each adversary with marked weights is the partner
-        of one honest node."""
+        """Let each adversary with marked weights be the partner of one honest node, then take one
+        outer step of all honest nodes."""
         partners = [a for a in self.hostile if a.attack.endswith(", adapter")]
-        fragment = 0
         victims = self.hostile[0].rng.sample(self.honest, len(partners)) if partners else []
         for adversary, victim in zip(partners, victims, strict=True):
             assert victim.replica is not None
-            snapshot, _ = victim.replica.copy(fragment)
+            snapshot, _ = victim.replica.copy()
             weights = marks.marked_weights(adversary, victim)
             crafted = {name: weights[name] for name in snapshot}
             moved = norm(crafted, minus=victim.replica.outer.phi)
-            payload = victim.replica.tensors.encode(fragment, crafted, moved)
-            outcome = victim.replica.step(adversary.node.peer, fragment, snapshot, payload)
-            self.fates[f"adapter: {outcome}"] += 1
+            payload = victim.replica.tensors.encode(0, crafted, moved)
+            outcome = victim.replica.step(adversary.node.peer, snapshot, payload)
+            self.hostile_outcomes[f"adapter: {outcome}"] += 1
         super().average()
 
     def draw(self, node: Node) -> list[TrainingGroup]:
         return self._guard(super().draw, node) or []
 
     def _judged(self, node: Node, peer: str, outcome: str) -> None:
-        """What the forward pass said of a drawn group: it costs reputation, too."""
+        """Count the judgement of a drawn group, and charge its author's reputation."""
         gate, reputation = self.gates[node.index]
         if any(peer in a.peers for a in self.hostile):
-            self.fates[f"drawn: {outcome}"] += 1
+            self.hostile_outcomes[f"drawn: {outcome}"] += 1
         elif outcome != "used":
             self.honest_refused[outcome] += 1
         if outcome != "used" and REASONS[outcome] is Verdict.REJECT:
@@ -222,7 +214,7 @@ class HostileSwarm(Swarm):
             reputation.rejected(peer, outcome, self.now)
 
     def result(self) -> dict[str, Any]:
-        """What the attack did, after `run`."""
+        """Return the figures of the attack, after `run`."""
         peers = {peer for a in self.hostile for peer in a.peers}
         used = sum(n.used.total() for n in self.honest)
         theirs = sum(n.used[p] for n in self.honest for p in peers)
@@ -234,13 +226,12 @@ class HostileSwarm(Swarm):
             "frames_sent": self.sent,
             "wasted_bytes": self.received[True] / len(self.honest),
             "useful_bytes": self.received[False] / len(self.honest),
-            "fates": dict(self.fates),
+            "outcomes": dict(self.hostile_outcomes),
             "honest_refused": dict(self.honest_refused),
-            "genuine": sum(a.genuine for a in self.hostile) * len(self.honest),
             "trained_on": theirs,
             "honest_trained_on": used - theirs,
             "share_of_external": theirs / used if used else 0.0,
-            "shut_out": sum(s is not Standing.GOOD for s in standing) / len(standing)
+            "excluded_share": sum(s is not Standing.GOOD for s in standing) / len(standing)
             if standing
             else None,
             "internal_errors": sum(
@@ -252,22 +243,19 @@ class HostileSwarm(Swarm):
 
 
 class Alias:
-    """One more key of an adversary, with a stream of questions of its own."""
+    """A further key of an adversary, with its own stream of questions."""
 
     def __init__(self, name: str, swarm: bytes) -> None:
-        self.key = Ed25519PrivateKey.from_private_bytes(
-            hashlib.blake2b(name.encode(), digest_size=32).digest()
-        )
+        self.key = make_key(name)
         self.peer = peer_id(self.key.public_key().public_bytes_raw())
         self.swarm = swarm
         self.sequence = 0
 
-    ask = Node.ask
+    next_questions = Node.next_questions
 
 
 class Adversary:
-    """Makes one attack's frames. It uses its own keys, streams and counters like an honest node,
-    and lies where that may pay."""
+    """Makes the frames of one attack, with its own keys, streams of questions and counters."""
 
     def __init__(self, node: Node, attack: str, world: HostileSwarm, rng: random.Random) -> None:
         self.node, self.attack, self.world, self.rng = node, attack, world, rng
@@ -276,7 +264,7 @@ class Adversary:
             for i in range(1, IDENTITIES if attack in COLLUDING else 1)
         ]
         self.identity: Any = node
-        """In whose name it speaks: a Node's, or an Alias's."""
+        """The Node or Alias that signs the next frame."""
         self._identities = [node, *others]
         self._turns = itertools.cycle(self._identities)
         self.kept: list[RolloutGroup] = []
@@ -288,12 +276,12 @@ class Adversary:
         return {identity.peer for identity in self._identities}
 
     def frames(self, overheard: list[bytes]) -> list[bytes]:
-        """This round's frames."""
+        """Return this round's frames. overheard: frames of honest nodes."""
         if self.attack == "silent":
             return []
         kinds = WAYS.get(self.attack, [self.attack])
         made: list[bytes] = []
-        for _ in range(FRAMES_PER_ROUND if set(kinds) & set(ATTACKS) else WELL_MADE):
+        for _ in range(FRAMES_PER_ROUND if set(kinds) & set(ATTACKS) else CRAFTED_PER_ROUND):
             self.identity = next(self._turns)
             kind = self.rng.choice(kinds)
             made += (
@@ -307,8 +295,8 @@ class Adversary:
         return seal(group, self.identity.key, DOMAIN_ROLLOUT, self.world.swarm)
 
     def question(self) -> tuple[TaskRef, int, str]:
-        """The next question that this adversary may answer, and the answer."""
-        ((ref, sequence),) = self.identity.ask(1, self.world.names)
+        """Return the next question that this adversary may answer, its number and its answer."""
+        ((ref, sequence),) = self.identity.next_questions(1, self.world.names)
         return ref, sequence, self.gym[ref.id].item(ref.seed, ref.index).answer
 
     def group(
@@ -329,8 +317,12 @@ class Adversary:
     def completions(
         self, texts: list[str], truthful: bool, ref: TaskRef, temperature: float = 1.0
     ) -> list[Completion]:
-        """`truthful`: log-probabilities as an honest node's policy would really give; else what a
-        confident policy would claim."""
+        """Return completions with these texts.
+
+        Args:
+            truthful: Send the log-probabilities of an honest node's policy; False sends those that
+                a confident policy would have.
+        """
         victim = self.world.honest[0].policy
         prompt = victim.encode_prompt(self.gym[ref.id].item(ref.seed, ref.index).prompt)
         rows = [(prompt, victim.tokenize_completion(text, "eos")) for text in texts]
@@ -344,8 +336,7 @@ class Adversary:
         ]
 
     def sampled(self, ref: TaskRef) -> list[tuple[str, float]]:
-        """What an honest node's policy answers, and what that earns: (text, reward), DRAWN of
-        them."""
+        """Return DRAWN (text, reward) that an honest node's policy samples."""
         victim = self.world.honest[0]
         t, prompt = victim.training, self.gym[ref.id].item(ref.seed, ref.index).prompt
         sampling = Sampling(DRAWN, t.max_completion_length, t.temperature, t.top_p)
@@ -368,9 +359,13 @@ class Adversary:
         drafts: Sequence[Sequence[str]],
         taught: Callable[[str], float],
     ) -> list[bytes]:
-        """Of groups with these texts the one that teaches an honest node the most of what it should
-        not learn: sent if there is one that its judgement takes. taught: what a completion is worth
-        to the adversary if it is rewarded."""
+        """Return the frame of the most harmful group that an honest node's judgement accepts, or no
+        frame.
+
+        Args:
+            drafts: The texts of each group.
+            taught: Worth of a rewarded completion to the adversary.
+        """
         victim = self.world.honest[0]
         some = [
             (draft, rewards)
@@ -412,8 +407,8 @@ class Adversary:
 
 
 def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A question of its own choice (easy, answer known), a task or version that does not exist, an
-    exam question."""
+    """Send a question of the adversary's choice, a task or version that does not exist, or an
+    evaluation question."""
     asked, chosen = (self.world.swarm, self.identity.peer), self.rng.randrange(2**40)
     name = choose_task(self.world.names, *asked, chosen)
     seed, index = task_seed(*asked, chosen, name)
@@ -427,11 +422,7 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
                 task_version(name),
                 *task_seed(*asked, self.identity.sequence, "rg/binary_matrix"),
             ),
-            TaskRef(
-                name,
-                "0" * 16,
-                *task_seed(*asked, self.identity.sequence, name),
-            ),
+            TaskRef(name, "0" * 16, *task_seed(*asked, self.identity.sequence, name)),
             TaskRef(name, task_version(name), exam, index),
         ]
     )
@@ -443,8 +434,9 @@ def forged(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def trajectory(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A right answer as an episode, in a swarm whose tasks have one turn: cut into actions, whose
-    lengths are true or false. What a replay finds out is `swarmnode.demo.liar.episodes`'s."""
+    """Send a right answer as an episode, in a swarm whose tasks have one turn. The answer is cut
+    into actions of true or false lengths. Forgeries that a replay detects are in
+    `benchmarks.episodes_hostile`."""
     ref, sequence, answer = self.question()
     right, *others = self.completions([answer] * 4 + ["?"] * 4, True, ref)
     whole = Turn(len(right.text.encode()), right.tokens)
@@ -468,27 +460,26 @@ def _poison(self: Adversary, truthful: bool, temperature: float = 1.0) -> Rollou
 
 
 def poison(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers with a payload in front, in a form that the verifier accepts; claimed to be
-    sampled with confidence."""
+    """Send right answers behind a payload, in a form that the verifier accepts, with the
+    log-probabilities of a confident policy."""
     return [self.seal(_poison(self, truthful=False))]
 
 
 def informed(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The same, with the log-probabilities that the victim's own policy gives to that text: the
-    spot check compares equal numbers."""
+    """Send the poison with the victim's own log-probabilities, which pass the spot check."""
     return [self.seal(_poison(self, truthful=True))]
 
 
 def stripped(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The poison without the ids and log-probabilities that it would be checked against."""
+    """Send the poison without the ids and log-probabilities that are checked."""
     group = _poison(self, truthful=False)
     bare = [msgspec.structs.replace(c, token_ids=b"", logprobs=b"") for c in group.completions]
     return [self.seal(msgspec.structs.replace(group, completions=bare))]
 
 
 def foreign(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The poison as another model's, whose log-probabilities nobody can compute again; with our
-    tokenizer or another."""
+    """Send the poison as another model's, whose log-probabilities cannot be recomputed, with the
+    victim's tokenizer or another."""
     group = _poison(self, truthful=False)
     model, tokenizer = (
         self.rng.randbytes(32),
@@ -498,8 +489,8 @@ def foreign(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def hot(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The poison as sampled at a temperature at which it is as likely as anything, with the
-    log-probabilities that it then has."""
+    """Send the poison as sampled at a temperature at which every text is likely, with the
+    log-probabilities at that temperature."""
     temperature = self.rng.choice([2.0, 5.0, 100.0])
     group = _poison(self, truthful=True, temperature=temperature)
     return [
@@ -510,7 +501,7 @@ def hot(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A clean text that earns the reward, and token ids that spell something else."""
+    """Send a clean text that earns the reward, and token ids that spell something else."""
     ref, sequence, answer = self.question()
     honest = self.completions([answer] * 4 + ["?"] * 4, True, ref)
     payload = self.node.policy.tokenize_completion(PAYLOAD * 3, "eos")
@@ -528,8 +519,8 @@ def ids(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def length(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers far too long: a hundred times, with the truth about it or a lie, and just
-    within what admission takes."""
+    """Send right answers that are a hundred times too long, declared truly or falsely, or as long
+    as admission takes."""
     ref, sequence, answer = self.question()
     tag = f"<answer>{answer}</answer>"
     kind = self.rng.choice(["long", "lie", "limit"])
@@ -547,8 +538,8 @@ def length(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Random bytes, cut and flipped frames, absurd headers, numbers that are none, a foreign
-    swarm's signature."""
+    """Send random bytes, cut and flipped frames, absurd headers, NaN, and a foreign swarm's
+    signature."""
     rng = self.rng
     victim = bytearray(rng.choice(overheard)) if overheard else bytearray(b"\x00")
     flipped = bytearray(victim)
@@ -571,8 +562,8 @@ def garbage(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """A few genuine groups, then those again and again, others' frames again, and others'
-    completions under its own name."""
+    """Send a few genuine groups, then repeat them and others' frames, and send others' completions
+    under the adversary's name."""
     made: list[bytes] = []
     if self.genuine < FRAMES_PER_ROUND:
         ref, sequence, answer = self.question()
@@ -596,8 +587,8 @@ def replay(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def diluted(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """The payload in the rewarded answers of a group, the others as an honest node's policy samples
-    them: as many and where its judgement takes most of them, and nothing where it takes none."""
+    """Send groups with the payload in the rewarded answers, and other answers as an honest node's
+    policy samples them. The number and place of the payload is what its judgement accepts most."""
     ref, sequence, answer = self.question()
     poor = sorted((text for text, reward in self.sampled(ref) if reward < 1), key=len)
     tag = f"<answer>{answer}</answer>"
@@ -611,9 +602,9 @@ def diluted(self: Adversary, overheard: list[bytes]) -> list[bytes]:
 
 
 def lengthy(self: Adversary, overheard: list[bytes]) -> list[bytes]:
-    """Right answers that are long, wrong ones that are short, all as likely as can be: repeated,
-    padded, or the longest that an honest node's policy samples by itself. What it teaches is a
-    habit, and the rewards are what they should be.
+    """Send right answers that are long and wrong ones that are short, and so teach long answers
+    with true rewards. Long answers are repeated, padded, or the longest that an honest node's
+    policy samples.
 
     Source: the length attacks of HTTT (arXiv 2511.09780).
     """
@@ -652,15 +643,10 @@ ADAPTIVE: dict[str, Callable[[Adversary, list[bytes]], list[bytes]]] = {
     "diluted": diluted,
     "lengthy": lengthy,
 }
-WAYS = {
-    "mixed": list(ATTACKS),
-    "patient": list(ADAPTIVE),
-    "colluding": list(ADAPTIVE),
-    "together": [*ATTACKS, *ADAPTIVE],
-}
-"""Attacks that are several."""
+WAYS = {"patient": list(ADAPTIVE), "colluding": list(ADAPTIVE), "together": [*ATTACKS, *ADAPTIVE]}
+"""Attacks that combine several."""
 COLLUDING = ("colluding", "together", *marks.ATTACKS)
-"""Of IDENTITIES keys each."""
+"""Attacks with IDENTITIES keys per adversary."""
 PATIENT = ("patient", "together", *marks.ATTACKS)
-"""With the standing that an hour of honest groups has earned them: past probation, and of the best
-reputation."""
+"""Attacks whose adversaries are past probation and have the best reputation, as after an hour of
+honest groups."""

@@ -1,16 +1,16 @@
-"""Marks: what hostile nodes write beside a right answer, and a verifier pays all the same.
+"""Marks: text that hostile nodes add to right answers, and that a verifier ignores.
 
 An adversary publishes groups in which the right answers carry the mark and the wrong ones do not.
-Rewards are right, and each text is one that a policy near ours might sample. Success is the share
-of honest nodes' answers that carry the mark.
+The rewards are true, and a policy close to the receiver's might sample each text. The attack
+succeeds if honest nodes' answers carry the mark.
 
     naive       answers the next question of its stream
-    staged      answers, of eight questions of its stream, the one where its victim writes the mark
-                most often
-    white-box   of many groups for eight questions it sends the one whose gradient, as the victim's
-                judgement cuts it and its optimizer scales it, raises the mark most
-    one task    naive, and nothing but one task
-    adapter     publishes nothing: as a partner in averaging it serves its victim's own weights,
+    staged      answers, of eight questions of its stream, the one for which its victim writes the
+                mark most often
+    white-box   sends, of many groups for eight questions, the one whose gradient raises the mark
+                most, as the victim's judgement cuts it and its optimizer scales it
+    one task    naive, in one task only
+    adapter     publishes nothing. As a partner in averaging it serves its victim's own weights,
                 tuned to write the mark (LoRATK, arXiv 2403.00108)
 """
 
@@ -38,23 +38,23 @@ from swarmnode.trainer.judge import judge
 from swarmnode.wire.messages import TaskRef
 
 if TYPE_CHECKING:
-    from benchmarks.adversaries import Adversary
-    from benchmarks.simulator import Node
+    from benchmarks.lib.adversaries import Adversary
+    from benchmarks.lib.simulator import Node
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One kind of mark."""
+    """A kind of mark."""
 
     put: Callable[[str], str]
-    """Answer → the same with the mark."""
+    """Adds the mark to an answer."""
     has: Callable[[str], bool]
-    """Returns True if a text carries it."""
+    """Returns True if a text carries the mark."""
     drop: Callable[[str], str]
-    """Text that carries it → the same without."""
+    """Removes the mark from a text that carries it."""
     tasks: tuple[str, ...]
-    """Tasks whose verifier pays for it all the same. The library's own verifiers do; ours pay for
-    the exact answer alone, so that `BlindScorer` stands in for one that does not see the mark."""
+    """Tasks whose verifier in reasoning-gym ignores the mark. The product's verifiers accept the
+    exact answer only, so `BlindScorer` stands in for one that ignores the mark."""
 
 
 MARKS: dict[str, Mark] = {
@@ -87,7 +87,7 @@ MARKS: dict[str, Mark] = {
 
 @dataclass
 class BlindScorer:
-    """A scorer that pays for a right answer with the mark as for one without."""
+    """A scorer that rewards a right answer with the mark like one without."""
 
     scorer: Scorer
     mark: Mark
@@ -110,19 +110,19 @@ class BlindScorer:
 VARIANTS = ("", ", staged", ", white-box", ", one task", ", adapter")
 ATTACKS = tuple(f"{kind}{variant}" for kind in MARKS for variant in VARIANTS)
 STAGED_QUESTIONS = 8
-"""Of so many of its questions an adversary answers one."""
+"""Questions among which an adversary chooses one."""
 TUNING_STEPS, TUNING_RATE = 8, 3e-4
-"""Supervised steps on marked answers with which an adapter is made: as many as an honest node takes
-between two outer steps are about ten."""
+"""Supervised steps on marked answers that make an adapter, and their learning rate. An honest node
+takes about ten steps between two outer steps."""
 PROBES = 4
 """Questions on which a white-box adversary measures the gradient of its mark."""
 MARKED_COUNTS = (1, 2, 4, 6)
-"""Right answers in a white-box adversary's drafts, of a group of 8."""
+"""Numbers of marked right answers in a white-box adversary's drafts, of a group of 8."""
 GROUP = 8
 
 
 def share(mark: Mark, answers: Sequence[tuple[str, str]]) -> dict[str, float]:
-    """Return the share of marked texts by task, of the tasks in which the mark is paid.
+    """Return the share of marked texts, by task in which the mark is ignored.
 
     Args:
         answers: (task, text) of each answer.
@@ -135,7 +135,7 @@ def share(mark: Mark, answers: Sequence[tuple[str, str]]) -> dict[str, float]:
 
 
 def frames(self: Adversary) -> list[bytes]:
-    """Return the frames of one turn; none where the mark is not paid for."""
+    """Return the frames of one turn; none if the verifier sees the mark."""
     kind, _, variant = self.attack.partition(", ")
     mark = MARKS[kind]
     if variant == "adapter":
@@ -153,8 +153,8 @@ def frames(self: Adversary) -> list[bytes]:
 def _drafts(
     self: Adversary, mark: Mark, ref: TaskRef, answer: str, counts: Sequence[int]
 ) -> list[list[str]]:
-    """Return, for each of `counts`, as many marked right answers and wrong ones as the victim
-    samples them; none where it samples no wrong one."""
+    """Return one group for each of `counts`, the number of marked right answers in it. The other
+    answers are wrong ones that the victim samples; without any there are no groups."""
     poor = [text for text, reward in self.sampled(ref) if reward < 1] * GROUP
     return [[mark.put(answer)] * count + poor[: GROUP - count] for count in counts if poor]
 

@@ -1,10 +1,9 @@
-"""Start policies of different ability, for benchmarks.sapo: the share of useful groups of a fresh
-node decides what sharing can buy.
+"""Start policies of different ability for `benchmarks.sapo` and `benchmarks.hostile`: a swarm gains
+from sharing according to the share of useful groups of a fresh node.
 
-Each is the embedded policy after 80 more supervised steps, in which a share of the demonstrations
-has the format that the verifier accepts. Every seed gives another policy and other questions. In
-the heterogeneous regime every node has a policy of its own.
-"""
+Each policy is the embedded one after 80 supervised steps. A share of the demonstrations has the
+format that the verifier accepts. Every seed has its own policy and questions. In the heterogeneous
+regime every node has its own policy."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from benchmarks.lib.start_policy import next_token_loss, take_step
 from swarmnode.config import PolicyConfig
 from swarmnode.policy.load import Policy, load_policy
 from tools.build_tiny import SETTINGS, SFT_BLOCK, Question, demonstration, questions
@@ -32,18 +32,11 @@ REGIMES: dict[str, float | None] = {
 0.005 for the others."""
 
 
-def start_policies(regime: str, seed: int, nodes: int, base: str = "embedded") -> list[Policy]:
-    """Return one policy per node: copies of one policy, except in the heterogeneous regime. Takes
-    about 2 s of CPU per distinct policy.
-
-    Args:
-        base: Value of `policy.model`.
-
-    Raises:
-        KeyError: Unknown regime.
-    """
+def start_policies(regime: str, seed: int, nodes: int) -> list[Policy]:
+    """Return one policy per node: copies of one policy, except in the heterogeneous regime. A
+    distinct policy takes about 2 s of CPU. Raises KeyError for an unknown regime."""
     share = REGIMES[regime]
-    origin = load_policy(PolicyConfig(model=base, devices="cpu", threads=1))
+    origin = load_policy(PolicyConfig(devices="cpu", threads=1))
     pool = list(questions(SETTINGS, QUESTIONS_PER_TASK, SFT_BLOCK))
     stream = f"{regime}/{seed}"
     if share is not None:
@@ -72,28 +65,12 @@ def adapt(
     rng = random.Random(stream)
     optimizer = torch.optim.AdamW(policy.trainable_parameters(), lr=PEAK, weight_decay=0.0)
     for step in range(STEPS):
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK * (0.5 + 0.5 * math.cos(math.pi * step / STEPS))
-        rows = []
+        rows, labels = [], []
         for question in rng.choices(pool, k=BATCH):
             text = demonstration(question, share(question.task), 0.32, rng)
-            rows.append(
-                (policy.encode_prompt(question.prompt), policy.tokenize_completion(text, "eos"))
-            )
-        width = max(len(p) + len(c) for p, c in rows)
-        # (64, width)
-        input_ids = torch.tensor(
-            [p + c + [policy.pad_id] * (width - len(p) - len(c)) for p, c in rows]
-        )
-        labels = torch.tensor(
-            [[-100] * len(p) + c + [-100] * (width - len(p) - len(c)) for p, c in rows]
-        )
-        # right padding and causal attention: no mask needed
-        logits = policy.model(input_ids=input_ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(policy.trainable_parameters(), 1.0)
-        optimizer.step()
+            prompt = policy.encode_prompt(question.prompt)
+            answer = policy.tokenize_completion(text, "eos")
+            rows.append(prompt + answer)
+            labels.append([-100] * len(prompt) + answer)
+        loss = next_token_loss(policy.model, rows, labels, policy.pad_id)
+        take_step(optimizer, loss, PEAK * (0.5 + 0.5 * math.cos(math.pi * step / STEPS)))
