@@ -172,7 +172,7 @@ def test_replicas_converge_despite_death_join_and_liar(tmp_path):
         nodes[2] = ForkedNode("node2", tmp_path / "node2", settings(2))
         nodes[2].start([first])
         swarm.until(lambda: nodes[2].view.step > 0, "the newcomer trains")
-        taken = log_of(nodes[2], "took the state of")
+        taken = log_of(nodes[2], "adopted the state of")
         assert len(taken) == 1
         peers = [node.view.peer for node in nodes[:2]]
         assert any(peer in taken[0]["event"] for peer in peers)
