@@ -3,8 +3,8 @@
 
 A Llama of random weights, each layer a function of its own, is the hard case for synthesis: the
 neighbours say nothing of the lost layer. All members, streams and files are real, in one process.
-KL and NLL are the gate's, on the newest step's micro-batches. For the own checkpoint they are what
-the last step itself moved the policy by.
+KL(before ‖ restored) and the rise of the NLL are in nats per completion token, on the rows of the
+last step.
 
 With `--faults`: seconds until a swarm of whole nodes has recovered from each fault of processes,
 disks, cables and clocks (tests/support/chaos).
@@ -27,14 +27,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings, judge
+from swarmnode.stages.recovery import RecoverySettings
 from swarmnode.stages.wire import state_bytes
 from tests.support.chaos.__main__ import schedules
+from tests.support.crew import Crew
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 CFG = TrainingConfig(per_device_train_tokens=64)
-BASE = RecoverySettings(checkpoint_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
+BASE = RecoverySettings(checkpoint_every=10**6, seconds=60.0)
 SOURCES = {  # name → (settings, whether the disk survives)
     "own checkpoint": (BASE, True),
     "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
@@ -96,15 +97,22 @@ async def measure(
                 await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, rate)
                 fleet.stations[LOST].store.flush()
             await quiet()
+            before = await logprobs(crew, seed)
         fleet.kill(LOST, disk)
         started = time.perf_counter()
-        async with fleet.up():
+        async with fleet.up() as crew:
             seconds = time.perf_counter() - started
-            peer = fleet.peers[LOST]
-            verdict = await judge(peer, fleet.stations[0].watch.probes[-8:])
-            said = str(fleet.failed.get(LOST, ""))
+            error = str(fleet.failed.get(LOST, ""))
+            shift = await logprobs(crew, seed) - before if crew is not None else before * torch.nan
         fleet.close()
-        return verdict.kl, verdict.nll_rise, seconds, said
+        return float((shift.expm1() - shift).mean()), float(-shift.mean()), seconds, error
+
+
+async def logprobs(crew: Crew, seed: int) -> torch.Tensor:
+    """Return the log-probabilities of all completion tokens of the last step."""
+    rows = [(row.prompt_ids, row.completion_ids) for row in rows_of(1000 * seed + STEPS - 1)]
+    scores = await crew.head.score(rows, CFG.temperature)
+    return torch.tensor([logprob for row, _ in scores for logprob in row], dtype=torch.float64)
 
 
 def main() -> None:

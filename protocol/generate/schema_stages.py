@@ -13,7 +13,6 @@ from swarmnode.stages.wire import AnyStateMessage as StateMessage
 from swarmnode.stages.wire import (
     CrewRecord,
     Frame,
-    GateProbe,
     HeldBlock,
     MicroBatch,
     StreamOpen,
@@ -34,7 +33,6 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     "crew_copy": HeldBlock,
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
-    "state_probe": GateProbe,
     "stage_micro_batch": MicroBatch,
     "stage_wave": WaveDescription,
 }

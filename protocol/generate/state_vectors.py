@@ -25,23 +25,20 @@ def message(tag: str, **fields: Any) -> dict[str, Any]:
 
 HAVE = message("have", what="checkpoint", step=40, size=24_576, root=ROOT, squared_norm=0.5)
 RUN = message("run", codec="float32", rows=2, about=5)
-HOLDS = message("holds", phase="ready", checkpoint=40, ends=None, probes=38)
+HOLDS = message("holds", phase="ready", checkpoint=40, ends=None)
 WANT = message("want", what="checkpoint", of=2, at=0, root=b"")
 GOOD: list[dict[str, Any]] = [
     message("ask"),
     HOLDS,
-    *({**HOLDS, "phase": phase} for phase in ("starting", "restoring", "candidate")),
-    {**HOLDS, "checkpoint": None, "ends": 0, "probes": None},
-    *(
-        {**WANT, "what": what}
-        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy")
-    ),
+    *({**HOLDS, "phase": phase} for phase in ("starting", "restoring")),
+    {**HOLDS, "checkpoint": None, "ends": 0},
+    *({**WANT, "what": what} for what in ("checkpoint", "layers", "tied", "ends", "copy")),
     {**WANT, "at": 2**20, "root": ROOT},
     *(
         {**HAVE, "what": what}
-        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy", "output")
+        for what in ("checkpoint", "layers", "tied", "ends", "copy", "output")
     ),
-    *(message("made", what=what, step=40) for what in ("checkpoint", "ends", "probes")),
+    *(message("made", what=what, step=40) for what in ("checkpoint", "ends")),
     message("kept", step=40),
     *(
         message("lack", reason=reason)

@@ -141,10 +141,6 @@ class Observer:
             body: Activations in the crew's codec; empty at the first hop.
         """
 
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        """Handle the log-probabilities (tokens,) of a micro-batch before the step. Called at the
-        last stage only."""
-
     def committed(self, worker: StageWorker) -> None:
         """Handle a step that was taken; `worker.participant.step` counts it. A device error that is
         raised here is only counted and logged."""
@@ -1259,7 +1255,7 @@ class MicroBatchRunner:
                 return
             if kind == "learn":
                 sums: list[float] = []
-                gradient = await worker.compute(lambda: self._learn(micro_batch, pending, sums))
+                gradient = await worker.compute(lambda: self._learn(pending, sums))
             else:
                 entering = pending.gradient
                 assert entering is not None, "see `Schedule`"
@@ -1279,18 +1275,12 @@ class MicroBatchRunner:
                 frame = wire.BackwardFrame(worker.place, micro_batch, codec, pending.work.rows)
                 worker.links.send(pending.route[hop - 1].stage, frame, encode(gradient, codec))
 
-    def _learn(
-        self, micro_batch: int, pending: PendingMicroBatch, sums: list[float]
-    ) -> torch.Tensor | None:
+    def _learn(self, pending: PendingMicroBatch, sums: list[float]) -> torch.Tensor | None:
         worker = self._worker
 
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             value, parts = compute_loss(pending.work, pending.batch, logprobs, entropy)
             sums.extend(parts)
-            for observer in worker.observers:
-                observer.learnt(
-                    micro_batch, logprobs.detach()[pending.batch.completion_mask].float().cpu()
-                )
             return value
 
         return worker.runtime.learn(

@@ -1,8 +1,8 @@
 """Checkpoints of stages, and how a stage is restored from them. Torch.
 
 The holders of the stages before and after a stage (its neighbours, on a ring) store a checkpoint of
-it every `checkpoint_every` steps. Sources of a restored stage, in order; the first that passes the
-gate is taken:
+it every `checkpoint_every` steps. A stage is restored from the first of these sources that can be
+read and has finite values:
 
     current own checkpoint    of the crew's step or the one before
     any checkpoint            on this node or another member, the nearest in step first
@@ -11,16 +11,13 @@ gate is taken:
 With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
 checkpoint that is not current.
 
-The gate runs the last committed micro-batches again through all stages. It bounds the KL divergence
-of the restored policy from the policy that trained on them.
-
 Three terms have a fixed meaning here. A *checkpoint* is a stage on a disk. A *held block* is a
 block of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples
 from.
 
-The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
-CheckFree, and the trainer calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints
-on disk, the recorder that makes them, and the exchange between trainers (`StatePeer`).
+The file reads from the top: `restore` tries the sources, `synthesise` is CheckFree, and the trainer
+calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints on disk, the recorder that
+makes them, and the exchange between trainers (`StatePeer`).
 """
 
 from __future__ import annotations
@@ -48,7 +45,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-import numpy as np
 import structlog
 import torch
 import trio
@@ -92,12 +88,10 @@ from swarmnode.stages.policy_copy import (
     encode_copy,
 )
 from swarmnode.stages.wire import (
-    ABOUT_ITEM_BYTES,
     CHUNK_BYTES,
     ActivationCodec,
     Fence,
     FrameLimits,
-    GateProbe,
     HaveMessage,
     HoldsMessage,
     MicroBatch,
@@ -109,13 +103,12 @@ from swarmnode.stages.wire import (
     close_streams,
     hash_body,
     is_device_error,
-    read_f32,
     read_micro_batch,
     state_bytes,
 )
 from swarmnode.weights.layout import Layout, elements, make_layout
 from swarmnode.wire import strict
-from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs
+from swarmnode.wire.tensors import pack_logprobs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -145,21 +138,15 @@ class RecoverySettings:
     mode: RecoveryMode = "copies"
     """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
     checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
-    probes: int = 8
-    """Number of committed micro-batches that are stored for the gate."""
-    gate_kl: float = 0.02
-    """Bound of KL(before ‖ restored), in nats per token."""
-    gate_nll: float = 0.05
-    """Bound of the rise of the negative log-likelihood, in nats per token."""
-    checkpoint_factor: float = 10.0
-    """Factor of both bounds for an older checkpoint, which differs because it lacks some steps."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises."""
     exact_bytes: int = 256 * 1024 * 1024
     """A checkpoint up to this size is sent to neighbours in float32 with AdamW's moments. A larger
     one is sent in bfloat16 without moments."""
+    inputs: int = 4
+    """Number of committed micro-batches that are stored for the probe of an average."""
     input_bytes: int = 256 * 1024 * 1024
-    """Most bytes of received activations that are stored for the probe of an average."""
+    """Most bytes of received activations in these micro-batches."""
     seconds: float = 120.0
     """A transfer fails after this time without a byte."""
     neighbour_seconds: float = 3600.0
@@ -222,9 +209,7 @@ def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None
         )
 
 
-# Restore one stage: load each source in turn and judge it, until one passes. The loaded source is
-# the candidate. Stages that are restored at the same time run each other's micro-batches with their
-# candidates, so a verdict waits until each of these stages has a candidate.
+# Restore one stage: load the first source that can be loaded.
 
 ASK_SECONDS: Final = 10.0
 """Deadline of the query for other members' checkpoints of this stage."""
@@ -244,14 +229,12 @@ class RestoreSource:
     holder: int | None = None
     """Stage whose holder has the checkpoint; None for this node."""
     current: bool = False
-    """True for an own checkpoint of the crew's step or the one before. The gate then checks only
-    that numbers are finite: the probes are older than the last step, so even the exact stage
-    differs from them."""
+    """True for an own checkpoint of the crew's step or the one before."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """State of a stage that was loaded from a source."""
+class LoadedStage:
+    """State of a stage that was loaded from a source, and of what belongs to it."""
 
     state: StageState
     lr_scale: LrScale
@@ -265,22 +248,18 @@ class RestoredStage:
     """Outcome of `restore`."""
 
     source: RestoreSource
-    verdict: Verdict | None
-    """Verdict of the gate; None if no member had a probe."""
-    passed: bool
-    """False if no source passed the gate and this one was used anyway."""
     tried: tuple[tuple[SourceName, str], ...]
-    """Sources that were refused before, with reasons."""
-    candidate: Candidate
+    """Sources that failed before, with reasons."""
+    loaded: LoadedStage
 
     def install(self, worker: StageWorker) -> None:
         """Load moments, norm, learning rate and random generator into the worker. The runtime has
         the weights already."""
-        load_moments(worker, self.candidate.state)
-        worker.optimizer.squared_norm = self.candidate.state.squared_norm
-        worker.optimizer.lr_scale = replace(self.candidate.lr_scale)
-        if self.candidate.rng is not None:
-            torch.set_rng_state(self.candidate.rng)
+        load_moments(worker, self.loaded.state)
+        worker.optimizer.squared_norm = self.loaded.state.squared_norm
+        worker.optimizer.lr_scale = replace(self.loaded.lr_scale)
+        if self.loaded.rng is not None:
+            torch.set_rng_state(self.loaded.rng)
 
 
 async def restore(
@@ -292,33 +271,22 @@ async def restore(
 ) -> RestoredStage:
     """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
 
-    If no source passes the gate, the first one with finite results is used.
-
     Args:
         base: Reader of the base model's weights; None if the base must not be a source.
         notify: Called with the name of each source before it is tried.
 
     Raises:
         Refused: No source can be used; the message has each source's reason.
-        PeerError: A stage that the gate needs is gone.
     """
     stage = peer.stage
     stage.phase, stage.restored = "restoring", None
     holds = await peer.fetch.ask()
-    probes = await _newest_probes(peer, holds, step)
     tried: list[tuple[SourceName, str]] = []
-    fallback: tuple[RestoreSource, Candidate, Verdict] | None = None
     for source in _sources(stage, holds, step, base is not None):
         notify(source.name)
-        candidate: Candidate | None = None
         try:
-            candidate = await _load_candidate(peer, source, holds, base)
-            verdict = await judge(peer, probes) if probes else None
-        except PeerError as error:
-            if candidate is not None:
-                raise  # a stage that the gate needs is gone, so the crew has ended
-            reason = str(error)
-        except (StateError, Unavailable, Refused, OSError) as error:
+            loaded = await _load(peer, source, holds, base)
+        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
@@ -326,25 +294,11 @@ async def restore(
             reason = "out of memory" if is_oom(error) else f"device: {error}"
             free_memory()
         else:
-            if passes_gate(source, verdict, stage.settings):
-                stage.phase = "ready"
-                return RestoredStage(source, verdict, True, tuple(tried), candidate)
-            assert verdict is not None
-            reason = f"KL {verdict.kl:.3g}, NLL {verdict.nll_rise:+.3g} nats per token"
-            if fallback is None and verdict.finite:
-                fallback = source, candidate, verdict
+            stage.phase, stage.restored = "ready", loaded.state
+            return RestoredStage(source, tuple(tried), loaded)
         tried.append((source.name, reason))
-        stage.phase, stage.restored = "restoring", None
     reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a checkpoint"
-    if fallback is None:
-        raise Refused(f"no source is left for this stage: {reasons}")
-    source, candidate, verdict = fallback
-    log.warning(
-        "no source passed the gate, using the first finite one", taken=source.name, reason=reasons
-    )
-    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
-    stage.phase, stage.restored = "ready", candidate.state
-    return RestoredStage(source, verdict, False, tuple(tried), candidate)
+    raise Refused(f"no source is left for this stage: {reasons}")
 
 
 def _sources(
@@ -378,13 +332,13 @@ def _sources(
     return [*checkpoints, RestoreSource("base")] if has_base else checkpoints
 
 
-async def _load_candidate(
+async def _load(
     peer: StatePeer,
     source: RestoreSource,
     holds: Mapping[int, HoldsMessage],
     base: BaseWeights | None,
-) -> Candidate:
-    """Load the stage from `source`, as the candidate.
+) -> LoadedStage:
+    """Load the stage from `source` into the runtime.
 
     Raises:
         PeerError: Another member is gone or sent an invalid body.
@@ -392,20 +346,19 @@ async def _load_candidate(
         Refused: A neighbour that is needed is lost too.
     """
     stage = peer.stage
-    candidate = await _read_candidate(peer, source, holds, base)
-    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
-    stage.phase, stage.restored = "candidate", candidate.state
+    loaded = await _read(peer, source, holds, base)
     if stage.runtime.embedding() is not None:
-        candidate = await _take_tied_embedding(peer, candidate, holds)
-    return candidate
+        loaded = await _take_tied_embedding(peer, loaded, holds)
+    await peer.channel.compute(partial(load_weights, stage.runtime, loaded.state.weights))
+    return loaded
 
 
-async def _read_candidate(
+async def _read(
     peer: StatePeer,
     source: RestoreSource,
     holds: Mapping[int, HoldsMessage],
     base: BaseWeights | None,
-) -> Candidate:
+) -> LoadedStage:
     stage, spec = peer.stage, peer.stage.spec
     if source.name in ("checkpoint", "neighbour"):
         if source.holder is None:
@@ -415,7 +368,7 @@ async def _read_candidate(
         assert base is not None
         return stage.warming_up(StageState(0, await peer.channel.compute(base)))
     made = await _synthesise(peer, holds)
-    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+    return LoadedStage(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
 
 
 async def _synthesise(
@@ -448,17 +401,17 @@ async def _synthesise(
 
 
 async def _take_tied_embedding(
-    peer: StatePeer, candidate: Candidate, holds: Mapping[int, HoldsMessage]
-) -> Candidate:
-    """Return the candidate with the tied embedding and its moments of the other end.
+    peer: StatePeer, loaded: LoadedStage, holds: Mapping[int, HoldsMessage]
+) -> LoadedStage:
+    """Return the loaded stage with the tied embedding and its moments of the other end.
 
     Both ends must have the same tied embedding. If both ends are lost, they use that of stage 0.
     """
-    stage, spec = peer.stage, peer.stage.spec
+    spec = peer.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
     if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
-        return candidate
-    theirs, state = await peer.fetch.state(other, "tied", other), candidate.state
+        return loaded
+    theirs, state = await peer.fetch.state(other, "tied", other), loaded.state
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
     state = replace(
@@ -468,28 +421,7 @@ async def _take_tied_embedding(
         second=merge(state.second, theirs.second),
         counts=merge(state.counts, theirs.counts),
     )
-    await peer.channel.compute(partial(load_weights, stage.runtime, state.weights))
-    stage.restored = state
-    return replace(candidate, state=state)
-
-
-async def _newest_probes(
-    peer: StatePeer, holds: Mapping[int, HoldsMessage], step: int
-) -> list[GateProbe]:
-    """Return the probes of the newest committed step: of the last stage if it has them, else of any
-    member."""
-    own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
-    found = {own: peer.stage.recorder.probes}
-    for holder, there in holds.items():
-        if there.probes is not None:
-            with contextlib.suppress(PeerError):
-                found[holder] = await peer.fetch.probes(holder)
-    committed = [
-        (max(probe.step for probe in known), holder == tail, -holder, known)
-        for holder, probes in found.items()
-        if (known := [probe for probe in probes if probe.step < step])
-    ]
-    return max(committed)[3] if committed else []
+    return replace(loaded, state=state)
 
 
 def base_stage_reader(directory: Path, spec: StageSpec) -> BaseWeights:
@@ -504,109 +436,7 @@ def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
     return lambda: untrained
 
 
-# The gate: the last committed micro-batches run again through all stages.
-#
-#     r = log π_new(token) − log π_old(token)     over tokens that were trained on
-#     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
-#
-# π_old is the last stage's output before the step that trained on the micro-batch. Only
-# micro-batches of the newest step count, because training after an older one would look like
-# damage. The gate is needed because a damaged policy earns equal rewards for all answers, so
-# training cannot repair it.
-
-MIN_PROBES, MIN_PROBE_ROWS = 2, 2048
-"""The gate uses at least this many probes and rows, if they exist. r of a restored stage has a
-standard deviation of a few hundredths, so 2,048 rows estimate its mean square to about 10 %. More
-rows would take minutes over a home connection at 7 B."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of the gate, in nats per token. It is not finite if a log-probability was not."""
-
-    kl: float
-    """KL(before ‖ restored)."""
-    nll_rise: float
-    """Rise of the negative log-likelihood."""
-    tokens: int
-    """Number of tokens that were compared."""
-
-    @property
-    def finite(self) -> bool:
-        """True if both numbers are finite."""
-        return math.isfinite(self.kl) and math.isfinite(self.nll_rise)
-
-
-def passes_gate(source: RestoreSource, verdict: Verdict | None, settings: RecoverySettings) -> bool:
-    """Return True if the gate lets a stage from `source` train.
-
-    Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
-    finite numbers are enough. Otherwise both bounds apply. They are multiplied by
-    `checkpoint_factor` for a checkpoint.
-    """
-    if verdict is None:
-        return True
-    if source.current or settings.mode != "copies":
-        return verdict.finite
-    room = settings.checkpoint_factor if source.name in ("checkpoint", "neighbour") else 1.0
-    return verdict.kl < room * settings.gate_kl and verdict.nll_rise < room * settings.gate_nll
-
-
-async def judge(peer: StatePeer, probes: Sequence[GateProbe]) -> Verdict:
-    """Run the newest probes through all stages and return the verdict.
-
-    Args:
-        probes: At least one probe.
-
-    Raises:
-        PeerError: A stage is gone, or is not restored in time.
-        RuntimeError, MemoryError: This node's device failed (`is_device_error`).
-    """
-    shifts = []
-    for probe in choose_probes(probes):
-        try:
-            shifts.append(await _shift(peer, probe))
-        except (Incompatible, ValueError):  # a log-probability or activation is not finite
-            return Verdict(math.inf, math.inf, 0)
-    return make_verdict(np.concatenate(shifts))
-
-
-def choose_probes(probes: Sequence[GateProbe]) -> list[GateProbe]:
-    """Return the last probes of the newest step, as many as the gate needs."""
-    newest, rows, chosen = max(probe.step for probe in probes), 0, list[GateProbe]()
-    for probe in reversed([probe for probe in probes if probe.step == newest]):
-        if len(chosen) < MIN_PROBES or rows < MIN_PROBE_ROWS:
-            chosen.append(probe)
-            rows += probe.rows
-    return chosen
-
-
-def make_verdict(shift: np.ndarray) -> Verdict:
-    """Return the verdict for `shift`, the (tokens,) values of r = log π_new − log π_old."""
-    shift = shift.astype(np.float64)
-    return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
-
-
-async def _shift(peer: StatePeer, probe: GateProbe) -> np.ndarray:
-    """Return the (tokens,) values of r = log π_new − log π_old for one probe.
-
-    Raises:
-        ValueError, Incompatible: A number of some stage is not finite.
-        PeerError: A stage is gone, or is not restored in time.
-    """
-    work, old = read_work(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
-    x = b""
-    for stage in range(peer.stage.spec.stages):
-        if stage == peer.stage.spec.index:
-            x = await peer.channel.compute(
-                partial(run_one, peer.stage.runtime, work, x, peer.stage.codec)
-            )
-        else:
-            x = await peer.fetch.run_at(stage, probe, len(old), x)
-    new = unpack_logprobs(x)
-    if not np.isfinite(new).all():
-        raise ValueError("a log-probability is not finite")
-    return new - old
+# A micro-batch through one stage, for the probe of an average (`trainer.AverageProbe`).
 
 
 def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: ActivationCodec) -> bytes:
@@ -787,7 +617,6 @@ class StageRecovery:
         self._layouts: tuple[Layout, ...] = ()
         self._partial_bodies: dict[int, PartialBody] = {}
         self._recorder: Recorder | None = None
-        self._taken_anyway = 0
 
     def held_blocks(self) -> tuple[wire.HeldBlock, ...]:
         """Return the newest checkpoints on this node's disk, for its offer. Call it in a thread."""
@@ -878,15 +707,14 @@ class StageRecovery:
 
     async def restore(
         self, stage: Stage, assignment: wire.StageAssignment, notify: ReportSource
-    ) -> tuple[str, float | None]:
-        """Restore `stage` and return (source, KL of the gate or None).
+    ) -> str:
+        """Restore `stage` and return the name of its source.
 
         Args:
             notify: Called with "loading" and the source that is tried next.
 
         Raises:
             Refused: No source can be used.
-            PeerError: A member that the gate needs is gone.
         """
         assert self.peer is not None
         restored = await restore(
@@ -897,17 +725,16 @@ class StageRecovery:
         )
         self._partial_bodies.pop(assignment.stage, None)
         restored.install(stage.worker)
-        self.outer = restored.candidate.outer
-        self._taken_anyway += not restored.passed
+        self.outer = restored.loaded.outer
         for source, why in restored.tried:
-            log.info("source refused", source=source, reason=why)
+            log.info("source failed", source=source, reason=why)
         log.info(
             "weights restored",
             source=restored.source.name,
             step=assignment.step,
             source_step=restored.source.step,
         )
-        return restored.source.name, None if restored.verdict is None else restored.verdict.kl
+        return restored.source.name
 
     def _base(self, stage: Stage) -> BaseWeights:
         """Return a reader of the base model's weights. Call it before the stage is restored."""
@@ -940,10 +767,7 @@ class StageRecovery:
 
     def refused(self) -> dict[str, int]:
         """Return counts of `wire.STATE_REFUSALS`."""
-        counts = Counter(self.peer.channel.refused if self.peer is not None else {})
-        if self._taken_anyway:
-            counts["gate"] = self._taken_anyway
-        return dict(counts)
+        return dict(self.peer.channel.refused) if self.peer is not None else {}
 
     def fault(self) -> tuple[int, str] | None:
         """Return the stage that sent garbage on a state stream, and the reason."""
@@ -1466,17 +1290,14 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
         raise StateError(f"{path} is damaged: {error}") from None
 
 
-# The recorder observes one worker. It stores the last committed micro-batches: as probes for the
-# gate, and as stage inputs for the probe of an average. Between two steps it makes checkpoints.
+# The recorder observes one worker. It stores the last committed micro-batches for the probe of an
+# average. Between two steps it makes checkpoints.
 
 
 @dataclass(frozen=True)
 class StageInput:
     """A committed micro-batch with the activations that this stage received."""
 
-    micro_batch: int
-    step: int
-    """Committed steps when it was computed."""
     rows: int
     about: bytes
     """Encoded `MicroBatch`."""
@@ -1515,10 +1336,7 @@ class Recorder(Observer):
     ) -> None:
         self.spec = spec
         self.settings = settings
-        self.probes: list[GateProbe] = []
-        """Probes of the last steps, oldest first. The last stage records them, and its ring
-        neighbours fetch them."""
-        self.inputs: deque[StageInput] = deque(maxlen=settings.probes)
+        self.inputs: deque[StageInput] = deque(maxlen=settings.inputs)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
         """With `checkfree+`: end stage → (step, its embedding, or norm and head)."""
         self.shared: SharedCheckpoint | None = None
@@ -1535,7 +1353,6 @@ class Recorder(Observer):
         self._announced = 0
         self._pending: dict[int, tuple[bytes, bytes]] = {}
         """Description and body of the last micro-batches of the present step."""
-        self._logprobs: dict[int, bytes] = {}
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
@@ -1544,24 +1361,17 @@ class Recorder(Observer):
         self._pending[micro_batch] = about, body
         # a step may have a thousand micro-batches; only the last ones are stored
         size = lambda: sum(len(body) for _, body in self._pending.values())
-        while len(self._pending) > self.settings.probes or (
+        while len(self._pending) > self.settings.inputs or (
             len(self._pending) > 1 and size() > self.settings.input_bytes
         ):
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            self._logprobs.pop(oldest, None)
-
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        if micro_batch in self._pending:
-            self._logprobs[micro_batch] = pack_logprobs(logprobs.numpy())
+            del self._pending[next(iter(self._pending))]
 
     def dropped(self) -> None:
         self._pending.clear()
-        self._logprobs.clear()
 
     def committed(self, worker: StageWorker) -> None:
         self.policy_copy = None
-        self._remember(worker.participant.step - 1)
+        self._remember()
         if self._store is not None:
             self._checkpoint(worker, self._store)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
@@ -1577,17 +1387,12 @@ class Recorder(Observer):
             self.sharing.announce("checkpoint", self.shared.step)
         if self.spec.index in self.ends:
             self.sharing.announce("ends", self.ends[self.spec.index][0])
-        if self.spec.has_head and self.probes:
-            self.sharing.announce("probes", self.probes[-1].step)
 
-    def _remember(self, step: int) -> None:
-        for number, (about, body) in sorted(self._pending.items()):
+    def _remember(self) -> None:
+        for _, (about, body) in sorted(self._pending.items()):
             rows = strict.decode(about, MicroBatch).rows
-            if number in self._logprobs:
-                self.probes.append(GateProbe(number, step, rows, about, self._logprobs[number]))
-            self.inputs.append(StageInput(number, step, rows, about, body))
+            self.inputs.append(StageInput(rows, about, body))
         self.dropped()
-        del self.probes[: -self.settings.probes]
         while sum(len(edge.body) for edge in self.inputs) > self.settings.input_bytes:
             self.inputs.popleft()
 
@@ -1637,8 +1442,8 @@ class Recorder(Observer):
                 self._write(worker, metadata, self._store)
 
 
-def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
-    """Decode and check the micro-batch of a probe or stage input.
+def read_work(item: StageInput, limits: FrameLimits) -> MicroBatch:
+    """Decode and check the micro-batch of a stage input.
 
     Raises:
         BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
@@ -1708,7 +1513,7 @@ class LocalStage:
         one."""
         return None if self.store is None else self.store.metadata(stage)
 
-    def read_checkpoint(self) -> Candidate:
+    def read_checkpoint(self) -> LoadedStage:
         """Read the checkpoint of the own stage.
 
         Raises:
@@ -1730,11 +1535,11 @@ class LocalStage:
         }
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError("the state of averaging in the own checkpoint is not finite")
-        return Candidate(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
+        return LoadedStage(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
 
-    def warming_up(self, state: StageState) -> Candidate:
-        """Return a candidate. Its learning rate warms up if its optimizer is new."""
-        return Candidate(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
+    def warming_up(self, state: StageState) -> LoadedStage:
+        """Return a loaded stage. Its learning rate warms up if its optimizer is new."""
+        return LoadedStage(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
 
     def spec_of(self, stage: int) -> StageSpec:
         """Return a spec that shows which end `stage` is. It has no layers."""
@@ -1762,37 +1567,18 @@ class LocalStage:
         Raises:
             BadMessage: The reason is `size` or `schema`.
         """
-        least = 0
         match have.what:
-            case "probes":
-                tokens = self.limits.tokens
-                each = ABOUT_ITEM_BYTES * (tokens + 16) + 4 * tokens + 256
-                most = self.settings.probes * each + 16
             case "copy":
                 layout = copied_layout(self.spec_of(of), self.layouts[of])
                 most = copy_bytes(layout, adapter=self.base is None)
                 least = most if self.base is None else 0
+                if not least <= have.size <= most:
+                    raise BadMessage("size", f"{have.size} bytes of a copy, at most {most}")
+                return have.size
             case "output":
                 raise BadMessage("schema", "an output that is part of a stage")
             case what:
                 return state_bytes(*self.shape(what, of))
-        if not least <= have.size <= most:
-            raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
-        return have.size
-
-    def read_probes(self, body: bytearray) -> list[GateProbe]:
-        """Decode and check probes.
-
-        Raises:
-            BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
-        """
-        probes: list[GateProbe] = strict.decode(bytes(body), list[GateProbe])
-        if not 1 <= len(probes) <= self.settings.probes:
-            raise BadMessage("bounds", f"{len(probes)} probes")
-        for probe in probes:
-            tokens = sum(read_work(probe, self.limits).completion_lengths)
-            read_f32("logprobs", probe.logprobs, tokens)
-        return probes
 
     async def policy_copy(self, compute: WorkRunner) -> tuple[int, bytes]:
         """Return (step, weights encoded for a policy copy). They are encoded once per step.
@@ -1829,9 +1615,6 @@ class LocalStage:
 
 SERVED_AT_ONCE: Final = 5
 """Most requests of one peer that are served at a time."""
-SERVED_PER_STEP: Final = 64
-"""Most bodies of one kind that are sent to one peer between two steps. A stage that is restored
-needs a few."""
 MAX_BAD_MESSAGES: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
 """(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
@@ -1954,12 +1737,6 @@ class StateFetcher:
         with self._channel.counting_bad_messages(holder):
             return await self._channel.compute(decode)
 
-    async def probes(self, holder: int) -> list[GateProbe]:
-        """Return the probes that `holder` has, oldest first."""
-        _, body = await self.body(holder, "probes", holder)
-        with self._channel.counting_bad_messages(holder):
-            return self._stage.read_probes(body)
-
     async def policy_copy(self, spec: StageSpec) -> tuple[int, int, CopyTensors]:
         """Return (bytes received, step, weights) of a stage, for a policy copy.
 
@@ -1980,9 +1757,7 @@ class StateFetcher:
             parts = await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
         return came, step, parts
 
-    async def run_at(
-        self, stage: int, edge: GateProbe | StageInput, tokens: int, x: bytes
-    ) -> bytes:
+    async def run_at(self, stage: int, edge: StageInput, tokens: int, x: bytes) -> bytes:
         """Run one micro-batch through another stage, as `run_one` does. Wait while that stage is
         being restored.
 
@@ -2039,9 +1814,6 @@ class StateServer:
         self._channel = channel
         self._stage = stage
         self._serving: Counter[int] = Counter()
-        self._served: Counter[tuple[int, str]] = Counter()
-        """(stage, kind) → number of bodies sent since the last step."""
-        self._served_step = -1
 
     def serve(
         self, stage: int, message: wire.AskMessage | wire.WantMessage | wire.RunMessage, body: bytes
@@ -2079,14 +1851,13 @@ class StateServer:
 
     def _holds(self, stage: int, request: int) -> HoldsMessage:
         checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
-        ends, probes = recorder.ends.get(stage), recorder.probes
+        ends = recorder.ends.get(stage)
         return HoldsMessage(
             self._channel.place,
             request,
             self._stage.phase,
             checkpoint.step if checkpoint is not None else None,
             ends[0] if ends is not None else None,
-            probes[-1].step if probes else None,
         )
 
     async def _send_requested(
@@ -2101,14 +1872,11 @@ class StateServer:
         want = asked if isinstance(asked, wire.WantMessage) else None
         what: wire.BodyKind = "output" if want is None else want.what
         phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
-        runs = phase in ("candidate", "ready")
-        if (what in ("layers", "tied", "copy") and phase != "ready") or (want is None and not runs):
+        if what in ("layers", "tied", "copy", "output") and phase != "ready":
             return "loading"
         found = await self._find_body(stage, asked, body)
         if found is None:
             return "none"
-        if self._exceeds_quota(stage, what):
-            return "refused"
         data = memoryview(await channel.compute(found.read))
         root = await channel.compute(lambda: hash_body(data))
         have = HaveMessage(
@@ -2120,15 +1888,6 @@ class StateServer:
         to_keep = want is not None and (want.what, want.of) == ("checkpoint", own)
         await channel.send_body(stage, have, data, at, background=to_keep)
         return None
-
-    def _exceeds_quota(self, stage: int, what: str) -> bool:
-        if self._served_step != self._channel.step:
-            self._served.clear()
-            self._served_step = self._channel.step
-        self._served[stage, what] += 1
-        repeated = self._served[stage, what] > SERVED_PER_STEP
-        self._channel.refused["repeated"] += repeated
-        return repeated
 
     async def _find_body(
         self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
@@ -2161,9 +1920,6 @@ class StateServer:
                 ends_step, tensors = recorder.ends[of]
                 state = StageState(ends_step, tensors)
                 return ServedBody(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
-            case "probes" if recorder.probes:
-                probes = list(recorder.probes)
-                return ServedBody(probes[-1].step, lambda: strict.encode(probes))
             case "copy":
                 copy_step, copy = await local.policy_copy(self._channel.compute)
                 return ServedBody(copy_step, lambda: copy)
@@ -2187,7 +1943,7 @@ class StateServer:
 
 
 class CheckpointSharing:
-    """Exchange of checkpoints, ends and probes between members that store them for each other.
+    """Exchange of checkpoints and ends between members that store them for each other.
 
     A stage announces each new body. The members that store it fetch one body of each stage and kind
     at a time, and skip a body that is superseded meanwhile.
@@ -2235,10 +1991,8 @@ class CheckpointSharing:
         if made.what == "checkpoint":
             kept = stored_stages(own, stages, self._stage.settings)
             is_kept = self._stage.store is not None and stage in kept
-        elif made.what == "ends":
-            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
         else:
-            is_kept = stage == stages - 1 and stage in ring(own, stages)
+            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
         if not is_kept:
             return
         is_fetching = (stage, made.what) in self._newest
@@ -2281,9 +2035,7 @@ class CheckpointSharing:
             OSError: It cannot be written.
         """
         local, recorder = self._stage, self._stage.recorder
-        if have.what == "probes":
-            recorder.probes[:] = local.read_probes(body)
-        elif have.what == "ends":
+        if have.what == "ends":
             state = decode_state(as_tensor(body), *local.shape("ends", stage), have.step, 0.0)
             recorder.ends[stage] = have.step, dict(state.weights)
         else:

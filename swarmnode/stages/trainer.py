@@ -555,8 +555,6 @@ class StageSession:
     """True while the crew is paused."""
     source_seconds: float | None = None
     """Seconds from the assignment until the stage had its weights."""
-    gate_kl: float | None = None
-    """KL divergence that the gate measured, in nats per token."""
     since: float = field(default_factory=time.monotonic)
     """Start of the session."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -656,7 +654,7 @@ class StageRunner:
                 session.source = "memory" if assignment.step else ""
             else:
                 if assignment.step:
-                    session.source, session.gate_kl = await self._recovery.restore(
+                    session.source = await self._recovery.restore(
                         stage, assignment, partial(self._update, session)
                     )
                 self._on_ready(stage)
@@ -827,7 +825,6 @@ class StageRunner:
             progress=self._recovery.progress(),
             source=session.source,
             source_seconds=session.source_seconds,
-            gate_kl=session.gate_kl,
             reason=session.reason,
             load=int(session.phase == "loading"),
             state_refused=self._recovery.refused(),
@@ -1671,8 +1668,6 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
 # The stage works with its own weights until the verdict arrives. Without a verdict the average is
 # rejected.
 
-PROBE_MICRO_BATCHES = 4
-"""A probe has at most this many micro-batches, the newest ones."""
 VERDICT_SECONDS = (120.0, 3.0)
 """(a, b): the deadline of a verdict is a + b × the duration of a step, in seconds. A partner waits
 for six minutes and eight steps (`weights/exchange.py`)."""
@@ -1711,7 +1706,7 @@ class AverageProbe:
         peer, token = self._peer, self._token
         if peer is None or token is None:
             return False
-        known = _newest_inputs(peer)
+        known = list(peer.stage.recorder.inputs)
         rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
         judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
@@ -1772,11 +1767,6 @@ async def _judge(
         log.info("probe of an average failed, rejecting the average", error=str(error))
     finally:
         answer(losses)
-
-
-def _newest_inputs(peer: StatePeer) -> list[StageInput]:
-    """Return the newest committed micro-batches with their activations at this stage."""
-    return list(peer.stage.recorder.inputs)[-PROBE_MICRO_BATCHES:]
 
 
 def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:

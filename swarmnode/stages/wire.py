@@ -366,7 +366,7 @@ _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _HEADER_RANGES: Final = {
     **dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER),
-    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
+    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, MAX_STAGES - 1),
     "loss": _ANY,
@@ -1222,8 +1222,6 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Steps by which the policy copy that this node samples from is behind its crew."""
     copy_bytes: int | None = None
     """Bytes received for the last refresh of the policy copy."""
-    gate_kl: float | None = None
-    """KL divergence that the gate measured after the last recovery, in nats per token."""
     bubble_share: float | None = None
     """Share of the last step in which this stage waited."""
     tokens_per_second: float | None = None
@@ -1757,22 +1755,20 @@ STATE_REASONS: Final = (
     "truncated",
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
-STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
-"""STATE_REASONS, and four more. `busy`: a member sent too many requests at a time. `failed`: this
-node's disk or device failed at a request. `repeated`: a member requested one body too often.
-`gate`: this node's stage was restored from a source that failed the gate, because no source
-passed."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed")
+"""STATE_REASONS, and two more. `busy`: a member sent too many requests at a time. `failed`: this
+node's disk or device failed at a request."""
 ROOT_BYTES: Final = 32
 StateForm = Literal["exact", "small", "plain"]
 """exact: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32
 weights."""
-StatePhase = Literal["starting", "restoring", "candidate", "ready"]
-"""starting: it is not known yet whether the stage has weights. restoring: it has none. candidate:
-the gate judges its weights, and it runs micro-batches with them. ready: it has its weights."""
-BodyKind = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
-SharedBody = Literal["checkpoint", "ends", "probes"]
+StatePhase = Literal["starting", "restoring", "ready"]
+"""starting: it is not known yet whether the stage has weights. restoring: it has none. ready: it
+has its weights."""
+BodyKind = Literal["checkpoint", "layers", "tied", "ends", "copy", "output"]
+SharedBody = Literal["checkpoint", "ends"]
 """Bodies of a stage that other members store."""
-RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
+RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
@@ -1797,8 +1793,6 @@ class HoldsMessage(StateMessage, frozen=True, tag="holds"):
     """Committed steps in the stored checkpoint of the asking stage."""
     ends: int | None
     """Committed steps in the stored embedding, or norm and head, of the asking stage."""
-    probes: int | None
-    """Committed steps when the newest probe was computed."""
 
 
 class WantMessage(StateMessage, frozen=True, tag="want"):
@@ -1868,19 +1862,6 @@ class KeptMessage(StateMessage, frozen=True, tag="kept"):
 
 StateAnswer = HoldsMessage | HaveMessage | ChunkMessage | LackMessage
 AnyStateMessage = AskMessage | WantMessage | RunMessage | MadeMessage | KeptMessage | StateAnswer
-
-
-class GateProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch that was trained on, and the policy's log-probabilities before that step."""
-
-    micro_batch: int
-    step: int
-    """Committed steps when `logprobs` were computed."""
-    rows: int
-    about: bytes
-    """Encoded `MicroBatch`."""
-    logprobs: bytes
-    """f32 for each completion token."""
 
 
 def hash_body(body: bytes | bytearray | memoryview) -> bytes:

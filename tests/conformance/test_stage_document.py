@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import msgpack
-import numpy as np
 import pytest
 import torch
 
@@ -213,12 +212,6 @@ def test_checkfree_matches_recovery(document):
         ours = recovery.average(before, after, spec)["model.layers.0.x"]
         got = document["checkfree"]((left.tolist(), a), (right.tolist(), b))
         assert got == pytest.approx(ours.tolist())
-
-
-def test_gate_matches_recovery(document):
-    shifts = [0.1, -0.2, 0.03, 0.0]
-    verdict = recovery.make_verdict(np.array(shifts, np.float32))
-    assert document["gate"](shifts) == pytest.approx((verdict.kl, verdict.nll_rise), rel=1e-5)
 
 
 def test_row_scale_matches_copies(document):

@@ -222,7 +222,6 @@ def example_at(t: float) -> NodeSnapshot:
             checkpoint_age_steps=steps % 20,
             copy_age_steps=1,
             copy_bytes=5_800_000,
-            gate_kl=0.0007,
             bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
             tokens_per_second=540.0,
             dropped={"crew": 14, "step": 3},

@@ -501,7 +501,6 @@ function crew(s) {
       ["restored from", own.source ? `${SOURCE_WORDS[own.source] || own.source}${known(own.source_seconds) ? `, in ${own.source_seconds.toFixed(1)} s` : ""}` : ""],
       ["newest checkpoint at a neighbour", known(own.checkpoint_step) ? `of step ${count(own.checkpoint_step)}, ${count(own.checkpoint_age_steps)} steps old` : c.slots.length > 1 ? "none yet" : ""],
       ["samples from", known(own.copy_age_steps) ? `a policy copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
-      ["recovery", known(own.gate_kl) ? `KL ${own.gate_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],
     ] : []),

@@ -39,7 +39,6 @@ def node(directory: Path, name: str) -> DemoNode:
         source="neighbour",
         source_seconds=12.34,
         checkpoint_age=123,
-        gate_kl=0.125,
         tokens_per_second=12345.0,
         restarts=12,
     )

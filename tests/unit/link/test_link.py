@@ -97,7 +97,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
         Capacity(2e9, 1e12, 0.01),
         ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
     )
-    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, gate_kl=None)
+    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)

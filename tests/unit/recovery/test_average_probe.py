@@ -14,7 +14,7 @@ from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings, read_work, run_one, trained
-from swarmnode.stages.trainer import AverageProbe, _newest_inputs, _with_tensors
+from swarmnode.stages.trainer import AverageProbe, _with_tensors
 from tests.support.lost_stages import Fleet, quiet
 
 SETTINGS = WorkerSettings(b"b" * 32, "float32")
@@ -163,11 +163,11 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
 
 
 async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
-    # eight better completions in each
-    monkeypatch.setattr(trainer, "_newest_inputs", lambda peer: _newest_inputs(peer) * 4)
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
+        inputs = one.peers[1].stage.recorder.inputs
+        inputs.extend([inputs[-1]] * 4)  # eight better completions in each
         run_at = one.peers[1].fetch.run_at
 
         async def counted(stage, edge, tokens, x):
@@ -228,7 +228,7 @@ async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
     async with one.up() as crew:
         await learn(crew, 1)
         station, peer = one.stations[1], one.peers[1]
-        edge = _newest_inputs(peer)[0]
+        edge = peer.stage.recorder.inputs[0]
         run = lambda runtime: run_one(
             runtime, read_work(edge, peer.stage.limits), edge.body, "float32"
         )

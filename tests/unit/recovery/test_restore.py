@@ -151,7 +151,6 @@ async def test_a_stage_comes_back_exactly_from_a_neighbours_disk(fleet, lost):
     assert apart(await lose_and_continue(mine, [lost]), expected) == 0
     assert source(mine, lost) == "neighbour"
     assert mine.restored[lost].source.step == 3
-    assert mine.restored[lost].passed
 
 
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
@@ -194,9 +193,9 @@ async def test_a_small_copy_comes_back_rounded_and_its_rate_warms_up(fleet):
     async with mine.up():
         restored = mine.restored[1]
         assert restored.source.name == "neighbour"
-        assert not restored.candidate.state.counts
-        assert restored.candidate.lr_scale.warmup == 10
-        for name, tensor in restored.candidate.state.weights.items():
+        assert not restored.loaded.state.counts
+        assert restored.loaded.lr_scale.warmup == 10
+        for name, tensor in restored.loaded.state.weights.items():
             assert torch.equal(tensor, before[f"1 {name}"].bfloat16().float())
 
 
@@ -204,8 +203,6 @@ async def test_a_copy_that_is_some_steps_old_serves(fleet):
     mine = fleet(settings={"checkpoint_every": 2})
     await lose_and_continue(mine, [2])
     assert mine.restored[2].source.step == 2
-    assert mine.restored[2].verdict.kl > 0
-    assert mine.restored[2].passed
 
 
 async def test_a_damaged_file_costs_one_source(fleet):
@@ -238,7 +235,7 @@ async def test_with_no_copy_at_all_the_base_comes_back(fleet, models):
 
     await lose_and_continue(mine, [1], prepare=prepare)
     assert source(mine, 1) == "base"
-    assert all(torch.equal(t, base[n]) for n, t in mine.restored[1].candidate.state.weights.items())
+    assert all(torch.equal(t, base[n]) for n, t in mine.restored[1].loaded.state.weights.items())
     without = fleet(name="without", settings={"checkpoint_every": 1000})
     await train(without, 2)
     without.kill(1)
@@ -247,24 +244,19 @@ async def test_with_no_copy_at_all_the_base_comes_back(fleet, models):
     assert isinstance(without.failed[1], Refused)
 
 
-async def test_what_fails_the_gate_is_passed_over_and_taken_if_nothing_passes(fleet):
-    strict = {"gate_kl": 1e-12, "gate_nll": 1e-12, "checkpoint_every": 2}
-    mine = fleet(settings=strict)
-    base = {n: torch.zeros_like(p) for n, p in trained(mine.stations[2].runtime).items()}
+async def test_source_with_non_finite_weights_is_skipped(fleet):
+    mine = fleet(settings={"checkpoint_every": 1000})
+    broken = {n: p * float("nan") for n, p in trained(mine.stations[2].runtime).items()}
 
     def prepare(station):
-        station.base = lambda: base
+        station.base = lambda: broken
 
-    await lose_and_continue(mine, [2], prepare=prepare)
-    restored = mine.restored[2]
-    assert (restored.source.name, restored.source.step, restored.passed) == ("neighbour", 2, False)
-    assert [name for name, _ in restored.tried] == ["neighbour", "neighbour", "base"]
-    assert all("KL" in why for _, why in restored.tried)
-    assert [entry for entry in mine.restore_log if entry[0] == 2] == [
-        (2, "neighbour"),
-        (2, "neighbour"),
-        (2, "base"),
-    ]
+    await train(mine, 2)
+    prepare(mine.kill(2))
+    async with mine.up() as crew:
+        assert crew is None
+    assert isinstance(mine.failed[2], Refused)
+    assert "not finite" in str(mine.failed[2])
 
 
 async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(fleet, models):
@@ -311,10 +303,9 @@ async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
         assert crew is not None, mine.failed
         restored = mine.restored[lost]
         assert restored.source.name == "checkfree"
-        assert restored.candidate.lr_scale.factor == 1.1
-        assert restored.verdict.kl > 0  # reported, and no bound refuses it
+        assert restored.loaded.lr_scale.factor == 1.1
         share = near[lost - 1] / sum(near.values())
-        for name, tensor in restored.candidate.state.weights.items():
+        for name, tensor in restored.loaded.state.weights.items():
             mean = share * sides[lost - 1][name] + (1 - share) * sides[lost + 1][name]
             assert torch.allclose(tensor, mean, atol=1e-6)
         await learn(crew, 1, 3)
@@ -340,7 +331,7 @@ async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
         assert again is not None, mine.failed
         restored = mine.restored[lost]
         assert restored.source.name == "checkfree+"
-        for name, tensor in restored.candidate.state.weights.items():
+        for name, tensor in restored.loaded.state.weights.items():
             if near is not None:
                 whole = f"{near} {name}" if ".layers." in name else f"{lost} {name}"
                 assert torch.equal(tensor, ends[whole])

@@ -9,7 +9,7 @@ import torch
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.errors import Incompatible, PeerError, PeerTimeout
 from swarmnode.stages import recovery, wire
 from swarmnode.stages.model import StageRuntime
 from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
@@ -218,10 +218,10 @@ async def test_ignores_unsolicited_bodies_and_other_crews(member):
 
 async def test_a_request_that_was_cancelled_or_answered_blocks_no_other(member):
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(member.peer.fetch.probes, 0)
+        nursery.start_soon(member.peer.fetch.body, 0, "copy", 0)
         want = await member.answer(0)
         nursery.cancel_scope.cancel()
-    await member.give(0, want.request, "probes", b"\x90")
+    await member.give(0, want.request, "copy", b"\x90")
     body = member.body(0)
     for step in (9, 10):
         want = await member.offer(0, step=step)
@@ -360,16 +360,9 @@ async def test_layers_are_given_to_neighbours_in_the_papers_modes_only(models, t
     one.store.close()
 
 
-async def test_a_member_gets_a_few_bodies_in_a_step_and_a_few_at_a_time(member, monkeypatch):
+async def test_requests_at_a_time_are_bounded(member, monkeypatch):
     member.work()
     await member.answer(0)
-    monkeypatch.setattr(recovery, "SERVED_PER_STEP", 2)
-    for _ in range(2):
-        await member.send(0, member.want(0, "checkpoint", 1))
-        await member.whole(0)
-    await member.send(0, member.want(0, "checkpoint", 1))
-    assert (await member.answer(0)).reason == "refused"
-    assert member.peer.channel.refused == {"repeated": 1}
     monkeypatch.setattr(recovery, "SERVED_AT_ONCE", 0)
     await member.send(0, wire.AskMessage(member.place(0), 8))
     assert (await member.answer(0)).reason == "busy"
@@ -403,14 +396,14 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
 async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump_clock):
     began = trio.current_time()
     with pytest.raises(PeerTimeout):
-        await member.peer.fetch.probes(0)
+        await member.peer.fetch.body(0, "copy", 0)
     assert trio.current_time() - began == pytest.approx(5.0)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
 
         async def ask():
             with pytest.raises(PeerError, match="gone"):
-                await member.peer.fetch.probes(2)
+                await member.peer.fetch.body(2, "copy", 2)
 
         nursery.start_soon(ask)
         await quiet()
@@ -426,7 +419,7 @@ async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock
             message = got[0] if isinstance(got, tuple) else got
             await member.send(0, wire.LackMessage(member.place(0), message.request, "loading"))
 
-    edge = wire.GateProbe(1, 8, 2, b"about", b"")
+    edge = recovery.StageInput(2, b"about", b"")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(loading)
         began = trio.current_time()
@@ -480,14 +473,3 @@ async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch
     await quiet()
     assert member.peer.channel.refused == {"failed": 1}
     assert not member.peer.channel.ended
-
-
-async def test_probes_are_bounded_and_have_the_tokens_that_they_say(member):
-    for body in (b"\x90", b"\x91\x01", b"not msgpack"):
-        want = await member.offer(2, "probes")
-        await member.give(2, want.request, "probes", body)
-    await quiet()
-    assert sum(member.peer.channel.refused.values()) == 3
-    assert not member.recorder.probes
-    with pytest.raises(BadMessage):
-        member.stage.read_probes(bytearray(b"\x90"))

@@ -100,7 +100,6 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
             assert crew is not None, mine.failed
             got, after = mine.restored[lost], mine.weights()
             assert (got.source.name, got.tried) == ("checkfree+", ())
-            assert got.verdict.finite
             layer = "model.layers.0.mlp.up_proj.weight"
             if lost != 1:  # weights travel as float32, whatever activations do
                 assert torch.equal(

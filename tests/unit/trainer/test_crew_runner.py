@@ -100,7 +100,7 @@ class Recovery:
         notify("loading", "neighbour")
         if self.error is not None:
             raise self.error
-        return "neighbour", 0.01
+        return "neighbour"
 
     def attach(self, assigned, worker):
         pass
@@ -176,7 +176,7 @@ def test_a_stage_is_built_restored_and_active(node):
     one = node()
     one.runner.receive(assigned_to(step=5))
     status = one.phase("active")
-    assert (status.source, status.gate_kl, status.step) == ("neighbour", 0.01, 5)
+    assert (status.source, status.step) == ("neighbour", 5)
     assert (status.progress, status.bubble_share, status.checkpoint_step) == (7, 0.25, 5)
     assert (status.dropped, status.state_refused) == ({"step": 1}, {"busy": 1})
     assert status.source_seconds >= 0
