@@ -509,8 +509,7 @@ class StagesConfig(Section):
     capacity: int = Field(default=0, ge=0)
     """Most memory in bytes for this node's stage. 0: the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
-    """Number of stages in a crew that this node proposes. 0: the planner chooses the fastest
-    split."""
+    """Number of stages in a crew that this node proposes. 0: the fewest that hold the model."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """Number format of the activations that stages send each other. Gradients are sent in float32
     if this is float32, in bfloat16 otherwise."""

@@ -30,7 +30,7 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     **_named("state", StateMessage),
     **_named("crews", wire.CrewMessage),
     "crew_record": CrewRecord,
-    "crew_copy": HeldBlock,
+    "held_block": HeldBlock,
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
     "stage_micro_batch": MicroBatch,

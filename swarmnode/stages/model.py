@@ -288,7 +288,7 @@ def _check_layers(config: PretrainedConfig) -> None:
         if shape != shapes[0]:
             raise Incompatible(f"layer {number} has other parameters than layer 0")
     count = sum(p.numel() for p in layers[0].parameters())
-    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
+    cost = model_cost(config, cached_tokens=0, weight_bytes=1, trained_bytes=0)
     planned = int(cost.layers[0].memory)
     if abs(count - planned) > COUNT_TOLERANCE * planned:
         raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")

@@ -551,7 +551,6 @@ class Head(StageWorker):
     Args:
         seconds: A call fails if nothing arrives for `max(seconds, SILENCE_FACTOR × the longest time
             between two arrivals)`.
-        step_seconds: A call fails if it takes longer.
     """
 
     def __init__(
@@ -564,15 +563,14 @@ class Head(StageWorker):
         optimizer: StageOptimizer | None = None,
         *,
         seconds: float = 120.0,
-        step_seconds: float = math.inf,
     ) -> None:
         super().__init__(runtime, links, fence, settings, compute, optimizer)
         self.open_waves: dict[bytes, Wave] = {}
-        self._seconds, self._call_seconds = seconds, step_seconds
+        self._seconds = seconds
         self._longest = 0.0
         """Longest time between two arrivals in a call."""
-        self._began = self._last = -math.inf
-        """Start of the call, and time of its last arrival; -inf between two calls."""
+        self._last = -math.inf
+        """Time of the call's last arrival, or of its start; -inf between two calls."""
         self._end_reason: str | None = None
         """Reason for which the crew has ended; None while it works."""
         self._changed = trio.Event()
@@ -813,7 +811,7 @@ class Head(StageWorker):
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Run one call of the training loop. An expired deadline ends the crew."""
-        self._began = self._last = trio.current_time()
+        self._last = trio.current_time()
         try:
             yield
         except PeerTimeout as error:
@@ -835,15 +833,12 @@ class Head(StageWorker):
             if self._end_reason is not None:
                 raise PeerError(self._end_reason)
             silence = max(self._seconds, SILENCE_FACTOR * self._longest)
-            call_ends = self._began + self._call_seconds
             self._changed = trio.Event()
-            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
+            with trio.move_on_at(self._last + silence) as scope:
                 await self._changed.wait()
             if not scope.cancelled_caught:
                 continue
             now = trio.current_time()
-            if now >= call_ends:
-                raise PeerTimeout(f"a call took longer than {self._call_seconds:.0f} s")
             self._last = max(self._last, min(self.links.inbox.idle_since, now))
             if now >= self._last + silence:
                 raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
@@ -1568,19 +1563,13 @@ class Inbox:
         self._arrivals: deque[ReceivedFrame] = deque()
         self._frames = self._bytes = 0
         """Numbers of waiting frames, and of bytes in them, from other stages."""
-        self._paused = False
         self._woken = trio.Event()
-        self._max_in_flight = trio.Event()
-
-    def pause(self, paused: bool) -> None:
-        """Read no frames from the streams while `paused`."""
-        self._paused = paused
-        self._wake_readers()
+        self._has_room = trio.Event()
 
     async def wait_for_room(self) -> None:
         """Wait until another frame may be read."""
-        while self._paused or self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
-            await self._max_in_flight.wait()
+        while self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
+            await self._has_room.wait()
 
     def put(self, arrival: ReceivedFrame) -> None:
         """Append a frame."""
@@ -1611,8 +1600,8 @@ class Inbox:
         self._woken = trio.Event()
 
     def _wake_readers(self) -> None:
-        self._max_in_flight.set()
-        self._max_in_flight = trio.Event()
+        self._has_room.set()
+        self._has_room = trio.Event()
 
     def _count(self, arrival: ReceivedFrame, sign: int) -> None:
         if arrival.sender != self._own:

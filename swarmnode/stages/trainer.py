@@ -122,7 +122,6 @@ from swarmnode.stages.pipeline import (
     StageWorker,
     Wave,
     WorkerSettings,
-    gradient_codec,
 )
 from swarmnode.stages.policy_copy import MemberSampler, PolicyCopy
 from swarmnode.stages.recovery import (
@@ -153,7 +152,6 @@ from swarmnode.stages.wire import (
     StageStatus,
     StreamKind,
     TrainerOffer,
-    activation_bytes,
     close_streams,
     is_device_error,
     model_cost,
@@ -462,7 +460,7 @@ class CrewTrainer:
         if averaging is None:
             return
         starts = isinstance(message, local.TakeSnapshot | local.WriteState)
-        # a paused stage starts no exchange, but finishes one that has started
+        # a stage of a crew that does not run yet starts no exchange
         if isinstance(message, local.AdoptState) or (
             self._runner.active and (self._runner.may_average or not starts)
         ):
@@ -528,8 +526,7 @@ async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int
 # This node's stage in one crew after another: a trio program in a thread of its own.
 #
 #     StageAssignment   the previous session ends, and `run_stage` starts
-#     CrewResume        all stages are active: the head may start
-#     CrewPause         no work starts, and received frames wait
+#     CrewStart         all stages are active: the head may start
 #     CrewEnd           the session ends; weights and optimizer stay in memory
 #
 # Other threads read its state through `wait`, and run the head's calls through `call_head`.
@@ -549,10 +546,8 @@ class StageSession:
     """Cause of the stage's failure."""
     faulted: bool = False
     """True after a fault was reported: the crew ends soon."""
-    resumed: bool = False
-    """True if all stages are active and the crew is not paused."""
-    suspended: bool = False
-    """True while the crew is paused."""
+    started: bool = False
+    """True if all stages are active."""
     source_seconds: float | None = None
     """Seconds from the assignment until the stage had its weights."""
     since: float = field(default_factory=time.monotonic)
@@ -671,7 +666,6 @@ class StageRunner:
             try:
                 # work
                 worker = stage.begin(assignment, streams)
-                worker.links.inbox.pause(session.suspended)
                 self._recovery.attach(assignment, worker)
                 self._update(session, "active", session.source)
                 await worker.run()
@@ -807,9 +801,9 @@ class StageRunner:
 
     @property
     def may_average(self) -> bool:
-        """True if this stage is active and its crew is not paused."""
+        """True if all stages of this node's crew are active."""
         session = self._session
-        return session is not None and session.active and session.resumed
+        return session is not None and session.active and session.started
 
     def status(self) -> StageStatus | None:
         """Return the status of the stage; None without a crew."""
@@ -872,25 +866,17 @@ class StageRunner:
                 )
                 self._session = StageSession(message)
                 nursery.start_soon(self.run_stage, self._session)
-            case wire.CrewPause() if session is not None:
-                log.info("suspended", reason=message.reason)
-                self._suspend(session, True)
-            case wire.CrewResume() if (
+            case wire.CrewStart() if (
                 session is not None and message.crew == session.assignment.crew
             ):
-                log.info("resumed")
-                self._suspend(session, False)
+                log.info("all stages are active")
+                session.started = True
             case wire.CrewEnd():
                 log.info("released", reason=message.reason)
                 await self._end_session()
                 self._session = None
                 await trio.to_thread.run_sync(self._offer, self.stage)
         self._send_status()
-
-    def _suspend(self, session: StageSession, suspended: bool) -> None:
-        session.resumed, session.suspended = not suspended, suspended
-        if self.stage is not None and session.active:
-            self.stage.worker.links.inbox.pause(suspended)
 
     async def _end_session(self) -> None:
         """End all tasks of the present session. Weights and optimizer stay."""
@@ -901,7 +887,7 @@ class StageRunner:
     async def _report_status(self) -> None:
         """Send a status each second. Report to the supervisor if the stage made progress or has no
         work."""
-        shown = -1
+        shown = steps = -1
         while True:
             await trio.sleep(STATUS_SECONDS)
             self._send_status()
@@ -912,6 +898,9 @@ class StageRunner:
                 self._progress("waiting for a crew")
             elif status.phase == "loading":
                 self._progress("loading a stage")
+            elif status.step != steps and self.stage is not None:
+                steps = status.step
+                self._progress(f"stage {status.stage}", self.stage.meter.step_seconds or None)
             elif status.load == 0 or status.progress != shown:
                 self._progress(f"stage {status.stage}")
             shown = status.progress if status is not None else -1
@@ -1406,6 +1395,8 @@ class StageMeter(Observer):
         """Share of the last step's time without a computation."""
         self.tokens_per_second: float | None = None
         """Tokens that were run forward in the last step ÷ its time."""
+        self.step_seconds = 0.0
+        """Duration of the last step."""
         self._busy = 0.0
         self._since = time.monotonic()
         self._tokens = 0
@@ -1421,7 +1412,7 @@ class StageMeter(Observer):
 
     def committed(self, worker: StageWorker) -> None:
         now, tokens = time.monotonic(), worker.runtime.tokens
-        elapsed = max(now - self._since, 1e-9)
+        elapsed = self.step_seconds = max(now - self._since, 1e-9)
         self.waited_share = max(0.0, 1.0 - self._busy / elapsed)
         self.tokens_per_second = (tokens - self._tokens) / elapsed
         self._busy, self._since, self._tokens = 0.0, now, tokens
@@ -1519,11 +1510,7 @@ class Stage:
         links = Links(self.index, streams, self._limits)
         fence = Fence(place, len(assignment.layers))
         common = (self.runtime, links, fence, self._settings, self.meter, self.optimizer)
-        worker = (
-            Head(*common, seconds=HEAD_SECONDS, step_seconds=assignment.step_seconds)
-            if self.index == 0
-            else StageWorker(*common)
-        )
+        worker = Head(*common, seconds=HEAD_SECONDS) if self.index == 0 else StageWorker(*common)
         worker.observers = self.observers
         return worker
 
@@ -1622,7 +1609,7 @@ class StageAveraging(Replica, Observer):
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
-        if self._may_average():  # not after the last step before a pause
+        if self._may_average():
             self.between_steps(self._connected(), seconds, stepped=True)
             self.keep()  # only the head sees rewards
 
@@ -1836,8 +1823,6 @@ ASSUMED_WAVES = 4
 """Assumed number of waves in flight, which is at most the number of stages."""
 PROMPT_TOKENS = 64
 """Assumed length of a question, for the size of the caches."""
-CROSSINGS_OF_AN_UPDATE = 4
-"""Crossings of all stages in an update: there and back, for scores and for gradients."""
 SPEED_MATRIX_SIZE = 512
 """Side of the matrices that measure a machine's speed."""
 SPEED_SECONDS = 0.1
@@ -2178,7 +2163,7 @@ def copy_memory(config: Config, hf: PretrainedConfig) -> float:
     """Return the bytes of an int8 policy copy, with its adapter and caches."""
     parameters, edges = count_parameters(hf)
     tokens = cached_tokens(config.training)
-    caches = model_cost(hf, batch_tokens=1, cached_tokens=tokens, weight_bytes=0, trained_bytes=0)
+    caches = model_cost(hf, cached_tokens=tokens, weight_bytes=0, trained_bytes=0)
     adapter = 4.0 * config.policy.lora.r * edges
     return parameters + adapter + sum(layer.memory for layer in caches.layers)
 
@@ -2188,14 +2173,13 @@ def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) ->
 
     Activations are those of the smallest micro-batch, the longest row alone, because the head
     halves larger ones that do not fit. A layer stores its input and is recomputed in the backward
-    pass, see `StageRuntime`. The bytes between two stages are those of a full micro-batch.
+    pass, see `StageRuntime`.
     """
     cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
-    shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, MAX_TOKENS)
+    shape = Shape.of_config(hf.to_dict())
     beside = host_bytes_per_weight(config.weights) if kind == "cpu" else 0
     cost = model_cost(
         hf,
-        batch_tokens=tokens,
         cached_tokens=cached_tokens(cfg),
         weight_bytes=placement.dtype.itemsize if rank else 4,
         trained_bytes=0 if rank else TRAINED_BYTES - 4 + beside,
@@ -2211,17 +2195,12 @@ def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) ->
     head = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once + table
     # embedding and head are not computed at the same time as a layer
     more = lambda part, size: replace(part, memory=part.memory + max(0.0, size))
-    batches = max(1.0, sampled_tokens(cfg) / tokens)
-    codecs = (config.stages.codec, gradient_codec(config.stages.codec))
     return replace(
         cost,
         stage=layer + ASSUMED_WAVES * state,
         embedding=more(cost.embedding, table - layer),
         layers=tuple(more(part, state) for part in cost.layers),
         head=more(cost.head, head - layer),
-        batch_bytes=float(sum(activation_bytes(codec, tokens, shape.hidden) for codec in codecs)),
-        batches=batches,
-        crossings=(cfg.max_completion_length + CROSSINGS_OF_AN_UPDATE) / batches,
     )
 
 
@@ -2230,15 +2209,10 @@ def smallest_stage(cost: ModelCost) -> float:
     return HEADROOM * (cost.stage + cost.layers[0].memory)
 
 
-def sampled_tokens(cfg: TrainingConfig) -> int:
-    """Return the assumed number of tokens in a step's samples."""
-    rows = cfg.groups_per_step * cfg.num_generations
-    return rows * (PROMPT_TOKENS + cfg.max_completion_length)
-
-
 def cached_tokens(cfg: TrainingConfig) -> int:
     """Return the number of tokens in the caches of a step's samples."""
-    return min(sampled_tokens(cfg), ASSUMED_WAVES * MAX_TOKENS)
+    rows = cfg.groups_per_step * cfg.num_generations
+    return min(rows * (PROMPT_TOKENS + cfg.max_completion_length), ASSUMED_WAVES * MAX_TOKENS)
 
 
 def measure_speed(placement: Placement) -> float:

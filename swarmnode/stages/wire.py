@@ -998,7 +998,7 @@ class PartCost:
     memory: float
     """Bytes of weights, gradients, optimizer, activations, and the cache of the waves in flight."""
     work: float
-    """Work of a micro-batch, forward and backward, in the unit of `Capacity.speed` × seconds."""
+    """Number of weights that each token is multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -1009,15 +1009,8 @@ class ModelCost:
     layers: tuple[PartCost, ...]
     head: PartCost
     """Norm and head; with tied embeddings it holds the embedding a second time."""
-    batch_bytes: float = 0.0
-    """Bytes of activations and gradients that a stage sends for one micro-batch."""
     stage: float = 0.0
     """Further bytes that every stage needs, for the layer that is being computed."""
-    batches: float = 1.0
-    """Number of micro-batches of a step."""
-    crossings: float = 0.0
-    """Number of round trips through all stages for which the stages wait, per micro-batch: one for
-    each sampled token, and those that fill and drain the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -1027,9 +1020,7 @@ class Capacity:
     memory: float
     """Bytes for a stage."""
     speed: float
-    """Work per second, > 0."""
-    hop_seconds: float = 0.0
-    """Seconds to send one micro-batch's activations, measured by the network process."""
+    """Floating-point operations per second, > 0. Only ratios count."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
@@ -1038,34 +1029,22 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     Args:
         layers: Number of layers of each stage.
     """
-    return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
-
-
-def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[PartCost]:
-    """Return the costs of the parts of the model in `stage`.
-
-    Args:
-        layers: Number of layers of each stage.
-    """
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
-    return [*model.layers[start : start + layers[stage]], *ends]
+    parts = [*model.layers[start : start + layers[stage]], *ends]
+    return model.stage + sum(part.memory for part in parts)
 
 
 def model_cost(
     config: ModelShape,
     *,
-    batch_tokens: int,
     cached_tokens: int,
     weight_bytes: int = 4,
     trained_bytes: int = 12,
 ) -> ModelCost:
-    """Estimate the costs of a model from its configuration. Work is in floating-point operations.
-
-    Forward, recomputed forward and backward are 8 operations per weight and token.
+    """Estimate the costs of a model from its configuration.
 
     Args:
-        batch_tokens: Tokens of a micro-batch.
         cached_tokens: Tokens in the caches of all waves together, with 2 bytes per key and value.
         weight_bytes: Bytes of a weight.
         trained_bytes: Bytes of gradient and optimizer per weight; 0 for a frozen base.
@@ -1083,11 +1062,11 @@ def model_cost(
     )
     vocabulary = config.vocab_size * width
     each = weight_bytes + trained_bytes
-    layers = PartCost(layer * each + 2 * 2 * keys * cached_tokens, 8.0 * layer * batch_tokens)
+    layers = PartCost(layer * each + 2 * 2 * keys * cached_tokens, float(layer))
     return ModelCost(
         embedding=PartCost(vocabulary * each, 0.0),
         layers=(layers,) * config.num_hidden_layers,
-        head=PartCost(vocabulary * each, 8.0 * vocabulary * batch_tokens),
+        head=PartCost(vocabulary * each, float(vocabulary)),
     )
 
 
@@ -1095,8 +1074,7 @@ def model_cost(
 #
 #     lineage      32 random bytes, drawn when training leaves the base; later crews keep them
 #     step         (lineage, number): steps that were committed since the base
-#     held block   layers first … last − 1 of (lineage, step), in a node's memory or on its disk;
-#                  protocol/04 calls it a copy
+#     held block   layers first … last − 1 of (lineage, step), in a node's memory or on its disk
 
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
@@ -1169,8 +1147,7 @@ def member_peers(record: CrewRecord) -> tuple[str, ...]:
 #     TrainerOffer   free memory and blocks held     ─▶ offered to peers
 #                    build and restore the stage     ◀─ StageAssignment  a crew has formed
 #     StageStatus    loading, active, failed         ─▶ heartbeats
-#                    drop work in progress, wait     ◀─ CrewPause        a member is suspected
-#                    start or continue               ◀─ CrewResume       all stages are active
+#                    start work                      ◀─ CrewStart        all stages are active
 #     StageFault     this crew cannot continue       ─▶ the crew ends; strike for the stage's holder
 #                    stop; weights stay in memory    ◀─ CrewEnd          the crew has ended
 #
@@ -1260,18 +1237,10 @@ class StageAssignment(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """Number of committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
-    step_seconds: float = 300.0
-    """Deadline of a step."""
 
 
-class CrewPause(msgspec.Struct, frozen=True, tag="stages_suspended"):
-    """Order to start no new work. Weights, optimizer and streams stay."""
-
-    reason: str
-
-
-class CrewResume(msgspec.Struct, frozen=True, tag="stages_resumed"):
-    """Order to start or to continue: all stages are active."""
+class CrewStart(msgspec.Struct, frozen=True, tag="stages_started"):
+    """Order to start work: all stages are active."""
 
     crew: bytes
 
@@ -1283,7 +1252,7 @@ class CrewEnd(msgspec.Struct, frozen=True, tag="stages_released"):
 
 
 FromTrainer = TrainerOffer | StageStatus | StageFault
-ToTrainer = StageAssignment | CrewPause | CrewResume | CrewEnd
+ToTrainer = StageAssignment | CrewStart | CrewEnd
 
 
 # Crew messages between network processes:
@@ -1335,10 +1304,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     memory: float
     """Bytes for a stage. 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
-    """Work per second, as in `Capacity`."""
-    hop_seconds: float
-    """Seconds to send one micro-batch's activations to another node."""
-    held_blocks: tuple[HeldBlock, ...] = msgspec.field(default=(), name="copies")
+    """As in `Capacity`."""
+    held_blocks: tuple[HeldBlock, ...] = ()
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
@@ -1423,7 +1390,7 @@ _MESSAGE_LENGTHS: Final = {
 }
 _MESSAGE_RANGES: Final = {
     **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
-    **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, MAX_AMOUNT)),
+    **dict.fromkeys(("memory", "speed"), (0.0, MAX_AMOUNT)),
     "first": (0, MAX_LAYERS - 1),
     "last": (1, MAX_LAYERS),
 }
@@ -1438,7 +1405,7 @@ def check_message(message: CrewMessage) -> None:
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
-            check_between("copies", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
+            check_between("held_blocks", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
             for held in message.held_blocks:
                 check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
                 if held.first >= held.last:
@@ -1471,7 +1438,8 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     """A node that has taken steps starts from the base after this time without a crew
     (`stages.wait_seconds`)."""
     stages: int = 0
-    """Number of stages of a crew that starts from the base; 0 for the fastest plan."""
+    """Number of stages of a crew that starts from the base; 0 for the fewest that hold the
+    model."""
     tick_seconds: float = 0.5
     """Interval between ClockTick events."""
     heartbeat_seconds: float = 1.0
@@ -1479,8 +1447,8 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     offer_seconds: float = 10.0
     """Interval between equal offers to a peer. An offer expires after three times this."""
     gather_seconds: float = 3.0
-    """A crew that starts from the base is proposed this time after the last new offer, and at most
-    three times this after it became possible."""
+    """A crew that starts from the base is proposed this time after it became possible, because
+    more nodes may be starting."""
     turn_seconds: float = 3.0
     """The member of rank r proposes after r times this."""
     exact_seconds: float = 12.0
@@ -1488,16 +1456,13 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     may be restarting."""
     join_seconds: float = 6.0
     """Deadline for the first heartbeat of every member of a crew that forms."""
-    suspect_seconds: float = 6.0
-    """The crew pauses when a member is silent for this time."""
     gone_seconds: float = 13.0
     """The crew ends when a member is silent for this time."""
-    prepare_seconds: float = 300.0
-    """A stage that is being restored must make progress within this time."""
-    restore_bytes_per_second: float = 1e6
-    """The whole restoration of a stage may take `prepare_seconds` + its memory ÷ this rate."""
-    step_seconds: float = 120.0
-    """Shortest deadline of a step."""
+    progress_seconds: float = 300.0
+    """The crew ends when a member that restores its stage or has pending work makes no progress for
+    this time."""
+    step_seconds: float = 7200.0
+    """The crew ends when it has taken no step for this time, restoration included."""
     strike_seconds: float = 10.0
     """Plans exclude a peer with n strikes for this time × 2^n, at most an hour."""
     most_peers: int = 64
@@ -1601,16 +1566,11 @@ NOTES = (
     "proposed",
     "formed",
     "running",
-    "paused",
-    "suspected",
-    "refuted",
     "broken",
     "refused",
     "struck",
-    "behind",
 )
-"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal failed.
-`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
+"""`broken`: the end of a crew. `refused`: a proposal failed. `struck`: a peer got a strike."""
 
 Action = SendAnswer | SendRequest | ToTrainer | Note
 """Stage streams belong to the crew of the last StageAssignment, and end with CrewEnd. The service

@@ -45,7 +45,6 @@ QUICK = MembershipSettings(
     turn_seconds=2.0,
     exact_seconds=5.0,
     join_seconds=4.0,
-    suspect_seconds=4.0,
     gone_seconds=8.0,
     lost_seconds=25.0,
     strike_seconds=2.0,
@@ -133,10 +132,8 @@ class FakeTrainer:
                         )
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
-                    case wire.CrewResume():
+                    case wire.CrewStart():
                         self.running = True
-                    case wire.CrewPause():
-                        self.running = False
                     case wire.CrewEnd():
                         self._scope.cancel()
                         self.assigned, self.running = None, False
@@ -188,7 +185,7 @@ class FakeTrainer:
 
     async def _follow(self, stream: Any) -> None:
         while (step := await _exactly(stream)) is not None:
-            while not self.running or self.frozen:  # the gate of a real one  # noqa: ASYNC110
+            while not self.running or self.frozen:  # noqa: ASYNC110
                 await trio.sleep(STEP_SECONDS)
             self.step = step
             self._progress += 1
@@ -196,8 +193,7 @@ class FakeTrainer:
 
 
 class CrewNode:
-    """The network and the stage service of one node. restarts: reasons given for trainer
-    restarts."""
+    """The network and the stage service of one node."""
 
     def __init__(
         self,
@@ -208,7 +204,6 @@ class CrewNode:
         layers: int,
     ) -> None:
         self.network = network
-        self.restarts: list[str] = []
         self.paused = ""
         self._layers = layers
         self._gone = trio.Event()
@@ -217,7 +212,7 @@ class CrewNode:
             network,
             cfg,
             directory,
-            NodeCallbacks(self._send_to_trainer, self.restarts.append, lambda: self.paused),
+            NodeCallbacks(self._send_to_trainer, lambda: self.paused),
             settings=settings,
         )
         self.trainer = FakeTrainer(self.service, layers)

@@ -238,9 +238,6 @@ def example_at(t: float) -> NodeSnapshot:
         events={
             "formed": 1,
             "running": 2,
-            "paused": 1,
-            "suspected": 2,
-            "refuted": 1,
             "broken": 1,
             "proposed": 1,
         },

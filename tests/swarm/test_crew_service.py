@@ -186,7 +186,7 @@ async def test_strangers_do_not_affect_a_running_crew(tmp_path):
             wire.LeaveRequest(crew_id, "it is over"),
             wire.Heartbeat(crew_id, wire.MemberStatus("failed")),
             wire.ProposeRequest(record),
-            wire.Offer(MODEL, 1e30, 1e30, 0.0, copies),
+            wire.Offer(MODEL, 1e30, 1e30, copies),
             b"no message",
         ):
             data = message if isinstance(message, bytes) else wire.encode_message(message)

@@ -58,10 +58,8 @@ class Trainer:
                             self._forget()
                             self.assigned = message
                             nursery.start_soon(self._work, message, self.scope)
-                        case wire.CrewResume():
+                        case wire.CrewStart():
                             self.running = True
-                        case wire.CrewPause():
-                            self.running = False
                         case wire.CrewEnd():
                             self._forget()
                             await trio.sleep(self.rng.uniform(0.0, 0.5))
@@ -215,7 +213,7 @@ class CrewNode:
                     network,
                     StagesConfig(trust="anyone"),
                     directory,
-                    NodeCallbacks(self._send_to_trainer, lambda reason: None),
+                    NodeCallbacks(self._send_to_trainer),
                     settings=world.settings,
                     rng=random.Random(self.rng.getrandbits(64)),
                 )

@@ -14,8 +14,7 @@ from swarmnode.link.server import LinkServer
 from swarmnode.stages.wire import (
     Capacity,
     CrewEnd,
-    CrewPause,
-    CrewResume,
+    CrewStart,
     ModelCost,
     PartCost,
     StageAssignment,
@@ -111,10 +110,10 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             assigned = StageAssignment(
                 b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock"
             )
-            for message in (assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")):
+            for message in (assigned, CrewStart(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
             await until(lambda: len(told) == 4)
-            assert told == [assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")]
+            assert told == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
 

@@ -162,9 +162,6 @@ def test_run_from_scratch_allows_paper_recoveries(tmp_path):
     with opened(config) as model:
         assert not model.pretrained
         assert model.settings().swapped
-        cost, training = model.trainer_offer.cost, config.training
-        assert cost.batch_bytes > 2 * training.per_device_train_tokens * model.config.hidden_size
-        assert cost.crossings > 0
     stages = lambda **changed: config.model_copy(
         update={"stages": config.stages.model_copy(update=changed)}
     )
@@ -287,7 +284,6 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     trained = 0 if rank else TRAINED_BYTES - 4 + host_bytes_per_weight(config.weights)
     kept = model_cost(
         shape,
-        batch_tokens=1,
         cached_tokens=cached_tokens(config.training),
         weight_bytes=4,
         trained_bytes=trained,

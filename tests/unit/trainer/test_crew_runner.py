@@ -15,8 +15,7 @@ from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRun
 from swarmnode.stages.wire import (
     Capacity,
     CrewEnd,
-    CrewPause,
-    CrewResume,
+    CrewStart,
     HeldBlock,
     ModelCost,
     PartCost,
@@ -42,8 +41,7 @@ class Worker:
 
     def __init__(self, ends=trio.sleep_forever):
         self.ends = ends
-        self.paused = []
-        self.links = SimpleNamespace(inbox=SimpleNamespace(pause=self.paused.append))
+        self.links = SimpleNamespace()
 
     async def run(self):
         await self.ends()
@@ -199,23 +197,19 @@ def test_stage_in_memory_serves_the_next_crew(node):
         assert len(built) == builds
 
 
-def test_stage_is_used_only_while_active_and_not_suspended(node):
+def test_stage_is_used_only_while_all_stages_are_active(node):
     one = node()
-    one.runner.receive(CrewResume(CREW))
-    one.runner.receive(CrewPause("nobody is there"))
+    one.runner.receive(CrewStart(CREW))
     one.runner.receive(assigned_to())
     one.phase("active")
     assert not one.runner.may_average, "a message from before this crew"
     for message, averages in (
-        (CrewResume(CREW), True),
-        (CrewPause("a member is suspected"), False),
-        (CrewResume(OTHER), False),
-        (CrewResume(CREW), True),
+        (CrewStart(CREW), True),
         (assigned_to(crew=OTHER), False),
-        (CrewResume(CREW), False),
-        (CrewResume(OTHER), True),
+        (CrewStart(CREW), False),
+        (CrewStart(OTHER), True),
         (CrewEnd("a member left"), False),
-        (CrewResume(OTHER), False),
+        (CrewStart(OTHER), False),
     ):
         one.runner.receive(message)
         done = threading.Event()
@@ -223,7 +217,6 @@ def test_stage_is_used_only_while_active_and_not_suspended(node):
         one.runner.run_soon(done.set)
         assert done.wait(10)
         assert one.runner.may_average == averages
-    assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
 def test_stage_without_weights_is_rebuilt(node):
@@ -251,7 +244,7 @@ def test_a_resumed_message_before_the_stage_is_active_counts(node):
     go = threading.Event()
     one = node(lambda assigned: go.wait(10) and FakeStage(assigned))
     one.runner.receive(assigned_to())
-    one.runner.receive(CrewResume(CREW))
+    one.runner.receive(CrewStart(CREW))
     one.phase("loading")
     assert not one.runner.may_average
     go.set()
@@ -390,7 +383,7 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
     monkeypatch.setattr(trainer, "Head", Worker)
     one = node()
     one.runner.receive(assigned_to())
-    one.runner.receive(CrewResume(CREW))
+    one.runner.receive(CrewStart(CREW))
     head = one.runner.wait(one.runner.head, 10)
 
     async def answer(head):
@@ -463,7 +456,7 @@ def test_offers_less_after_a_stage_that_did_not_fit():
     assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
 
-def test_a_suspended_stage_gives_nothing_away():
+def test_stage_of_a_crew_that_does_not_run_starts_no_exchange():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
     node = SimpleNamespace(

@@ -14,18 +14,13 @@ from swarmnode.errors import DeviceError, PeerError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages import trainer
-from swarmnode.stages.pipeline import Links
 from swarmnode.stages.trainer import Stage, StageRunner, connect
 from swarmnode.stages.wire import (
     CrewEnd,
-    CrewResume,
-    DoneFrame,
-    FrameLimits,
-    Place,
+    CrewStart,
     StageAssignment,
     TrainerOffer,
 )
-from swarmnode.wire import headed
 from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
 
@@ -204,7 +199,7 @@ def test_stage_with_a_failed_device_is_not_reused(model, tmp_path, error):
     runner.start()
     try:
         runner.receive(alone)
-        runner.receive(CrewResume(CREW))
+        runner.receive(CrewStart(CREW))
         head = runner.wait(runner.head, 30)
         learn = lambda head: head.update(rows_of(1), config.training, 12.0, 0.01)
         assert runner.call_head(head, learn).refused is None
@@ -237,21 +232,6 @@ def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch)
     with opened(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
         assert isinstance(crew.trainer_offer, TrainerOffer)
-
-
-async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
-    ours, theirs = trio.testing.memory_stream_pair()
-    links = Links(0, {1: ours}, FrameLimits(hidden=32, vocab=61, tokens=24))
-    links.inbox.pause(True)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(links.run)
-        await theirs.send_all(headed.pack(DoneFrame(Place(b"c" * 16, 1, 0), 1)))
-        await trio.sleep(5)
-        assert links.frames_received == 0
-        links.inbox.pause(False)
-        await trio.sleep(5)
-        assert links.inbox.take().frame.attempt == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_missing_network_process_is_a_bounded_error(tmp_path, autojump_clock, monkeypatch):
