@@ -238,7 +238,7 @@ HEADERS = [
 def seven_billion() -> list[list[str]]:
     """Return what lines take for a 7 B policy in four stages, hidden size 4,096: bytes alone."""
     rows_of_a_step = 8 * 256 + 64 * 1024  # a prompt once for eight completions
-    default = WorkerSettings(bytes(32), StagesConfig().codec)
+    default = WorkerSettings(StagesConfig().codec)
     forward, backward = (
         activation_bytes(codec, rows_of_a_step, 4096) for codec in (default.codec, "bfloat16")
     )

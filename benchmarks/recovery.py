@@ -88,7 +88,7 @@ async def measure(
             model_of(seed),
             [1, 1, 1, 1],
             Path(directory),
-            WorkerSettings(b"b" * 32, "float32"),
+            WorkerSettings("float32"),
             settings,
         )
         async with fleet.up() as crew:
@@ -146,7 +146,7 @@ def main() -> None:
         )
     torch.set_num_threads(1)
     layout = Fleet(
-        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), WorkerSettings(b"b" * 32), BASE
+        model_of(0), [1, 1, 1, 1], Path(tempfile.mkdtemp()), WorkerSettings(), BASE
     ).layouts[LOST]
     print(
         f"a stage of {state_bytes(layout, 'small') // 2:,} weights: a checkpoint of"

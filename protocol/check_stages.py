@@ -5,7 +5,7 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
+from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, require
 
 CODEC = ("float32", "bfloat16", "int8")
 REASON = ("device", "not_finite", "session")
@@ -29,8 +29,8 @@ BODIES = {  # type → fields behind `place`
         "squares": float,
     },
     "scores": {"micro_batch": int, "rows": int},
-    "prefill": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int, "about": int},
-    "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
+    "prefill": {"session": bytes, "codec": CODEC, "rows": int, "about": int},
+    "decode": {"session": bytes, "codec": CODEC, "rows": int},
     "tokens": {"session": bytes, "rows": int},
     "drop": {"session": bytes},
     "lost": {"session": bytes, "reason": REASON},
@@ -38,7 +38,7 @@ BODIES = {  # type → fields behind `place`
     "embedding": {"attempt": int, "first": int, "rows": int},
     "propose": {"attempt": int, "micro_batches": [int]},
     "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
-    "commit": {"attempt": int, "norm": float, "clip": float, "learning_rate": float},
+    "commit": {"attempt": int, "clip": float, "learning_rate": float},
     "abort": {"attempt": int},
     "done": {"attempt": int},
 }
@@ -103,7 +103,6 @@ def body_bytes(header, crew):
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
     require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
-    require(len(header.get("fingerprint", bytes(EXACT["fingerprint"]))) == EXACT["fingerprint"])
     for field, value in header.items():
         if isinstance(value, float):
             require(math.isfinite(value), "not_finite")
@@ -314,17 +313,6 @@ def stage_route(stages, swapped, micro_batch, purpose):
     return [[0, "embed"], [1, "layers"], [0, "layers"], *middle, *ends]
 
 
-def stage_fingerprint(base, place, codec):
-    """Return the fingerprint of a policy (section 8)."""
-    parts = [
-        bytes.fromhex(base),
-        bytes.fromhex(place[0]),
-        struct.pack(">Q", place[2]),
-        codec.encode(),
-    ]
-    return digest(b"".join(parts)).hex()
-
-
 def stage_commit(step, events):
     """Return the answers of a stage that has taken `step` steps to `events` (section 9)."""
     state = {"step": step, "attempt": 0, "missing": None, "prepared": False, "norm": 0.0}
@@ -365,5 +353,4 @@ DERIVATIONS = {
     "stage_fence": stage_fence,
     "stage_commit": stage_commit,
     "stage_route": stage_route,
-    "stage_fingerprint": stage_fingerprint,
 }

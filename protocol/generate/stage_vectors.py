@@ -8,10 +8,10 @@ from typing import Any
 
 from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
 from swarmnode.errors import BadMessage
-from swarmnode.stages.wire import Fence, Participant, Place, Routes, policy_fingerprint
+from swarmnode.stages.wire import Fence, Participant, Place, Routes
 
 CREW = bytes(range(16))
-WAVE, PRINT = b"\x61" * 16, b"\x62" * 32
+WAVE = b"\x61" * 16
 PLACE = [CREW, 1, 40]
 HIDDEN, VOCAB, TOKENS = 4, 50, 64
 GIVEN: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "tokens": TOKENS, "codec": "float32"}
@@ -87,7 +87,6 @@ def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
 def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
     head = {
         "session": WAVE,
-        "fingerprint": PRINT,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(about)),
@@ -120,7 +119,7 @@ SMALL: list[dict[str, Any]] = [
     header("failed", micro_batch=2**63 - 1, reason="not_finite"),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
     header("acknowledge", attempt=2, refused="not_finite", squared_norm=0.0),
-    header("commit", attempt=2, norm=0.5, clip=1.0, learning_rate=1e-6),
+    header("commit", attempt=2, clip=1.0, learning_rate=1e-6),
     header("abort", attempt=2),
     header("done", attempt=0),
     header("failed", micro_batch=0, reason="device"),
@@ -213,7 +212,6 @@ def frames() -> Iterator[Vector]:
 
     head = {
         "session": WAVE,
-        "fingerprint": PRINT,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(WAVE_ABOUT)),
@@ -230,7 +228,7 @@ def frames() -> Iterator[Vector]:
         "values": floats(*VALUES),
     }
     yield good("prefill, begun again", prefill(again), told)
-    head = header("decode", session=WAVE, fingerprint=PRINT, codec="float32", rows=2)
+    head = header("decode", session=WAVE, codec="float32", rows=2)
     yield good(
         "decode",
         joined(head, ids(1, 3) + floats(*VALUES[:8])),
@@ -274,7 +272,7 @@ def hostile_headers() -> Iterator[Vector]:
         "place in another form",
         joined(pack(done).replace(b"place\x93", b"place\xdc\x00\x03")),
     )
-    yield bad("malformed", "a norm as integer", joined({**commit, "norm": 1}))
+    yield bad("malformed", "a learning rate as integer", joined({**commit, "learning_rate": 1}))
     yield bad("malformed", "attempt twice", joined(pairs([*done.items(), ("attempt", 1)])))
     yield bad(
         "malformed",
@@ -325,8 +323,6 @@ def hostile_headers() -> Iterator[Vector]:
     )
     yield bad("schema", "a failure without a reason", joined(without(SMALL[3], "reason")))
     yield bad("bounds", "a wave's name of 15 bytes", joined(header("drop", session=WAVE[1:])))
-    head = {"session": WAVE, "fingerprint": PRINT[1:], "codec": "float32", "rows": 1}
-    yield bad("bounds", "a fingerprint of 31 bytes", joined(header("decode", **head)))
     yield bad("bounds", "no rows", joined(header("tokens", session=WAVE, rows=0)))
     yield bad(
         "bounds",
@@ -363,7 +359,6 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad(
         "bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))})
     )
-    yield bad("bounds", "a norm below 0", joined({**commit, "norm": -0.5}))
     yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
     yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
     yield bad(
@@ -372,7 +367,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
     yield bad("bounds", "squares below 0", joined({**learnt, "squares": -1.0}))
     for value in (NAN, INF, -INF):
-        yield bad("not_finite", f"a norm of {value}", joined({**commit, "norm": value}))
+        yield bad("not_finite", f"a clip of {value}", joined({**commit, "clip": value}))
         yield bad("not_finite", f"a loss of {value}", joined({**learnt, "loss": value}))
     yield bad("not_finite", "a clip factor of nan", joined({**commit, "clip": NAN}))
     yield bad("not_finite", "a squared norm of nan", joined({**acknowledge, "squared_norm": NAN}))
@@ -524,24 +519,6 @@ def routes() -> Iterator[Vector]:
             f" stages{', swapped' if swapped else ''}"
         )
         yield {"name": name, "derive": "stage_route", "input": given, "output": output}
-
-
-def fingerprints() -> Iterator[Vector]:
-    for place, codec in (
-        (PLACE, "bfloat16"),
-        (PLACE, "int8"),
-        ([CREW, 2, 40], "int8"),
-        ([CREW, 1, 41], "int8"),
-    ):
-        output = policy_fingerprint(PRINT, Place(*place), codec).hex()  # type: ignore[arg-type]
-        told = [place[0].hex(), *place[1:]]
-        given = {"base": PRINT.hex(), "place": told, "codec": codec}
-        yield {
-            "name": f"fingerprint at {told[1:]} in {codec}",
-            "derive": "stage_fingerprint",
-            "input": given,
-            "output": output,
-        }
 
 
 def fences() -> Iterator[Vector]:

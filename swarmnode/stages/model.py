@@ -408,11 +408,11 @@ def _decoding(
     want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     x = None
     for stage in chain:
-        x = stage.prefill(b"", b"", Prompts(batch.prompt_ids, batch.prompt_mask, 1), x)
+        x = stage.prefill(b"", Prompts(batch.prompt_ids, batch.prompt_mask, 1), x)
     for column, token in enumerate(tokens.T, batch.prompt_ids.shape[1]):
         x = token
         for stage in chain:
-            x = stage.decode(b"", b"", list(range(len(tokens))), x)
+            x = stage.decode(b"", list(range(len(tokens))), x)
         yield "logits from caches", x, want[:, column]
 
 
@@ -643,14 +643,11 @@ class StageRuntime:
         return self.logprobs(batch, x, temperature)
 
     @torch.no_grad()
-    def prefill(
-        self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None
-    ) -> torch.Tensor:
+    def prefill(self, session: bytes, prompts: Prompts, x: torch.Tensor | None) -> torch.Tensor:
         """Open a session, and run its prompts.
 
         Args:
             session: Name of the session.
-            fingerprint: Fingerprint of the policy.
             x: Hidden states (prompt tokens, H); None on stage 0.
 
         Returns:
@@ -667,13 +664,11 @@ class StageRuntime:
             else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
         )
         out = self.run(padded, prompts.mask, positions, cache, keep=1)
-        self.sessions.open(session, fingerprint, cache, prompts)
+        self.sessions.open(session, cache, prompts)
         return out[:, -1] if self.spec.has_head else out[where].float()
 
     @torch.no_grad()
-    def decode(
-        self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor
-    ) -> torch.Tensor:
+    def decode(self, session: bytes, rows: list[int], x: torch.Tensor) -> torch.Tensor:
         """Run one more token of each of `rows`. Other rows are removed from the session.
 
         Args:
@@ -683,11 +678,11 @@ class StageRuntime:
             Hidden states (n, H), or logits (n, V) on the last stage.
 
         Raises:
-            BadMessage: The session is unknown, or the fingerprint or the rows are wrong.
+            BadMessage: The session is unknown, or the rows are wrong.
         """
         self.work_count += 1
         self.tokens += len(rows)
-        kept = self.sessions.step(session, fingerprint, rows)
+        kept = self.sessions.step(session, rows)
         out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
         return out[:, -1] if self.spec.has_head else out[:, 0].float()
 
@@ -1093,8 +1088,8 @@ def make_packing(batch: Batch) -> Packing:
     return Packing(prompts, completions, (questions, width, count, longest))
 
 
-# Caches of generation. A session belongs to one version of the policy. A dropped session is
-# restarted from token ids.
+# Caches of generation. All are dropped when the weights change. A dropped session is restarted from
+# token ids.
 
 
 @dataclass(frozen=True)
@@ -1114,7 +1109,6 @@ class Prompts:
 class Session:
     """Cache of one wave of completions."""
 
-    fingerprint: bytes
     cache: DynamicCache
     rows: list[int]
     """(n,) unfinished completions, ascending."""
@@ -1133,29 +1127,25 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def open(
-        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
-    ) -> None:
+    def open(self, session: bytes, cache: DynamicCache, prompts: Prompts) -> None:
         """Store a prefilled cache of Q prompts, repeated for their completions. It replaces a
         session with this name."""
         cache.batch_repeat_interleave(prompts.num_generations)
         mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
         position = mask.sum(1, keepdim=True) - 1
         self._sessions[session] = Session(
-            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
+            cache, list(prompts.names or range(len(mask))), mask, position
         )
 
-    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
+    def step(self, session: bytes, rows: list[int]) -> Session:
         """Return the session with room for one more token of each of `rows`, without other rows.
 
         Raises:
-            BadMessage: session (not open), fingerprint (another policy), rows.
+            BadMessage: session (not open), or rows.
         """
         kept = self._sessions.get(session)
         if kept is None:
             raise BadMessage("session", "not open here")
-        if kept.fingerprint != fingerprint:
-            raise BadMessage("fingerprint", "the session belongs to another policy")
         if rows != kept.rows:
             where = {row: i for i, row in enumerate(kept.rows)}
             if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):

@@ -111,8 +111,6 @@ async def run_inline(work: Callable[[], T]) -> T:
 class WorkerSettings:
     """Settings that all members of a crew share, and this node's bound on the learning rate."""
 
-    base: bytes
-    """32 bytes: fingerprint of the base model."""
     codec: ActivationCodec = "bfloat16"
     swapped: bool = False
     """True for CheckFree+: half of the micro-batches of a step visit the first two stages, and the
@@ -198,11 +196,6 @@ class StageWorker:
         """Place of the frames that this stage sends now."""
         p = self.fence.place
         return Place(p.crew, p.stage, self.participant.step)
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Fingerprint, 32 bytes, of the policy that the crew holds at this step."""
-        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
 
     @property
     def dropped(self) -> Counter[str]:
@@ -642,7 +635,7 @@ class Head(StageWorker):
         session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
         self.open_waves[session] = wave
         rows = sum(description.lengths)
-        frame = wire.PrefillFrame(self.place, session, self.fingerprint, codec, rows, len(about))
+        frame = wire.PrefillFrame(self.place, session, codec, rows, len(about))
         self.links.send(0, frame, about)
 
     def _take_tokens(self, frame: wire.TokensFrame, body: bytes) -> None:
@@ -657,7 +650,7 @@ class Head(StageWorker):
             self._end_wave(frame.session)
             return
         codec, rows = self.settings.codec, len(wave.live)
-        step = wire.DecodeFrame(self.place, frame.session, self.fingerprint, codec, rows)
+        step = wire.DecodeFrame(self.place, frame.session, codec, rows)
         self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.last_tokens()))
 
     def _lost_wave(self, stage: int, frame: wire.LostFrame) -> None:
@@ -779,7 +772,7 @@ class Head(StageWorker):
             norm = math.sqrt(sum(batch.norms.values()))
             clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             rate = float(learning_rate * factor)
-            self._broadcast(wire.CommitFrame(self.place, batch.attempt, norm, clip, rate))
+            self._broadcast(wire.CommitFrame(self.place, batch.attempt, clip, rate))
             await self._wait_until(lambda: len(batch.done) == self.stages)
         self._refusals.clear()
         return StepResult(
@@ -1339,8 +1332,6 @@ class WaveDecoder:
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
         description = read_wave(about, frame.rows, worker.links.limits)
-        if frame.fingerprint != worker.fingerprint:
-            raise BadMessage("fingerprint", "a wave of another policy")
         if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
             raise BadMessage("bounds", "more waves than are open at a time")
         x = (
@@ -1351,9 +1342,7 @@ class WaveDecoder:
         prompts = make_prompts(description, runtime.device)
         self._waves[frame.session] = description
         self._drawn[frame.session] = description.position
-        y = await worker.compute(
-            lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x)
-        )
+        y = await worker.compute(lambda: runtime.prefill(frame.session, prompts, x))
         if runtime.spec.has_head:
             self._draw(
                 frame.session,
@@ -1364,7 +1353,6 @@ class WaveDecoder:
         passed = wire.PrefillFrame(
             worker.place,
             frame.session,
-            frame.fingerprint,
             worker.settings.codec,
             frame.rows,
             frame.about,
@@ -1388,14 +1376,12 @@ class WaveDecoder:
             raise BadMessage("rows", "the wave has all its tokens")
         ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
         x = ids() if worker.index == 0 else worker.activations(rest, frame.rows, frame.codec)
-        y = await worker.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
+        y = await worker.compute(lambda: runtime.decode(frame.session, names, x))
         self._drawn[frame.session] += 1
         if runtime.spec.has_head:
             self._draw(frame.session, names, y)
             return
-        passed = wire.DecodeFrame(
-            worker.place, frame.session, frame.fingerprint, worker.settings.codec, frame.rows
-        )
+        passed = wire.DecodeFrame(worker.place, frame.session, worker.settings.codec, frame.rows)
         worker.links.send(
             worker.index + 1, passed, body[: 4 * frame.rows] + encode(y, worker.settings.codec)
         )

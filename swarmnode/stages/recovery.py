@@ -161,16 +161,6 @@ class RecoverySettings:
         )
 
 
-@dataclass(frozen=True)
-class TrainingKind:
-    """Facts about a training that decide whether stages may be rebuilt from their neighbours."""
-
-    pretrained: bool = False
-    """True if training started from a published base model."""
-    adapter: bool = False
-    """True if only a LoRA adapter is trained."""
-
-
 def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     """Return the recovery settings of a configuration."""
     return RecoverySettings(
@@ -178,19 +168,19 @@ def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     )
 
 
-def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None:
-    """Check that a crew may rebuild stages as the papers do. Warn if training started from a
-    published base model.
+def check_paper(mode: RecoveryMode, stages: int, adapter: bool) -> None:
+    """Check that a crew may rebuild stages as the papers do.
 
     Args:
         stages: Configured number of stages; 0 for any number.
+        adapter: True if only a LoRA adapter is trained.
 
     Raises:
         Refused: An adapter is trained, or there are too few stages.
     """
     if mode == "copies":
         return
-    if training.adapter:
+    if adapter:
         raise Refused(
             f"{mode} averages whole weights, and only an adapter is trained here: set"
             " stages.recovery to copies"
@@ -200,12 +190,6 @@ def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None
         raise Refused(
             f"{mode} needs {least} or more stages, and stages.stages is {stages}: raise it, or set"
             " stages.recovery to copies"
-        )
-    if training.pretrained:
-        log.warning(
-            "a published base's own stage is usually closer than its neighbours' average",
-            recovery=mode,
-            remedy="set stages.recovery to copies",
         )
 
 

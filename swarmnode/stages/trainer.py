@@ -34,7 +34,6 @@ import msgspec
 import structlog
 import torch
 import trio
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.averaged import AveragedTensors
@@ -58,7 +57,6 @@ from swarmnode.errors import (
     PeerTimeout,
     Refused,
     SwarmNodeError,
-    Unavailable,
 )
 from swarmnode.files import socket_address
 from swarmnode.link.client import Link
@@ -78,7 +76,7 @@ from swarmnode.policy.device import (
 )
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.footprint import (
     ITEM_BYTES,
     LOGITS_COPIES,
@@ -129,7 +127,6 @@ from swarmnode.stages.recovery import (
     StageInput,
     StageRecovery,
     StatePeer,
-    TrainingKind,
     check_paper,
     read_work,
     recovery_settings,
@@ -1884,9 +1881,6 @@ class CrewModel:
     text: PolicyText
     placement: Placement
     trainer_offer: TrainerOffer
-    pretrained: bool
-    """True if the base model was trained. A stage of an untrained base model is of no use to a crew
-    that has taken steps."""
     policy: PolicyConfig
     terms: CrewTerms
 
@@ -1908,7 +1902,6 @@ class CrewModel:
         terms = self.terms
         factor = 1.0 if terms.recovery == "copies" else LEARNING_RATE_FACTOR
         return WorkerSettings(
-            base=self.text.fingerprint,
             codec=terms.codec,
             swapped=terms.recovery == "checkfree+",
             learning_rate=terms.learning_rate * factor,
@@ -1962,9 +1955,7 @@ def open_model(
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_split(hf)
-        pretrained = not is_untrained(directory)
-        run = TrainingKind(pretrained=pretrained, adapter=terms.lora.r > 0)
-        check_paper(terms.recovery, config.stages.stages, run)
+        check_paper(terms.recovery, config.stages.stages, adapter=terms.lora.r > 0)
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )
@@ -1998,24 +1989,7 @@ def open_model(
             f"{cfg.model} in stages: at most {trainer_offer.capacity.memory / 2**30:.2f} GiB here;"
             f" {placement.reason}"
         )
-        yield CrewModel(directory, hf, text, placement, trainer_offer, pretrained, cfg, terms)
-
-
-def is_untrained(directory: Path) -> bool:
-    """Return True if the weights are as initialised: every norm's scale is exactly one.
-
-    Raises:
-        Unavailable: a file is damaged.
-    """
-    try:
-        for file in weight_files(directory):
-            with safe_open(file, framework="pt") as tensors:
-                norms = [name for name in tensors.keys() if name.endswith("norm.weight")]  # noqa: SIM118
-                if not all(bool((tensors.get_tensor(name) == 1).all()) for name in norms):
-                    return False
-    except SafetensorError as error:
-        raise Unavailable(f"{directory} is damaged: {error}") from None
-    return True
+        yield CrewModel(directory, hf, text, placement, trainer_offer, cfg, terms)
 
 
 def check_trainable(

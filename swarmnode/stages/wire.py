@@ -80,7 +80,6 @@ CHUNK_BYTES: Final = 1024 * 1024
 """Most bytes that are written to a stream at a time."""
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
 SESSION_BYTES: Final = caps.WAVE_BYTES
-FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
 MAX_MICRO_BATCHES: Final = caps.MICRO_BATCHES
 MAX_STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -159,7 +158,6 @@ class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
     """Stage i → i + 1: start a wave. Body: `WaveDescription` ‖ activations."""
 
     session: bytes
-    fingerprint: bytes
     codec: ActivationCodec
     rows: int
     about: int
@@ -170,7 +168,6 @@ class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
     the wave, u32 each ‖ activations."""
 
     session: bytes
-    fingerprint: bytes
     codec: ActivationCodec
     rows: int
 
@@ -234,8 +231,6 @@ class CommitFrame(FrameHeader, frozen=True, tag="commit"):
     """Head → all, once every stage has acknowledged: take the step."""
 
     attempt: int
-    norm: float
-    """Norm of the whole policy's gradient before clipping."""
     clip: float
     """Factor for all gradients, at most 1."""
     learning_rate: float
@@ -324,16 +319,6 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 0
 
 
-def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
-    """Return the fingerprint, 32 bytes, of the policy that a crew holds at a step.
-
-    Args:
-        base: Fingerprint of the base model, 32 bytes.
-    """
-    parts = base + place.crew + place.step.to_bytes(8, "big") + codec.encode()
-    return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
-
-
 async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
     """Return the next frame and its body; None at the end of the stream.
 
@@ -361,7 +346,7 @@ async def _read_message(
     return message, await headed.read_exactly(stream, length(message)) or b""
 
 
-_HEADER_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
+_HEADER_LENGTHS: Final = {"session": SESSION_BYTES}
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _HEADER_RANGES: Final = {
@@ -376,7 +361,6 @@ _HEADER_RANGES: Final = {
     "weights": _NOT_NEGATIVE,
     "squares": _NOT_NEGATIVE,
     "squared_norm": _NOT_NEGATIVE,
-    "norm": _NOT_NEGATIVE,
     "clip": (0.0, 1.0),
     "learning_rate": _NOT_NEGATIVE,
 }

@@ -90,14 +90,6 @@ def test_routes_match_the_vectors(document):
         assert [list(hop) for hop in document["route"](**given)] == output, name
 
 
-def test_fingerprints_match_the_vectors(document):
-    for given, output, name in derived("stage_fingerprint"):
-        crew_bytes, stage, step = given["place"]
-        place = (bytes.fromhex(crew_bytes), stage, step)
-        got = document["policy_fingerprint"](bytes.fromhex(given["base"]), place, given["codec"])
-        assert got.hex() == output, name
-
-
 def test_checkpoint_sizes_match_the_vectors(document):
     for given, output, name in derived("state_bytes"):
         assert document["state_bytes"](**given) == output, name

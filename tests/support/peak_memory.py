@@ -81,9 +81,7 @@ def copies_peak(case: dict[str, Any]) -> float:
         Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)),
         Fence(Place(b"c" * 16, 1, 0), 3),
     )
-    worker = StageWorker(
-        StageRuntime(spec, model), links, fence, WorkerSettings(b"b" * 32), run_inline
-    )
+    worker = StageWorker(StageRuntime(spec, model), links, fence, WorkerSettings(), run_inline)
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
     worker.optimizer.step(1.0, 1e-3)

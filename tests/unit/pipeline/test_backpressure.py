@@ -27,7 +27,7 @@ from tests.support.crew import open_crew
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
-EXACT = WorkerSettings(b"b" * 32, "float32")
+EXACT = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)

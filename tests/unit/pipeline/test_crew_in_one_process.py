@@ -22,7 +22,7 @@ from swarmnode.stages.model import StageRuntime
 from swarmnode.stages.pipeline import Observer, WorkerSettings, cut_waves, run_in_thread
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
-from tests.support.crew_rows import BASE, ENDS, EXACT, HEADS, crew_of, grpo, limits_of
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo, limits_of
 from tests.support.split_models import split_model, whole_state
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
@@ -115,7 +115,7 @@ async def test_both_ends_of_a_tied_embedding_stay_one_tensor(policy):
     whole = policy("qwen3")
     cfg = TrainingConfig(learning_rate=1e-2)
     _, rows = grpo(whole)
-    async with crew_of(whole.model, [1, 2, 1], WorkerSettings(BASE, "int8")) as crew:
+    async with crew_of(whole.model, [1, 2, 1], WorkerSettings("int8")) as crew:
         for _ in range(3):
             assert (await crew.head.update(rows, cfg, 10.0, 1e-2)).refused is None
         ends = [crew.members[i].runtime.embedding() for i in (0, 2)]
@@ -184,12 +184,12 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
         body = crew.members[1]
         steps, original = 0, body.runtime.decode
 
-        def forgetful(session, fingerprint, rows, x):
+        def forgetful(session, rows, x):
             nonlocal steps
             steps += 1
             if steps in (2, 7):
                 body.runtime.sessions.clear()
-            return original(session, fingerprint, rows, x)
+            return original(session, rows, x)
 
         body.runtime.decode = forgetful
         waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
@@ -201,7 +201,7 @@ async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models)
 async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
     """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
     it is off by the codec's rounding."""
-    settings = WorkerSettings(BASE, codec)
+    settings = WorkerSettings(codec)
     async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
         waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
         rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]

@@ -483,7 +483,7 @@ def fewer_rows(frame, body):
             wire.AcknowledgeFrame,
             2,
             0,
-            lambda f, b: (wire.CommitFrame(f.place, 1, 1.0, 1.0, 1.0), b),
+            lambda f, b: (wire.CommitFrame(f.place, 1, 1.0, 1.0), b),
         ),
     ],
 )
@@ -527,9 +527,9 @@ async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy,
 async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(models, policy):
     place = wire.Place(bytes(16), 0, 0)
     for sender, frame, body in [
-        (0, wire.CommitFrame(place, 1, 1.0, 1.0, 1.0), b""),
+        (0, wire.CommitFrame(place, 1, 1.0, 1.0), b""),
         (0, wire.AbortFrame(place, 1), b""),
-        (0, wire.PrefillFrame(place, bytes(16), bytes(32), "float32", 1, 1), b"\0" + bytes(128)),
+        (0, wire.PrefillFrame(place, bytes(16), "float32", 1, 1), b"\0" + bytes(128)),
         (0, wire.BackwardFrame(place, 1, "float32", 1), bytes(128)),
         (3, wire.DropFrame(place, bytes(16)), b""),
         (3, wire.TokensFrame(place, bytes(16), 1), bytes(8)),

@@ -19,7 +19,7 @@ from swarmnode.stages.wire import FrameLimits, Hop, Routes, backward_hop, forwar
 from tests.support.crew import open_crew
 from tests.support.split_models import split_model, whole_state
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32", swapped=True)
+SETTINGS = WorkerSettings("float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64)
 
 
@@ -146,7 +146,7 @@ async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(
 async def test_what_is_generated_and_scored_is_the_plain_policy(models):
     async with (
         crew_of(models["llama"], [1, 1, 1, 1]) as swapping,
-        crew_of(models["llama"], [4], WorkerSettings(b"b" * 32, "float32")) as one,
+        crew_of(models["llama"], [4], WorkerSettings("float32")) as one,
     ):
         prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
         waves = [

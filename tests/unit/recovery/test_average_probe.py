@@ -17,7 +17,7 @@ from swarmnode.stages.recovery import RecoverySettings, read_work, run_one, trai
 from swarmnode.stages.trainer import AverageProbe, _with_tensors
 from tests.support.lost_stages import Fleet, quiet
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 

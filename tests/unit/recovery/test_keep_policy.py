@@ -22,7 +22,7 @@ from swarmnode.trainer.export import find_copies
 from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 EMBEDDED = Path(swarmnode.policy.__file__).parent / "embedded"
 IDS = torch.tensor([[5, 9, 17, 3, 8]])

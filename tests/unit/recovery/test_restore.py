@@ -20,7 +20,7 @@ from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
@@ -321,7 +321,7 @@ async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
-    crew = WorkerSettings(b"b" * 32, "float32", swapped=True)
+    crew = WorkerSettings("float32", swapped=True)
     mine = fleet(settings={"mode": "checkfree+"}, crew=crew)
     await train(mine, 3)
     ends = mine.weights()

@@ -70,7 +70,7 @@ class Member:
     def work(self, step=9):
         """The stage has its weights."""
         links, fence = Links(1, {}, LIMITS), Fence(Place(CREW, 1, step), 3)
-        settings = WorkerSettings(bytes(32), "float32")
+        settings = WorkerSettings("float32")
         worker = StageWorker(self.runtimes[1], links, fence, settings, run_inline)
         self.peer.attach(worker, step)
         return worker

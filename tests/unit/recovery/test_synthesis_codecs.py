@@ -25,7 +25,7 @@ steps, nats."""
 
 
 def settings_of(name):
-    return WorkerSettings(b"b" * 32, name, swapped=True)
+    return WorkerSettings(name, swapped=True)
 
 
 async def learn(crew, steps, first=0):
@@ -56,7 +56,7 @@ async def two_steps(models, settings):
 @pytest.mark.parametrize("name", ROUNDED)
 async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
     before, after = await two_steps(models, settings_of(name))
-    _, expected = await two_steps(models, WorkerSettings(b"b" * 32, "float32", swapped=True))
+    _, expected = await two_steps(models, WorkerSettings("float32", swapped=True))
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name]
     assert float((after - before).abs().max()) > 1e-3  # something was learnt
 
