@@ -93,7 +93,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     recorder, told = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
-        Capacity(2e9, 1e12, 0.01),
+        Capacity(2e9, 1e12),
         ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
     )
     status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)
@@ -112,7 +112,7 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             )
             for message in (assigned, CrewStart(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
-            await until(lambda: len(told) == 4)
+            await until(lambda: len(told) == 3)
             assert told == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
