@@ -44,7 +44,7 @@ from swarmnode.averaging.codecs import (
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, ConfigError, DeviceError, Incompatible, Unavailable
 from swarmnode.policy.fingerprint import weight_files
-from swarmnode.policy.footprint import logits_tokens
+from swarmnode.policy.footprint import Shape, logits_tokens
 from swarmnode.policy.load import rename_checkpointing_flag
 from swarmnode.policy.logprobs import Batch, checkpointed, collate, in_pieces, needs_checkpointing
 from swarmnode.policy.model import cache_keyword
@@ -61,7 +61,6 @@ from swarmnode.stages.wire import (
     activation_bytes,
     int8_block,
     is_device_error,
-    model_cost,
     stage_specs,
 )
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -219,7 +218,7 @@ TRIAL_ROWS: Final = [
 ]
 """(prompt ids, completion ids)."""
 COUNT_TOLERANCE: Final = 0.05
-"""Share of a layer's parameters that `model_cost` may miss, such as biases."""
+"""Share of a layer's parameters that the plan may miss, such as biases."""
 
 Difference = tuple[str, torch.Tensor, torch.Tensor]
 """(name of a result, value in the chain of stages, value in the whole model)."""
@@ -233,8 +232,8 @@ def check_split(config: PretrainedConfig) -> None:
     Both checks use the code that builds and runs stages:
 
     * At real size, on the meta device: the model is embedding, layers, norm and head. All layers
-      have the same parameters, as many as `model_cost` plans for. No attribute of a layer changes
-      when a stage numbers its layers from 0.
+      have the same parameters, as many as the plan counts (`policy.footprint`). No attribute of a
+      layer changes when a stage numbers its layers from 0.
     * At tiny size, with random weights, in two and three stages: logits are equal to the bit;
       log-probabilities, gradients and decoding with a cache to 1e-5. The tiny config keeps every
       value but sizes. Each kind of layer is on both sides of the middle.
@@ -288,8 +287,7 @@ def _check_layers(config: PretrainedConfig) -> None:
         if shape != shapes[0]:
             raise Incompatible(f"layer {number} has other parameters than layer 0")
     count = sum(p.numel() for p in layers[0].parameters())
-    cost = model_cost(config, cached_tokens=0, weight_bytes=1, trained_bytes=0)
-    planned = int(cost.layers[0].memory)
+    planned = Shape.of_config(config.to_dict()).layer_parameters
     if abs(count - planned) > COUNT_TOLERANCE * planned:
         raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
     if len(layers) == 1:

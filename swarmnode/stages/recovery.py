@@ -1335,27 +1335,24 @@ class Recorder(Observer):
         self._outer = outer
         self._every = checkpoint_interval(layouts)
         self._announced = 0
-        self._pending: dict[int, tuple[bytes, bytes]] = {}
-        """Description and body of the last micro-batches of the present step."""
+        self._pending: deque[StageInput] = deque(maxlen=settings.inputs)
+        """Last micro-batches of the present step."""
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
         if self._routes.route(micro_batch) != self._routes.route(0):
             return
-        self._pending[micro_batch] = about, body
-        # a step may have a thousand micro-batches; only the last ones are stored
-        size = lambda: sum(len(body) for _, body in self._pending.values())
-        while len(self._pending) > self.settings.inputs or (
-            len(self._pending) > 1 and size() > self.settings.input_bytes
-        ):
-            del self._pending[next(iter(self._pending))]
+        rows = strict.decode(about, MicroBatch).rows
+        self._append(self._pending, StageInput(rows, about, body))
 
     def dropped(self) -> None:
         self._pending.clear()
 
     def committed(self, worker: StageWorker) -> None:
         self.policy_copy = None
-        self._remember()
+        for new in self._pending:
+            self._append(self.inputs, new)
+        self.dropped()
         if self._store is not None:
             self._checkpoint(worker, self._store)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
@@ -1372,13 +1369,10 @@ class Recorder(Observer):
         if self.spec.index in self.ends:
             self.sharing.announce("ends", self.ends[self.spec.index][0])
 
-    def _remember(self) -> None:
-        for _, (about, body) in sorted(self._pending.items()):
-            rows = strict.decode(about, MicroBatch).rows
-            self.inputs.append(StageInput(rows, about, body))
-        self.dropped()
-        while sum(len(edge.body) for edge in self.inputs) > self.settings.input_bytes:
-            self.inputs.popleft()
+    def _append(self, inputs: deque[StageInput], new: StageInput) -> None:
+        inputs.append(new)
+        while sum(len(one.body) for one in inputs) > self.settings.input_bytes:
+            inputs.popleft()
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
         """Make a checkpoint if the stage is to be written or shared after this step."""

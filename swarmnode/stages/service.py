@@ -115,10 +115,6 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     """Restorations of this node's stages, by `wire.SOURCES`."""
     last_reason: str = ""
     """Reason for which the last crew ended or this node's stage failed."""
-    heartbeat_seconds: float | None = None
-    """Round trip of the last answered heartbeat."""
-    unanswered: dict[str, int] = {}
-    """Requests of this node without a valid answer in time, by message type."""
 
 
 @dataclass(frozen=True)
@@ -191,9 +187,7 @@ class StageService:
         self._notes = Counter(dict.fromkeys(wire.NOTES, 0))
         self._recoveries = HistogramCounter(RECOVERY_BOUNDS)
         self._sources = Counter(dict.fromkeys(filter(None, wire.SOURCES), 0))
-        self._unanswered = Counter[str]()
         self._last_reason = ""
-        self._heartbeat_seconds: float | None = None
 
     # ---- for the node ----------------------------------------------------------------------------
 
@@ -252,8 +246,6 @@ class StageService:
             recoveries=self._recoveries.statistics(),
             sources=dict(self._sources),
             last_reason=self._last_reason,
-            heartbeat_seconds=self._heartbeat_seconds,
-            unanswered=dict(self._unanswered),
         )
 
     def _trusts(self, peer: str) -> bool:
@@ -406,12 +398,7 @@ class StageService:
             log.info("invalid answer of %s: %s", peer, error)
         except PeerError as error:
             log.debug("%s: %s", peer, error)
-        seconds = _now() - began
-        if answer is None:
-            self._unanswered[str(message.__struct_config__.tag)] += 1
-        elif isinstance(message, wire.Heartbeat):
-            self._heartbeat_seconds = seconds
-        self._handle(wire.RequestFinished(peer, message, answer, seconds))
+        self._handle(wire.RequestFinished(peer, message, answer, _now() - began))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """Return the answer to a peer's request.

@@ -142,6 +142,7 @@ from swarmnode.stages.wire import (
     FrameLimits,
     HeldBlock,
     ModelCost,
+    PartCost,
     Place,
     SocketOpen,
     StageAssignment,
@@ -151,7 +152,6 @@ from swarmnode.stages.wire import (
     TrainerOffer,
     close_streams,
     is_device_error,
-    model_cost,
     stage_memory,
     stage_specs,
 )
@@ -2136,10 +2136,8 @@ def host_bytes_per_weight(weights: WeightsConfig) -> int:
 def copy_memory(config: Config, hf: PretrainedConfig) -> float:
     """Return the bytes of an int8 policy copy, with its adapter and caches."""
     parameters, edges = count_parameters(hf)
-    tokens = cached_tokens(config.training)
-    caches = model_cost(hf, cached_tokens=tokens, weight_bytes=0, trained_bytes=0)
-    adapter = 4.0 * config.policy.lora.r * edges
-    return parameters + adapter + sum(layer.memory for layer in caches.layers)
+    caches = Shape.of_config(hf.to_dict()).cache_bytes * cached_tokens(config.training)
+    return parameters + 4.0 * config.policy.lora.r * edges + caches
 
 
 def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
@@ -2152,29 +2150,27 @@ def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) ->
     cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
     shape = Shape.of_config(hf.to_dict())
     beside = host_bytes_per_weight(config.weights) if kind == "cpu" else 0
-    cost = model_cost(
-        hf,
-        cached_tokens=cached_tokens(cfg),
-        weight_bytes=placement.dtype.itemsize if rank else 4,
-        trained_bytes=0 if rank else TRAINED_BYTES - 4 + beside,
-    )
+    per_weight = placement.dtype.itemsize if rank else TRAINED_BYTES + beside
     method = Method(kind, str(placement.dtype).removeprefix("torch."), rank, checkpointing=True)
     longest = PROMPT_TOKENS + cfg.max_completion_length
     state = 4.0 * shape.hidden * longest  # hidden states from one stage to the next
     gradients = ITEM_BYTES[method.dtype] * (2 * shape.hidden + 3 * shape.intermediate)
-    layer = (layer_bytes(shape, method) + gradients) * longest
+    compute = (layer_bytes(shape, method) + gradients) * longest
+    cache = shape.cache_bytes / shape.layers * cached_tokens(cfg)
+    table = shape.vocabulary * shape.hidden
     # the gradient of a trained embedding or head exists twice while it is added
-    table = 0.0 if rank else 4.0 * shape.vocabulary * shape.hidden
+    copy = 0.0 if rank else 4.0 * table
     at_once = min(longest, logits_tokens(shape.vocabulary, kind))
-    head = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once + table
+    logits = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once
+    layer = PartCost(
+        shape.layer_parameters * per_weight + cache + state, float(shape.layer_parameters)
+    )
     # embedding and head are not computed at the same time as a layer
-    more = lambda part, size: replace(part, memory=part.memory + max(0.0, size))
-    return replace(
-        cost,
-        stage=layer + ASSUMED_WAVES * state,
-        embedding=more(cost.embedding, table - layer),
-        layers=tuple(more(part, state) for part in cost.layers),
-        head=more(cost.head, head - layer),
+    return ModelCost(
+        embedding=PartCost(table * per_weight + max(0.0, copy - compute), 0.0),
+        layers=(layer,) * shape.layers,
+        head=PartCost(table * per_weight + max(0.0, logits + copy - compute), float(table)),
+        stage=compute + ASSUMED_WAVES * state,
     )
 
 

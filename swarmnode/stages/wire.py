@@ -571,15 +571,10 @@ def backward_hop(route: Route, sender: int, stage: int) -> int | None:
 # The layers, embedding, norm and head of each stage, and their tensor names in the whole model.
 
 
-class ModelShape(Protocol):
+class ModelConfig(Protocol):
     """Fields that are read from a model's transformers configuration."""
 
     num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
     tie_word_embeddings: bool
 
 
@@ -656,7 +651,7 @@ class StageSpec:
         return name
 
 
-def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, ...]:
+def stage_specs(config: ModelConfig, layers: Sequence[int]) -> tuple[StageSpec, ...]:
     """Return the stages of a model; stage i has `layers[i]` layers.
 
     `model.check_split` checks that the model can be split.
@@ -1017,41 +1012,6 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
     parts = [*model.layers[start : start + layers[stage]], *ends]
     return model.stage + sum(part.memory for part in parts)
-
-
-def model_cost(
-    config: ModelShape,
-    *,
-    cached_tokens: int,
-    weight_bytes: int = 4,
-    trained_bytes: int = 12,
-) -> ModelCost:
-    """Estimate the costs of a model from its configuration.
-
-    Args:
-        cached_tokens: Tokens in the caches of all waves together, with 2 bytes per key and value.
-        weight_bytes: Bytes of a weight.
-        trained_bytes: Bytes of gradient and optimizer per weight; 0 for a frozen base.
-    """
-    width, head = (
-        config.hidden_size,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
-    keys = config.num_key_value_heads * head
-    layer = (
-        2 * width * config.num_attention_heads * head
-        + 2 * width * keys
-        + 3 * width * config.intermediate_size
-        + 2 * width
-    )
-    vocabulary = config.vocab_size * width
-    each = weight_bytes + trained_bytes
-    layers = PartCost(layer * each + 2 * 2 * keys * cached_tokens, float(layer))
-    return ModelCost(
-        embedding=PartCost(vocabulary * each, 0.0),
-        layers=(layers,) * config.num_hidden_layers,
-        head=PartCost(vocabulary * each, float(vocabulary)),
-    )
 
 
 # The crew record: immutable. Its hash is the crew's id.

@@ -243,8 +243,6 @@ def example_at(t: float) -> NodeSnapshot:
         },
         recoveries=recoveries.statistics(),
         sources={"neighbour": 1},
-        heartbeat_seconds=0.02,
-        unanswered={"heartbeat": 12, "propose": 1},
     )
     return NodeSnapshot(
         at=STARTED_AT + t,

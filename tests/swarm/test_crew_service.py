@@ -107,10 +107,7 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
             node.network.peer_id for node in nodes
         ]
         assert statistics.streams.open == {"frames": 2, "state": 0}
-        assert statistics.heartbeat_seconds is not None
-        assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, (
-            "its offer for its lineage"
-        )
+        assert 0 < statistics.crew.peer_seconds < 5
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
 

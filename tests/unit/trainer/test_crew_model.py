@@ -13,6 +13,7 @@ from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.policy import device
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
+from swarmnode.policy.footprint import Shape
 from swarmnode.policy.logprobs import collate
 from swarmnode.stages import trainer
 from swarmnode.stages.model import StageRuntime, add_adapter, load_stage, make_packing
@@ -28,7 +29,6 @@ from swarmnode.stages.trainer import (
 )
 from swarmnode.stages.wire import (
     StageAssignment,
-    model_cost,
     stage_memory,
     stage_specs,
 )
@@ -223,14 +223,11 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     )
     placement, cut = probe(config.policy), (2, 2)
     cost = estimate_cost(config, shape, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + host_bytes_per_weight(config.weights)
-    kept = model_cost(
-        shape,
-        cached_tokens=cached_tokens(config.training),
-        weight_bytes=4,
-        trained_bytes=trained,
-    )
-    planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
+    sizes = Shape.of_config(shape.to_dict())
+    per_weight = 4 if rank else TRAINED_BYTES + host_bytes_per_weight(config.weights)
+    weights = cut[index] * sizes.layer_parameters + shape.vocab_size * shape.hidden_size
+    caches = cut[index] * sizes.cache_bytes / sizes.layers * cached_tokens(config.training)
+    planned = stage_memory(cost, cut, index) - weights * per_weight - caches
     stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     runtime = StageRuntime(

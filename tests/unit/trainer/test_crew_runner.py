@@ -53,9 +53,7 @@ class FakeStage:
         self.worker = Worker(ends)
         self.worker.participant = SimpleNamespace(step=assigned.step)
         self.index, self.layers, self.lineage = assigned.stage, assigned.layers, assigned.lineage
-        self.meter = SimpleNamespace(
-            waited_share=0.25, tokens_per_second=10.0, step_seconds=1.0
-        )
+        self.meter = SimpleNamespace(waited_share=0.25, tokens_per_second=10.0, step_seconds=1.0)
 
     def is_of(self, assigned):
         return assigned.stage == self.index
