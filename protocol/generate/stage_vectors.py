@@ -11,7 +11,7 @@ from swarmnode.errors import BadMessage
 from swarmnode.stages.wire import Fence, Participant, Place, Routes
 
 CREW = bytes(range(16))
-WAVE = b"\x61" * 16
+WAVE = 10
 PLACE = [CREW, 1, 40]
 HIDDEN, VOCAB, TOKENS = 4, 50, 64
 GIVEN: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "tokens": TOKENS, "codec": "float32"}
@@ -49,9 +49,6 @@ WAVE_ABOUT: dict[str, Any] = {
     "lengths": [2, 1],
     "ids": ids(7, 8, 9),
     "num_generations": 2,
-    "names": [0, 1, 2, 3],
-    "total": 4,
-    "position": 0,
     "max_tokens": 8,
     "temperature": 1.0,
     "top_p": 0.95,
@@ -86,7 +83,7 @@ def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
 
 def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
     head = {
-        "session": WAVE,
+        "wave": WAVE,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(about)),
@@ -114,20 +111,19 @@ SMALL: list[dict[str, Any]] = [
         weights=2.5,
         squares=2.25,
     ),
-    header("drop", session=WAVE),
-    header("lost", session=WAVE, reason="session"),
-    header("failed", micro_batch=2**63 - 1, reason="not_finite"),
+    header("drop", wave=WAVE),
+    header("failed", number=2**63 - 1, reason="not_finite"),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
     header("acknowledge", attempt=2, refused="not_finite", squared_norm=0.0),
     header("commit", attempt=2, clip=1.0, learning_rate=1e-6),
     header("abort", attempt=2),
     header("done", attempt=0),
-    header("failed", micro_batch=0, reason="device"),
+    header("failed", number=0, reason="device"),
     header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
     header("propose", attempt=1, micro_batches=list(range(1024))),
 ]
 """Headers of frames without a body."""
-PROPOSE = SMALL[10]
+PROPOSE = SMALL[9]
 
 
 def frames() -> Iterator[Vector]:
@@ -211,7 +207,7 @@ def frames() -> Iterator[Vector]:
     )
 
     head = {
-        "session": WAVE,
+        "wave": WAVE,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(WAVE_ABOUT)),
@@ -221,20 +217,13 @@ def frames() -> Iterator[Vector]:
         prefill(),
         {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)},
     )
-    again = {**WAVE_ABOUT, "num_generations": 1, "names": [1, 3], "position": 1, "temperature": 0.0}
-    told = {
-        "header": header("prefill", **{**head, "about": len(pack(again))}),
-        "about": again,
-        "values": floats(*VALUES),
-    }
-    yield good("prefill, begun again", prefill(again), told)
-    head = header("decode", session=WAVE, codec="float32", rows=2)
+    head = header("decode", wave=WAVE, codec="float32", rows=2)
     yield good(
         "decode",
         joined(head, ids(1, 3) + floats(*VALUES[:8])),
         {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])},
     )
-    head = header("tokens", session=WAVE, rows=2)
+    head = header("tokens", wave=WAVE, rows=2)
     yield good(
         "tokens",
         joined(head, ids(49, 0) + floats(-0.5, 0.0)),
@@ -253,8 +242,8 @@ def frames() -> Iterator[Vector]:
 
 
 def hostile_headers() -> Iterator[Vector]:
-    done, commit, propose = header("done", attempt=1), SMALL[6], PROPOSE
-    acknowledge, learnt = SMALL[4], SMALL[0]
+    done, commit, propose = header("done", attempt=1), SMALL[5], PROPOSE
+    acknowledge, learnt = SMALL[3], SMALL[0]
     frame = joined(done)
     yield bad("oversize", "an empty header", bytes(4))
     yield bad("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385))
@@ -296,8 +285,8 @@ def hostile_headers() -> Iterator[Vector]:
     )
     yield bad("schema", "an unknown purpose", learn(purpose="poison"))
     yield bad("schema", "an unknown refusal", joined({**acknowledge, "refused": "tired"}))
-    yield bad("schema", "nil as reason", joined({**SMALL[9], "reason": None}))
-    yield bad("schema", "rows as nil", joined(header("tokens", session=WAVE, rows=None)))
+    yield bad("schema", "nil as reason", joined({**SMALL[8], "reason": None}))
+    yield bad("schema", "rows as nil", joined(header("tokens", wave=WAVE, rows=None)))
     deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
     yield bad("schema", "16,000 nested arrays for a place", joined(deep))
     yield bad(
@@ -319,11 +308,11 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad(
         "bounds",
         "micro-batch 2**63",
-        joined(header("failed", micro_batch=2**63, reason="device")),
+        joined(header("failed", number=2**63, reason="device")),
     )
-    yield bad("schema", "a failure without a reason", joined(without(SMALL[3], "reason")))
-    yield bad("bounds", "a wave's name of 15 bytes", joined(header("drop", session=WAVE[1:])))
-    yield bad("bounds", "no rows", joined(header("tokens", session=WAVE, rows=0)))
+    yield bad("schema", "a failure without a reason", joined(without(SMALL[2], "reason")))
+    yield bad("bounds", "wave 2**63", joined(header("drop", wave=2**63)))
+    yield bad("bounds", "no rows", joined(header("tokens", wave=WAVE, rows=0)))
     yield bad(
         "bounds",
         "more rows than tokens",
@@ -470,7 +459,7 @@ def hostile_bodies() -> Iterator[Vector]:
     )
     head = header("scores", micro_batch=9, rows=1)
     yield bad("not_finite", "an entropy of nan", joined(head, floats(-1.0, NAN)))
-    head = header("tokens", session=WAVE, rows=1)
+    head = header("tokens", wave=WAVE, rows=1)
     yield bad("not_finite", "a drawn token of nan", joined(head, ids(3) + floats(NAN)))
     yield bad("bounds", "a drawn token above certainty", joined(head, ids(3) + floats(0.5)))
     yield bad(
@@ -479,17 +468,11 @@ def hostile_bodies() -> Iterator[Vector]:
 
     yield wave("shape", "a wave's ids for other lengths", ids=ids(7, 8))
     yield wave("shape", "a wave with other rows", lengths=[1, 1], ids=ids(7, 8))
-    yield wave("bounds", "a wave of no prompts", lengths=[], names=[], ids=b"")
-    yield wave("bounds", "a wave without completions", num_generations=0, names=[])
-    yield wave("bounds", "names that fall", names=[1, 0, 2, 3])
-    yield wave("bounds", "a name twice", names=[0, 0, 1, 2])
-    yield wave("bounds", "a name beyond the wave", names=[0, 1, 2, 4])
-    yield wave("bounds", "one name short", names=[0, 1, 2])
-    yield wave("bounds", "more completions than the wave", total=3)
+    yield wave("bounds", "a wave of no prompts", lengths=[], ids=b"")
+    yield wave("bounds", "a wave without completions", num_generations=0)
     yield wave("bounds", "more tokens than the crew's", max_tokens=15)
     yield wave("bounds", "2**40 tokens", max_tokens=2**40)
-    yield wave("bounds", "a finished wave", position=8)
-    yield wave("bounds", "position -1", position=-1)
+    yield wave("bounds", "no tokens", max_tokens=0)
     yield wave("bounds", "a seed of 2**63", seed=2**63)
     yield wave("bounds", "a token id outside the vocabulary", ids=ids(7, 8, VOCAB))
     yield wave("bounds", "a wave's temperature below 0", temperature=-1.0)

@@ -113,13 +113,13 @@ from swarmnode.stages.model import (
     load_stage,
 )
 from swarmnode.stages.pipeline import (
-    CannotScore,
     Head,
     Links,
     Observer,
     StageWorker,
     Wave,
     WorkerSettings,
+    WorkRefused,
 )
 from swarmnode.stages.policy_copy import MemberSampler, PolicyCopy
 from swarmnode.stages.recovery import (
@@ -1010,6 +1010,8 @@ class CrewPolicy:
         self._recommended = False
         self._members: tuple[str, ...] = ()
         self._batcher = self._new_batcher()
+        self._wave_tokens: int | None = None
+        """Most padded tokens of a wave with the present members; None for the crew's limit."""
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
 
     @property
@@ -1027,6 +1029,7 @@ class CrewPolicy:
         members = self._runner.members()
         if members and members != self._members:
             self._members, self._batcher = members, self._new_batcher()
+            self._wave_tokens = None
         return self._batcher
 
     def statistics(self) -> EngineStatistics:
@@ -1049,7 +1052,7 @@ class CrewPolicy:
         """Sample from the policy copy if it is recent enough, else through the stages.
 
         Raises:
-            DeviceError: a question and its answer exceed a wave.
+            DeviceError: a question and its answer exceed a wave, or a stage's device.
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
         policy_copy, stage = self._policy_copy, self._runner.stage
@@ -1087,9 +1090,26 @@ class CrewPolicy:
         while waves is None:
             draw = random.Random(seed)  # a repeated call draws the same tokens
             work = lambda head, draw=draw: head.generate(
-                encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
+                encoded,
+                s.num_generations,
+                s.max_tokens,
+                s.temperature,
+                s.top_p,
+                ends,
+                draw,
+                self._wave_tokens,
             )
-            waves = self._call(self._head(), work)
+            try:
+                waves = self._call(self._head(), work)
+            except WorkRefused as error:
+                if not error.divisible:
+                    raise DeviceError(
+                        f"an answer of {s.max_tokens} tokens is too large for a stage's device, set"
+                        f" training.max_completion_length lower: {error}"
+                    ) from None
+                most = self._wave_tokens or self._model.limits().tokens
+                self._wave_tokens = max(longest + s.max_tokens, most // 2)
+                log.warning("a stage refused a wave, halving waves", tokens=self._wave_tokens)
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
         self._recommend_copy((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
@@ -1138,7 +1158,7 @@ class CrewPolicy:
             work = lambda head, tokens=tokens: head.score(pairs, temperature, tokens)
             try:
                 scored = self._call(head, work, largest)
-            except CannotScore as error:
+            except WorkRefused as error:
                 if not error.divisible:
                     raise DeviceError(
                         f"a row of {max(lengths)} tokens is too large for a stage's device, set"
@@ -1252,14 +1272,14 @@ class CrewPolicy:
             largest: Padded tokens of the largest micro-batch. After a timeout they are reduced.
 
         Raises:
-            CannotScore: a stage's device cannot compute the micro-batch.
+            WorkRefused: a stage's device cannot compute a micro-batch or wave.
             EngineGone: the crew's thread has ended.
         """
         try:
             return self._runner.call_head(head, work)
         except PeerError as error:
             log.warning("call to the crew failed", error=str(error))
-            if isinstance(error, CannotScore) and error.device:
+            if isinstance(error, WorkRefused) and error.device:
                 raise
             if isinstance(error, PeerTimeout) and largest:
                 self._memory.shrink(largest)
@@ -1497,7 +1517,7 @@ class Stage:
         self.worker = self._make_worker(assignment, streams)
         for parameter in self.runtime.parameters():
             parameter.grad = None
-        self.runtime.sessions.clear()
+        self.runtime.caches.clear()
         return self.worker
 
     def _make_worker(

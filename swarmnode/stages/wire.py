@@ -79,7 +79,6 @@ HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
 """Most bytes that are written to a stream at a time."""
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
-SESSION_BYTES: Final = caps.WAVE_BYTES
 MAX_MICRO_BATCHES: Final = caps.MICRO_BATCHES
 MAX_STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -87,10 +86,10 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal["device", "not_finite", "session"]
+RefusalReason = Literal["device", "not_finite"]
 """Reason of a stage that refuses a piece of work that its neighbour sent correctly. `device`: its
 own device cannot compute it, for example because memory runs out. `not_finite`: its own result is
-not finite. `session`: it does not have the wave's cache."""
+not finite."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -157,7 +156,8 @@ class ScoresFrame(FrameHeader, frozen=True, tag="scores"):
 class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
     """Stage i → i + 1: start a wave. Body: `WaveDescription` ‖ activations."""
 
-    session: bytes
+    wave: int
+    """Number that the head assigned, as for micro-batches."""
     codec: ActivationCodec
     rows: int
     about: int
@@ -167,7 +167,7 @@ class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
     """Stage i → i + 1: run one more token of each completion. Body: numbers of the completions in
     the wave, u32 each ‖ activations."""
 
-    session: bytes
+    wave: int
     codec: ActivationCodec
     rows: int
 
@@ -176,27 +176,21 @@ class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
     """Last stage → head. Body: a token id for each unfinished completion, u32 ‖ their
     log-probabilities, float32."""
 
-    session: bytes
+    wave: int
     rows: int
 
 
 class DropFrame(FrameHeader, frozen=True, tag="drop"):
     """Head → all: a wave has ended, its caches can be dropped."""
 
-    session: bytes
-
-
-class LostFrame(FrameHeader, frozen=True, tag="lost"):
-    """Any stage → head: it refuses this wave. The head restarts the wave from token ids."""
-
-    session: bytes
-    reason: RefusalReason
+    wave: int
 
 
 class FailedFrame(FrameHeader, frozen=True, tag="failed"):
-    """Any stage → head: it refuses this micro-batch."""
+    """Any stage → head: it refuses this micro-batch or wave."""
 
-    micro_batch: int
+    number: int
+    """Number of the micro-batch or wave."""
     reason: RefusalReason
 
 
@@ -257,7 +251,6 @@ ComputeFrame = (
     | DecodeFrame
     | TokensFrame
     | DropFrame
-    | LostFrame
     | FailedFrame
 )
 ControlFrame = (
@@ -275,7 +268,7 @@ class FrameLimits(msgspec.Struct, frozen=True):
     """Number of token ids."""
     tokens: int
     """Most padded tokens of a micro-batch or of a wave's prompts."""
-    sessions: int = caps.STAGE_WAITING
+    waves: int = caps.STAGE_WAITING
     """Most waves in flight."""
 
 
@@ -346,11 +339,10 @@ async def _read_message(
     return message, await headed.read_exactly(stream, length(message)) or b""
 
 
-_HEADER_LENGTHS: Final = {"session": SESSION_BYTES}
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _HEADER_RANGES: Final = {
-    **dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER),
+    **dict.fromkeys(("micro_batch", "wave", "number", "attempt"), ANY_COUNTER),
     **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, MAX_STAGES - 1),
@@ -378,7 +370,7 @@ def _check_header(header: Frame | AnyStateMessage, limits: FrameLimits) -> None:
     check_counter("step", header.place.step)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
     ranges = {"rows": (1, limits.tokens), "about": (1, about), **_HEADER_RANGES}
-    check_fields(header, _HEADER_LENGTHS, ranges)
+    check_fields(header, {}, ranges)
 
 
 # Step commit. Every message arrives once and in order: streams are reliable, and a lost stream ends
@@ -726,30 +718,26 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WaveDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a wave of completions.
-
-    It has Q prompts, each with `num_generations` completions. When the head restarts a wave, a
-    prompt is a question with one completion so far, and `num_generations` is 1.
-    """
+    """Description of a wave: Q prompts, each with `num_generations` completions. Completion i
+    belongs to prompt i // num_generations."""
 
     lengths: tuple[int, ...]
     """(Q,) lengths of the prompts in tokens."""
     ids: bytes
     """u32 token ids, prompt after prompt."""
     num_generations: int
-    names: tuple[int, ...]
-    """(Q · num_generations,) rising numbers of the completions in the wave."""
-    total: int
-    """Number of completions at the first start of the wave."""
-    position: int
-    """Tokens that each completion already has."""
     max_tokens: int
     """Most tokens of a completion."""
     temperature: float
     """0 is greedy."""
     top_p: float
     seed: int
-    """A token is drawn by (seed, position, completion), so a restarted wave draws the same."""
+    """A token is drawn by (seed, position, completion)."""
+
+    @property
+    def total(self) -> int:
+        """Number of completions."""
+        return len(self.lengths) * self.num_generations
 
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:
@@ -797,30 +785,23 @@ def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
     Raises:
         BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
     """
-    q: WaveDescription = strict.decode(data, WaveDescription)
-    _check_lengths(q.lengths, limits)
-    count = len(q.lengths) * q.num_generations
+    wave: WaveDescription = strict.decode(data, WaveDescription)
+    _check_lengths(wave.lengths, limits)
     if (
-        not 1 <= q.num_generations <= limits.tokens
-        or not 0 <= q.position < q.max_tokens <= limits.tokens
-        or not 0 <= q.seed <= COUNTER
+        not 1 <= wave.num_generations <= limits.tokens
+        or not 1 <= wave.max_tokens <= limits.tokens
+        or not 0 <= wave.seed <= COUNTER
     ):
         raise BadMessage("bounds", "a wave's numbers")
-    if (
-        not count <= q.total <= limits.tokens
-        or q.total * (max(q.lengths) + q.max_tokens - q.position) > limits.tokens
-    ):
+    if wave.total * (max(wave.lengths) + wave.max_tokens) > limits.tokens:
         raise BadMessage("bounds", "a wave's tokens")
-    check_rising("names", q.names, count, count)
-    if q.names[0] < 0 or q.names[-1] >= q.total:
-        raise BadMessage("bounds", "names")
-    if sum(q.lengths) != rows:
-        raise BadMessage("shape", f"{rows} rows for {sum(q.lengths)} tokens")
-    _check_ids(q.ids, rows, limits)
-    if q.temperature != 0:
-        check_positive("temperature", q.temperature)
-    check_positive("top_p", q.top_p, 1)
-    return q
+    if sum(wave.lengths) != rows:
+        raise BadMessage("shape", f"{rows} rows for {sum(wave.lengths)} tokens")
+    _check_ids(wave.ids, rows, limits)
+    if wave.temperature != 0:
+        check_positive("temperature", wave.temperature)
+    check_positive("top_p", wave.top_p, 1)
+    return wave
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:

@@ -145,7 +145,6 @@ def test_caps_match_the_registry():
         "crew_prefix": limits.CREW_PREFIX_BYTES,
         "record_hash": wire.HASH_BYTES,
         "crew_nonce": wire.NONCE_BYTES,
-        "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
         "min_completions": limits.MIN_COMPLETIONS,

@@ -72,7 +72,7 @@ class FakeTrainer:
         self._service = service
         self._trainer_offer = wire.TrainerOffer(
             MODEL,
-            Capacity(1.3 * LAYER, 1e9, 0.001),
+            Capacity(1.3 * LAYER, 1e9),
             ModelCost(
                 PartCost(0.1 * LAYER, 0),
                 (PartCost(LAYER, 1e6),) * layers,

@@ -19,7 +19,13 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Observer, WorkerSettings, cut_waves, run_in_thread
+from swarmnode.stages.pipeline import (
+    Observer,
+    WorkerSettings,
+    WorkRefused,
+    cut_waves,
+    run_in_thread,
+)
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo, limits_of
@@ -139,7 +145,7 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
             [x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4
         )
         await quiet()
-        assert all(not member.runtime.sessions for member in crew.members)
+        assert all(not member.runtime.caches for member in crew.members)
 
 
 async def quiet():
@@ -178,22 +184,28 @@ async def test_as_many_waves_as_stages_are_in_flight(models):
     assert [p for wave in waves for p in wave.prompts] == HEADS
 
 
-async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models):
+async def test_refused_wave_is_repeated_in_smaller_waves(models):
     undisturbed = texts(await sampled(models["llama-tied"], [1, 2, 1]))
     async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
         body = crew.members[1]
-        steps, original = 0, body.runtime.decode
+        original = body.runtime.prefill
 
-        def forgetful(session, rows, x):
-            nonlocal steps
-            steps += 1
-            if steps in (2, 7):
-                body.runtime.sessions.clear()
-            return original(session, rows, x)
+        def small(wave, prompts, x):
+            if prompts.ids.shape[0] * prompts.num_generations > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(wave, prompts, x)
 
-        body.runtime.decode = forgetful
+        body.runtime.prefill = small
+        generate = lambda tokens: crew.head.generate(
+            HEADS[:2], 3, 6, 0.9, 0.95, ENDS, random.Random(5), tokens
+        )
+        with pytest.raises(WorkRefused) as caught:
+            await crew.head.generate(HEADS, 4, 6, 0.9, 0.95, ENDS, random.Random(5))
+        assert (caught.value.device, caught.value.divisible) == (True, True)
+        assert not crew.head.open_waves
+        assert [len(wave.ids) for wave in await generate(3 * (max(map(len, HEADS)) + 6))] == [3, 3]
+        body.runtime.prefill = original
         waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
-        assert sum(wave.lost for wave in waves) >= 2
         assert texts(waves) == undisturbed
 
 

@@ -15,7 +15,7 @@ from swarmnode.config import TrainingConfig
 from swarmnode.errors import PeerError, PeerTimeout
 from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import encode
-from swarmnode.stages.pipeline import MAX_REFUSALS, CannotScore
+from swarmnode.stages.pipeline import MAX_REFUSALS, WorkRefused
 from swarmnode.wire.tensors import pack_ids
 from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo
 
@@ -256,7 +256,7 @@ async def test_a_refusal_is_counted_once_for_all_micro_batches_of_a_step(models,
             if isinstance(frame, wire.ForwardFrame):
                 pieces.append(frame.micro_batch)
             for number in pieces if isinstance(frame, wire.FailedFrame) else ():
-                await original(sender, msgspec.structs.replace(frame, micro_batch=number), body)
+                await original(sender, msgspec.structs.replace(frame, number=number), body)
             await original(sender, frame, body)
 
         crew.head.handle = all_refused
@@ -293,23 +293,25 @@ async def test_scores_that_the_device_cannot_do_are_refused_and_later_ones_given
     async with four(models, policy) as (crew, rows):
         with (
             fails(crew.members[3].runtime, "score", OUT_OF_MEMORY),
-            pytest.raises(CannotScore, match="device") as caught,
+            pytest.raises(WorkRefused, match="device") as caught,
         ):
             await score(crew.head, rows)
         assert caught.value.divisible
         assert len(await score(crew.head, rows)) == len(rows)
 
 
-async def test_a_wave_that_is_lost_three_times_names_the_stage(models, policy):
-    async with four(models, policy) as (crew, rows):
+async def test_refused_wave_ends_the_call(models, policy):
+    _, rows = grpo(policy("llama"))
+    async with crew_of(models["llama"], [1, 1, 1, 1]) as crew:
         with (
             fails(crew.members[1].runtime, "prefill", OUT_OF_MEMORY),
-            pytest.raises(PeerError, match="lost a wave 3 times"),
+            pytest.raises(WorkRefused, match="device") as caught,
         ):
             await sample(crew.head, rows)
-        assert crew.head.fault == (1, "lost a wave 3 times: device")
-        await quiet()
-        assert not crew.members[1].runtime.sessions
+        assert caught.value.divisible
+        assert await sample(crew.head, rows)
+        assert (await learn(crew.head, rows)).refused is None
+        assert not any(member.runtime.caches for member in crew.members)
 
 
 async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, policy):
@@ -376,7 +378,7 @@ async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
 
         async def release():
             last = crew.members[2]
-            while not (last.runtime.sessions or last.micro_batches._early):
+            while not (last.runtime.caches or last.micro_batches._early):
                 await trio.lowlevel.checkpoint()
             for one in held:
                 original(*one)
@@ -385,8 +387,6 @@ async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
             nursery.start_soon(release)
             result = await call(crew.head, rows)
         assert call is sample or result.refused is None
-        if call is sample:
-            assert all(wave.lost == 0 for wave in result)
         assert all(member.fault is None for member in crew.members)
 
 
@@ -529,9 +529,9 @@ async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(
     for sender, frame, body in [
         (0, wire.CommitFrame(place, 1, 1.0, 1.0), b""),
         (0, wire.AbortFrame(place, 1), b""),
-        (0, wire.PrefillFrame(place, bytes(16), "float32", 1, 1), b"\0" + bytes(128)),
+        (0, wire.PrefillFrame(place, 7, "float32", 1, 1), b"\0" + bytes(128)),
         (0, wire.BackwardFrame(place, 1, "float32", 1), bytes(128)),
-        (3, wire.DropFrame(place, bytes(16)), b""),
+        (3, wire.DropFrame(place, 7), b""),
         (3, wire.TokensFrame(place, bytes(16), 1), bytes(8)),
         (0, wire.EmbeddingFrame(place, 1, 0, 1), bytes(128)),
     ]:
@@ -550,9 +550,9 @@ async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, p
         async with four(models, policy) as (crew, _):
             head, last = crew.head, crew.members[3]
             wave = pipeline.Wave([[5, 6]], 2, 4, 1.0, 1.0, 3, ENDS)
-            head.open_waves[b"w" * 16] = wave
+            head.open_waves[7] = wave
             body = pack_ids(ids) + bytes(4 * rows)
-            last.links.send(0, wire.TokensFrame(last.place, b"w" * 16, rows), body)
+            last.links.send(0, wire.TokensFrame(last.place, 7, rows), body)
             await quiet()
             assert head.fault[0] == 3
             assert wave.ids == [[], []]
@@ -562,7 +562,7 @@ async def test_frames_of_another_crew_or_step_are_dropped(models):
     async with crew_of(models["llama"], [2, 2]) as crew:
         member, place = crew.members[1], crew.head.place
         crew.head.links.send(1, wire.AbortFrame(wire.Place(b"x" * 16, 0, 0), 3))
-        crew.head.links.send(1, wire.DropFrame(wire.Place(place.crew, 0, 1), b"s" * 16))
+        crew.head.links.send(1, wire.DropFrame(wire.Place(place.crew, 0, 1), 7))
         await quiet()
         assert member.dropped == {"crew": 1, "newer": 1}
         assert member.fault is None

@@ -37,7 +37,6 @@ from swarmnode.wire.tensors import pack_ids, pack_logprobs
 
 LIMITS = FrameLimits(hidden=8, vocab=50, tokens=64)
 PLACE = Place(b"c" * 16, 0, 3)
-SESSION = b"s" * 16
 
 
 class Counting:
@@ -66,7 +65,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
     sent = [
         (BackwardFrame(PLACE, 5, "bfloat16", 3), bytes(range(48))),
         (ProposeFrame(PLACE, 2, (1, 4, 9)), b""),
-        (DecodeFrame(PLACE, SESSION, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
+        (DecodeFrame(PLACE, 7, "int8", 2), b"x" * (8 + 2 * 8 + 2 * 4)),
     ]
     for frame, body in sent:
         await left.send_all(headed.pack(frame, body))
@@ -85,7 +84,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
         (BackwardFrame(Place(b"c" * 16, 0, -1), 5, "int8", 1), "bounds"),
         (BackwardFrame(Place(b"c" * 16, 64, 3), 5, "int8", 1), "bounds"),
         (ForwardFrame(PLACE, 5, "learn", "int8", 1, 10**9), "bounds"),
-        (DecodeFrame(PLACE, b"s", "int8", 1), "bounds"),
+        (DecodeFrame(PLACE, -1, "int8", 1), "bounds"),
         (CommitFrame(PLACE, 1, float("nan"), 1.0), "not_finite"),
         (CommitFrame(PLACE, 1, 1.0, float("inf")), "not_finite"),
         (CommitFrame(PLACE, 1, -1.0, 1.0), "bounds"),
@@ -227,10 +226,7 @@ def test_padding_does_not_make_a_small_micro_batch_large():
     ("keys", "reason"),
     [
         ({"num_generations": 10**6}, "bounds"),
-        ({"names": (0, 0)}, "bounds"),
-        ({"names": (0, 2)}, "bounds"),
-        ({"total": 1}, "bounds"),
-        ({"position": 5}, "bounds"),
+        ({"max_tokens": 0}, "bounds"),
         ({"max_tokens": 10**9}, "bounds"),
         ({"temperature": -1.0}, "bounds"),
         ({"top_p": 1.5}, "bounds"),
@@ -245,9 +241,6 @@ def test_questions_that_are_not_what_they_say(keys, reason):
         "lengths": (2,),
         "ids": pack_ids([1, 2]),
         "num_generations": 2,
-        "names": (0, 1),
-        "total": 2,
-        "position": 0,
         "max_tokens": 5,
         "temperature": 1.0,
         "top_p": 1.0,

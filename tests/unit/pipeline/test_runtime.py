@@ -179,12 +179,12 @@ def test_greedy_tokens_are_the_whole_models(models, kind):
         stages = chain(models[kind], layers)
         x = None
         for stage in stages:
-            x = stage.prefill(b"s", Prompts(ids, mask, 1), x)
+            x = stage.prefill(7, Prompts(ids, mask, 1), x)
         drawn = [x.argmax(-1)]
         while len(drawn) < 8:
             x = drawn[-1]
             for stage in stages:
-                x = stage.decode(b"s", [0, 1], x)
+                x = stage.decode(7, [0, 1], x)
             drawn.append(x.argmax(-1))
         assert torch.equal(torch.stack(drawn, 1), expected), layers
 
@@ -193,35 +193,26 @@ def test_a_row_that_ended_leaves_the_others_as_they_are(models):
     prompts = Prompts(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), 3)
     all_rows, some = chain(models["qwen3"], [4])[0], chain(models["qwen3"], [4])[0]
     for stage in (all_rows, some):
-        stage.prefill(b"s", prompts, None)
-        stage.decode(b"s", [0, 1, 2], torch.tensor([1, 2, 3]))
-    expected = all_rows.decode(b"s", [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
-    assert torch.allclose(some.decode(b"s", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
+        stage.prefill(7, prompts, None)
+        stage.decode(7, [0, 1, 2], torch.tensor([1, 2, 3]))
+    expected = all_rows.decode(7, [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
+    assert torch.allclose(some.decode(7, [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
     caches = [
-        stage.sessions.step(b"s", rows).cache
-        for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))
+        stage.caches.step(7, rows).cache for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))
     ]
     assert [len(cache.layers[0].keys) for cache in caches] == [2, 3]
 
 
 @pytest.mark.parametrize(
-    ("session", "rows", "reason"),
-    [
-        (b"t", [0], "session"),
-        (b"s", [2], "rows"),
-        (b"s", [1, 0], "rows"),
-        (b"s", [], "rows"),
-        (b"s", [0, 0], "rows"),
-    ],
+    "rows",
+    [[2], [1, 0], [], [0, 0]],
 )
-def test_step_of_an_unknown_session_or_row_is_refused(models, session, rows, reason):
+def test_step_of_an_unknown_row_is_refused(models, rows):
     stage = chain(models["llama"], [4])[0]
-    stage.prefill(
-        b"s", Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None
-    )
+    stage.prefill(7, Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None)
     with pytest.raises(BadMessage) as caught:
-        stage.decode(session, rows, torch.zeros(len(rows), dtype=torch.long))
-    assert caught.value.reason == reason
+        stage.decode(7, rows, torch.zeros(len(rows), dtype=torch.long))
+    assert caught.value.reason == "rows"
 
 
 @pytest.mark.parametrize("layers", [[4], [2, 2], [1, 2, 1]])
@@ -235,13 +226,13 @@ def test_every_stage_counts_each_token_that_went_through_it_once(models, layers)
     x = None
     for stage in stages:
         x = stage.prefill(
-            b"s",
+            7,
             Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1),
             x,
         )
     x = x.argmax(-1)
     for stage in stages:
-        x = stage.decode(b"s", [0, 1], x)
+        x = stage.decode(7, [0, 1], x)
     assert [stage.tokens for stage in stages] == [rows + 5 + 2] * len(stages)
 
 

@@ -130,7 +130,7 @@ class Node:
             build,
             self.recovery,
             self.sent.append,
-            lambda what: None,
+            lambda what, seconds=None: None,
             on_out_of_memory=self.lacked.append,
             offer=self.offered.append,
         )
