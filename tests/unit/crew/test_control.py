@@ -143,7 +143,7 @@ def test_answer_to_our_heartbeat_is_a_heartbeat():
     assert node.state.crew.formed
 
 
-def test_candidate_with_the_newest_step_proposes_at_once_and_others_later():
+def test_candidate_with_the_newest_step_proposes_first():
     node = Node(copy(1))
     node.offered("a", copy(0))
     node.does(wire.ClockTick())
@@ -222,7 +222,7 @@ def test_own_steps_are_discarded_only_after_waiting(of, seconds):
     assert isinstance(node.answers("a", wire.ProposeRequest(of)), wire.AcceptAnswer)
 
 
-def test_crew_that_does_not_form_ends_and_strikes_who_is_missing():
+def test_crew_that_does_not_form_strikes_missing_members():
     node = Node(copy(1), layers=3)
     node.answers("a", wire.ProposeRequest(record("a", "b", "c")))
     node.beats("a")
@@ -262,7 +262,7 @@ def test_peer_that_refuses_again_and_again_is_struck():
     assert node.now < 100 + 60
 
 
-def test_peer_that_ends_crew_after_crew_before_a_step_is_struck():
+def test_peer_that_ends_crews_before_their_first_step_is_struck():
     node = Node(copy(1))
     for number in range(MAX_FAILED_CREWS):
         assert not node.notes("struck")
@@ -404,7 +404,7 @@ def strike(node, peer="a"):
     node.does(node.trainer_offer)
 
 
-def test_struck_peer_is_left_out_twice_as_long_each_time():
+def test_exclusion_doubles_with_each_strike():
     node = Node(copy(1))
     for number in range(1, 12):
         strike(node)
@@ -413,7 +413,7 @@ def test_struck_peer_is_left_out_twice_as_long_each_time():
         node.now += seconds
 
 
-def test_struck_peer_is_left_out_while_another_crew_is_possible():
+def test_struck_peer_is_excluded_while_another_crew_is_possible():
     node = Node(copy(1, 41))
     strike(node)
     node.offered("c")
@@ -525,7 +525,7 @@ def test_time_in_a_crew_without_steps_does_not_count_as_waiting():
     assert node.now - node.state.free_since == pytest.approx(5.0)
 
 
-def test_what_is_shown_of_a_crew():
+def test_statistics_of_a_crew():
     node = Node()
     node.offered("c")
     assert statistics(node.state, node.now, SETTINGS) == CrewStatistics(offers=1)

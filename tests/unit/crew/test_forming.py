@@ -111,7 +111,7 @@ def test_any_two_of_four_continue_with_spares():
         assert all(members(found)[stage] == name for stage, name in kept.items())
 
 
-def test_more_than_half_of_the_disks_may_be_lost_if_neighbours_have_copies():
+def test_half_of_the_disks_may_be_lost_if_neighbours_have_checkpoints():
     untrained = {"b": offer(), "c": offer(), "d": offer()}
     assert plan({"a": offer(copy(0, 9)), **untrained}, 99.0) is None
     kept = offer(copy(0, 9), *(copy(stage, 5, "neighbour") for stage in (1, 3)))
@@ -186,14 +186,14 @@ def test_plan_does_not_wait_for_a_peer_that_claims_all_memory():
     assert "a" in members(found)
 
 
-def test_block_stays_where_it_is_and_memory_goes_before_disk():
+def test_holder_keeps_its_block_and_memory_precedes_disk():
     offers = {**four(9, 9, 9, 9, where="disk"), "e": offer(copy(3, 9))}
     assert members(plan(offers)) == ("a", "b", "c", "e")
     offers["e"] = offer(copy(3, 9), memory=0.5)
     assert members(plan(offers)) == tuple("abcd"), "it has no room"
 
 
-def test_of_two_spares_the_near_one_is_taken_then_the_larger():
+def test_nearest_spare_is_taken_then_the_largest():
     offers = without(four(9, 9, 9, 9), "d", e=offer(speed=9.0), f=offer(), g=offer(speed=2.0))
     assert members(plan(offers, 10.0))[3] == "e"
     assert members(plan(offers, 10.0, distances={"e": 0.5, "g": 0.004}))[3] == "f"

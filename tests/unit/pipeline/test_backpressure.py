@@ -107,9 +107,7 @@ async def everything(crew):
         ([1, 1, 1, 1], "llama-tied", True),
     ],
 )
-async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little(
-    models, narrow, layers, kind, swapped
-):
+async def test_full_links_change_no_result_and_bound_memory(models, narrow, layers, kind, swapped):
     settings = replace(EXACT, swapped=swapped)
     async with crew_of(models[kind], layers, settings) as crew:
         expected = await everything(crew)
@@ -157,7 +155,7 @@ async def taken(links):
     return arrival
 
 
-async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
+async def test_unread_frames_fill_a_link_and_arrive_later(monkeypatch):
     monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
@@ -237,7 +235,7 @@ def test_what_waits_for_others_is_no_work_in_hand():
     assert tail.next(lambda number: True) == ("learn", 0)
 
 
-async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models, monkeypatch):
+async def test_stage_with_a_full_link_has_no_pending_work(models, monkeypatch):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
@@ -282,7 +280,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 
 
 @pytest.mark.parametrize("proposed_first", [True, False])
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
+async def test_too_many_micro_batches_are_a_fault_of_the_sender(
     models, monkeypatch, proposed_first
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:

@@ -160,7 +160,7 @@ async def sampled(model, layers, settings=EXACT, **keys):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3", "smollm3"])
-async def test_a_sampled_token_does_not_depend_on_who_computes_beside(models, kind):
+async def test_sampled_token_does_not_depend_on_other_completions(models, kind):
     """The first of two stages draws what one of two other splits draws; waves of the same prompts
     have the same seeds."""
     assert texts(await sampled(models[kind], [2, 2])) == texts(await sampled(models[kind], [3, 1]))
@@ -210,7 +210,7 @@ async def test_refused_wave_is_repeated_in_smaller_waves(models):
 
 
 @pytest.mark.parametrize(("codec", "far"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.05)])
-async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
+async def test_recorded_logprobs_equal_those_of_training(models, policy, codec, far):
     """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
     it is off by the codec's rounding."""
     settings = WorkerSettings(codec)
@@ -237,7 +237,7 @@ async def all_dropped(crew):
     return all(p.grad is None for m in crew.members for p in m.runtime.parameters())
 
 
-async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, policy):
+async def test_non_finite_weights_drop_the_step_in_all_stages(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         with torch.no_grad():
@@ -256,9 +256,7 @@ async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, pol
     ],
 )
 @pytest.mark.parametrize(("stage", "method"), [(1, "forward"), (1, "backward"), (2, "learn")])
-async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
-    models, policy, stage, method, error
-):
+async def test_device_error_drops_the_step_in_all_stages(models, policy, stage, method, error):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, start = crew.members[stage], weights(crew)
@@ -298,7 +296,7 @@ async def test_unsent_embedding_gradient_refuses_the_step(models, policy):
         torch.AcceleratorError("lost"),
     ],
 )
-async def test_our_own_defects_and_a_lost_device_end_a_member(models, error):
+async def test_program_errors_and_a_lost_device_are_raised(models, error):
     with pytest.RaisesGroup(type(error), flatten_subgroups=True):
         async with crew_of(models["llama"], [2, 2]) as crew:
             with fails(crew.members[1].runtime, "score", error):
@@ -331,7 +329,7 @@ class Counts(Observer):
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("mat1 and mat2")],
 )
-async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
+async def test_step_is_taken_although_an_observer_runs_out_of_memory(
     models, policy, error, autojump_clock
 ):
     _, rows = grpo(policy("llama"))
@@ -349,7 +347,7 @@ async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
     assert torch.equal(*ends)
 
 
-async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
+async def test_learning_rate_is_bounded_by_the_own_node(models, policy):
     _, rows = grpo(policy("llama"))
     settings = replace(EXACT, learning_rate=1.1e-3)
     async with crew_of(models["llama"], [2, 2], settings) as crew:
@@ -364,7 +362,7 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(models, policy, stage):
+async def test_lost_stage_ends_the_call_without_a_step(models, policy, stage):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         original = crew.members[stage].handle
@@ -385,15 +383,13 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
         assert all(m.participant.step == 0 for m in crew.members)
 
 
-async def test_computing_beside_the_event_loop_gives_the_same(models):
+async def test_computing_in_a_thread_gives_the_same_result(models):
     assert texts(await sampled(models["llama"], [2, 2], compute=run_in_thread)) == texts(
         await sampled(models["llama"], [2, 2])
     )
 
 
-async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
-    models, policy, monkeypatch
-):
+async def test_checkfree_weight_is_the_raw_gradient_of_the_layers(models, policy, monkeypatch):
     monkeypatch.setattr("swarmnode.stages.pipeline.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
@@ -427,7 +423,7 @@ async def test_prepared_stage_commits_without_its_neighbour(models, policy):
     assert torch.equal(*ends)
 
 
-async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy):
+async def test_failure_of_an_old_attempt_is_ignored(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         original = crew.head.handle
@@ -441,7 +437,7 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
 
-async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
+async def test_each_position_and_completion_has_its_own_draw(policy):
     model = policy("llama").model
     with torch.no_grad():
         # every token equally likely: whatever repeats is the generator's doing
@@ -455,7 +451,7 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
     assert all(len(set(ids)) > 4 for ids in drawn)
 
 
-def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
+def test_number_and_size_of_waves():
     short, long = [1] * 10, [1] * 200
     assert cut_waves([short] * 8, 4, 20, 4, 10_000) == [
         ([0, 1], 4),

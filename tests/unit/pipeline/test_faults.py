@@ -129,7 +129,7 @@ SILENT = [
         if (stage, case[1:]) != (3, (withholds, wire.ForwardFrame))
     ],
 )
-async def test_a_silent_stage_costs_one_deadline_and_is_not_named(
+async def test_silent_stage_costs_one_deadline_without_blame(
     models, policy, autojump_clock, call, corrupt, kind, stage
 ):
     async with four(models, policy) as (crew, rows):
@@ -151,9 +151,7 @@ async def test_withheld_tied_embedding_costs_one_deadline(models, policy, autoju
         assert crew.head.fault == (None, "nothing arrived for 60 s")
 
 
-async def test_a_stage_that_does_not_take_a_decided_step_is_one_step_behind(
-    models, policy, autojump_clock
-):
+async def test_stage_that_misses_the_commit_is_one_step_behind(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
         ignores(crew.members[2], wire.CommitFrame)
@@ -178,7 +176,7 @@ async def test_deadline_grows_to_four_times_the_longest_silence(models, policy, 
         assert crew.head.usable
 
 
-async def test_a_head_whose_own_device_computes_blames_nobody(models, policy, autojump_clock):
+async def test_computing_head_expires_no_deadline(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1], seconds=SECONDS) as crew:
 
@@ -192,7 +190,7 @@ async def test_a_head_whose_own_device_computes_blames_nobody(models, policy, au
         assert crew.head.fault is None
 
 
-async def test_a_stage_that_stops_reading_costs_one_deadline(
+async def test_stage_that_does_not_read_costs_one_deadline(
     models, policy, autojump_clock, monkeypatch
 ):
     monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 1)
@@ -218,7 +216,7 @@ async def test_a_stage_with_too_many_unread_frames_is_named(models, policy, monk
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-async def test_a_stage_that_refuses_three_steps_in_a_row_is_named(models, policy):
+async def test_three_refusals_in_a_row_are_a_fault(models, policy):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
             for _ in range(MAX_REFUSALS - 1):
@@ -229,7 +227,7 @@ async def test_a_stage_that_refuses_three_steps_in_a_row_is_named(models, policy
         assert crew.head.fault == (1, "refused 3 times in a row: device")
 
 
-async def test_a_step_that_can_be_cut_smaller_is_refused_as_often_as_it_takes(models, policy):
+async def test_divisible_step_may_be_refused_any_number_of_times(models, policy):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "forward", OUT_OF_MEMORY):
             for _ in range(3 * MAX_REFUSALS):
@@ -238,9 +236,7 @@ async def test_a_step_that_can_be_cut_smaller_is_refused_as_often_as_it_takes(mo
         assert crew.head.fault is None
 
 
-async def test_a_step_at_most_1024_micro_batches_small_can_be_cut_no_further(
-    models, policy, monkeypatch
-):
+async def test_step_of_1024_micro_batches_is_not_divisible(models, policy, monkeypatch):
     async with four(models, policy) as (crew, rows):
         with fails(crew.members[1].runtime, "backward", OUT_OF_MEMORY):
             monkeypatch.setattr(wire, "MAX_MICRO_BATCHES", 1)
@@ -279,7 +275,7 @@ async def test_a_committed_step_clears_refusals(models, policy):
         assert crew.head.fault is None
 
 
-async def test_a_stage_whose_gradients_are_never_finite_is_named(models, policy):
+async def test_repeated_non_finite_gradients_are_a_fault(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         with torch.no_grad():
@@ -289,7 +285,7 @@ async def test_a_stage_whose_gradients_are_never_finite_is_named(models, policy)
         assert crew.head.fault == (1, "refused 3 times in a row: not_finite")
 
 
-async def test_scores_that_the_device_cannot_do_are_refused_and_later_ones_given(models, policy):
+async def test_refused_scores_do_not_affect_later_calls(models, policy):
     async with four(models, policy) as (crew, rows):
         with (
             fails(crew.members[3].runtime, "score", OUT_OF_MEMORY),
@@ -314,7 +310,7 @@ async def test_refused_wave_ends_the_call(models, policy):
         assert not any(member.runtime.caches for member in crew.members)
 
 
-async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, policy):
+async def test_late_forward_of_a_dropped_attempt_is_ignored(models, policy):
     """An abort goes from the head to each stage; a forward that was sent before it takes the way
     through the stages and arrives after it."""
     _, rows = grpo(policy("llama"))
@@ -334,7 +330,7 @@ async def test_a_dropped_attempts_late_forward_is_no_part_of_the_next(models, po
         assert all(member.fault is None for member in crew.members)
 
 
-async def test_a_dropped_attempts_late_gradient_is_no_part_of_the_next(models, policy):
+async def test_late_gradient_of_a_dropped_attempt_is_ignored(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         last, held = crew.members[2], []
@@ -418,9 +414,7 @@ async def test_late_embedding_of_a_dropped_attempt_is_ignored(models, policy):
     assert torch.equal(*ends)
 
 
-async def test_a_call_that_is_cancelled_leaves_the_crew_able_to_work(
-    models, policy, autojump_clock
-):
+async def test_crew_works_after_a_cancelled_call(models, policy, autojump_clock):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         compute = crew.members[1].compute
@@ -487,7 +481,7 @@ def fewer_rows(frame, body):
         ),
     ],
 )
-async def test_the_receiver_names_the_stage_that_sends_garbage(
+async def test_garbage_is_a_fault_of_its_sender(
     models, policy, autojump_clock, call, kind, sender, receiver, change
 ):
     async with four(models, policy) as (crew, rows):
@@ -503,7 +497,7 @@ async def test_the_receiver_names_the_stage_that_sends_garbage(
             assert crew.head.fault[0] == sender
 
 
-async def test_a_tied_embeddings_rows_out_of_order_name_their_sender(models, policy):
+async def test_embedding_rows_out_of_order_are_a_fault(models, policy):
     async with four(models, policy, "llama-tied") as (crew, rows):
         changes(
             crew.members[3],
@@ -515,7 +509,7 @@ async def test_a_tied_embeddings_rows_out_of_order_name_their_sender(models, pol
         assert crew.head.fault[0] == 3
 
 
-async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy, autojump_clock):
+async def test_garbage_in_a_swapped_crew_is_a_fault_of_its_sender(models, policy, autojump_clock):
     settings = replace(EXACT, swapped=True)
     async with four(models, policy, settings=settings) as (crew, rows):
         changes(crew.members[1], wire.ForwardFrame, spoilt)
@@ -524,7 +518,7 @@ async def test_a_swapped_crew_names_the_stage_that_sends_garbage(models, policy,
         assert crew.head.fault[0] == 1
 
 
-async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(models, policy):
+async def test_frame_from_the_wrong_sender_is_a_fault(models, policy):
     place = wire.Place(bytes(16), 0, 0)
     for sender, frame, body in [
         (0, wire.CommitFrame(place, 1, 1.0, 1.0), b""),
@@ -545,7 +539,7 @@ async def test_a_stage_that_commits_unasked_or_sends_what_it_never_may_is_named(
             assert crew.members[1].participant.attempt == 0, "nothing is handled after a fault"
 
 
-async def test_tokens_that_do_not_belong_to_a_wave_name_the_last_stage(models, policy):
+async def test_wrong_tokens_are_a_fault_of_the_last_stage(models, policy):
     for rows, ids in ((1, [0]), (2, [60, 61])):  # there are two completions; there is no id 61
         async with four(models, policy) as (crew, _):
             head, last = crew.head, crew.members[3]
@@ -568,7 +562,7 @@ async def test_frames_of_another_crew_or_step_are_dropped(models):
         assert member.fault is None
 
 
-async def test_bytes_that_are_no_frame_are_a_fault_and_half_a_frame_is_a_death(models, policy):
+async def test_garbage_is_a_fault_and_a_truncated_frame_is_not(models, policy):
     async with four(models, policy) as (crew, rows):
         await crew.streams[2, 1].send_all(b"\xff" * 64)
         await crew.streams[3, 0].send_all(b"\0\0\1\0half")

@@ -95,7 +95,7 @@ async def test_frames_go_there_and_back_one_after_the_other():
         (BackwardFrame(PLACE, 5, "pickle", 1), "schema"),
     ],
 )
-async def test_a_header_outside_the_bounds_is_refused_before_its_body(frame, reason):
+async def test_header_outside_bounds_is_refused_before_its_body(frame, reason):
     data = headed.pack(frame)
     assert await reason_of(data + b"\0" * 10_000) == (reason, len(data))
 
@@ -236,7 +236,7 @@ def test_padding_does_not_make_a_small_micro_batch_large():
         ({"seed": -1}, "bounds"),
     ],
 )
-def test_questions_that_are_not_what_they_say(keys, reason):
+def test_invalid_wave_is_refused(keys, reason):
     fields = {
         "lengths": (2,),
         "ids": pack_ids([1, 2]),
@@ -272,7 +272,7 @@ def test_codecs_err_by_no_more_than_they_say(hidden):
     assert bool(((back - rows.view(7, -1, block)).abs() <= largest / 254 * 1.001).all())
 
 
-def test_a_token_is_quantised_alike_whatever_it_is_batched_with():
+def test_quantisation_does_not_depend_on_the_batch():
     rows = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     together = decode(encode(rows, "int8"), 5, 96, "int8")
     assert all(

@@ -131,7 +131,7 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
     assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))
 
 
-def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
+def test_logits_of_a_long_answer_are_computed_in_pieces(models, monkeypatch):
     """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold
     the last stage."""
     monkeypatch.setattr("swarmnode.stages.model.logits_tokens", lambda *given: 40)
@@ -144,7 +144,7 @@ def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
     assert seen.rows == 40  # and the head's own gradient has 32
 
 
-def test_checkpoints_activations_only_when_memory_is_short(models, monkeypatch):
+def test_layers_are_checkpointed_only_when_memory_is_short(models, monkeypatch):
     stage = chain(models["llama"], [1, 3])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)])] * 2, 0)
     x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
@@ -189,7 +189,7 @@ def test_greedy_tokens_are_the_whole_models(models, kind):
         assert torch.equal(torch.stack(drawn, 1), expected), layers
 
 
-def test_a_row_that_ended_leaves_the_others_as_they_are(models):
+def test_finished_row_does_not_change_other_rows(models):
     prompts = Prompts(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), 3)
     all_rows, some = chain(models["qwen3"], [4])[0], chain(models["qwen3"], [4])[0]
     for stage in (all_rows, some):
@@ -216,7 +216,7 @@ def test_step_of_an_unknown_row_is_refused(models, rows):
 
 
 @pytest.mark.parametrize("layers", [[4], [2, 2], [1, 2, 1]])
-def test_every_stage_counts_each_token_that_went_through_it_once(models, layers):
+def test_each_stage_counts_each_token_once(models, layers):
     stages = chain(copy.deepcopy(models["llama"]), layers)
     batch = collate(ROWS, 0, torch.device("cpu"))
     # two prompts once, and each completion without its last token
@@ -266,7 +266,7 @@ def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
         load_stage(tmp_path, alone)
 
 
-def test_the_stages_weights_together_are_the_whole_models(models):
+def test_stages_together_have_the_whole_models_weights(models):
     model = copy.deepcopy(models["llama-tied"])
     pieces = split_model(model, [1, 2, 1])
     with torch.no_grad():

@@ -104,7 +104,7 @@ def whole_loss(fleet, seed):
     return total / count
 
 
-async def test_at_the_head_it_is_the_loss_of_the_whole_policy(fleet):
+async def test_verdict_at_the_head_is_the_loss_of_the_policy(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -137,7 +137,7 @@ async def test_every_stage_judges_averages_without_changes(fleet, stage):
         await learn(crew, 2)  # and it trains on
 
 
-async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
+async def test_no_probe_without_inputs_or_crew(fleet):
     one = fleet()
     async with one.up() as crew:
         mine, mean = tensors(one.stations[1])
@@ -153,7 +153,7 @@ async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
         assert not closed.measure(mine, mean, lambda losses: None)
 
 
-async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
+async def test_no_verdict_without_the_later_stages(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -162,7 +162,7 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
         assert await verdict(one, 1, mine, mean) is None
 
 
-async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
+async def test_verdict_uses_as_few_micro_batches_as_it_needs(fleet, monkeypatch):
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
@@ -179,7 +179,7 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
     assert asked == [2, 3] * 4  # two micro-batches, with either
 
 
-async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
+async def test_deadline_of_a_verdict_grows_with_the_steps(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
     monkeypatch.setattr(trainer, "VERDICT_SECONDS", (0.2, 3.0))
@@ -213,7 +213,7 @@ async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean)
 
 
-async def test_our_own_weights_that_are_not_finite_are_nobody_s_fault(fleet):
+async def test_non_finite_own_weights_give_no_verdict(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -221,7 +221,7 @@ async def test_our_own_weights_that_are_not_finite_are_nobody_s_fault(fleet):
         assert await verdict(one, 3, {n: t * float("inf") for n, t in mine.items()}, mean) is None
 
 
-async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
+async def test_replaced_adapter_weights_change_the_output(fleet, models):
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     one = fleet(get_peft_model(copy.deepcopy(models["llama"]), lora))

@@ -121,7 +121,7 @@ def source(fleet, stage):
 @pytest.mark.parametrize(
     ("stages", "lost", "kind"), [(2, 0, "llama"), (3, 2, "llama-tied"), (4, 3, "qwen2")]
 )
-async def test_a_node_that_comes_back_with_its_disk_continues_exactly(fleet, stages, lost, kind):
+async def test_restarted_node_with_its_disk_continues_exactly(fleet, stages, lost, kind):
     expected = await unfailed(fleet, 5, stages=stages, kind=kind)
     mine = fleet(stages, kind)
     assert apart(await lose_and_continue(mine, [lost], disk=True), expected) == 0
@@ -145,7 +145,7 @@ async def test_own_checkpoint_is_current_only_within_one_step(fleet):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
-async def test_a_stage_comes_back_exactly_from_a_neighbours_disk(fleet, lost):
+async def test_stage_is_restored_exactly_from_a_neighbour(fleet, lost):
     expected = await unfailed(fleet, 5)
     mine = fleet()
     assert apart(await lose_and_continue(mine, [lost]), expected) == 0
@@ -185,7 +185,7 @@ async def test_any_one_disk_may_be_lost(fleet):
         mine.close()
 
 
-async def test_a_small_copy_comes_back_rounded_and_its_rate_warms_up(fleet):
+async def test_small_checkpoint_is_rounded_and_its_rate_warms_up(fleet):
     mine = fleet(settings={"exact_bytes": 0})
     await train(mine, 3)
     before = {n: t for n, t in mine.weights().items() if n.startswith("1 ")}
@@ -259,7 +259,7 @@ async def test_source_with_non_finite_weights_is_skipped(fleet):
     assert "not finite" in str(mine.failed[2])
 
 
-async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(fleet, models):
+async def test_adapter_is_restored_from_a_neighbour_or_untrained(fleet, models):
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = lambda: get_peft_model(copy.deepcopy(models["llama"]), lora)
@@ -290,7 +290,7 @@ async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
+async def test_checkfree_averages_the_neighbours(fleet, lost):
     mine = fleet(settings={"mode": "checkfree"})
     await train(mine, 3)
     near = {i: mine.stations[i].member.optimizer.squared_norm for i in (lost - 1, lost + 1)}
@@ -311,7 +311,7 @@ async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
         await learn(crew, 1, 3)
 
 
-async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
+async def test_checkfree_restores_an_end_from_a_checkpoint(fleet):
     expected = await unfailed(fleet, 5)
     mine = fleet(settings={"mode": "checkfree"})
     assert apart(await lose_and_continue(mine, [3]), expected) == 0
@@ -338,7 +338,7 @@ async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
         await learn(again, 1, 3)
 
 
-async def test_two_adjacent_stages_are_not_made_of_each_other(fleet):
+async def test_adjacent_lost_stages_are_not_averaged(fleet):
     mine = fleet(settings={"mode": "checkfree"})
     base = {
         i: {n: host_copy(p) for n, p in trained(mine.stations[i].runtime).items()} for i in (1, 2)

@@ -139,7 +139,7 @@ async def member(models, tmp_path):
     one.store.close()
 
 
-async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member):
+async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     body = member.body(0)
     want = await member.offer(0)
     assert (want.what, want.of, want.at, want.root) == ("checkpoint", 0, 0, b"")
@@ -169,7 +169,7 @@ async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member
         (None, {"step": 11}, "bounds"),
     ],
 )
-async def test_a_liars_bytes_are_counted_and_not_stored(member, change, more, reason):
+async def test_invalid_checkpoint_is_counted_and_not_stored(member, change, more, reason):
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0, change=change), **more)
     assert member.peer.channel.refused == {reason: 1}
@@ -216,7 +216,7 @@ async def test_ignores_unsolicited_bodies_and_other_crews(member):
         pytest.fail("something was asked for")
 
 
-async def test_a_request_that_was_cancelled_or_answered_blocks_no_other(member):
+async def test_cancelled_or_answered_request_blocks_no_other(member):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(member.peer.fetch.body, 0, "copy", 0)
         want = await member.answer(0)
@@ -245,7 +245,7 @@ async def test_small_messages_overtake_a_body(member):
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])
-async def test_garbage_ends_that_stream_names_its_sender_and_harms_no_other(member, data):
+async def test_garbage_ends_only_the_stream_of_its_sender(member, data):
     await member.ends[2].send_all(data)
     await quiet()
     assert list(member.peer.channel.ended) == [2]
@@ -255,7 +255,7 @@ async def test_garbage_ends_that_stream_names_its_sender_and_harms_no_other(memb
     assert isinstance(await member.answer(0), wire.KeptMessage)
 
 
-async def test_a_member_that_goes_on_with_garbage_is_cut_off(member):
+async def test_repeated_garbage_ends_the_stream(member):
     for _ in range(recovery.MAX_BAD_MESSAGES):
         want = await member.offer(0)
         await member.give(0, want.request, "checkpoint", member.body(0), root=bytes(32))
@@ -319,7 +319,7 @@ async def test_sends_only_the_rest_of_an_equal_checkpoint(member):
     assert (await member.answer(0))[0].at == 0
 
 
-async def test_own_checkpoints_are_offered_when_a_crew_begins_and_paced(member, autojump_clock):
+async def test_own_checkpoint_is_announced_when_a_crew_starts(member, autojump_clock):
     member.work()
     await quiet()
     made = await member.answer(0)
@@ -332,12 +332,12 @@ async def test_own_checkpoints_are_offered_when_a_crew_begins_and_paced(member, 
 
 
 @pytest.mark.parametrize("what", ["layers", "tied", "copy"])
-async def test_a_stage_without_its_weights_says_that_it_is_loading(member, what):
+async def test_stage_without_weights_answers_loading(member, what):
     await member.send(0, member.want(0, what, 1))
     assert (await member.answer(0)).reason == "loading"
 
 
-async def test_layers_are_given_to_neighbours_in_the_papers_modes_only(models, tmp_path, member):
+async def test_layers_are_served_only_in_checkfree_modes(models, tmp_path, member):
     member.work()
     await member.answer(0)
     await member.send(0, member.want(0, "layers", 1))
@@ -432,7 +432,7 @@ async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock
 @pytest.mark.parametrize(
     ("reason", "error"), [("failed", Incompatible), ("none", PeerError), ("busy", PeerError)]
 )
-async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reason, error):
+async def test_missing_body_is_an_error_of_that_source(member, reason, error):
     async with trio.open_nursery() as nursery:
 
         async def ask():
@@ -444,7 +444,7 @@ async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reas
         await member.send(0, wire.LackMessage(member.place(0), want.request, reason))
 
 
-async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(member, monkeypatch):
+async def test_invalid_run_is_refused_and_a_device_error_is_answered(member, monkeypatch):
     member.work()
     await member.answer(0)
     run = wire.RunMessage(member.place(0), 4, "float32", 2, 5)
@@ -463,7 +463,7 @@ async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(memb
     assert not member.peer.channel.ended
 
 
-async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch):
+async def test_full_disk_is_counted(member, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 

@@ -71,7 +71,7 @@ def test_checkfree_without_gradients_is_the_mean(four):
     ("lost", "source", "ends"),
     [(0, 1, ["model.embed_tokens.weight"]), (3, 2, ["model.norm.weight", "lm_head.weight"])],
 )
-def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, lost, source, ends):
+def test_checkfree_plus_copies_layers_and_restores_the_end(four, lost, source, ends):
     specs, stages, _ = four
     kept = {name: stages[lost].layers[name] for name in ends}
     sides = (None, stages[source]) if lost == 0 else (stages[source], None)
@@ -82,7 +82,7 @@ def test_checkfree_plus_copies_the_neighbour_and_restores_the_end_exactly(four, 
         synthesise(specs[lost], *sides)
 
 
-def test_only_checkfree_plus_makes_an_end_of_its_neighbour(four):
+def test_only_checkfree_plus_rebuilds_an_end(four):
     specs, *_ = four
     keeps = lambda mode: [RecoverySettings(mode=mode).uses_checkpoints(spec) for spec in specs]
     assert keeps("copies") == [True] * 4
@@ -90,7 +90,7 @@ def test_only_checkfree_plus_makes_an_end_of_its_neighbour(four):
     assert keeps("checkfree+") == [False] * 4
 
 
-def test_two_adjacent_losses_and_strange_neighbours_are_no_source(four, models):
+def test_lost_or_unlike_neighbours_are_no_source(four, models):
     specs, stages, model = four
     with pytest.raises(Refused, match="lost too"):
         synthesise(specs[1], stages[0], None)

@@ -54,7 +54,7 @@ async def two_steps(models, settings):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
+async def test_swapped_steps_with_rounded_activations_are_close_to_float32(models, name):
     before, after = await two_steps(models, settings_of(name))
     _, expected = await two_steps(models, WorkerSettings("float32", swapped=True))
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name]
