@@ -10,7 +10,7 @@ from check_stages import CODEC, PLACE, hidden_bytes
 WHAT = ("checkpoint", "layers", "tied", "ends", "copy", "output")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
-    "holds": {
+    "inventory": {
         "phase": ("starting", "restoring", "ready"),
         "checkpoint": Maybe(int),
         "ends": Maybe(int),
@@ -19,8 +19,8 @@ MESSAGES = {  # type → fields behind `place` and `request`
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {"what": WHAT, "step": int, "size": int, "root": bytes, "squared_norm": float},
     "chunk": {"at": int, "length": int},
-    "made": {"what": ("checkpoint", "ends"), "step": int},
-    "kept": {"step": int},
+    "announce": {"what": ("checkpoint", "ends"), "step": int},
+    "stored": {"step": int},
     "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
 }
 HEADERS = [

@@ -93,7 +93,7 @@ from swarmnode.stages.wire import (
     Fence,
     FrameLimits,
     HaveMessage,
-    HoldsMessage,
+    InventoryMessage,
     MicroBatch,
     Place,
     Routes,
@@ -264,12 +264,12 @@ async def restore(
     """
     stage = peer.stage
     stage.phase, stage.restored = "restoring", None
-    holds = await peer.fetch.ask()
+    inventories = await peer.fetch.ask()
     tried: list[tuple[SourceName, str]] = []
-    for source in _sources(stage, holds, step, base is not None):
+    for source in _sources(stage, inventories, step, base is not None):
         notify(source.name)
         try:
-            loaded = await _load(peer, source, holds, base)
+            loaded = await _load(peer, source, inventories, base)
         except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
@@ -286,12 +286,12 @@ async def restore(
 
 
 def _sources(
-    stage: LocalStage, holds: Mapping[int, HoldsMessage], step: int, has_base: bool
+    stage: LocalStage, inventories: Mapping[int, InventoryMessage], step: int, has_base: bool
 ) -> list[RestoreSource]:
     """Return the sources of this stage, the best first."""
     checkpoints = [
         RestoreSource("neighbour", held.checkpoint, holder)
-        for holder, held in holds.items()
+        for holder, held in inventories.items()
         if held.checkpoint is not None
     ]
     if (own := stage.stored(stage.spec.index)) is not None:
@@ -319,7 +319,7 @@ def _sources(
 async def _load(
     peer: StatePeer,
     source: RestoreSource,
-    holds: Mapping[int, HoldsMessage],
+    inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
 ) -> LoadedStage:
     """Load the stage from `source` into the runtime.
@@ -330,9 +330,9 @@ async def _load(
         Refused: A neighbour that is needed is lost too.
     """
     stage = peer.stage
-    loaded = await _read(peer, source, holds, base)
+    loaded = await _read(peer, source, inventories, base)
     if stage.runtime.embedding() is not None:
-        loaded = await _take_tied_embedding(peer, loaded, holds)
+        loaded = await _take_tied_embedding(peer, loaded, inventories)
     await peer.channel.compute(partial(load_weights, stage.runtime, loaded.state.weights))
     return loaded
 
@@ -340,7 +340,7 @@ async def _load(
 async def _read(
     peer: StatePeer,
     source: RestoreSource,
-    holds: Mapping[int, HoldsMessage],
+    inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
 ) -> LoadedStage:
     stage, spec = peer.stage, peer.stage.spec
@@ -351,12 +351,12 @@ async def _read(
     if source.name == "base":
         assert base is not None
         return stage.warming_up(StageState(0, await peer.channel.compute(base)))
-    made = await _synthesise(peer, holds)
+    made = await _synthesise(peer, inventories)
     return LoadedStage(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
 
 
 async def _synthesise(
-    peer: StatePeer, holds: Mapping[int, HoldsMessage]
+    peer: StatePeer, inventories: Mapping[int, InventoryMessage]
 ) -> dict[str, torch.Tensor]:
     """Return weights that are rebuilt from the neighbours.
 
@@ -366,11 +366,13 @@ async def _synthesise(
     """
     spec = peer.stage.spec
     for near in (spec.index - 1, spec.index + 1):
-        if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
+        if 0 <= near < spec.stages and (
+            near not in inventories or inventories[near].phase != "ready"
+        ):
             raise Refused(f"neighbour stage {near} is lost too")
     ends = None
     if end_names(spec):
-        holders = [(held.ends, near) for near, held in holds.items() if held.ends is not None]
+        holders = [(held.ends, near) for near, held in inventories.items() if held.ends is not None]
         if not holders:
             raise Refused("no member has stored this end's embedding or head")
         ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
@@ -385,7 +387,7 @@ async def _synthesise(
 
 
 async def _take_tied_embedding(
-    peer: StatePeer, loaded: LoadedStage, holds: Mapping[int, HoldsMessage]
+    peer: StatePeer, loaded: LoadedStage, inventories: Mapping[int, InventoryMessage]
 ) -> LoadedStage:
     """Return the loaded stage with the tied embedding and its moments of the other end.
 
@@ -393,7 +395,7 @@ async def _take_tied_embedding(
     """
     spec = peer.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
-    if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
+    if spec.has_embedding and (other not in inventories or inventories[other].phase != "ready"):
         return loaded
     theirs, state = await peer.fetch.state(other, "tied", other), loaded.state
     (name,) = theirs.weights
@@ -1647,9 +1649,9 @@ class StatePeer:
 
     def _received(self, stage: int, message: wire.AnyStateMessage, body: bytes) -> None:
         match message:
-            case wire.MadeMessage():
-                self.sharing.handle_made(stage, message)
-            case wire.KeptMessage():
+            case wire.AnnounceMessage():
+                self.sharing.handle_announcement(stage, message)
+            case wire.StoredMessage():
                 self.sharing.stored_steps[stage] = message.step
             case wire.AskMessage() | wire.WantMessage() | wire.RunMessage():
                 self._server.serve(stage, message, body)
@@ -1663,14 +1665,14 @@ class StateFetcher:
         self._channel = channel
         self._stage = stage
 
-    async def ask(self) -> dict[int, HoldsMessage]:
+    async def ask(self) -> dict[int, InventoryMessage]:
         """Return the answer of each other stage: which bodies of this stage it has stored. Stages
         that do not answer are missing.
 
         The query is repeated, for at most ASK_SECONDS, while a stage does not know yet whether it
         must be restored.
         """
-        found: dict[int, HoldsMessage] = {}
+        found: dict[int, InventoryMessage] = {}
 
         async def one(stage: int) -> None:
             with contextlib.suppress(PeerError):  # it counts as a stage that has stored nothing
@@ -1814,7 +1816,7 @@ class StateServer:
         try:
             with self._channel.counting_failures(), self._channel.counting_bad_messages(stage):
                 if isinstance(message, wire.AskMessage):
-                    await self._channel.send(stage, self._holds(stage, message.request))
+                    await self._channel.send(stage, self._inventory(stage, message.request))
                     lack = None
                 else:
                     lack = await self._send_requested(stage, message, body)
@@ -1827,10 +1829,10 @@ class StateServer:
         if lack is not None:
             self._channel.post(stage, wire.LackMessage(self._channel.place, message.request, lack))
 
-    def _holds(self, stage: int, request: int) -> HoldsMessage:
+    def _inventory(self, stage: int, request: int) -> InventoryMessage:
         checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
         ends = recorder.ends.get(stage)
-        return HoldsMessage(
+        return InventoryMessage(
             self._channel.place,
             request,
             self._stage.phase,
@@ -1933,7 +1935,7 @@ class CheckpointSharing:
         self._channel = channel
         self._stage = stage
         self._fetch = fetch
-        self._newest: dict[tuple[int, wire.SharedBody], wire.MadeMessage] = {}
+        self._newest: dict[tuple[int, wire.SharedBody], wire.AnnounceMessage] = {}
         """(stage, kind) of a running fetch → newest announcement."""
         self._memory_lock = trio.Lock()
         """Held while a checkpoint is fetched: memory may hold only one at a time."""
@@ -1941,7 +1943,7 @@ class CheckpointSharing:
     def announce(self, what: wire.SharedBody, step: int) -> None:
         """Announce a new body to all members."""
         for stage in self._channel.streams:
-            self._channel.post(stage, wire.MadeMessage(self._channel.place, 0, what, step))
+            self._channel.post(stage, wire.AnnounceMessage(self._channel.place, 0, what, step))
 
     def offer_checkpoint(self, step: int) -> None:
         """Announce this stage's checkpoint to a new crew. Make one if it is not recent enough."""
@@ -1963,31 +1965,31 @@ class CheckpointSharing:
             assert recorder.shared is not None
             self.announce("checkpoint", recorder.shared.step)
 
-    def handle_made(self, stage: int, made: wire.MadeMessage) -> None:
+    def handle_announcement(self, stage: int, new: wire.AnnounceMessage) -> None:
         """Start to fetch a new body of another member, if this member stores it."""
         own, stages = self._stage.spec.index, self._stage.spec.stages
-        if made.what == "checkpoint":
+        if new.what == "checkpoint":
             kept = stored_stages(own, stages, self._stage.settings)
             is_kept = self._stage.store is not None and stage in kept
         else:
             is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
         if not is_kept:
             return
-        is_fetching = (stage, made.what) in self._newest
-        self._newest[stage, made.what] = made
+        is_fetching = (stage, new.what) in self._newest
+        self._newest[stage, new.what] = new
         if not is_fetching:
-            self._channel.spawn(partial(self._fetch_announced, stage, made.what))
+            self._channel.spawn(partial(self._fetch_announced, stage, new.what))
 
     async def _fetch_announced(self, stage: int, what: wire.SharedBody) -> None:
         """Fetch and store bodies of one kind until the newest announced one is stored."""
-        tried: wire.MadeMessage | None = None
-        while (made := self._newest[stage, what]) is not tried:
-            tried = made
+        tried: wire.AnnounceMessage | None = None
+        while (new := self._newest[stage, what]) is not tried:
+            tried = new
             try:
                 async with self._memory_lock if what == "checkpoint" else contextlib.nullcontext():
-                    step = await self._store_newest(stage, made)
+                    step = await self._store_newest(stage, new)
                 if what == "checkpoint":
-                    self._channel.post(stage, wire.KeptMessage(self._channel.place, 0, step))
+                    self._channel.post(stage, wire.StoredMessage(self._channel.place, 0, step))
             except PeerError:
                 pass  # the next body is announced again
             except OSError as error:
@@ -1995,12 +1997,12 @@ class CheckpointSharing:
                 self._channel.refused["failed"] += 1
         del self._newest[stage, what]
 
-    async def _store_newest(self, stage: int, made: wire.MadeMessage) -> int:
+    async def _store_newest(self, stage: int, new: wire.AnnounceMessage) -> int:
         """Fetch and store the announced body, or a newer one. Return its step."""
-        stored = self._stage.stored(stage) if made.what == "checkpoint" else None
-        if stored is not None and not stored.own and stored.step == made.step:
-            return made.step
-        have, body = await self._fetch.body(stage, made.what, stage)
+        stored = self._stage.stored(stage) if new.what == "checkpoint" else None
+        if stored is not None and not stored.own and stored.step == new.step:
+            return new.step
+        have, body = await self._fetch.body(stage, new.what, stage)
         with self._channel.counting_bad_messages(stage):
             await self._channel.compute(lambda: self._store(stage, have, body))
         return have.step
@@ -2105,7 +2107,7 @@ class StateChannel:
         self._nursery.start_soon(work)
         return True
 
-    async def ask(self, stage: int, seconds: float) -> HoldsMessage:
+    async def ask(self, stage: int, seconds: float) -> InventoryMessage:
         """Return the answer of `stage`: which bodies of this stage it has stored.
 
         Raises:
@@ -2114,7 +2116,7 @@ class StateChannel:
         with self.counting_bad_messages(stage), self._request(stage) as (number, answers):
             await self.send(stage, wire.AskMessage(self.place, number))
             answer, _ = await self._receive(stage, answers, seconds)
-            if not isinstance(answer, HoldsMessage):
+            if not isinstance(answer, InventoryMessage):
                 raise BadMessage("schema", f"{type(answer).__name__} as answer to AskMessage")
             return answer
 

@@ -1618,11 +1618,11 @@ async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
 #
 #     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk or a Run
 #
-#     Ask ──▶ Holds                    what the receiver has for the sender's stage
+#     Ask ──▶ Inventory                bodies that the receiver has for the sender's stage
 #     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a given byte on
 #     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-#     Made ──▶                         the sender has a new checkpoint. A member that stores it
-#                                      answers with Want, and sends Kept when it is on disk
+#     Announce ──▶                     the sender has a new checkpoint. A member that stores it
+#                                      answers with Want, and sends Stored when it is on disk
 #
 # A body arrives only on request. Its length follows from the model or has a cap, and a different
 # `size` is refused before allocation. A chunk has at most 1 MiB. A body is used only after its hash
@@ -1662,14 +1662,14 @@ class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
     place: Place
     request: int
-    """Number that the requester chose; answers repeat it. 0 in MadeMessage and KeptMessage."""
+    """Number that the requester chose; answers repeat it. 0 in messages without an answer."""
 
 
 class AskMessage(StateMessage, frozen=True, tag="ask"):
     """Query for the bodies that the receiver has for the sender's stage."""
 
 
-class HoldsMessage(StateMessage, frozen=True, tag="holds"):
+class InventoryMessage(StateMessage, frozen=True, tag="inventory"):
     """Answer to AskMessage. A field is None if the sender has no such body."""
 
     phase: StatePhase
@@ -1731,7 +1731,7 @@ class LackMessage(StateMessage, frozen=True, tag="lack"):
     reason: LackReason
 
 
-class MadeMessage(StateMessage, frozen=True, tag="made"):
+class AnnounceMessage(StateMessage, frozen=True, tag="announce"):
     """Announcement of a new body that other members store."""
 
     what: SharedBody
@@ -1739,14 +1739,16 @@ class MadeMessage(StateMessage, frozen=True, tag="made"):
     """Committed steps in the body."""
 
 
-class KeptMessage(StateMessage, frozen=True, tag="kept"):
+class StoredMessage(StateMessage, frozen=True, tag="stored"):
     """Report that the receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
 
-StateAnswer = HoldsMessage | HaveMessage | ChunkMessage | LackMessage
-AnyStateMessage = AskMessage | WantMessage | RunMessage | MadeMessage | KeptMessage | StateAnswer
+StateAnswer = InventoryMessage | HaveMessage | ChunkMessage | LackMessage
+AnyStateMessage = (
+    AskMessage | WantMessage | RunMessage | AnnounceMessage | StoredMessage | StateAnswer
+)
 
 
 def hash_body(body: bytes | bytearray | memoryview) -> bytes:

@@ -124,7 +124,7 @@ class Member:
 
     async def offer(self, stage, what="checkpoint", step=9):
         """Announce a body; return what is wanted of it."""
-        await self.send(stage, wire.MadeMessage(self.place(stage), 0, what, step))
+        await self.send(stage, wire.AnnounceMessage(self.place(stage), 0, what, step))
         return await self.answer(stage)
 
 
@@ -145,7 +145,7 @@ async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     assert (want.what, want.of, want.at, want.root) == ("checkpoint", 0, 0, b"")
     await member.give(0, want.request, "checkpoint", body)
     kept = await member.answer(0)
-    assert (type(kept), kept.step) == (wire.KeptMessage, 9)
+    assert (type(kept), kept.step) == (wire.StoredMessage, 9)
     assert member.store.metadata(0).step == 9
     await member.send(0, wire.AskMessage(member.place(0), 3))
     holds = await member.answer(0)
@@ -154,8 +154,8 @@ async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     have, back = await member.whole(0)
     assert (back, have.root, have.step) == (bytes(body), hash_body(body), 9)
     # what is here already is confirmed and not sent again
-    await member.send(0, wire.MadeMessage(member.place(0), 0, "checkpoint", 9))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    await member.send(0, wire.AnnounceMessage(member.place(0), 0, "checkpoint", 9))
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ async def test_invalid_checkpoint_is_counted_and_not_stored(member, change, more
     await quiet()
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
 async def test_a_negative_second_moment_is_refused(member):
@@ -207,8 +207,8 @@ async def test_a_chunk_out_of_place_ends_the_transfer(member):
 
 async def test_ignores_unsolicited_bodies_and_other_crews(member):
     await member.give(0, 99, "checkpoint", member.body(0))
-    await member.send(0, wire.MadeMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
-    await member.send(0, wire.MadeMessage(member.place(2), 0, "checkpoint", 9))
+    await member.send(0, wire.AnnounceMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
+    await member.send(0, wire.AnnounceMessage(member.place(2), 0, "checkpoint", 9))
     assert not member.peer.channel.refused
     assert not member.peer.channel.ended
     with trio.move_on_after(0):
@@ -226,7 +226,7 @@ async def test_cancelled_or_answered_request_blocks_no_other(member):
     for step in (9, 10):
         want = await member.offer(0, step=step)
         await member.give(0, want.request, "checkpoint", body, step=step)
-        assert isinstance(await member.answer(0), wire.KeptMessage)
+        assert isinstance(await member.answer(0), wire.StoredMessage)
         await member.give(0, want.request, "checkpoint", body)  # again, unasked
     assert not member.peer.channel.refused
     assert member.store.metadata(0).step == 10
@@ -239,9 +239,9 @@ async def test_small_messages_overtake_a_body(member):
     recorder.shared = replace(recorder.shared, body=bytearray(8 * wire.CHUNK_BYTES))
     await member.send(0, member.want(0, "checkpoint", 1))
     await member.answer(0)
-    member.peer.channel.post(0, wire.KeptMessage(member.place(1), 0, 2))
+    member.peer.channel.post(0, wire.StoredMessage(member.place(1), 0, 2))
     kinds = [type(await member.answer(0)) for _ in range(5)]
-    assert wire.KeptMessage in kinds, "before the eight chunks have been sent"
+    assert wire.StoredMessage in kinds, "before the eight chunks have been sent"
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])
@@ -252,7 +252,7 @@ async def test_garbage_ends_only_the_stream_of_its_sender(member, data):
     assert member.peer.channel.fault[0] == 2
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
 async def test_repeated_garbage_ends_the_stream(member):
@@ -291,14 +291,14 @@ async def test_transfer_resumes_in_the_next_crew(models, tmp_path):
                 elif crew == "second":
                     assert (want.at, want.root) == (half, hash_body(body))
                     await one.give(0, want.request, "checkpoint", body, at=half)
-                    assert isinstance(await one.answer(0), wire.KeptMessage)
+                    assert isinstance(await one.answer(0), wire.StoredMessage)
                     assert one.store.read(0).body.numpy().tobytes() == body
                     assert not partial_bodies
                     partial_bodies[0] = PartialBody(bytes(32), bytearray(len(body)), half)
                 else:
                     assert (want.at, want.root) == (half, bytes(32))
                     await one.give(0, want.request, "checkpoint", body)
-                    assert isinstance(await one.answer(0), wire.KeptMessage)
+                    assert isinstance(await one.answer(0), wire.StoredMessage)
                 nursery.cancel_scope.cancel()
         finally:
             recovery.CHUNK_BYTES, wire.CHUNK_BYTES = recovery_chunk, wire_chunk
@@ -323,11 +323,11 @@ async def test_own_checkpoint_is_announced_when_a_crew_starts(member, autojump_c
     member.work()
     await quiet()
     made = await member.answer(0)
-    assert (type(made), made.what, made.step) == (wire.MadeMessage, "checkpoint", 9)
+    assert (type(made), made.what, made.step) == (wire.AnnounceMessage, "checkpoint", 9)
     await member.send(0, member.want(0, "checkpoint", 1))
     have, body = await member.whole(0)
     assert hash_body(body) == have.root
-    await member.send(0, wire.KeptMessage(member.place(0), 0, 9))
+    await member.send(0, wire.StoredMessage(member.place(0), 0, 9))
     assert member.peer.sharing.stored_steps == {0: 9}
 
 
