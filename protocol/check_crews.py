@@ -27,8 +27,8 @@ RECORD = {
 }
 BLOCK = Row(
     lineage=bytes,
-    first=int,
-    last=int,
+    layers=[int],
+    stage=int,
     step=int,
     where=("memory", "disk", "neighbour"),
 )
@@ -85,10 +85,11 @@ def amounts(*values):
     require(all(0 <= value <= FLOATS["crew_amount"] for value in values))
 
 
-def check_block(lineage, first, last, step, _where):
+def check_block(lineage, layers, stage, step, _where):
     """Check a held block (section 2.1)."""
     require(len(lineage) == EXACT["record_hash"])
-    require(0 <= first < last <= COUNTS["layers"])
+    require(1 <= len(layers) <= COUNTS["crew_members"] and 0 <= stage < len(layers))
+    require(all(1 <= count <= COUNTS["layers"] for count in layers))
     counter(step)
 
 

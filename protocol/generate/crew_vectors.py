@@ -40,7 +40,7 @@ def digest(of: dict[str, Any]) -> bytes:
 
 CREW = digest(record())
 STATUS = ["active", 41, 900, 2]
-BLOCK = [LINEAGE, 4, 8, 40, "memory"]
+BLOCK = [LINEAGE, [4, 4, 4, 4], 1, 40, "memory"]
 OFFER = {
     "type": "offer",
     "model": MODEL,
@@ -168,9 +168,12 @@ def held_blocks() -> Iterator[Vector]:
 
     yield bad("bounds", "33 held blocks", *[BLOCK] * 33)
     yield bad("bounds", "a block of a lineage of 31 bytes", block(0, LINEAGE[1:]))
-    yield bad("bounds", "a block from layer -1", block(1, -1))
-    yield bad("bounds", "a block of no layers", block(2, 4))
-    yield bad("bounds", "a block up to layer 1025", block(2, 1025))
+    yield bad("bounds", "a block of no stages", block(1, []))
+    yield bad("bounds", "a block of nine stages", block(1, [1] * 9))
+    yield bad("bounds", "a block of no layers", block(1, [4, 0]))
+    yield bad("bounds", "a block of 1025 layers", block(1, [4, 1025]))
+    yield bad("bounds", "a block of stage -1", block(2, -1))
+    yield bad("bounds", "a block of a stage beyond the last", block(2, 4))
     yield bad("bounds", "a block of step -1", block(3, -1))
 
 

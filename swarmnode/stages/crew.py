@@ -407,11 +407,11 @@ class _Transition:
         rng, record = self.dependencies.rng, plan.record
         lineage = record.lineage if record.step else rng.randbytes(HASH_BYTES)
         record = replace(record, lineage=lineage, nonce=rng.randbytes(NONCE_BYTES))
-        lost = ", ".join(f"{first} to {last - 1}" for first, last in plan.lost)
+        lost = ", ".join(map(str, plan.lost))
         self._note(
             "proposed",
             f"step {record.step}, {len(record.members)} stages"
-            + (f", no exact copy of layers {lost}" if lost else ""),
+            + (f", no node has {lost} exactly" if lost else ""),
         )
         self._join(self.state.me, record)
         for peer in member_peers(record):
@@ -737,14 +737,14 @@ def _printable_ascii(text: str) -> str:
 
 # ---- the plan of a crew from offers --------------------------------------------------------------
 #
-# A crew continues at step n of a lineage. A node holds a block of layers exactly if it has it in
-# memory or in its own checkpoint at step n or n − 1. A block that no node holds exactly is lost:
-# its new holder restores it from a neighbour's checkpoint of any age, or from the base.
+# A crew continues at step n of a lineage. A node holds a stage exactly if it has it in memory or in
+# its own checkpoint at step n or n − 1. A stage that no node holds exactly is lost: its new holder
+# restores it from a neighbour's checkpoint of any age, or from the base.
 #
 #     plan                                                                      proposed after
-#     the newest step without lost blocks, if no node is more than one ahead    no wait
-#     an older step without lost blocks                                         exact_seconds
-#     the step with the fewest lost blocks, if at least half of the blocks      exact_seconds
+#     the newest step without lost stages, if no node is more than one ahead    no wait
+#     an older step without lost stages                                         exact_seconds
+#     the step with the fewest lost stages, if at least half of the stages      exact_seconds
 #     are held at some step
 #     the base, although steps were taken                                       lost_seconds
 
@@ -753,9 +753,6 @@ MAX_PLANNED_STEPS: Final = 16
 MIN_DISTANCE_SECONDS: Final = 0.001
 """A distance below this counts as 0."""
 
-Block = tuple[int, int]
-"""(first layer, layer after the last)."""
-
 
 @dataclass(frozen=True)
 class CrewPlan:
@@ -763,8 +760,8 @@ class CrewPlan:
 
     record: CrewRecord
     """Record with a zero nonce, and with a zero lineage if training starts from the base."""
-    lost: tuple[Block, ...] = ()
-    """Blocks that no node holds exactly."""
+    lost: tuple[int, ...] = ()
+    """Stages that no node holds exactly."""
 
 
 def plan_crew(
@@ -879,85 +876,64 @@ def _plan_continuation(
 ) -> CrewPlan | None:
     """Return a crew that continues `lineage` at `step`; None if it is not possible.
 
-    A node that holds a block exactly keeps it. A lost block goes to another node with room, first
-    to one that holds it at an older step.
+    It has the stages of the former crew; if peers disagree, those that most peers hold exactly. A
+    node that holds a stage exactly keeps it. A lost stage goes to another node with room, first to
+    one that holds it at an older step.
 
     Args:
         all_blocks: (peer, held block) of all candidates.
     """
     held_blocks = [
-        (peer, held_block)
-        for peer, held_block in all_blocks
-        if held_block.lineage == lineage and held_block.last <= len(cost.layers)
+        (peer, held)
+        for peer, held in all_blocks
+        if held.lineage == lineage and sum(held.layers) == len(cost.layers)
     ]
-    blocks = _former_blocks(step, held_blocks, len(cost.layers))
-    sizes = [last - first for first, last in blocks]
-    needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
-    exact: dict[Block, set[str]] = {block: set() for block in blocks}
-    newest = Counter[tuple[str, Block]]()  # rank of the newest block up to `step`; memory first
-    for peer, held_block in held_blocks:
-        if held_block.layers in exact and is_exact_block(held_block, step):
-            exact[held_block.layers].add(peer)
-        if held_block.step <= step:
-            rank = 2 * held_block.step + (held_block.where == "memory")
-            newest[peer, held_block.layers] = max(rank, newest[peer, held_block.layers])
-    chosen: dict[Block, str] = {}
+    claims = {(peer, held.layers) for peer, held in held_blocks if is_exact_block(held, step)}
+    votes = Counter(layers for _, layers in claims)
+    if not votes:
+        return None
+    layers = max(votes, key=lambda layers: (votes[layers], layers))
+    stages = range(len(layers))
+    needs = [stage_memory(cost, layers, stage) for stage in stages]
+    exact: list[set[str]] = [set() for _ in stages]
+    newest = Counter[tuple[str, int]]()  # rank of the newest block up to `step`; memory first
+    for peer, held in held_blocks:
+        if held.layers != layers:
+            continue
+        if is_exact_block(held, step):
+            exact[held.stage].add(peer)
+        if held.step <= step:
+            rank = 2 * held.step + (held.where == "memory")
+            newest[peer, held.stage] = max(rank, newest[peer, held.stage])
+    chosen: dict[int, str] = {}
 
-    def pick(block: Block, peers: Collection[str]) -> str | None:
+    def pick(stage: int, peers: Collection[str]) -> str | None:
         free = set(peers).difference(chosen.values())
         near = {peer: round_distance(distances.get(peer, 0.0)) for peer in free}
         size = {peer: candidates[peer].memory * candidates[peer].speed for peer in free}
         return min(
-            (peer for peer in free if candidates[peer].memory >= needs[block]),
-            key=lambda peer: (-newest[peer, block], near[peer], -size[peer], peer),
+            (peer for peer in free if candidates[peer].memory >= needs[stage]),
+            key=lambda peer: (-newest[peer, stage], near[peer], -size[peer], peer),
             default=None,
         )
 
-    for block in sorted(blocks, key=lambda block: (len(exact[block]), block)):
-        if (holder := pick(block, exact[block])) is not None:
-            chosen[block] = holder
-    lost = tuple(block for block in blocks if block not in chosen)
-    for block in sorted(lost, key=lambda block: -needs[block]):
-        if (spare := pick(block, candidates)) is None:
+    for stage in sorted(stages, key=lambda stage: len(exact[stage])):
+        if (holder := pick(stage, exact[stage])) is not None:
+            chosen[stage] = holder
+    lost = tuple(stage for stage in stages if stage not in chosen)
+    for stage in sorted(lost, key=lambda stage: -needs[stage]):
+        if (spare := pick(stage, candidates)) is None:
             return None
-        chosen[block] = spare
-    held = {block for _, block in +newest}
-    if len(blocks) > MAX_MEMBERS or 2 * len({*lost} - held) > len(blocks):
+        chosen[stage] = spare
+    held_at_some_step = {stage for _, stage in newest}
+    if 2 * len(set(lost) - held_at_some_step) > len(layers):
         return None  # weights that are mostly the base's are worse than the base
-    if len(blocks) == 1 and chosen[blocks[0]] != me:
+    if len(layers) == 1 and chosen[0] != me:
         return None  # only a node itself may propose a crew of one
-    members = tuple(CrewMember(chosen[block], block[1] - block[0]) for block in blocks)
+    members = tuple(CrewMember(chosen[stage], layers[stage]) for stage in stages)
     return CrewPlan(
         CrewRecord(lineage, candidates[me].model, step, members, bytes(NONCE_BYTES)), lost
     )
-
-
-def _former_blocks(
-    step: int, held_blocks: Sequence[tuple[str, HeldBlock]], layers: int
-) -> list[Block]:
-    """Return the blocks into which the former crew cut the model.
-
-    Of the blocks that start at a layer, choose the one that most peers hold exactly. Layers that no
-    node holds are cut into blocks of at most the largest known size.
-    """
-    exact_holders = {
-        (peer, held_block.layers)
-        for peer, held_block in held_blocks
-        if is_exact_block(held_block, step)
-    }
-    exact = Counter(block for _, block in exact_holders)
-    known = Counter(
-        block for _, block in {(peer, held_block.layers) for peer, held_block in held_blocks}
-    )
-    largest = max((last - first for first, last in known), default=layers)
-    blocks, start = list[Block](), 0
-    while start < layers:
-        here = [block for block in known if block[0] == start]
-        next_known = min((first for first, _ in known if first > start), default=layers)
-        gap = start, min(start + largest, next_known)
-        blocks.append(max(here, key=lambda b: (exact[b], known[b], b), default=gap))
-        start = blocks[-1][1]
-    return blocks
 
 
 def _plan_from_base(

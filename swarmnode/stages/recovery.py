@@ -618,8 +618,8 @@ class StageRecovery:
         return tuple(
             wire.HeldBlock(
                 lineage=bytes.fromhex(metadata.identity.lineage),
-                first=metadata.identity.block(metadata.stage)[0],
-                last=metadata.identity.block(metadata.stage)[1],
+                layers=metadata.identity.layers,
+                stage=metadata.stage,
                 step=metadata.step,
                 where="disk" if metadata.own else "neighbour",
             )

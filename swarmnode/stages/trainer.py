@@ -1504,10 +1504,8 @@ class Stage:
         if self.step == 0 or self.source is None:
             return None
         own = self.source in ("", "memory", "checkpoint") or self.step > self._first_step
-        spec = self.runtime.spec
-        return HeldBlock(
-            self.lineage, spec.first, spec.last, self.step, "memory" if own else "neighbour"
-        )
+        where: wire.BlockLocation = "memory" if own else "neighbour"
+        return HeldBlock(self.lineage, self.layers, self.index, self.step, where)
 
     def begin(
         self, assignment: StageAssignment, streams: dict[int, trio.abc.Stream]

@@ -999,7 +999,7 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
 #
 #     lineage      32 random bytes, drawn when training leaves the base; later crews keep them
 #     step         (lineage, number): steps that were committed since the base
-#     held block   layers first … last − 1 of (lineage, step), in a node's memory or on its disk
+#     held block   the layers of one stage of (lineage, step), in a node's memory or on its disk
 
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
@@ -1041,19 +1041,14 @@ class CrewRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HeldBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of layers, at one step of a lineage, that a node has in memory or on disk."""
+    """A stage's block of layers, at one step of a lineage, that a node has in memory or on disk."""
 
     lineage: bytes
-    first: int
-    last: int
-    """Layer after the block's last one."""
+    layers: tuple[int, ...]
+    """Number of layers of each stage of the crew that trained it."""
+    stage: int
     step: int
     where: BlockLocation
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        """(first, last)."""
-        return self.first, self.last
 
 
 def crew_id(record: CrewRecord) -> bytes:
@@ -1316,8 +1311,6 @@ _MESSAGE_LENGTHS: Final = {
 _MESSAGE_RANGES: Final = {
     **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
     **dict.fromkeys(("memory", "speed"), (0.0, MAX_AMOUNT)),
-    "first": (0, MAX_LAYERS - 1),
-    "last": (1, MAX_LAYERS),
 }
 
 
@@ -1333,8 +1326,10 @@ def check_message(message: CrewMessage) -> None:
             check_between("held_blocks", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
             for held in message.held_blocks:
                 check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-                if held.first >= held.last:
-                    raise BadMessage("bounds", "a block of no layers")
+                check_between("layers", len(held.layers), 1, MAX_MEMBERS)
+                check_between("stage", held.stage, 0, len(held.layers) - 1)
+                for count in held.layers:
+                    check_between("layers", count, 1, MAX_LAYERS)
         case ProposeRequest():
             record = message.record
             check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)

@@ -138,8 +138,8 @@ def test_step_retention_matches_swarmnode(document):
             for where in ("memory", "disk", "neighbour"):
                 record = CrewRecord(lineage, bytes(32), step, (CrewMember("p", 1),), bytes(8))
                 copies = [
-                    HeldBlock(b"a" * 32, 0, 2, 5, where),
-                    HeldBlock(b"a" * 32, 0, 2, 2, "neighbour"),
+                    HeldBlock(b"a" * 32, (2,), 0, 5, where),
+                    HeldBlock(b"a" * 32, (2,), 0, 2, "neighbour"),
                 ]
                 given = [as_dict(copy) for copy in copies]
                 settings = MembershipSettings(lost_seconds=600.0)

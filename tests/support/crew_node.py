@@ -68,7 +68,7 @@ class FakeTrainer:
         self.running = False
         self.frozen = False
         self.keeps: list[tuple[int, int]] = []
-        """(layer, step) of its copies of other stages."""
+        """(stage, step) of its copies of other stages."""
         self._service = service
         self._trainer_offer = wire.TrainerOffer(
             MODEL,
@@ -80,7 +80,7 @@ class FakeTrainer:
             ),
         )
         self._phase: wire.StagePhase = "loading"
-        self._lineage, self._layers_held = b"", (0, 0)
+        self._lineage, self._stage, self._layers = b"", 0, (1,) * layers
         self._progress = 0
         self._source = ""
         self._scope = trio.CancelScope()
@@ -93,10 +93,12 @@ class FakeTrainer:
     def _offer(self) -> None:
         """Offer the layer in memory, as of the last step that all stages have taken."""
         own = (
-            [HeldBlock(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
+            [HeldBlock(self._lineage, self._layers, self._stage, self.step, "memory")]
+            if self.step
+            else []
         )
         stored = [
-            HeldBlock(self._lineage, i, i + 1, step, "neighbour")
+            HeldBlock(self._lineage, self._layers, i, step, "neighbour")
             for i, step in self.keeps
             if self._lineage
         ]
@@ -108,7 +110,7 @@ class FakeTrainer:
 
     def take_over(self, other: FakeTrainer) -> None:
         """Take over the memory of another trainer process."""
-        self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
+        self.step, self._lineage, self._stage = other.step, other._lineage, other._stage
         self._offer()
 
     def tell(self, message: wire.ToTrainer) -> bool:
@@ -124,12 +126,8 @@ class FakeTrainer:
                         self._scope.cancel()
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
-                        start = sum(message.layers[: message.stage])
                         self._source = "base" if message.step == 0 else "memory"
-                        self._lineage, self._layers_held = (
-                            message.lineage,
-                            (start, start + message.layers[message.stage]),
-                        )
+                        self._lineage, self._stage = message.lineage, message.stage
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
                     case wire.CrewStart():

@@ -178,7 +178,7 @@ async def test_strangers_do_not_affect_a_running_crew(tmp_path):
         record = CrewRecord(
             b"l" * 32, MODEL, 10**12, tuple(CrewMember(peer, 1) for peer in peers), bytes(8)
         )
-        copies = tuple(HeldBlock(b"l" * 32, i, i + 1, 10**12, "memory") for i in range(3))
+        copies = tuple(HeldBlock(b"l" * 32, (1, 1, 1), i, 10**12, "memory") for i in range(3))
         for message in (
             wire.LeaveRequest(crew_id, "it is over"),
             wire.Heartbeat(crew_id, wire.MemberStatus("failed")),

@@ -34,7 +34,7 @@ ACTIVE = wire.MemberStatus("active", 40)
 
 
 def copy(stage, step=40, where="memory", lineage=LINEAGE):
-    return HeldBlock(lineage, stage, stage + 1, step, where)
+    return HeldBlock(lineage, (1, 1), stage, step, where)
 
 
 def record(*peers, step=40, lineage=LINEAGE, nonce=b"n" * 8, model=MODEL):
@@ -50,7 +50,10 @@ class Node:
         )
         self.state, self.now, self.done = State("b"), 100.0, []
         cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * layers, PartCost(0.0, 0.0))
-        self.trainer_offer = wire.TrainerOffer(MODEL, Capacity(memory, 1.0), cost, copies)
+        self.stages = layers
+        self.trainer_offer = wire.TrainerOffer(
+            MODEL, Capacity(memory, 1.0), cost, self.of_this_crew(copies)
+        )
         for peer in "acd":
             self.does(wire.PeerConnected(peer))
         self.does(self.trainer_offer)
@@ -68,7 +71,11 @@ class Node:
         )
 
     def offered(self, peer, *copies, memory=1.0):
-        self.answers(peer, wire.Offer(MODEL, memory, 1.0, copies))
+        self.answers(peer, wire.Offer(MODEL, memory, 1.0, self.of_this_crew(copies)))
+
+    def of_this_crew(self, copies):
+        """`copies` of a crew with a layer for each stage."""
+        return tuple(replace(one, layers=(1,) * self.stages) for one in copies)
 
     def beats(self, *peers, status=ACTIVE):
         for peer in peers:

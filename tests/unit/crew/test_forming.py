@@ -18,8 +18,8 @@ COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.
 WAITS = MembershipSettings(stages=4, exact_seconds=10.0, lost_seconds=100.0)
 
 
-def copy(stage, step, where="memory", *, lineage=LINEAGE) -> HeldBlock:
-    return HeldBlock(lineage, stage, stage + 1, step, where)
+def copy(stage, step, where="memory", *, lineage=LINEAGE, layers=(1, 1, 1, 1)) -> HeldBlock:
+    return HeldBlock(lineage, layers, stage, step, where)
 
 
 def offer(*copies, memory=1.0, speed=1.0) -> Offer:
@@ -76,7 +76,7 @@ def test_lost_block_goes_to_the_spare_after_waiting():
     found = plan(offers, 10.0)
     assert (found.record.step, found.lost, members(found)) == (
         9,
-        ((3, 4),),
+        (3,),
         ("a", "b", "c", "spare"),
     )
     assert plan(without(offers, "spare"), 99.0) is None, "no room"
@@ -85,7 +85,7 @@ def test_lost_block_goes_to_the_spare_after_waiting():
 def test_member_with_an_old_disk_keeps_its_stage():
     offers = without(four(9, 9, 9, 9), "d", d=offer(copy(3, 5, "disk")), e=offer(speed=9.0))
     found = plan(offers, 10.0)
-    assert (found.record.step, found.lost, members(found)) == (9, ((3, 4),), tuple("abcd"))
+    assert (found.record.step, found.lost, members(found)) == (9, (3,), tuple("abcd"))
 
 
 def test_neighbours_checkpoints_serve_lost_blocks_only():
@@ -98,7 +98,7 @@ def test_neighbours_checkpoints_serve_lost_blocks_only():
         f=offer(copy(3, 9, "neighbour")),
     )
     found = plan(offers, 10.0)
-    assert (found.lost, members(found)) == (((3, 4),), ("a", "b", "c", "f"))
+    assert (found.lost, members(found)) == ((3,), ("a", "b", "c", "f"))
 
 
 def test_any_two_of_four_continue_with_spares():
@@ -127,17 +127,14 @@ def test_crew_cut_off_for_long_brings_everything_back():
 
 
 def test_base_comes_last():
-    offers = {name: offer(copy(0, 9), memory=9.0) for name in "ab"}
-    cost, waits = replace_layers(1), MembershipSettings(stages=1, lost_seconds=100.0)
+    offers = {name: offer(copy(0, 9, layers=(1,)), memory=9.0) for name in "ab"}
+    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),), PartCost(0.0, 0.0))
+    waits = MembershipSettings(stages=1, lost_seconds=100.0)
     found = plan_crew("a", offers, cost, waits, 0.0)
     assert (found.record.step, members(found)) == (9, ("a",))
     lone = {"a": offer(copy(0, 9))}
     assert plan(lone, 99.0) is None
     assert plan({name: offer(copy(0, 9)) for name in "abcd"}, 101.0).record.step == 0
-
-
-def replace_layers(count):
-    return ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * count, PartCost(0.0, 0.0))
 
 
 def test_untrained_nodes_wait_for_a_crew_that_can_continue():

@@ -17,7 +17,7 @@ from swarmnode.stages.wire import (
 )
 
 RECORD = CrewRecord(b"l" * 32, b"m" * 32, 7, (CrewMember("a", 2), CrewMember("b", 3)), bytes(8))
-BLOCK = HeldBlock(b"l" * 32, 0, 2, 7, "memory")
+BLOCK = HeldBlock(b"l" * 32, (2, 2), 0, 7, "memory")
 REASONS = (None, "oversize", "malformed", "schema", "bounds", "not_finite")
 
 
@@ -69,7 +69,7 @@ def test_largest_messages_fit_their_bound():
     record = msgspec.structs.replace(
         RECORD, step=2**62, members=tuple(CrewMember(name, 1024) for name in names)
     )
-    block = HeldBlock(b"l" * 32, 1000, 1024, 2**62, "neighbour")
+    block = HeldBlock(b"l" * 32, (1024,) * 8, 7, 2**62, "neighbour")
     for message in (
         wire.ProposeRequest(record),
         wire.Offer(b"m" * 32, 1e30, 1e30, (block,) * MAX_HELD_BLOCKS),
@@ -100,7 +100,16 @@ def test_bad_record_is_refused(changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"first": 2}, {"first": -1}, {"last": 1025}, {"step": -1}, {"lineage": b""}]
+    "changes",
+    [
+        {"stage": 2},
+        {"stage": -1},
+        {"layers": ()},
+        {"layers": (1,) * 9},
+        {"layers": (1, 1025)},
+        {"step": -1},
+        {"lineage": b""},
+    ],
 )
 def test_bad_block_is_refused(changes):
     block = msgspec.structs.replace(BLOCK, **changes)

@@ -428,7 +428,7 @@ def test_member_stays_until_the_crew_ends(node):
     assert not one.runner.finished(4), "the next crew takes it"
 
 
-COPY = HeldBlock(LINEAGE, 0, 9, 5, "disk")
+COPY = HeldBlock(LINEAGE, (9, 9), 0, 5, "disk")
 
 
 def test_offers_less_after_a_stage_that_did_not_fit():

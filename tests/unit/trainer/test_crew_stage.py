@@ -105,7 +105,7 @@ def test_another_stage_or_lineage_is_not_continued(stage):
 
 def offer_of(stage):
     held = stage.held_block()
-    return held and (held.lineage, held.layers, held.step, held.where)
+    return held and (held.lineage, held.stage, held.step, held.where)
 
 
 async def test_restored_weights_are_offered_and_own_after_a_step(model):
@@ -120,10 +120,10 @@ async def test_restored_weights_are_offered_and_own_after_a_step(model):
         assert offer_of(stage) is None
         assert not stage.continue_at(assigned(b"d" * 32, step=7)), "it still has the base's weights"
         stage.source = source
-        assert offer_of(stage) == (LINEAGE, (1, 2), 7, where)
+        assert offer_of(stage) == (LINEAGE, 1, 7, where)
         assert stage.continue_at(assigned(b"d" * 32, step=7))
         await take_step(stage)
-        assert offer_of(stage) == (LINEAGE, (1, 2), 8, "memory")
+        assert offer_of(stage) == (LINEAGE, 1, 8, "memory")
 
 
 async def test_new_crew_drops_old_gradients_only(stage):
