@@ -12,9 +12,12 @@ proves it by heartbeats with the crew's id. The crew has formed when every membe
 lost member, a lost stream or an expired deadline ends the crew for all its members. They keep their
 state in memory and are free again.
 
-A peer that misses a deadline or sends garbage gets a strike. A struck peer is excluded from plans
-for a while, unless no crew is possible without it. Each node counts strikes from its own
-observation only.
+A crew that starts from the base has the fewest nodes that hold the model, the nearest first. A
+crew that continues has the stages of the former one.
+
+A peer that is silent, makes no progress with pending work or sends garbage gets a strike. A struck
+peer is excluded from plans for a while, unless no crew is possible without it. Each node counts
+strikes from its own observation only.
 """
 
 from __future__ import annotations

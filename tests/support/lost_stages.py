@@ -100,8 +100,7 @@ class Fleet:
         return Station(spec, runtime, directory, store, watch)
 
     def kill(self, stage: int, disk: bool = False) -> Station:
-        """Lose the node with its memory, and with its `disk` if asked. A new node with random
-        weights takes its place."""
+        """Replace the node by one with random weights, which has the old disk if `disk`."""
         old = self.stations[stage]
         old.store.close()
         runtime = StageRuntime(old.spec, copy.deepcopy(old.runtime.model))

@@ -1,5 +1,4 @@
-"""The crew that is planned from offers: the newest step that copies cover, each stage where it
-is."""
+"""Plans of crews from offers."""
 
 import time
 

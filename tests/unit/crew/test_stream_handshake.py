@@ -1,5 +1,4 @@
-"""Whose stage streams are welcome, and first messages that come in pieces, too long, or not at
-all."""
+"""Acceptance of stage streams, and their first message in pieces, too long or missing."""
 
 import msgspec
 import pytest

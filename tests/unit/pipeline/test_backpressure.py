@@ -1,5 +1,4 @@
-"""What a slow neighbour costs: time, and no more memory than is said. Nothing is lost, and nobody
-waits in a circle."""
+"""A slow neighbour costs time and bounded memory, without loss or deadlock."""
 
 import copy
 import random
@@ -130,7 +129,7 @@ async def test_full_links_change_no_result_and_bound_memory(models, narrow, laye
         assert (scores, tokens) == expected[1:]
     assert slow.held > 0
     assert slow.embedding <= FRAME
-    # gradients of what was let through before are sent, room or not
+    # gradients of micro-batches that were sent before are always queued
     assert slow.most <= (1 + 2 * len(layers)) * FRAME
 
 

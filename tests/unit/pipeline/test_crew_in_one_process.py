@@ -224,7 +224,7 @@ async def test_recorded_logprobs_equal_those_of_training(models, policy, codec, 
     whole = torch.tensor([x for row in score(policy("llama"), rows, 1.0) for x in row])
     assert float((recorded - scored).abs().max()) < 1e-3
     assert float((recorded - whole).abs().max()) < far
-    if codec != "float32":  # what a sampler with another codec than the trainer's would be off by
+    if codec != "float32":  # a sampler with another codec than the trainer's would differ by this
         assert float((recorded - whole).abs().max()) > 2e-3
 
 
@@ -440,7 +440,7 @@ async def test_failure_of_an_old_attempt_is_ignored(models, policy):
 async def test_each_position_and_completion_has_its_own_draw(policy):
     model = policy("llama").model
     with torch.no_grad():
-        # every token equally likely: whatever repeats is the generator's doing
+        # all tokens are equally likely, so a repetition comes from the generator
         model.lm_head.weight.zero_()
     async with crew_of(model, [2, 2]) as crew:
         waves = await crew.head.generate(

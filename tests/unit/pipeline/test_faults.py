@@ -1,5 +1,5 @@
-"""What a stage that is slow, silent, short of memory, or sends garbage costs a crew: bounded time,
-one fault with the right stage, and no weight."""
+"""A stage that is slow, silent, short of memory or sends garbage costs bounded time, and no
+weight changes."""
 
 import contextlib
 import math
@@ -351,8 +351,8 @@ async def test_late_gradient_of_a_dropped_attempt_is_ignored(models, policy):
 
 @pytest.mark.parametrize("call", [learn, sample])
 async def test_late_abort_does_not_affect_the_next_call(models, policy, call):
-    """What the head sends to stage 2 itself waits on a slow line; what it sends through stage 1
-    does not."""
+    """The head's direct frames to stage 2 wait on a slow line; its frames through stage 1 do
+    not."""
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 1, 2]) as crew:
         original, held = crew.head.links.send, []

@@ -40,7 +40,7 @@ PLACE = Place(b"c" * 16, 0, 3)
 
 
 class Counting:
-    """A stream that counts how much it was asked for."""
+    """A stream that records the sizes of its reads."""
 
     def __init__(self, data: bytes) -> None:
         self.data, self.asked, self.largest = data, 0, 0

@@ -100,7 +100,7 @@ def compare(embedded, model, layers):
 
 @pytest.fixture(params=["as it fits", "one by one", "in pieces"])
 def memory(request, monkeypatch):
-    """Nothing is short; layers' activations do not fit; logits do not fit."""
+    """Memory for everything; not for layers' activations; not for logits."""
     monkeypatch.setattr(
         "swarmnode.stages.model.needs_checkpointing",
         lambda *given: request.param == "one by one",

@@ -1,5 +1,5 @@
-"""A model is split into stages if a trial says that they equal it, and is refused in one line
-otherwise."""
+"""The trial accepts models whose stages equal the whole model, and names the difference of
+others."""
 
 import copy
 

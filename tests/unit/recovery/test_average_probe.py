@@ -1,5 +1,4 @@
-"""What an average with another crew's stage would do to the policy, asked of the stages behind it
-while the crew trains on."""
+"""The probe of an average with another crew's stage."""
 
 import copy
 
@@ -59,8 +58,8 @@ async def learn(crew, seed, count=24, rate=1e-3):
 
 
 def tensors(station, noise=0.0):
-    """By their names in the whole model: the layers' own, and others `noise` (of their size)
-    away."""
+    """Return (own tensors of the layers, the same with relative `noise`), named as in the whole
+    model."""
     generator = torch.Generator().manual_seed(5)
     own = {n: p.detach().clone() for n, p in trained(station.runtime).items() if ".layers." in n}
     far = {
@@ -70,7 +69,7 @@ def tensors(station, noise=0.0):
 
 
 async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
-    """Losses (before, after), None where there is no verdict, False where nothing was asked."""
+    """Return the losses (before, after); None without a verdict, False if no probe started."""
     probe, told, done = AverageProbe(), [], trio.Event()
     probe.step_seconds = step_seconds
     probe.open(fleet.peers[stage])
@@ -83,7 +82,7 @@ async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
 
 @torch.no_grad()
 def whole_loss(fleet, seed):
-    """Of the better completions, by the unsplit model with the weights of all stages."""
+    """Return the loss of the better completions, by the unsplit model with all stages' weights."""
     model = copy.deepcopy(fleet.model)
     model.load_state_dict(
         {
@@ -142,7 +141,7 @@ async def test_no_probe_without_inputs_or_crew(fleet):
     async with one.up() as crew:
         mine, mean = tensors(one.stations[1])
         assert await verdict(one, 1, mine, mean) is False
-        # 4 of them better than their group, which are too few: all are asked about
+        # 4 completions are better than their group, which is too few, so all of them count
         await learn(crew, 1, 12)
         assert await verdict(one, 1, mine, mean)
         await learn(crew, 2, 12)

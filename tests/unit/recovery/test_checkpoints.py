@@ -202,7 +202,9 @@ def test_files_of_older_crews_are_deleted(store, tmp_path):
     other.close()
     (tmp_path / OURS.lineage).mkdir()
     (tmp_path / OURS.lineage / ".1-3.safetensors.tmp").write_bytes(b"half")
-    store.write(checkpoint(2, stage=0, own=False))  # a neighbour's says nothing about our steps
+    store.write(
+        checkpoint(2, stage=0, own=False)
+    )  # a neighbour's checkpoint does not count as own steps
     assert len(find_checkpoints(tmp_path)) == 3
     store.write(checkpoint(4))
     assert {(about.identity.lineage, about.step) for about in find_checkpoints(tmp_path)} == {

@@ -1,5 +1,4 @@
-"""A whole int8 copy of a policy in stages: what it costs in precision and bytes, and what a hostile
-stage can make of it."""
+"""The int8 copy of a policy in stages: precision, bytes, and invalid input."""
 
 import copy
 import zlib

@@ -1,5 +1,4 @@
-"""A member that keeps the whole policy has a copy of every stage, and `swarmnode export` writes
-from those what the crew trained."""
+"""`swarmnode export` from a member that stores checkpoints of all stages."""
 
 import copy
 import shutil
@@ -73,7 +72,7 @@ async def train(fleet, steps):
 
 
 def config_of(fleet, base, keeper, lora=0):
-    """As if `keeper`'s directory was a node's."""
+    """Return a configuration whose data directory has the files of stage `keeper`'s node."""
     trainer = fleet.stations[keeper].directory
     data = trainer.parent / f"data-{keeper}"
     if not data.exists():

@@ -1,4 +1,4 @@
-"""A member is killed and gets its stage back from every source; then the crew continues."""
+"""A killed member restores its stage from each source, and the crew continues."""
 
 import copy
 

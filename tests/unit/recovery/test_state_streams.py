@@ -1,5 +1,4 @@
-"""State streams: what honest members give each other, and that a member's garbage costs one source
-and in the end its stream, never more."""
+"""State streams between honest members, and with a member that sends garbage."""
 
 import copy
 from dataclasses import replace
@@ -112,7 +111,7 @@ class Member:
         return wire.WantMessage(self.place(stage), request, what, of, at, root)
 
     async def give(self, stage, request, what, body, **more):
-        """Send a body from `at` on, or what is said to be one."""
+        """Send a body from `at` on, with a header that may be wrong."""
         at = more.pop("at", 0)
         fields = {"step": 9, "size": len(body), "root": hash_body(body), **more}
         await self.send(stage, wire.HaveMessage(self.place(stage), request, what, **fields))
@@ -123,7 +122,7 @@ class Member:
             )
 
     async def offer(self, stage, what="checkpoint", step=9):
-        """Announce a body; return what is wanted of it."""
+        """Announce a body and return the request for it."""
         await self.send(stage, wire.AnnounceMessage(self.place(stage), 0, what, step))
         return await self.answer(stage)
 
@@ -153,7 +152,7 @@ async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     await member.send(0, member.want(0, "checkpoint", 0))
     have, back = await member.whole(0)
     assert (back, have.root, have.step) == (bytes(body), hash_body(body), 9)
-    # what is here already is confirmed and not sent again
+    # a stored checkpoint is confirmed without a transfer
     await member.send(0, wire.AnnounceMessage(member.place(0), 0, "checkpoint", 9))
     assert isinstance(await member.answer(0), wire.StoredMessage)
 
@@ -213,7 +212,7 @@ async def test_ignores_unsolicited_bodies_and_other_crews(member):
     assert not member.peer.channel.ended
     with trio.move_on_after(0):
         await member.ends[0].receive_some(1)
-        pytest.fail("something was asked for")
+        pytest.fail("a request was sent")
 
 
 async def test_cancelled_or_answered_request_blocks_no_other(member):
@@ -409,7 +408,7 @@ async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump
         await quiet()
         await member.ends[2].aclose()
     assert trio.current_time() == began
-    assert member.peer.channel.fault is None  # a closed stream is nobody's fault
+    assert member.peer.channel.fault is None  # a closed stream is no fault
 
 
 async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock):

@@ -1,5 +1,4 @@
-"""Swapped runs, and stages that are made of their neighbours, where what travels is
-rounded at every hop."""
+"""Swapped runs and rebuilt stages with rounded activations."""
 
 import copy
 import math
@@ -62,8 +61,7 @@ async def test_swapped_steps_with_rounded_activations_are_close_to_float32(model
 
 
 async def drawn_and_computed_again(crew):
-    """Largest difference between what was recorded while sampling and what is computed from the
-    same tokens, nats."""
+    """Return the largest difference in nats between recorded and recomputed log-probabilities."""
     prompts = [row.prompt_ids[:6] for row in rows_of(7)[:4]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
     rows, recorded = [], []
@@ -101,7 +99,7 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
             got, after = mine.restored[lost], mine.weights()
             assert (got.source.name, got.tried) == ("checkfree+", ())
             layer = "model.layers.0.mlp.up_proj.weight"
-            if lost != 1:  # weights travel as float32, whatever activations do
+            if lost != 1:  # weights are sent as float32
                 assert torch.equal(
                     after[f"{lost} {layer}"], before[f"{1 if lost == 0 else 2} {layer}"]
                 )
