@@ -513,8 +513,8 @@ class StagesConfig(Section):
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """Number format of the activations that stages send each other. Gradients are sent in float32
     if this is float32, in bfloat16 otherwise."""
-    recovery: Literal["copies", "checkfree", "checkfree+"] = "copies"
-    """Method of restoring a lost stage. `copies`: from a checkpoint that a neighbouring stage
+    recovery: Literal["checkpoints", "checkfree", "checkfree+"] = "checkpoints"
+    """Method of restoring a lost stage. `checkpoints`: from a checkpoint that a neighbouring stage
     stores. `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage
     from the weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half
     of the micro-batches in swapped order, so that the first and last stage can be rebuilt too."""

@@ -1132,7 +1132,9 @@ class MicroBatchRunner:
 
     def __init__(self, worker: StageWorker) -> None:
         if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
-            raise Refused("swapped stages cannot train an adapter: set stages.recovery to copies")
+            raise Refused(
+                "swapped stages cannot train an adapter: set stages.recovery to checkpoints"
+            )
         self.schedule = Schedule(worker.index, worker.stages)
         self.pending: dict[tuple[int, int], PendingMicroBatch] = {}
         self._early: list[ReceivedFrame] = []

@@ -119,8 +119,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("swarmnode.crew")
 
 Tensors = Mapping[str, torch.Tensor]
-RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
-"""Values of `stages.recovery`. `copies`: stages are restored from checkpoints."""
+RecoveryMode = Literal["checkpoints", "checkfree", "checkfree+"]
+"""Values of `stages.recovery`. `checkpoints`: stages are restored from checkpoints."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
 """Names in `wire.SOURCES` from which a stage can be restored."""
 ReportSource = Callable[[Literal["loading"], str], None]
@@ -135,7 +135,7 @@ class RecoverySettings:
     """Interval between checkpoints on the neighbours' disks, in committed steps."""
     keep_policy: bool = False
     """True if this node stores checkpoints of all stages, not only of its ring neighbours."""
-    mode: RecoveryMode = "copies"
+    mode: RecoveryMode = "checkpoints"
     """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
     checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
     warmup_steps: int = 10
@@ -156,7 +156,7 @@ class RecoverySettings:
     def uses_checkpoints(self, spec: StageSpec) -> bool:
         """Return True if this stage is restored from checkpoints. Otherwise it is rebuilt from its
         neighbours."""
-        return self.mode == "copies" or (
+        return self.mode == "checkpoints" or (
             self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
         )
 
@@ -178,18 +178,18 @@ def check_paper(mode: RecoveryMode, stages: int, adapter: bool) -> None:
     Raises:
         Refused: An adapter is trained, or there are too few stages.
     """
-    if mode == "copies":
+    if mode == "checkpoints":
         return
     if adapter:
         raise Refused(
             f"{mode} averages whole weights, and only an adapter is trained here: set"
-            " stages.recovery to copies"
+            " stages.recovery to checkpoints"
         )
     least = 3 if mode == "checkfree" else 4
     if stages < least:
         raise Refused(
             f"{mode} needs {least} or more stages, and stages.stages is {stages}: raise it, or set"
-            " stages.recovery to copies"
+            " stages.recovery to checkpoints"
         )
 
 
@@ -308,7 +308,7 @@ def _sources(
         )
     )
     mode = stage.settings.mode
-    if mode != "copies" and not stage.settings.uses_checkpoints(stage.spec):
+    if mode != "checkpoints" and not stage.settings.uses_checkpoints(stage.spec):
         checkpoints = [
             *(checkpoint for checkpoint in checkpoints if checkpoint.current),
             RestoreSource(mode),
@@ -1433,7 +1433,7 @@ def read_work(item: StageInput, limits: FrameLimits) -> MicroBatch:
 
 # The local stage, for the exchange below.
 
-StatePart = Literal["checkpoint", "layers", "ends", "tied"]
+StateBody = Literal["checkpoint", "layers", "ends", "tied"]
 """Bodies that are the state of a stage or of a part of it. checkpoint: all trained tensors. layers:
 the layers. ends: the embedding, or norm and head. tied: the tied embedding with its moments."""
 
@@ -1525,7 +1525,7 @@ class LocalStage:
         """Return a spec that shows which end `stage` is. It has no layers."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
-    def shape(self, what: StatePart, of: int) -> tuple[Layout, StateForm]:
+    def shape(self, what: StateBody, of: int) -> tuple[Layout, StateForm]:
         """Return the tensors and the form of a body of stage `of`.
 
         A tied embedding has the name that it has at this end, also if the other end sent it.
@@ -1708,7 +1708,7 @@ class StateFetcher:
             partial_bodies.pop(of, None)
         return found
 
-    async def state(self, holder: int, what: StatePart, of: int) -> StageState:
+    async def state(self, holder: int, what: StateBody, of: int) -> StageState:
         """Return stage `of`, or a part of it, from the holder of stage `holder`. Wait while that
         stage is being restored."""
         have, body = await self._retry_while_loading(holder, lambda: self.body(holder, what, of))
@@ -1903,7 +1903,7 @@ class StateServer:
             case "copy":
                 copy_step, copy = await local.policy_copy(self._channel.compute)
                 return ServedBody(copy_step, lambda: copy)
-            case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "copies":
+            case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "checkpoints":
                 norm = 0.0 if worker is None else worker.optimizer.squared_norm
                 return ServedBody(step, lambda: self._encode_now("layers"), norm)
             case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
@@ -1911,7 +1911,7 @@ class StateServer:
                     return ServedBody(step, lambda: self._encode_now("tied"))
         return None
 
-    def _encode_now(self, what: StatePart) -> bytearray:
+    def _encode_now(self, what: StateBody) -> bytearray:
         """Encode a part of this stage's present weights."""
         local = self._stage
         if local.worker is not None:

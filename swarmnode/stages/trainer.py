@@ -1853,7 +1853,7 @@ class CrewTerms:
     other terms form no crew."""
 
     codec: ActivationCodec
-    recovery: Literal["copies", "checkfree", "checkfree+"]
+    recovery: Literal["checkpoints", "checkfree", "checkfree+"]
     lora: LoraSettings
     frozen_a: bool
     """True if all adapters have the same frozen A, see `averaging.lora.shares_a`."""
@@ -1918,7 +1918,7 @@ class CrewModel:
     def settings(self) -> WorkerSettings:
         """Return the settings of a stage's worker."""
         terms = self.terms
-        factor = 1.0 if terms.recovery == "copies" else LEARNING_RATE_FACTOR
+        factor = 1.0 if terms.recovery == "checkpoints" else LEARNING_RATE_FACTOR
         return WorkerSettings(
             codec=terms.codec,
             swapped=terms.recovery == "checkfree+",

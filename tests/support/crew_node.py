@@ -58,15 +58,13 @@ _pids = itertools.count(1000)
 
 
 class FakeTrainer:
-    """A trainer process for a model of `layers` layers that can hold one layer. frozen: it sends
-    nothing more, like a hung process."""
+    """A trainer process for a model of `layers` layers that can hold one layer."""
 
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
         self.assigned: wire.StageAssignment | None = None
         self.running = False
-        self.frozen = False
         self.keeps: list[tuple[int, int]] = []
         """(stage, step) of its copies of other stages."""
         self._service = service
@@ -139,7 +137,7 @@ class FakeTrainer:
                 self._status()
 
     def _status(self) -> None:
-        if self.assigned is not None and not self.frozen:
+        if self.assigned is not None:
             a = self.assigned
             self._service.receive(
                 wire.StageStatus(
@@ -172,7 +170,7 @@ class FakeTrainer:
     async def _lead(self, streams: list[Any]) -> None:
         while True:
             await trio.sleep(STEP_SECONDS)
-            if not self.running or self.frozen:
+            if not self.running:
                 continue
             for stream in streams:
                 await stream.send_all(_STEP.pack(self.step + 1))
@@ -183,7 +181,7 @@ class FakeTrainer:
 
     async def _follow(self, stream: Any) -> None:
         while (step := await _exactly(stream)) is not None:
-            while not self.running or self.frozen:  # noqa: ASYNC110
+            while not self.running:  # noqa: ASYNC110
                 await trio.sleep(STEP_SECONDS)
             self.step = step
             self._progress += 1

@@ -85,7 +85,7 @@ def test_checkfree_plus_copies_layers_and_restores_the_end(four, lost, source, e
 def test_only_checkfree_plus_rebuilds_an_end(four):
     specs, *_ = four
     keeps = lambda mode: [RecoverySettings(mode=mode).uses_checkpoints(spec) for spec in specs]
-    assert keeps("copies") == [True] * 4
+    assert keeps("checkpoints") == [True] * 4
     assert keeps("checkfree") == [True, False, False, True]
     assert keeps("checkfree+") == [False] * 4
 
@@ -125,5 +125,5 @@ def test_crew_that_cannot_restore_as_the_papers_do_is_refused(mode, stages, adap
 
 
 def test_checkpoints_allow_adapters_and_few_stages():
-    check_paper("copies", 2, adapter=True)
+    check_paper("checkpoints", 2, adapter=True)
     check_paper("checkfree", 3, adapter=False)

@@ -116,7 +116,7 @@ def test_only_checkfree_plus_trains_in_swapped_order(tmp_path, mode):
         ("checkfree", 2, 0, "needs 3 or more stages"),
         ("checkfree+", 3, 0, "needs 4 or more stages"),
         ("checkfree", 0, 0, "needs 3 or more stages, and stages.stages is 0"),
-        ("checkfree", 4, 8, "set stages.recovery to copies"),
+        ("checkfree", 4, 8, "set stages.recovery to checkpoints"),
     ],
 )
 def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, match):
