@@ -151,14 +151,13 @@ class CrewNetwork:
             )
 
     def _newest(self) -> int:
-        starts = [sum(self.layers[: node.stage]) for node in self.nodes]
         own = [
             [
                 c
                 for c in node.offering.held_blocks
-                if c.lineage == self.lineage and c.first == start and c.where != "neighbour"
+                if c.lineage == self.lineage and c.stage == node.stage and c.where != "neighbour"
             ]
-            for node, start in zip(self.nodes, starts, strict=True)
+            for node in self.nodes
             if node.offering is not None
         ]
         steps = {c.step for copies in own for c in copies}
