@@ -99,11 +99,6 @@ async def run_in_thread(work: Callable[[], T]) -> T:
     return await trio.to_thread.run_sync(work)
 
 
-async def run_inline(work: Callable[[], T]) -> T:
-    """Run `work` in the event loop. This is deterministic, for tests with a crew in one process."""
-    return work()
-
-
 # The worker of one stage.
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings
 from swarmnode.stages.wire import Fence, FrameLimits, Place
+
+T = TypeVar("T")
+
+
+async def run_inline(work: Callable[[], T]) -> T:
+    """Run `work` in the event loop, which is deterministic."""
+    return work()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import StateError
 from swarmnode.stages import wire
 from swarmnode.stages.model import LearnRow, StageRuntime
-from swarmnode.stages.pipeline import StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import StageWorker, WorkerSettings
 from swarmnode.stages.recovery import (
     CHECKPOINTS,
     BaseWeights,
@@ -33,7 +33,7 @@ from swarmnode.stages.recovery import (
     stored_stages,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, StageSpec
-from tests.support.crew import Crew, open_crew
+from tests.support.crew import Crew, open_crew, run_inline
 from tests.support.split_models import split_model
 
 CREW = b"c" * wire.CREW_BYTES

@@ -25,7 +25,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import recovery
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
 from swarmnode.stages.recovery import (
     CheckpointIdentity,
     CheckpointStore,
@@ -36,6 +36,7 @@ from swarmnode.stages.recovery import (
 from swarmnode.stages.wire import Fence, FrameLimits, Place
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
+from tests.support.crew import run_inline
 from tests.support.split_models import split_model
 
 

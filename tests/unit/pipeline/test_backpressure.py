@@ -12,17 +12,10 @@ import trio.testing
 from swarmnode.config import TrainingConfig
 from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
-from swarmnode.stages.pipeline import (
-    SCORES_PER_STAGE,
-    Links,
-    Schedule,
-    StageWorker,
-    WorkerSettings,
-    run_inline,
-)
+from swarmnode.stages.pipeline import SCORES_PER_STAGE, Links, Schedule, StageWorker, WorkerSettings
 from swarmnode.stages.wire import FrameLimits, Place
 from swarmnode.wire import headed, strict
-from tests.support.crew import open_crew
+from tests.support.crew import open_crew, run_inline
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 

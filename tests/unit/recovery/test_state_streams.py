@@ -11,7 +11,7 @@ from trio.testing import memory_stream_pair
 from swarmnode.errors import Incompatible, PeerError, PeerTimeout
 from swarmnode.stages import recovery, wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
 from swarmnode.stages.policy_copy import copied_layout, decode_copy
 from swarmnode.stages.recovery import (
     CheckpointIdentity,
@@ -28,6 +28,7 @@ from swarmnode.stages.recovery import (
     trained,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, hash_body
+from tests.support.crew import run_inline
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
