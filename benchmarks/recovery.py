@@ -2,8 +2,8 @@
 
 A Llama of random weights, in which each layer is a function of its own, is the hard case for
 synthesis: the neighbours carry no information about the lost layer. All members, streams and files
-are real, in one process. KL and NLL are the gate's, on the newest step's micro-batches. For the own
-checkpoint they are the change by the last step itself.
+are real, in one process. KL(before ‖ restored) and the rise of the NLL are in nats per completion
+token, on the rows of the last step.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from benchmarks.lib.report import heading, make_parser, seeds_of, table, write_j
 from swarmnode.config import TrainingConfig
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
-from swarmnode.stages.recovery import RecoverySettings, judge
+from swarmnode.stages.recovery import RecoverySettings
 from swarmnode.stages.wire import state_bytes
+from tests.support.crew import Crew
 from tests.support.lost_stages import Fleet, quiet
 
 STEPS, AGE, ROWS, LOST = 12, 8, 24, 1
 RATE = 1e-5
 CFG = TrainingConfig(per_device_train_tokens=64)
-BASE = RecoverySettings(checkpoint_every=10**6, gate_kl=1e9, gate_nll=1e9, seconds=60.0)
-SOURCES = {
+BASE = RecoverySettings(checkpoint_every=10**6, seconds=60.0)
+SOURCES = {  # name → (settings, whether the disk survives)
     "own checkpoint": (BASE, True),
     "neighbour's, of the last step, exact": (replace(BASE, checkpoint_every=1), False),
     "neighbour's, of the last step, small": (
@@ -83,7 +84,7 @@ async def measure(
             model_of(seed),
             [1, 1, 1, 1],
             Path(directory),
-            WorkerSettings(b"b" * 32, "float32"),
+            WorkerSettings("float32"),
             settings,
         )
         async with fleet.up() as crew:
@@ -92,15 +93,22 @@ async def measure(
                 await crew.head.update(rows_of(1000 * seed + number), CFG, 100.0, RATE)
                 fleet.stations[LOST].store.flush()
             await quiet()
+            before = await logprobs(crew, seed)
         fleet.kill(LOST, disk)
         started = time.perf_counter()
-        async with fleet.up():
+        async with fleet.up() as crew:
             seconds = time.perf_counter() - started
-            peer = fleet.peers[LOST]
-            verdict = await judge(peer, fleet.stations[0].watch.probes[-8:])
             error = str(fleet.failed.get(LOST, ""))
+            shift = await logprobs(crew, seed) - before if crew is not None else before * torch.nan
         fleet.close()
-        return verdict.kl, verdict.nll_rise, seconds, error
+        return float((shift.expm1() - shift).mean()), float(-shift.mean()), seconds, error
+
+
+async def logprobs(crew: Crew, seed: int) -> torch.Tensor:
+    """Return the log-probabilities of all completion tokens of the last step."""
+    rows = [(row.prompt_ids, row.completion_ids) for row in rows_of(1000 * seed + STEPS - 1)]
+    scores = await crew.head.score(rows, CFG.temperature)
+    return torch.tensor([logprob for row, _ in scores for logprob in row], dtype=torch.float64)
 
 
 def main() -> None:
@@ -110,7 +118,7 @@ def main() -> None:
         args.seeds = 1
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        settings = WorkerSettings(b"b" * 32)
+        settings = WorkerSettings()
         fleet = Fleet(model_of(0), [1, 1, 1, 1], Path(folder), settings, BASE)
         exact, small = (state_bytes(fleet.layouts[LOST], kind) for kind in ("exact", "small"))
         fleet.close()

@@ -25,10 +25,10 @@ RECORD = {
     "members": [Row(peer=str, layers=int)],
     "nonce": bytes,
 }
-COPY = Row(
+BLOCK = Row(
     lineage=bytes,
-    first=int,
-    last=int,
+    layers=[int],
+    stage=int,
     step=int,
     where=("memory", "disk", "neighbour"),
 )
@@ -40,8 +40,7 @@ OFFER = {
     "model": bytes,
     "memory": float,
     "speed": float,
-    "hop_seconds": float,
-    "copies": [COPY],
+    "held_blocks": [BLOCK],
 }
 PROPOSE = {"type": ("propose",), "record": RECORD}
 HEARTBEAT = {"type": ("heartbeat",), "crew": bytes, "status": STATUS}
@@ -67,9 +66,9 @@ def read_message(frame, shapes):
         counter(*message["status"][1:])
     if message["type"] == "offer":
         require(len(message["model"]) == EXACT["record_hash"])
-        amounts(message["memory"], message["speed"], message["hop_seconds"])
-        require(len(message["copies"]) <= COUNTS["copies"])
-        [check_copy(*copy) for copy in message["copies"]]
+        amounts(message["memory"], message["speed"])
+        require(len(message["held_blocks"]) <= COUNTS["held_blocks"])
+        [check_block(*block) for block in message["held_blocks"]]
     if message["type"] == "propose":
         check_record(message["record"])
     if message["type"] == "leave":
@@ -86,10 +85,11 @@ def amounts(*values):
     require(all(0 <= value <= FLOATS["crew_amount"] for value in values))
 
 
-def check_copy(lineage, first, last, step, _where):
+def check_block(lineage, layers, stage, step, _where):
     """Check a held block (section 2.1)."""
     require(len(lineage) == EXACT["record_hash"])
-    require(0 <= first < last <= COUNTS["layers"])
+    require(1 <= len(layers) <= COUNTS["crew_members"] and 0 <= stage < len(layers))
+    require(all(1 <= count <= COUNTS["layers"] for count in layers))
     counter(step)
 
 

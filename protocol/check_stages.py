@@ -5,10 +5,10 @@ import itertools
 import math
 import struct
 
-from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, digest, require
+from check_frames import BYTES, COUNTS, EXACT, FLOATS, Maybe, Row, counter, decode, require
 
 CODEC = ("float32", "bfloat16", "int8")
-REASON = ("device", "not_finite", "session")
+REASON = ("device", "not_finite")
 PLACE = Row(crew=bytes, stage=int, step=int)
 BODIES = {  # type → fields behind `place`
     "forward": {
@@ -29,16 +29,15 @@ BODIES = {  # type → fields behind `place`
         "squares": float,
     },
     "scores": {"micro_batch": int, "rows": int},
-    "prefill": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int, "about": int},
-    "decode": {"session": bytes, "fingerprint": bytes, "codec": CODEC, "rows": int},
-    "tokens": {"session": bytes, "rows": int},
-    "drop": {"session": bytes},
-    "lost": {"session": bytes, "reason": REASON},
-    "failed": {"micro_batch": int, "reason": REASON},
+    "prefill": {"wave": int, "codec": CODEC, "rows": int, "about": int},
+    "decode": {"wave": int, "codec": CODEC, "rows": int},
+    "tokens": {"wave": int, "rows": int},
+    "drop": {"wave": int},
+    "failed": {"number": int, "reason": REASON},
     "embedding": {"attempt": int, "first": int, "rows": int},
     "propose": {"attempt": int, "micro_batches": [int]},
     "acknowledge": {"attempt": int, "refused": Maybe(REASON), "squared_norm": float},
-    "commit": {"attempt": int, "norm": float, "clip": float, "learning_rate": float},
+    "commit": {"attempt": int, "clip": float, "learning_rate": float},
     "abort": {"attempt": int},
     "done": {"attempt": int},
 }
@@ -69,9 +68,6 @@ WAVE = {
     "lengths": [int],
     "ids": bytes,
     "num_generations": int,
-    "names": [int],
-    "total": int,
-    "position": int,
     "max_tokens": int,
     "temperature": float,
     "top_p": float,
@@ -99,11 +95,10 @@ def body_bytes(header, crew):
     """Check a header and return the length of its body (section 4)."""
     place, rows = header["place"], header.get("rows", 1)
     require(len(place[0]) == EXACT["crew_prefix"] and 0 <= place[1] < COUNTS["stages"])
-    counter(place[2], header.get("micro_batch", 0), header.get("attempt", 0))
+    numbers = ("micro_batch", "wave", "number", "attempt")
+    counter(place[2], *(header.get(field, 0) for field in numbers))
     require(1 <= rows <= crew["tokens"])
     require(1 <= header.get("about", 1) <= BYTES["stage_about_item"] * (crew["tokens"] + 16))
-    require(len(header.get("session", bytes(EXACT["wave"]))) == EXACT["wave"])
-    require(len(header.get("fingerprint", bytes(EXACT["fingerprint"]))) == EXACT["fingerprint"])
     for field, value in header.items():
         if isinstance(value, float):
             require(math.isfinite(value), "not_finite")
@@ -237,23 +232,13 @@ def read_micro_batch(data, rows, crew, purpose):
 
 def read_wave(data, rows, crew, _):
     wave = decode(data, len(data), WAVE)
-    names, count = wave["names"], len(wave["lengths"]) * wave["num_generations"]
+    count = len(wave["lengths"]) * wave["num_generations"]
     lengths(wave["lengths"], crew)
     counter(wave["seed"])
     require(
         1 <= wave["num_generations"] <= crew["tokens"]
-        and 0 <= wave["position"] < wave["max_tokens"] <= crew["tokens"]
-    )
-    require(count <= wave["total"] <= crew["tokens"])
-    require(
-        wave["total"] * (max(wave["lengths"]) + wave["max_tokens"] - wave["position"])
-        <= crew["tokens"]
-    )
-    require(
-        len(names) == count
-        and names[0] >= 0
-        and names[-1] < wave["total"]
-        and all(a < b for a, b in itertools.pairwise(names))
+        and 1 <= wave["max_tokens"] <= crew["tokens"]
+        and count * (max(wave["lengths"]) + wave["max_tokens"]) <= crew["tokens"]
     )
     require(sum(wave["lengths"]) == rows, "shape")
     token_ids(wave["ids"], rows, crew)
@@ -314,17 +299,6 @@ def stage_route(stages, swapped, micro_batch, purpose):
     return [[0, "embed"], [1, "layers"], [0, "layers"], *middle, *ends]
 
 
-def stage_fingerprint(base, place, codec):
-    """Return the fingerprint of a policy (section 8)."""
-    parts = [
-        bytes.fromhex(base),
-        bytes.fromhex(place[0]),
-        struct.pack(">Q", place[2]),
-        codec.encode(),
-    ]
-    return digest(b"".join(parts)).hex()
-
-
 def stage_commit(step, events):
     """Return the answers of a stage that has taken `step` steps to `events` (section 9)."""
     state = {"step": step, "attempt": 0, "missing": None, "prepared": False, "norm": 0.0}
@@ -365,5 +339,4 @@ DERIVATIONS = {
     "stage_fence": stage_fence,
     "stage_commit": stage_commit,
     "stage_route": stage_route,
-    "stage_fingerprint": stage_fingerprint,
 }

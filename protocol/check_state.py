@@ -7,21 +7,20 @@ import struct
 from check_frames import BYTES, COUNTS, EXACT, Maybe, counter, decode, require
 from check_stages import CODEC, PLACE, hidden_bytes
 
-WHAT = ("checkpoint", "layers", "tied", "ends", "probes", "copy", "output")
+WHAT = ("checkpoint", "layers", "tied", "ends", "copy", "output")
 MESSAGES = {  # type → fields behind `place` and `request`
     "ask": {},
-    "holds": {
-        "phase": ("starting", "restoring", "candidate", "ready"),
+    "inventory": {
+        "phase": ("starting", "restoring", "ready"),
         "checkpoint": Maybe(int),
         "ends": Maybe(int),
-        "probes": Maybe(int),
     },
-    "want": {"what": WHAT[:6], "of": int, "at": int, "root": bytes},
+    "want": {"what": WHAT[:5], "of": int, "at": int, "root": bytes},
     "run": {"codec": Maybe(CODEC), "rows": int, "about": int},
     "have": {"what": WHAT, "step": int, "size": int, "root": bytes, "squared_norm": float},
     "chunk": {"at": int, "length": int},
-    "made": {"what": ("checkpoint", "ends", "probes"), "step": int},
-    "kept": {"step": int},
+    "announce": {"what": ("checkpoint", "ends"), "step": int},
+    "stored": {"step": int},
     "lack": {"reason": ("none", "loading", "refused", "busy", "failed")},
 }
 HEADERS = [

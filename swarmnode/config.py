@@ -509,13 +509,12 @@ class StagesConfig(Section):
     capacity: int = Field(default=0, ge=0)
     """Most memory in bytes for this node's stage. 0: the free memory at the start."""
     stages: int = Field(default=0, ge=0, le=8)
-    """Number of stages in a crew that this node proposes. 0: the planner chooses the fastest
-    split."""
+    """Number of stages in a crew that this node proposes. 0: the fewest that hold the model."""
     codec: Literal["float32", "bfloat16", "int8"] = "int8"
     """Number format of the activations that stages send each other. Gradients are sent in float32
     if this is float32, in bfloat16 otherwise."""
-    recovery: Literal["copies", "checkfree", "checkfree+"] = "copies"
-    """Method of restoring a lost stage. `copies`: from a checkpoint that a neighbouring stage
+    recovery: Literal["checkpoints", "checkfree", "checkfree+"] = "checkpoints"
+    """Method of restoring a lost stage. `checkpoints`: from a checkpoint that a neighbouring stage
     stores. `checkfree` and `checkfree+` store no checkpoints at neighbours and rebuild the stage
     from the weights of the stages beside it, as in arXiv 2506.15461. `checkfree+` also trains half
     of the micro-batches in swapped order, so that the first and last stage can be rebuilt too."""

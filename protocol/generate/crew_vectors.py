@@ -40,14 +40,13 @@ def digest(of: dict[str, Any]) -> bytes:
 
 CREW = digest(record())
 STATUS = ["active", 41, 900, 2]
-COPY = [LINEAGE, 4, 8, 40, "memory"]
+BLOCK = [LINEAGE, [4, 4, 4, 4], 1, 40, "memory"]
 OFFER = {
     "type": "offer",
     "model": MODEL,
     "memory": 8e9,
     "speed": 1e12,
-    "hop_seconds": 0.01,
-    "copies": [COPY, [*COPY[:4], "disk"]],
+    "held_blocks": [BLOCK, [*BLOCK[:4], "disk"]],
 }
 PROPOSE = {"type": "propose", "record": record()}
 HEARTBEAT = {"type": "heartbeat", "crew": CREW, "status": STATUS}
@@ -59,7 +58,7 @@ REFUSE = {"type": "refuse", "reason": "busy", "crew": CREW}
 def messages() -> Iterator[Vector]:
     requests = [
         OFFER,
-        {**OFFER, "copies": []},
+        {**OFFER, "held_blocks": []},
         PROPOSE,
         {**PROPOSE, "record": record(step=0)},
         HEARTBEAT,
@@ -77,15 +76,15 @@ def messages() -> Iterator[Vector]:
             {**REFUSE, "reason": reason},
         )
     for where in ("memory", "disk", "neighbour"):
-        one = {**OFFER, "copies": [[*COPY[:4], where]]}
-        yield accepted(f"a copy in {where}", "crews_request", pack(one), one)
+        one = {**OFFER, "held_blocks": [[*BLOCK[:4], where]]}
+        yield accepted(f"a block in {where}", "crews_request", pack(one), one)
     for phase in ("loading", "failed"):
         beat = {**HEARTBEAT, "status": [phase, *STATUS[1:]]}
         yield accepted(f"a stage that is {phase}", "crews_request", pack(beat), beat)
-    back = {**OFFER, "memory": 0.0, "speed": 0.0, "copies": []}
+    back = {**OFFER, "memory": 0.0, "speed": 0.0, "held_blocks": []}
     yield accepted("a withdrawn offer", "crews_request", pack(back), back)
-    most = {**OFFER, "memory": 1e30, "copies": [COPY] * 32}
-    yield accepted("the largest amount and the most copies", "crews_request", pack(most), most)
+    most = {**OFFER, "memory": 1e30, "held_blocks": [BLOCK] * 32}
+    yield accepted("the largest amount and the most held blocks", "crews_request", pack(most), most)
     eight = {
         **PROPOSE,
         "record": record(members=0) | {"members": [[f"peer{n}", 1] for n in range(8)]},
@@ -115,8 +114,8 @@ def messages() -> Iterator[Vector]:
     yield bad(
         "schema", "a member of one", PROPOSE, record=record(members=0) | {"members": [[PEERS[0]]]}
     )
-    yield bad("schema", "a copy in the cloud", OFFER, copies=[[*COPY[:4], "cloud"]])
-    yield bad("schema", "a copy of four", OFFER, copies=[COPY[:4]])
+    yield bad("schema", "a block in the cloud", OFFER, held_blocks=[[*BLOCK[:4], "cloud"]])
+    yield bad("schema", "a block of four values", OFFER, held_blocks=[BLOCK[:4]])
     yield rejected(
         "schema",
         "a heartbeat without a status",
@@ -154,25 +153,28 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "a load of -1", HEARTBEAT, status=["active", 41, 900, -1])
     yield bad("not_finite", "a memory of infinity", OFFER, memory=float("inf"))
     yield bad("not_finite", "a speed of nan", OFFER, speed=NAN)
-    yield from copies()
+    yield from held_blocks()
     yield from records()
 
 
-def copies() -> Iterator[Vector]:
+def held_blocks() -> Iterator[Vector]:
     """Yield vectors of one held block."""
 
-    def bad(reason: str, name: str, *copies: list[Any]) -> Vector:
-        return rejected(reason, name, pack({**OFFER, "copies": list(copies)}), "crews_request")
+    def bad(reason: str, name: str, *blocks: list[Any]) -> Vector:
+        return rejected(reason, name, pack({**OFFER, "held_blocks": list(blocks)}), "crews_request")
 
-    def copy(at: int, value: Any) -> list[Any]:
-        return [*COPY[:at], value, *COPY[at + 1 :]]
+    def block(at: int, value: Any) -> list[Any]:
+        return [*BLOCK[:at], value, *BLOCK[at + 1 :]]
 
-    yield bad("bounds", "33 copies", *[COPY] * 33)
-    yield bad("bounds", "a copy of a lineage of 31 bytes", copy(0, LINEAGE[1:]))
-    yield bad("bounds", "a copy from layer -1", copy(1, -1))
-    yield bad("bounds", "a copy of no layers", copy(2, 4))
-    yield bad("bounds", "a copy up to layer 1025", copy(2, 1025))
-    yield bad("bounds", "a copy of step -1", copy(3, -1))
+    yield bad("bounds", "33 held blocks", *[BLOCK] * 33)
+    yield bad("bounds", "a block of a lineage of 31 bytes", block(0, LINEAGE[1:]))
+    yield bad("bounds", "a block of no stages", block(1, []))
+    yield bad("bounds", "a block of nine stages", block(1, [1] * 9))
+    yield bad("bounds", "a block of no layers", block(1, [4, 0]))
+    yield bad("bounds", "a block of 1025 layers", block(1, [4, 1025]))
+    yield bad("bounds", "a block of stage -1", block(2, -1))
+    yield bad("bounds", "a block of a stage beyond the last", block(2, 4))
+    yield bad("bounds", "a block of step -1", block(3, -1))
 
 
 def records() -> Iterator[Vector]:

@@ -13,7 +13,6 @@ from swarmnode.stages.wire import AnyStateMessage as StateMessage
 from swarmnode.stages.wire import (
     CrewRecord,
     Frame,
-    GateProbe,
     HeldBlock,
     MicroBatch,
     StreamOpen,
@@ -31,10 +30,9 @@ MESSAGES: dict[str, type[msgspec.Struct]] = {
     **_named("state", StateMessage),
     **_named("crews", wire.CrewMessage),
     "crew_record": CrewRecord,
-    "crew_copy": HeldBlock,
+    "held_block": HeldBlock,
     "stage_stream_open": StreamOpen,
     "stage_stream_ready": StreamReady,
-    "state_probe": GateProbe,
     "stage_micro_batch": MicroBatch,
     "stage_wave": WaveDescription,
 }

@@ -8,10 +8,10 @@ from typing import Any
 
 from protocol.generate.frames import Vector, accepted, changed, pack, pairs, rejected, without
 from swarmnode.errors import BadMessage
-from swarmnode.stages.wire import Fence, Participant, Place, Routes, policy_fingerprint
+from swarmnode.stages.wire import Fence, Participant, Place, Routes
 
 CREW = bytes(range(16))
-WAVE, PRINT = b"\x61" * 16, b"\x62" * 32
+WAVE = 10
 PLACE = [CREW, 1, 40]
 HIDDEN, VOCAB, TOKENS = 4, 50, 64
 GIVEN: dict[str, Any] = {"hidden": HIDDEN, "vocab": VOCAB, "tokens": TOKENS, "codec": "float32"}
@@ -49,9 +49,6 @@ WAVE_ABOUT: dict[str, Any] = {
     "lengths": [2, 1],
     "ids": ids(7, 8, 9),
     "num_generations": 2,
-    "names": [0, 1, 2, 3],
-    "total": 4,
-    "position": 0,
     "max_tokens": 8,
     "temperature": 1.0,
     "top_p": 0.95,
@@ -86,8 +83,7 @@ def forward_fields(about: dict[str, Any]) -> dict[str, Any]:
 
 def prefill(about: dict[str, Any] = WAVE_ABOUT, **fields: Any) -> bytes:
     head = {
-        "session": WAVE,
-        "fingerprint": PRINT,
+        "wave": WAVE,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(about)),
@@ -115,20 +111,19 @@ SMALL: list[dict[str, Any]] = [
         weights=2.5,
         squares=2.25,
     ),
-    header("drop", session=WAVE),
-    header("lost", session=WAVE, reason="session"),
-    header("failed", micro_batch=2**63 - 1, reason="not_finite"),
+    header("drop", wave=WAVE),
+    header("failed", number=2**63 - 1, reason="not_finite"),
     header("acknowledge", attempt=2, refused=None, squared_norm=0.125),
     header("acknowledge", attempt=2, refused="not_finite", squared_norm=0.0),
-    header("commit", attempt=2, norm=0.5, clip=1.0, learning_rate=1e-6),
+    header("commit", attempt=2, clip=1.0, learning_rate=1e-6),
     header("abort", attempt=2),
     header("done", attempt=0),
-    header("failed", micro_batch=0, reason="device"),
+    header("failed", number=0, reason="device"),
     header("propose", attempt=2, micro_batches=[0, 9, 2**63 - 1]),
     header("propose", attempt=1, micro_batches=list(range(1024))),
 ]
 """Headers of frames without a body."""
-PROPOSE = SMALL[10]
+PROPOSE = SMALL[9]
 
 
 def frames() -> Iterator[Vector]:
@@ -212,8 +207,7 @@ def frames() -> Iterator[Vector]:
     )
 
     head = {
-        "session": WAVE,
-        "fingerprint": PRINT,
+        "wave": WAVE,
         "codec": "float32",
         "rows": ROWS,
         "about": len(pack(WAVE_ABOUT)),
@@ -223,20 +217,13 @@ def frames() -> Iterator[Vector]:
         prefill(),
         {"header": header("prefill", **head), "about": WAVE_ABOUT, "values": floats(*VALUES)},
     )
-    again = {**WAVE_ABOUT, "num_generations": 1, "names": [1, 3], "position": 1, "temperature": 0.0}
-    told = {
-        "header": header("prefill", **{**head, "about": len(pack(again))}),
-        "about": again,
-        "values": floats(*VALUES),
-    }
-    yield good("prefill, begun again", prefill(again), told)
-    head = header("decode", session=WAVE, fingerprint=PRINT, codec="float32", rows=2)
+    head = header("decode", wave=WAVE, codec="float32", rows=2)
     yield good(
         "decode",
         joined(head, ids(1, 3) + floats(*VALUES[:8])),
         {"header": head, "names": [1, 3], "values": floats(*VALUES[:8])},
     )
-    head = header("tokens", session=WAVE, rows=2)
+    head = header("tokens", wave=WAVE, rows=2)
     yield good(
         "tokens",
         joined(head, ids(49, 0) + floats(-0.5, 0.0)),
@@ -255,8 +242,8 @@ def frames() -> Iterator[Vector]:
 
 
 def hostile_headers() -> Iterator[Vector]:
-    done, commit, propose = header("done", attempt=1), SMALL[6], PROPOSE
-    acknowledge, learnt = SMALL[4], SMALL[0]
+    done, commit, propose = header("done", attempt=1), SMALL[5], PROPOSE
+    acknowledge, learnt = SMALL[3], SMALL[0]
     frame = joined(done)
     yield bad("oversize", "an empty header", bytes(4))
     yield bad("oversize", "a header of 16,385 bytes", struct.pack(">I", 16_385) + bytes(16_385))
@@ -274,7 +261,7 @@ def hostile_headers() -> Iterator[Vector]:
         "place in another form",
         joined(pack(done).replace(b"place\x93", b"place\xdc\x00\x03")),
     )
-    yield bad("malformed", "a norm as integer", joined({**commit, "norm": 1}))
+    yield bad("malformed", "a learning rate as integer", joined({**commit, "learning_rate": 1}))
     yield bad("malformed", "attempt twice", joined(pairs([*done.items(), ("attempt", 1)])))
     yield bad(
         "malformed",
@@ -298,8 +285,8 @@ def hostile_headers() -> Iterator[Vector]:
     )
     yield bad("schema", "an unknown purpose", learn(purpose="poison"))
     yield bad("schema", "an unknown refusal", joined({**acknowledge, "refused": "tired"}))
-    yield bad("schema", "nil as reason", joined({**SMALL[9], "reason": None}))
-    yield bad("schema", "rows as nil", joined(header("tokens", session=WAVE, rows=None)))
+    yield bad("schema", "nil as reason", joined({**SMALL[8], "reason": None}))
+    yield bad("schema", "rows as nil", joined(header("tokens", wave=WAVE, rows=None)))
     deep = b"\x82" + pack("type") + pack("done") + pack("place") + b"\x91" * 16_000
     yield bad("schema", "16,000 nested arrays for a place", joined(deep))
     yield bad(
@@ -321,13 +308,11 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad(
         "bounds",
         "micro-batch 2**63",
-        joined(header("failed", micro_batch=2**63, reason="device")),
+        joined(header("failed", number=2**63, reason="device")),
     )
-    yield bad("schema", "a failure without a reason", joined(without(SMALL[3], "reason")))
-    yield bad("bounds", "a wave's name of 15 bytes", joined(header("drop", session=WAVE[1:])))
-    head = {"session": WAVE, "fingerprint": PRINT[1:], "codec": "float32", "rows": 1}
-    yield bad("bounds", "a fingerprint of 31 bytes", joined(header("decode", **head)))
-    yield bad("bounds", "no rows", joined(header("tokens", session=WAVE, rows=0)))
+    yield bad("schema", "a failure without a reason", joined(without(SMALL[2], "reason")))
+    yield bad("bounds", "wave 2**63", joined(header("drop", wave=2**63)))
+    yield bad("bounds", "no rows", joined(header("tokens", wave=WAVE, rows=0)))
     yield bad(
         "bounds",
         "more rows than tokens",
@@ -363,7 +348,6 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad(
         "bounds", "1025 micro-batches", joined({**propose, "micro_batches": list(range(1025))})
     )
-    yield bad("bounds", "a norm below 0", joined({**commit, "norm": -0.5}))
     yield bad("bounds", "a squared norm below 0", joined({**acknowledge, "squared_norm": -1.0}))
     yield bad("bounds", "a learning rate that climbs", joined({**commit, "learning_rate": -1e-6}))
     yield bad(
@@ -372,7 +356,7 @@ def hostile_headers() -> Iterator[Vector]:
     yield bad("bounds", "fewer than no tokens", joined({**learnt, "tokens": -1.0}))
     yield bad("bounds", "squares below 0", joined({**learnt, "squares": -1.0}))
     for value in (NAN, INF, -INF):
-        yield bad("not_finite", f"a norm of {value}", joined({**commit, "norm": value}))
+        yield bad("not_finite", f"a clip of {value}", joined({**commit, "clip": value}))
         yield bad("not_finite", f"a loss of {value}", joined({**learnt, "loss": value}))
     yield bad("not_finite", "a clip factor of nan", joined({**commit, "clip": NAN}))
     yield bad("not_finite", "a squared norm of nan", joined({**acknowledge, "squared_norm": NAN}))
@@ -475,7 +459,7 @@ def hostile_bodies() -> Iterator[Vector]:
     )
     head = header("scores", micro_batch=9, rows=1)
     yield bad("not_finite", "an entropy of nan", joined(head, floats(-1.0, NAN)))
-    head = header("tokens", session=WAVE, rows=1)
+    head = header("tokens", wave=WAVE, rows=1)
     yield bad("not_finite", "a drawn token of nan", joined(head, ids(3) + floats(NAN)))
     yield bad("bounds", "a drawn token above certainty", joined(head, ids(3) + floats(0.5)))
     yield bad(
@@ -484,17 +468,11 @@ def hostile_bodies() -> Iterator[Vector]:
 
     yield wave("shape", "a wave's ids for other lengths", ids=ids(7, 8))
     yield wave("shape", "a wave with other rows", lengths=[1, 1], ids=ids(7, 8))
-    yield wave("bounds", "a wave of no prompts", lengths=[], names=[], ids=b"")
-    yield wave("bounds", "a wave without completions", num_generations=0, names=[])
-    yield wave("bounds", "names that fall", names=[1, 0, 2, 3])
-    yield wave("bounds", "a name twice", names=[0, 0, 1, 2])
-    yield wave("bounds", "a name beyond the wave", names=[0, 1, 2, 4])
-    yield wave("bounds", "one name short", names=[0, 1, 2])
-    yield wave("bounds", "more completions than the wave", total=3)
+    yield wave("bounds", "a wave of no prompts", lengths=[], ids=b"")
+    yield wave("bounds", "a wave without completions", num_generations=0)
     yield wave("bounds", "more tokens than the crew's", max_tokens=15)
     yield wave("bounds", "2**40 tokens", max_tokens=2**40)
-    yield wave("bounds", "a finished wave", position=8)
-    yield wave("bounds", "position -1", position=-1)
+    yield wave("bounds", "no tokens", max_tokens=0)
     yield wave("bounds", "a seed of 2**63", seed=2**63)
     yield wave("bounds", "a token id outside the vocabulary", ids=ids(7, 8, VOCAB))
     yield wave("bounds", "a wave's temperature below 0", temperature=-1.0)
@@ -524,24 +502,6 @@ def routes() -> Iterator[Vector]:
             f" stages{', swapped' if swapped else ''}"
         )
         yield {"name": name, "derive": "stage_route", "input": given, "output": output}
-
-
-def fingerprints() -> Iterator[Vector]:
-    for place, codec in (
-        (PLACE, "bfloat16"),
-        (PLACE, "int8"),
-        ([CREW, 2, 40], "int8"),
-        ([CREW, 1, 41], "int8"),
-    ):
-        output = policy_fingerprint(PRINT, Place(*place), codec).hex()  # type: ignore[arg-type]
-        told = [place[0].hex(), *place[1:]]
-        given = {"base": PRINT.hex(), "place": told, "codec": codec}
-        yield {
-            "name": f"fingerprint at {told[1:]} in {codec}",
-            "derive": "stage_fingerprint",
-            "input": given,
-            "output": output,
-        }
 
 
 def fences() -> Iterator[Vector]:

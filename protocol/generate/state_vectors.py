@@ -25,24 +25,21 @@ def message(tag: str, **fields: Any) -> dict[str, Any]:
 
 HAVE = message("have", what="checkpoint", step=40, size=24_576, root=ROOT, squared_norm=0.5)
 RUN = message("run", codec="float32", rows=2, about=5)
-HOLDS = message("holds", phase="ready", checkpoint=40, ends=None, probes=38)
+INVENTORY = message("inventory", phase="ready", checkpoint=40, ends=None)
 WANT = message("want", what="checkpoint", of=2, at=0, root=b"")
 GOOD: list[dict[str, Any]] = [
     message("ask"),
-    HOLDS,
-    *({**HOLDS, "phase": phase} for phase in ("starting", "restoring", "candidate")),
-    {**HOLDS, "checkpoint": None, "ends": 0, "probes": None},
-    *(
-        {**WANT, "what": what}
-        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy")
-    ),
+    INVENTORY,
+    *({**INVENTORY, "phase": phase} for phase in ("starting", "restoring")),
+    {**INVENTORY, "checkpoint": None, "ends": 0},
+    *({**WANT, "what": what} for what in ("checkpoint", "layers", "tied", "ends", "copy")),
     {**WANT, "at": 2**20, "root": ROOT},
     *(
         {**HAVE, "what": what}
-        for what in ("checkpoint", "layers", "tied", "ends", "probes", "copy", "output")
+        for what in ("checkpoint", "layers", "tied", "ends", "copy", "output")
     ),
-    *(message("made", what=what, step=40) for what in ("checkpoint", "ends", "probes")),
-    message("kept", step=40),
+    *(message("announce", what=what, step=40) for what in ("checkpoint", "ends")),
+    message("stored", step=40),
     *(
         message("lack", reason=reason)
         for reason in ("none", "loading", "refused", "busy", "failed")
@@ -128,15 +125,15 @@ def messages() -> Iterator[Vector]:
     )
     yield bad("malformed", "a norm as integer", HAVE, squared_norm=1)
     yield bad("schema", "an unknown message", message("take"))
-    yield bad("schema", "an unknown phase", HOLDS, phase="loading")
+    yield bad("schema", "an unknown phase", INVENTORY, phase="loading")
     yield bad("schema", "an unknown body", WANT, what="keys")
     yield bad("schema", "an output that is wanted", WANT, what="output")
     yield wrong("schema", "a want without a first byte", framed(without(WANT, "at")))
-    yield bad("schema", "layers that are kept", message("made", what="layers", step=40))
+    yield bad("schema", "layers that are kept", message("announce", what="layers", step=40))
     yield wrong(
         "schema",
         "a new checkpoint of no step",
-        framed(without(message("made", what="checkpoint", step=40), "step")),
+        framed(without(message("announce", what="checkpoint", step=40), "step")),
     )
     yield bad("schema", "an unknown codec", RUN, codec="int4")
     yield bad("schema", "an unknown reason", message("lack", reason="tired"))
@@ -168,7 +165,7 @@ def messages() -> Iterator[Vector]:
     yield bad("bounds", "2**63 bytes", HAVE, size=2**63)
     yield bad("bounds", "a size of -1", HAVE, size=-1)
     yield bad("bounds", "a root of 31 bytes", HAVE, root=ROOT[1:])
-    yield bad("bounds", "a checkpoint of step -1", HOLDS, checkpoint=-1)
+    yield bad("bounds", "a checkpoint of step -1", INVENTORY, checkpoint=-1)
     yield bad("bounds", "a request of -1", HAVE, request=-1)
     yield bad("bounds", "the whole id of a crew", HAVE, place=[CREW * 2, *PLACE[1:]])
     yield bad("bounds", "state of stage 64", HAVE, place=[CREW, 64, 40])

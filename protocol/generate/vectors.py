@@ -908,7 +908,6 @@ DOCUMENTS: dict[str, tuple[str, tuple[Callable[[], Iterator[Vector]], ...]]] = {
             stage_vectors.hostile_headers,
             stage_vectors.hostile_bodies,
             stage_vectors.routes,
-            stage_vectors.fingerprints,
             stage_vectors.fences,
             stage_vectors.commits,
         ),

@@ -22,7 +22,7 @@ from swarmnode.config import Config
 from swarmnode.daemon.member import Member, open_member
 from swarmnode.daemon.observer import NodeObserver, ObservedParts
 from swarmnode.daemon.presence import send_heartbeats, wait_for_stop_signal, write_addresses
-from swarmnode.daemon.trainer_port import TrainerPort, kill_trainer
+from swarmnode.daemon.trainer_port import TrainerPort
 from swarmnode.link.messages import Welcome
 from swarmnode.link.server import LinkServer
 from swarmnode.observe import logs
@@ -85,7 +85,6 @@ async def run(config: Config, progress: Progress, ring: logs.LogRing) -> None:
             data_dir,
             NodeCallbacks(
                 lambda message: link.send_to_trainer(message),
-                partial(kill_trainer, trainer, data_dir),
                 paused=lambda: _pause(meter),
                 allows=meter.has_room,
             ),

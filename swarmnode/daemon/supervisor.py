@@ -44,9 +44,6 @@ OVERDUE_SECONDS = 5.0
 """If a killed process still exists after this time, heartbeats to systemd stop."""
 LINE_BYTES = 4096
 NO_RULES = Rules()
-KILLED_FILE = Path("run") / "ended"
-"""Path below the data directory. Content: pid of the trainer that the network process killed last,
-a space, and the reason."""
 
 
 def run(
@@ -177,7 +174,6 @@ class Supervisor:
             if self._stopping.is_set():
                 log.info("stopped", process=child.name, exit_code=exit_code)
                 return
-            child.kill_reason = child.kill_reason or self._kill_reason_by_network(child.process.pid)
             last = last_error(log_file(self._data_dir, child.name), started_at)
             cause = "" if child.kill_reason else last
             verdict = child.watchdog.exited(trio.current_time(), exit_code, cause)
@@ -206,16 +202,6 @@ class Supervisor:
             )
             with trio.move_on_after(verdict.after_seconds):
                 await self._stopping.wait()
-
-    def _kill_reason_by_network(self, pid: int) -> str:
-        """Return the reason for which the network process killed process `pid`, or empty text."""
-        try:
-            killed_pid, _, reason = (
-                (self._data_dir / KILLED_FILE).read_text(errors="replace").partition(" ")
-            )
-        except OSError:
-            return ""
-        return f"killed by the network process: {reason}" if killed_pid == str(pid) else ""
 
     def _write_config(self, config_file: Path) -> None:
         """Write the configuration of the next process. On failure the previous one stays in use.

@@ -3,17 +3,11 @@ own."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 from dataclasses import dataclass
-from pathlib import Path
 
 import structlog
 import trio
 
-from swarmnode.daemon.supervisor import KILLED_FILE
-from swarmnode.files import write_atomically
 from swarmnode.link.messages import Hello, Report, Welcome
 from swarmnode.observe.watch import TrainerWatch
 from swarmnode.rollouts.exchange import RolloutExchange
@@ -68,14 +62,3 @@ class TrainerPort:
 
     def stages(self, message: wire.FromTrainer) -> None:
         self.crew.receive(message)
-
-
-def kill_trainer(watch: TrainerWatch, data_dir: Path, reason: str) -> None:
-    """Kill a stalled trainer and record the reason for the supervisor, which starts another one."""
-    log.error("killing the trainer", reason=reason, pid=watch.pid)
-    if watch.pid is None:
-        return
-    with contextlib.suppress(OSError):  # on a full disk the reason is only in this process's log
-        write_atomically(data_dir / KILLED_FILE, f"{watch.pid} {reason}".encode())
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(watch.pid, signal.SIGKILL)

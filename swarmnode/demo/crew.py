@@ -273,7 +273,7 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
     )
     for heading in ("stage", "node", "phase"):
         out.add_column(heading)
-    for heading in ("step", "source", "in s", "age", "KL", "tok/s", "restarts"):
+    for heading in ("step", "source", "in s", "age", "tok/s", "restarts"):
         out.add_column(heading, justify="right")
     for node in sorted(
         nodes, key=lambda node: node.view.stage if node.view.stage is not None else len(nodes)
@@ -287,7 +287,6 @@ def crew_table(nodes: Sequence[DemoNode], seconds: float, caption: str) -> Table
             v.source or "–",
             _format_optional(v.source_seconds, ".1f"),
             _format_optional(v.checkpoint_age, "d"),
-            _format_optional(v.gate_kl, ".4f"),
             _format_optional(v.tokens_per_second, ".0f"),
             str(v.restarts),
         )

@@ -72,7 +72,6 @@ class View:
     source: str = ""
     source_seconds: float | None = None
     checkpoint_age: int | None = None
-    gate_kl: float | None = None
     tokens_per_second: float | None = None
     state_bytes: int = 0
     """Bytes sent to other members, without activations."""
@@ -285,7 +284,6 @@ def parse_snapshot(snapshot: dict[str, Any], before: Sequence[float] = ()) -> Vi
         source=own.get("source", ""),
         source_seconds=own.get("source_seconds"),
         checkpoint_age=own.get("checkpoint_age_steps"),
-        gate_kl=own.get("gate_kl"),
         tokens_per_second=own.get("tokens_per_second"),
         state_bytes=snapshot["stages"]["streams"]["sent"].get("state", 0),
     )

@@ -744,17 +744,16 @@ STAGES = (
         "swarmnode_crew_events_total",
         "counter",
         "stages.events",
-        "Events of this node's crews. `proposed`, `formed`, `running`, `paused`: phases of a"
-        " crew. `broken`: a crew ended. `refused`: a proposal failed. `suspected`: a member was"
-        " silent. `refuted`: a suspected member answered again. `struck`: a peer missed a deadline"
-        " or sent an invalid message. `behind`: a former member is not in the next crew.",
+        "Events of this node's crews. `proposed`, `formed`, `running`: phases of a crew. `broken`:"
+        " a crew ended. `refused`: a proposal failed. `struck`: a peer missed a deadline or sent an"
+        " invalid message.",
         ("event",),
     ),
     Metric(
         "swarmnode_crew_recovery_seconds",
         "histogram",
         "stages.recoveries",
-        "Seconds from the pause or end of a running crew until a crew runs again.",
+        "Seconds from the end of a running crew until a crew runs again.",
         when=has_crew,
     ),
     Metric(

@@ -273,7 +273,6 @@ def _peers(peers: list[Status], names: Mapping[str, str], most: int = 64) -> Ren
 SLOT_STYLES = {
     "active": "green",
     "failed": "red",
-    "suspect": "yellow",
     "loading": "yellow",
 }
 

@@ -112,6 +112,11 @@ class Shape:
         return replace(self, parameters=parameters, edges=edges)
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return (self.parameters - self.embeddings - self.hidden) // self.layers
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of the keys and values of a token, two bytes each."""
         return self.layers * 2 * self.keys * 2

@@ -3,7 +3,7 @@ actions)`. A pure function: no clock, no I/O, no torch.
 
     FREE ── propose or accept ──▶ FORMING ── every member sent a heartbeat ──▶ PREPARING
       ▲                                                                            │ all active
-      └── a member left, was silent, lost a stream or missed a deadline ─── RUNNING ⇄ PAUSED
+      └── a member left, was silent, lost a stream or missed a deadline ────── RUNNING
 
 A free node is in no crew. Free nodes send offers: memory, speed, and the layers and steps that they
 hold. Each node plans a crew from these offers. The member with the newest step proposes its plan
@@ -12,9 +12,12 @@ proves it by heartbeats with the crew's id. The crew has formed when every membe
 lost member, a lost stream or an expired deadline ends the crew for all its members. They keep their
 state in memory and are free again.
 
-A peer that misses a deadline or sends garbage gets a strike. A struck peer is excluded from plans
-for a while, unless no crew is possible without it. Each node counts strikes from its own
-observation only.
+A crew that starts from the base has the fewest nodes that hold the model, the nearest first. A
+crew that continues has the stages of the former one.
+
+A peer that is silent, makes no progress with pending work or sends garbage gets a strike. A struck
+peer is excluded from plans for a while, unless no crew is possible without it. Each node counts
+strikes from its own observation only.
 """
 
 from __future__ import annotations
@@ -25,8 +28,6 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
@@ -39,7 +40,6 @@ from swarmnode.stages.wire import (
     HASH_BYTES,
     MAX_MEMBERS,
     NONCE_BYTES,
-    Capacity,
     CrewMember,
     CrewRecord,
     HeldBlock,
@@ -51,7 +51,6 @@ from swarmnode.stages.wire import (
     crew_id,
     member_peers,
     stage_memory,
-    stage_parts,
 )
 
 
@@ -76,7 +75,6 @@ class Phase(enum.Enum):
     FORMING = "forming"
     PREPARING = "preparing"
     RUNNING = "running"
-    PAUSED = "paused"
 
 
 @dataclass(frozen=True)
@@ -87,8 +85,6 @@ class CrewDependencies:
     rng: random.Random
     trusts: Callable[[str], bool] = lambda peer: True
     """Returns True if the operator allows this peer in a crew."""
-    uplink: Callable[[], float] = lambda: math.inf
-    """Returns the measured upload rate of this node, bytes per second."""
 
 
 class PeerState(msgspec.Struct, frozen=True):
@@ -100,8 +96,7 @@ class PeerState(msgspec.Struct, frozen=True):
     offered_at: float = LONG_AGO
     """Time of the offer's arrival."""
     seconds: float | None = None
-    """Estimated one-way time of a message: half of the fastest round trip, raised slowly by slower
-    ones."""
+    """One-way time of a message: half of the fastest round trip on this connection."""
     strikes: int = 0
     struck_until: float = LONG_AGO
     """Plans exclude the peer until this time."""
@@ -118,11 +113,15 @@ class MemberState(msgspec.Struct, frozen=True):
     heard_at: float
     """Time of the last heartbeat, or answer to a heartbeat."""
     progressed_at: float
-    """Time of the last change of phase or progress."""
+    """Time of the last change of phase or progress, or of the last status without pending work."""
     status: MemberStatus = MemberStatus()
     joined_at: float | None = None
     """Time of the first heartbeat with this crew's id."""
-    suspected: bool = False
+
+    @property
+    def has_work(self) -> bool:
+        """True if its stage is being restored or has pending work."""
+        return self.status.phase == "loading" or self.status.load > 0
 
 
 class Crew(msgspec.Struct, frozen=True):
@@ -138,15 +137,13 @@ class Crew(msgspec.Struct, frozen=True):
     """Time at which this node became a member."""
     waited: float
     """Seconds that this node had been free before."""
-    step_seconds: float
-    """Deadline of a step."""
     members: Mapping[str, MemberState]
     """The other members."""
     own: MemberStatus = MemberStatus()
     """Status of this node's own stage."""
     phase: Phase = Phase.FORMING
     stepped_at: float = 0.0
-    """Time of this node's last step, or of its start to run."""
+    """Time of this node's last step, or of its start to run; `since` before."""
     stepped: bool = False
     """True if the crew has taken a step."""
 
@@ -170,8 +167,6 @@ class State(msgspec.Struct, frozen=True):
     free_since: float = math.inf
     """Start of the wait for a crew. A crew that took no step does not restart the wait, and the
     time in it does not count."""
-    new_offer_at: float = 0.0
-    """Time of the last offer that changes plans."""
     plan_since: float = math.inf
     """Time since which this node has had a plan without interruption; infinite without a plan."""
     retry_at: float = 0.0
@@ -186,13 +181,9 @@ class State(msgspec.Struct, frozen=True):
     lag: float = 1.0
     """Measured interval between ticks ÷ planned interval, at least 1. Multiplies all timeouts."""
     stopped_at: float | None = None
-    """Time at which the last running crew paused or ended; None while one runs."""
+    """Time at which the last running crew ended; None while one runs."""
     recovery_seconds: float | None = None
-    """Seconds from the last pause or end of a running crew to a crew that runs."""
-    former_members: tuple[str, ...] = ()
-    """Other members of the last crew that took a step."""
-    step_times: tuple[float, ...] = ()
-    """Durations of the last committed steps, in seconds."""
+    """Seconds from the last end of a running crew to a crew that runs."""
 
     @property
     def phase(self) -> Phase:
@@ -212,17 +203,6 @@ LAG_DECAY: Final = 0.7
 """Factor of the process's lag at each punctual tick."""
 FIRST_RETRY_SECONDS: Final = 1.0
 """Wait after the first failed proposal. It doubles with each further one, up to 16 times this."""
-PLANNED_STEP_FACTOR: Final = 10.0
-"""The deadline of a step is at least this factor × its planned time."""
-MEASURED_STEP_FACTOR: Final = 4.0
-"""The deadline is also at least this factor × min(the median measured time, the deadline from the
-plan)."""
-MAX_STEP_TIMES: Final = 20
-"""Number of recent steps in that median."""
-HEAD_DEADLINE_FACTOR: Final = 3.0
-"""If the crew takes no step for this factor × the deadline of a step, members strike the head."""
-DISTANCE_DECAY: Final = 1 / 32
-"""Weight of a slower round trip in the estimate of `PeerState.seconds`."""
 MAX_STRIKE_SECONDS: Final = 3600.0
 MAX_STRIKES: Final = 32
 CLEARING_STEPS: Final = 10
@@ -247,7 +227,7 @@ class _Transition:
 
     def handle(self, event: wire.Event) -> None:
         if math.isinf(self.state.free_since):
-            self._set(free_since=self.now, new_offer_at=self.now)
+            self._set(free_since=self.now)
         match event:
             case wire.ClockTick():
                 self._tick(event.heard)
@@ -279,7 +259,7 @@ class _Transition:
                 self._end_crew("lost a stream to it", event.peer)
             case wire.PeerDisconnected():
                 if event.peer in self.state.peers:
-                    self._set_peer(event.peer, connected=False, offer=None)
+                    self._set_peer(event.peer, connected=False, offer=None, seconds=None)
                 if self._is_member(event.peer):
                     self._end_crew("lost its connection", event.peer)
             case wire.PeerConnected() if self._make_room_for(event.peer):
@@ -340,22 +320,11 @@ class _Transition:
     def _make_offer(self) -> Offer:
         trainer_offer = self.state.trainer_offer
         if trainer_offer is None or not self._is_offering:
-            return Offer(bytes(HASH_BYTES), 0.0, 0.0, 0.0)
-        capacity, hop = trainer_offer.capacity, self._hop_seconds()
+            return Offer(bytes(HASH_BYTES), 0.0, 0.0)
+        capacity = trainer_offer.capacity
         return Offer(
-            trainer_offer.model, capacity.memory, capacity.speed, hop, trainer_offer.held_blocks
+            trainer_offer.model, capacity.memory, capacity.speed, trainer_offer.held_blocks
         )
-
-    def _hop_seconds(self) -> float:
-        """Return the seconds in which one micro-batch passes this node's uplink and reaches a
-        typical peer."""
-        trainer_offer = self.state.trainer_offer
-        line = (
-            trainer_offer.cost.batch_bytes / self.dependencies.uplink()
-            if trainer_offer is not None
-            else 0.0
-        )
-        return min(MAX_DISTANCE_SECONDS, line + typical_distance(self.state))
 
     def _send_offers(self) -> None:
         """Send this node's offer to all connected peers. If it has none any more, withdraw it
@@ -370,14 +339,9 @@ class _Transition:
     def _handle_offer(self, peer: str, offer: Offer) -> None:
         if not self._make_room_for(peer):
             return
-        known, own = self._peer(peer).offer, self.state.trainer_offer
-        is_new = known is None or (known.model, known.held_blocks) != (
-            offer.model,
-            offer.held_blocks,
-        )
+        is_new = offer != self._peer(peer).offer
         self._set_peer(peer, offer=offer, offered_at=self.now)
-        if is_new and offer.memory > 0 and (own is None or offer.model == own.model):
-            self._set(new_offer_at=self.now)
+        if is_new:
             self._propose_if_due()
 
     # ---- forming a crew --------------------------------------------------------------------------
@@ -399,9 +363,7 @@ class _Transition:
             return
         since = min(state.plan_since, self.now)
         self._set(plan_since=since)
-        last_change = max(state.new_offer_at, state.free_since)
-        gathered = min(last_change + settings.gather_seconds, since + 3 * settings.gather_seconds)
-        if plan.record.step == 0 and self.now < gathered:
+        if plan.record.step == 0 and self.now - since < settings.gather_seconds:
             return
         turns = sorted(
             member_peers(plan.record), key=lambda peer: _proposal_order(peer, offers[peer])
@@ -448,11 +410,11 @@ class _Transition:
         rng, record = self.dependencies.rng, plan.record
         lineage = record.lineage if record.step else rng.randbytes(HASH_BYTES)
         record = replace(record, lineage=lineage, nonce=rng.randbytes(NONCE_BYTES))
-        lost = ", ".join(f"{first} to {last - 1}" for first, last in plan.lost)
+        lost = ", ".join(map(str, plan.lost))
         self._note(
             "proposed",
             f"step {record.step}, {len(record.members)} stages"
-            + (f", no exact copy of layers {lost}" if lost else ""),
+            + (f", no node has {lost} exactly" if lost else ""),
         )
         self._join(self.state.me, record)
         for peer in member_peers(record):
@@ -507,30 +469,10 @@ class _Transition:
             proposer,
             since=self.now,
             waited=self._free_seconds,
-            step_seconds=self._step_seconds(record),
             members={peer: member for peer in peers if peer != self.state.me},
+            stepped_at=self.now,
         )
         self._set(crew=crew, plan_since=math.inf)
-
-    def _step_seconds(self, record: CrewRecord) -> float:
-        """Return the deadline of a step.
-
-        Measured steps extend it at most fourfold, so that slow steps cannot extend their own
-        deadline without bound.
-        """
-        assert self.state.trainer_offer is not None
-        cost, own = self.state.trainer_offer.cost, self.state.trainer_offer.capacity.speed
-        sizes, offers = [member.layers for member in record.members], self._offers()
-        speeds = [offers[peer].speed if peer in offers else own for peer in member_peers(record)]
-        slowest = max(
-            sum(part.work for part in stage_parts(cost, sizes, stage)) / round_speed(speed, speeds)
-            for stage, speed in enumerate(speeds)
-        )
-        way = 2 * len(sizes) * self._hop_seconds()
-        planned = cost.batches * (slowest + (1 + cost.crossings) * way)
-        least = max(self.settings.step_seconds, PLANNED_STEP_FACTOR * planned)
-        measured = median(self.state.step_times) if self.state.step_times else 0.0
-        return max(least, MEASURED_STEP_FACTOR * min(measured, least))
 
     def _finish_forming(self) -> None:
         """If every member has sent a heartbeat, the crew has formed: assign the stage to the
@@ -539,30 +481,17 @@ class _Transition:
         assert crew is not None
         if any(member.joined_at is None for member in crew.members.values()):
             return
-        for peer in self.state.former_members:
-            if peer not in crew.members:
-                self._note("behind", f"{peer}: {self._absence_reason(peer)}")
         self._set_crew(phase=Phase.PREPARING)
-        self._set(failed_proposals=0, former_members=())
+        self._set(failed_proposals=0)
         self._send_offers()  # withdraws the offer
         record = crew.record
         self._note("formed", f"step {record.step}, stage {crew.stage} of {len(record.members)}")
         layers, peers = tuple(member.layers for member in record.members), member_peers(record)
-        assigned = wire.StageAssignment(
-            crew.id, record.lineage, crew.stage, layers, peers, record.step, "", crew.step_seconds
+        self.actions.append(
+            wire.StageAssignment(
+                crew.id, record.lineage, crew.stage, layers, peers, record.step, ""
+            )
         )
-        self.actions.append(assigned)
-
-    def _absence_reason(self, peer: str) -> str:
-        """Return the reason of a former member's absence from this crew, as text for the log."""
-        known = self._peer(peer)
-        if not known.connected:
-            return "not connected"
-        if not self.dependencies.trusts(peer):
-            return "excluded by stages.trust"
-        if self._is_struck(peer):
-            return f"{known.strikes} strikes, for {known.struck_until - self.now:.0f} s more"
-        return "offers no stage" if known.offer is None else "another node holds its stage"
 
     # ---- messages of peers -----------------------------------------------------------------------
 
@@ -585,12 +514,8 @@ class _Transition:
     def _handle_outcome(self, event: wire.RequestFinished) -> None:
         peer, answer, crew = event.peer, event.answer, self.state.crew
         if answer is not None and peer in self.state.peers:
-            one_way_seconds = event.seconds / 2
-            before = self._peer(peer).seconds or one_way_seconds
-            self._set_peer(
-                peer,
-                seconds=min(one_way_seconds, before + DISTANCE_DECAY * (one_way_seconds - before)),
-            )
+            before = self._peer(peer).seconds
+            self._set_peer(peer, seconds=min(event.seconds / 2, before or math.inf))
         if crew is None or peer not in crew.members:
             return
         if isinstance(answer, wire.AliveAnswer) and answer.crew == crew.id:
@@ -609,24 +534,24 @@ class _Transition:
         crew = self.state.crew
         assert crew is not None
         member = crew.members[peer]
-        if member.suspected:
-            self._note("refuted", peer)
         if member.status.phase == "active" and status.phase == "loading":
             status = member.status  # this message is older, and was overtaken
         moved = (status.phase, status.progress) != (member.status.phase, member.status.progress)
         member = MemberState(
             heard_at=self.now,
-            progressed_at=self.now if moved else member.progressed_at,
+            progressed_at=member.progressed_at,
             status=status,
             joined_at=self.now if member.joined_at is None else member.joined_at,
         )
+        if moved or not member.has_work:
+            member = replace(member, progressed_at=self.now)
         self._set_member(peer, member)
         if status.phase == "failed":
             self._end_crew("its stage failed", peer)
         elif not crew.formed:
             self._finish_forming()
         else:
-            self._run_or_pause()
+            self._run_if_ready()
 
     def _send_heartbeats(self) -> None:
         crew = self.state.crew
@@ -649,15 +574,13 @@ class _Transition:
         )
         self._set_crew(own=own)
         if own.phase == "active" and own.step > max(before.step, crew.record.step):
-            times = (*self.state.step_times, self.now - crew.stepped_at)[-MAX_STEP_TIMES:]
-            self._set(step_times=times, former_members=tuple(crew.members))
             self._set_crew(stepped_at=self.now, stepped=True)
             for peer in crew.members:
                 self._clear_strikes(peer)
         if own.phase == "failed":
             self._end_crew(status.reason or "its stage failed")
             return
-        self._run_or_pause()
+        self._run_if_ready()
         if own.phase != before.phase:
             self._send_heartbeats()
 
@@ -681,7 +604,6 @@ class _Transition:
         self._set(lag=max(1.0, late, state.lag * LAG_DECAY), last_tick=self.now)
         if state.crew is not None and state.crew.formed:
             self._watch_members(state.crew, heard)
-            self._run_or_pause()
         elif state.crew is not None:
             self._watch_forming(state.crew)
         slack = 0.25 * settings.tick_seconds
@@ -701,60 +623,35 @@ class _Transition:
         self._end_crew("did not join the crew", missing[0])
 
     def _watch_members(self, crew: Crew, heard: Mapping[str, float]) -> None:
-        """End the crew if a deadline has expired, and suspect silent members."""
+        """End the crew if a deadline has expired."""
         settings = self.settings
         for peer, member in crew.members.items():
             last = min(heard.get(peer, -math.inf), member.heard_at + OTHER_BYTES_SECONDS)
             silent = (self.now - max(member.heard_at, last)) / self.state.lag
+            stalled = self.now - member.progressed_at
             if silent >= settings.gone_seconds:
                 self._strike_and_end(peer, f"was silent for {silent:.0f} s")
                 return
-            suspected = silent >= settings.suspect_seconds
-            if suspected != member.suspected:
-                self._note("suspected" if suspected else "refuted", peer)
-                self._set_member(peer, replace(member, suspected=suspected))
-        if crew.phase != Phase.PREPARING:
-            if self.now - crew.stepped_at >= HEAD_DEADLINE_FACTOR * crew.step_seconds:
-                self._handle_missed_step(crew, "has taken no step")
-            return
-        assert self.state.trainer_offer is not None
-        cost, sizes = (
-            self.state.trainer_offer.cost,
-            [member.layers for member in crew.record.members],
-        )
-        for stage, peer in enumerate(member_peers(crew.record)):
-            found = crew.members.get(peer)
-            if found is None or found.status.phase == "active":
-                continue
-            restoring = stage_memory(cost, sizes, stage) / settings.restore_bytes_per_second
-            if (
-                self.now - found.progressed_at >= settings.prepare_seconds
-                or self.now - crew.since >= settings.prepare_seconds + restoring
-            ):
-                self._strike_and_end(peer, "did not restore its stage")
+            if member.has_work and stalled >= settings.progress_seconds:
+                self._strike_and_end(peer, f"made no progress for {stalled:.0f} s")
                 return
+        if self.now - crew.stepped_at >= settings.step_seconds:
+            self._handle_missed_step(crew, "has taken no step")
 
-    def _run_or_pause(self) -> None:
+    def _run_if_ready(self) -> None:
+        """Start the crew's work when all stages are active."""
         crew = self.state.crew
-        if crew is None or not crew.formed:
+        if crew is None or crew.phase != Phase.PREPARING:
             return
         members = crew.members.values()
-        calm = not any(member.suspected for member in members)
-        phases = {crew.own.phase, *(member.status.phase for member in members)}
-        if calm and phases == {"active"} and crew.phase != Phase.RUNNING:
-            if crew.phase == Phase.PREPARING:  # after a pause, the deadline stays
-                self._set_crew(stepped_at=self.now)
-            stopped_at = self.state.stopped_at
-            if stopped_at is not None:
-                self._set(recovery_seconds=self.now - stopped_at, stopped_at=None)
-            self._set_crew(phase=Phase.RUNNING)
-            self._note("running", "" if stopped_at is None else f"{self.now - stopped_at:.3f}")
-            self.actions.append(wire.CrewResume(crew.id))
-        elif not calm and crew.phase == Phase.RUNNING:
-            self._set_crew(phase=Phase.PAUSED)
-            self._set(stopped_at=self.now)
-            self._note("paused")
-            self.actions.append(wire.CrewPause("a member is suspected"))
+        if {crew.own.phase, *(member.status.phase for member in members)} != {"active"}:
+            return
+        stopped_at = self.state.stopped_at
+        if stopped_at is not None:
+            self._set(recovery_seconds=self.now - stopped_at, stopped_at=None)
+        self._set_crew(phase=Phase.RUNNING, stepped_at=self.now)
+        self._note("running", "" if stopped_at is None else f"{self.now - stopped_at:.3f}")
+        self.actions.append(wire.CrewStart(crew.id))
 
     # ---- the end of a crew, and strikes ----------------------------------------------------------
 
@@ -799,13 +696,14 @@ class _Transition:
     def _handle_missed_step(self, crew: Crew, reason: str) -> None:
         """Strike the members that may have missed the deadline of a step, and end the crew.
 
-        The head strikes the members that report pending work, or all members if none does. Other
-        members strike the head.
+        While stages are restored, these are the members that restore one. Later the head strikes
+        the members that have pending work, or all members if none has; other members strike the
+        head.
         """
-        peers = [member_peers(crew.record)[0]]
-        if crew.stage == 0:
-            loaded = [peer for peer, member in crew.members.items() if member.status.load > 0]
-            peers = loaded or list(crew.members)
+        head = member_peers(crew.record)[0]
+        peers = [peer for peer, member in crew.members.items() if member.has_work]
+        if crew.phase == Phase.RUNNING:
+            peers = [head] if crew.stage > 0 else peers or list(crew.members)
         for peer in peers:
             self._strike(peer, reason)
         self._end_crew(reason, peers[0] if peers else "")
@@ -842,32 +740,21 @@ def _printable_ascii(text: str) -> str:
 
 # ---- the plan of a crew from offers --------------------------------------------------------------
 #
-# A crew continues at step n of a lineage. A node holds a block of layers exactly if it has it in
-# memory or in its own checkpoint at step n or n − 1. A block that no node holds exactly is lost:
-# its new holder restores it from a neighbour's checkpoint of any age, or from the base.
+# A crew continues at step n of a lineage. A node holds a stage exactly if it has it in memory or in
+# its own checkpoint at step n or n − 1. A stage that no node holds exactly is lost: its new holder
+# restores it from a neighbour's checkpoint of any age, or from the base.
 #
 #     plan                                                                      proposed after
-#     the newest step without lost blocks, if no node is more than one ahead    no wait
-#     an older step without lost blocks                                         exact_seconds
-#     the step with the fewest lost blocks, if at least half of the blocks      exact_seconds
+#     the newest step without lost stages, if no node is more than one ahead    no wait
+#     an older step without lost stages                                         exact_seconds
+#     the step with the fewest lost stages, if at least half of the stages      exact_seconds
 #     are held at some step
 #     the base, although steps were taken                                       lost_seconds
 
 MAX_PLANNED_STEPS: Final = 16
 """A plan considers this many steps of all lineages, those that most peers hold, and its own."""
 MIN_DISTANCE_SECONDS: Final = 0.001
-MAX_DISTANCE_SECONDS: Final = 10.0
-"""A distance below MIN_DISTANCE_SECONDS counts as 0, one above this as this."""
-MAX_SPEED_RATIO: Final = 8.0
-"""A claimed speed counts as at most this factor × the median, and at least the median ÷ it."""
-SLOW_LINE_FACTOR: Final = 4.0
-TYPICAL_HOP_SECONDS: Final = 0.01
-"""The plan considers a node's line only if a transfer on it takes more than `SLOW_LINE_FACTOR ×
-max(TYPICAL_HOP_SECONDS, median)`. All other lines count as equal, so that crews get the same blocks
-and can average."""
-
-Block = tuple[int, int]
-"""(first layer, layer after the last)."""
+"""A distance below this counts as 0."""
 
 
 @dataclass(frozen=True)
@@ -876,8 +763,8 @@ class CrewPlan:
 
     record: CrewRecord
     """Record with a zero nonce, and with a zero lineage if training starts from the base."""
-    lost: tuple[Block, ...] = ()
-    """Blocks that no node holds exactly."""
+    lost: tuple[int, ...] = ()
+    """Stages that no node holds exactly."""
 
 
 def plan_crew(
@@ -992,85 +879,64 @@ def _plan_continuation(
 ) -> CrewPlan | None:
     """Return a crew that continues `lineage` at `step`; None if it is not possible.
 
-    A node that holds a block exactly keeps it. A lost block goes to another node with room, first
-    to one that holds it at an older step.
+    It has the stages of the former crew; if peers disagree, those that most peers hold exactly. A
+    node that holds a stage exactly keeps it. A lost stage goes to another node with room, first to
+    one that holds it at an older step.
 
     Args:
         all_blocks: (peer, held block) of all candidates.
     """
     held_blocks = [
-        (peer, held_block)
-        for peer, held_block in all_blocks
-        if held_block.lineage == lineage and held_block.last <= len(cost.layers)
+        (peer, held)
+        for peer, held in all_blocks
+        if held.lineage == lineage and sum(held.layers) == len(cost.layers)
     ]
-    blocks = _former_blocks(step, held_blocks, len(cost.layers))
-    sizes = [last - first for first, last in blocks]
-    needs = {block: stage_memory(cost, sizes, stage) for stage, block in enumerate(blocks)}
-    exact: dict[Block, set[str]] = {block: set() for block in blocks}
-    newest = Counter[tuple[str, Block]]()  # rank of the newest block up to `step`; memory first
-    for peer, held_block in held_blocks:
-        if held_block.layers in exact and is_exact_block(held_block, step):
-            exact[held_block.layers].add(peer)
-        if held_block.step <= step:
-            rank = 2 * held_block.step + (held_block.where == "memory")
-            newest[peer, held_block.layers] = max(rank, newest[peer, held_block.layers])
-    chosen: dict[Block, str] = {}
+    claims = {(peer, held.layers) for peer, held in held_blocks if is_exact_block(held, step)}
+    votes = Counter(layers for _, layers in claims)
+    if not votes:
+        return None
+    layers = max(votes, key=lambda layers: (votes[layers], layers))
+    stages = range(len(layers))
+    needs = [stage_memory(cost, layers, stage) for stage in stages]
+    exact: list[set[str]] = [set() for _ in stages]
+    newest = Counter[tuple[str, int]]()  # rank of the newest block up to `step`; memory first
+    for peer, held in held_blocks:
+        if held.layers != layers:
+            continue
+        if is_exact_block(held, step):
+            exact[held.stage].add(peer)
+        if held.step <= step:
+            rank = 2 * held.step + (held.where == "memory")
+            newest[peer, held.stage] = max(rank, newest[peer, held.stage])
+    chosen: dict[int, str] = {}
 
-    def pick(block: Block, peers: Collection[str]) -> str | None:
+    def pick(stage: int, peers: Collection[str]) -> str | None:
         free = set(peers).difference(chosen.values())
         near = {peer: round_distance(distances.get(peer, 0.0)) for peer in free}
         size = {peer: candidates[peer].memory * candidates[peer].speed for peer in free}
         return min(
-            (peer for peer in free if candidates[peer].memory >= needs[block]),
-            key=lambda peer: (-newest[peer, block], near[peer], -size[peer], peer),
+            (peer for peer in free if candidates[peer].memory >= needs[stage]),
+            key=lambda peer: (-newest[peer, stage], near[peer], -size[peer], peer),
             default=None,
         )
 
-    for block in sorted(blocks, key=lambda block: (len(exact[block]), block)):
-        if (holder := pick(block, exact[block])) is not None:
-            chosen[block] = holder
-    lost = tuple(block for block in blocks if block not in chosen)
-    for block in sorted(lost, key=lambda block: -needs[block]):
-        if (spare := pick(block, candidates)) is None:
+    for stage in sorted(stages, key=lambda stage: len(exact[stage])):
+        if (holder := pick(stage, exact[stage])) is not None:
+            chosen[stage] = holder
+    lost = tuple(stage for stage in stages if stage not in chosen)
+    for stage in sorted(lost, key=lambda stage: -needs[stage]):
+        if (spare := pick(stage, candidates)) is None:
             return None
-        chosen[block] = spare
-    held = {block for _, block in +newest}
-    if len(blocks) > MAX_MEMBERS or 2 * len({*lost} - held) > len(blocks):
+        chosen[stage] = spare
+    held_at_some_step = {stage for _, stage in newest}
+    if 2 * len(set(lost) - held_at_some_step) > len(layers):
         return None  # weights that are mostly the base's are worse than the base
-    if len(blocks) == 1 and chosen[blocks[0]] != me:
+    if len(layers) == 1 and chosen[0] != me:
         return None  # only a node itself may propose a crew of one
-    members = tuple(CrewMember(chosen[block], block[1] - block[0]) for block in blocks)
+    members = tuple(CrewMember(chosen[stage], layers[stage]) for stage in stages)
     return CrewPlan(
         CrewRecord(lineage, candidates[me].model, step, members, bytes(NONCE_BYTES)), lost
     )
-
-
-def _former_blocks(
-    step: int, held_blocks: Sequence[tuple[str, HeldBlock]], layers: int
-) -> list[Block]:
-    """Return the blocks into which the former crew cut the model.
-
-    Of the blocks that start at a layer, choose the one that most peers hold exactly. Layers that no
-    node holds are cut into blocks of at most the largest known size.
-    """
-    exact_holders = {
-        (peer, held_block.layers)
-        for peer, held_block in held_blocks
-        if is_exact_block(held_block, step)
-    }
-    exact = Counter(block for _, block in exact_holders)
-    known = Counter(
-        block for _, block in {(peer, held_block.layers) for peer, held_block in held_blocks}
-    )
-    largest = max((last - first for first, last in known), default=layers)
-    blocks, start = list[Block](), 0
-    while start < layers:
-        here = [block for block in known if block[0] == start]
-        next_known = min((first for first, _ in known if first > start), default=layers)
-        gap = start, min(start + largest, next_known)
-        blocks.append(max(here, key=lambda b: (exact[b], known[b], b), default=gap))
-        start = blocks[-1][1]
-    return blocks
 
 
 def _plan_from_base(
@@ -1082,118 +948,46 @@ def _plan_from_base(
 ) -> CrewPlan | None:
     """Return a crew that starts from the base and contains this node; None if it is not possible.
 
-    It has the nearest nodes, or those with the most memory if the nearest cannot hold the model.
+    It has the fewest of the nearest nodes that hold the model, the nearest first, or of those with
+    the most memory if the nearest cannot hold it. The other nodes are spares.
+
+    Args:
+        stages: Number of stages; 0 for the fewest.
     """
-    near = {
-        peer: 0.0 if peer == me else round_distance(distances.get(peer, 0.0)) for peer in candidates
-    }
-    size = {peer: candidates[peer].memory * candidates[peer].speed for peer in candidates}
-    for peers in (
-        sorted(candidates, key=lambda peer: (peer != me, near[peer], -size[peer], peer))[
-            :MAX_MEMBERS
-        ],
-        sorted(candidates, key=lambda peer: (peer != me, -candidates[peer].memory, peer))[
-            :MAX_MEMBERS
-        ],
-    ):
-        speeds, hops = (
-            [candidates[p].speed for p in peers],
-            [candidates[p].hop_seconds for p in peers],
-        )
-        slow = SLOW_LINE_FACTOR * max(TYPICAL_HOP_SECONDS, median(hops))
-        capacities = tuple(
-            Capacity(
-                candidates[peer].memory,
-                round_speed(speed, speeds),
-                min(hop, MAX_DISTANCE_SECONDS) * (hop > slow),
-            )
-            for peer, speed, hop in zip(peers, speeds, hops, strict=True)
-        )
-        # distances between other nodes are not known; estimate them from those to this node
-        apart = tuple(tuple(max(near[a], near[b]) * (a != b) for b in peers) for a in peers)
-        plan = make_plan(cost, capacities, apart, stages)
-        if plan is not None:
-            held = zip(plan.members, plan.layers, strict=True)
-            members = tuple(CrewMember(peers[index], count) for index, count in held)
-            record = CrewRecord(
-                bytes(HASH_BYTES), candidates[me].model, 0, members, bytes(NONCE_BYTES)
-            )
-            return CrewPlan(record)
+    near = {peer: round_distance(distances.get(peer, 0.0)) for peer in candidates}
+    size = {peer: offer.memory * offer.speed for peer, offer in candidates.items()}
+    by_distance = sorted(candidates, key=lambda peer: (peer != me, near[peer], -size[peer], peer))
+    by_memory = sorted(candidates, key=lambda peer: (peer != me, -candidates[peer].memory, peer))
+    for peers in (by_distance[:MAX_MEMBERS], by_memory[:MAX_MEMBERS]):
+        for count in range(stages or 1, min(stages or len(peers), len(peers)) + 1):
+            # second, the two members with the most memory at the ends, which also hold embedding
+            # and head
+            largest = sorted(peers[:count], key=lambda peer: -candidates[peer].memory)
+            for order in (peers[:count], [*largest[:1], *largest[2:], *largest[1:2]]):
+                layers = assign_layers(cost, [candidates[peer] for peer in order])
+                if layers is not None:
+                    return CrewPlan(
+                        CrewRecord(
+                            lineage=bytes(HASH_BYTES),
+                            model=candidates[me].model,
+                            step=0,
+                            members=tuple(map(CrewMember, order, layers)),
+                            nonce=bytes(NONCE_BYTES),
+                        )
+                    )
     return None
 
 
 def round_distance(seconds: float) -> float:
     """Round a distance to a power of two, so that a new measurement rarely changes a plan."""
-    return (
-        0.0
-        if seconds < MIN_DISTANCE_SECONDS
-        else 2.0 ** round(math.log2(min(seconds, MAX_DISTANCE_SECONDS)))
-    )
+    return 0.0 if seconds < MIN_DISTANCE_SECONDS else 2.0 ** round(math.log2(seconds))
 
 
-def round_speed(speed: float, speeds: Collection[float]) -> float:
-    """Round a claimed speed to the median × a power of two, within MAX_SPEED_RATIO of the
-    median."""
-    usual = median(speeds)
-    return usual * min(
-        MAX_SPEED_RATIO, max(1 / MAX_SPEED_RATIO, 2.0 ** round(math.log2(speed / usual)))
-    )
+def assign_layers(model: ModelCost, members: Sequence[Offer]) -> tuple[int, ...] | None:
+    """Return the number of layers of each member; None if the model does not fit.
 
-
-@dataclass(frozen=True)
-class LayerPlan:
-    """Order of members as stages, and their numbers of layers."""
-
-    members: tuple[int, ...]
-    """Index of the member that holds stage 0, 1, …"""
-    layers: tuple[int, ...]
-    """Number of layers of each stage."""
-    seconds: float
-    """Seconds of a micro-batch in the slowest stage and in its crossings of the pipeline."""
-
-
-@lru_cache(maxsize=64)
-def make_plan(
-    model: ModelCost,
-    members: tuple[Capacity, ...],
-    apart: tuple[tuple[float, ...], ...],
-    stages: int = 0,
-) -> LayerPlan | None:
-    """Return the fastest crew of the first n of `members`, for any n; None if no crew can hold the
-    model.
-
-    A further stage makes the slowest stage faster and the path through all stages longer. Of two
-    equally fast crews, the smaller one is returned.
-
-    Args:
-        apart: (members, members) one-way seconds.
-        stages: Number of stages; 0 for the fastest number.
-    """
-    best: LayerPlan | None = None
-    for count in range(stages or 1, min(stages or len(members), len(members)) + 1):
-        # two orders are compared: each member followed by its nearest; and the two members with the
-        # most memory at the ends, which also hold embedding and head
-        nearest, left = [0], set(range(1, count))
-        while left:
-            nearest.append(min(left, key=lambda index: (apart[nearest[-1]][index], index)))
-            left.remove(nearest[-1])
-        largest = sorted(range(count), key=lambda index: -members[index].memory)
-        for order in (nearest, [*largest[:1], *largest[2:], *largest[1:2]]):
-            layers, slowest = _assign_layers(model, [members[index] for index in order])
-            way = sum(apart[a][b] for a, b in pairwise((*order, order[0])))
-            seconds = slowest + model.crossings * way
-            if seconds < (best.seconds * (1 - 1e-6) if best is not None else math.inf):
-                best = LayerPlan(tuple(order), layers, seconds)
-    return best
-
-
-def _assign_layers(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple[int, ...], float]:
-    """Assign one layer to each member, then each further layer to the member that is the fastest
-    with it. All layers count as the largest one.
-
-    Returns:
-        Number of layers of each member, and the seconds of the slowest member; infinite if the
-        model does not fit.
+    Each member gets one layer. Each further layer goes to the member that is the fastest with it.
+    All layers count as the largest one.
     """
     layer = PartCost(max(p.memory for p in model.layers), max(p.work for p in model.layers))
     ends = [[model.embedding] * (member is members[0]) for member in members]
@@ -1204,21 +998,18 @@ def _assign_layers(model: ModelCost, members: Sequence[Capacity]) -> tuple[tuple
         member, parts = members[stage], [layer] * size + ends[stage]
         if model.stage + sum(part.memory for part in parts) > member.memory:
             return math.inf
-        hop = member.hop_seconds if stage < len(members) - 1 else 0.0
-        return sum(part.work for part in parts) / member.speed + hop
+        return sum(part.work for part in parts) / member.speed
 
     for _ in model.layers:
-        quickest = min(range(len(members)), key=lambda n: (sizes[n] > 0, seconds(n, sizes[n] + 1)))
-        sizes[quickest] += 1
-    if 0 in sizes:
-        return tuple(sizes), math.inf
-    return tuple(sizes), max(seconds(stage, size) for stage, size in enumerate(sizes))
+        fastest = min(range(len(members)), key=lambda n: (sizes[n] > 0, seconds(n, sizes[n] + 1)))
+        sizes[fastest] += 1
+    fits = all(seconds(stage, size) < math.inf for stage, size in enumerate(sizes))
+    return tuple(sizes) if fits and min(sizes) > 0 else None
 
 
 # ---- statistics for status page and metrics ------------------------------------------------------
 
-CrewState = Literal["none", "forming", "preparing", "running", "paused"]
-SlotState = Literal["loading", "active", "failed", "suspect"]
+CrewState = Literal["none", "forming", "preparing", "running"]
 
 
 class SlotStatistics(msgspec.Struct, frozen=True):
@@ -1228,8 +1019,8 @@ class SlotStatistics(msgspec.Struct, frozen=True):
     """Number of the stage."""
     peer: str
     """Peer id of its holder."""
-    state: SlotState
-    """Phase of the stage; `suspect` if its holder is suspected."""
+    state: wire.StagePhase
+    """Phase of the stage."""
     step: int
     """Number of committed steps."""
     layers: int
@@ -1252,7 +1043,7 @@ class CrewStatistics(msgspec.Struct, frozen=True):
     """Seconds since a crew of this node last ran; 0 while one runs, or if none ever did. None
     without a crew."""
     recovery_seconds: float | None = None
-    """Seconds from the last pause or end of a running crew to a crew that runs."""
+    """Seconds from the last end of a running crew to a crew that runs."""
     peer_seconds: float = 0.0
     """One-way time of a message to a typical peer."""
 
@@ -1272,8 +1063,7 @@ def statistics(state: State, now: float, settings: MembershipSettings) -> CrewSt
     slots = []
     for stage, (peer, layers) in enumerate((one.peer, one.layers) for one in crew.record.members):
         member = crew.members.get(peer, own)
-        slot = cast("SlotState", "suspect" if member.suspected else member.status.phase)
-        slots.append(SlotStatistics(stage, peer, slot, member.status.step, layers))
+        slots.append(SlotStatistics(stage, peer, member.status.phase, member.status.step, layers))
     return replace(
         shown,
         id=crew.id.hex(),
@@ -1296,4 +1086,4 @@ def current_offers(state: State, now: float, settings: MembershipSettings) -> di
 def typical_distance(state: State) -> float:
     """Return the median one-way time to connected peers, in seconds."""
     near = [one.seconds for one in state.peers.values() if one.connected and one.seconds]
-    return min(MAX_DISTANCE_SECONDS, median(near)) if near else 0.0
+    return median(near) if near else 0.0

@@ -44,7 +44,7 @@ from swarmnode.averaging.codecs import (
 from swarmnode.config import TrainingConfig
 from swarmnode.errors import BadMessage, ConfigError, DeviceError, Incompatible, Unavailable
 from swarmnode.policy.fingerprint import weight_files
-from swarmnode.policy.footprint import logits_tokens
+from swarmnode.policy.footprint import Shape, logits_tokens
 from swarmnode.policy.load import rename_checkpointing_flag
 from swarmnode.policy.logprobs import Batch, checkpointed, collate, in_pieces, needs_checkpointing
 from swarmnode.policy.model import cache_keyword
@@ -61,7 +61,6 @@ from swarmnode.stages.wire import (
     activation_bytes,
     int8_block,
     is_device_error,
-    model_cost,
     stage_specs,
 )
 from swarmnode.wire.tensors import pack_ids, pack_logprobs, unpack_ids, unpack_logprobs
@@ -219,7 +218,7 @@ TRIAL_ROWS: Final = [
 ]
 """(prompt ids, completion ids)."""
 COUNT_TOLERANCE: Final = 0.05
-"""Share of a layer's parameters that `model_cost` may miss, such as biases."""
+"""Share of a layer's parameters that the plan may miss, such as biases."""
 
 Difference = tuple[str, torch.Tensor, torch.Tensor]
 """(name of a result, value in the chain of stages, value in the whole model)."""
@@ -233,8 +232,8 @@ def check_split(config: PretrainedConfig) -> None:
     Both checks use the code that builds and runs stages:
 
     * At real size, on the meta device: the model is embedding, layers, norm and head. All layers
-      have the same parameters, as many as `model_cost` plans for. No attribute of a layer changes
-      when a stage numbers its layers from 0.
+      have the same parameters, as many as the plan counts (`policy.footprint`). No attribute of a
+      layer changes when a stage numbers its layers from 0.
     * At tiny size, with random weights, in two and three stages: logits are equal to the bit;
       log-probabilities, gradients and decoding with a cache to 1e-5. The tiny config keeps every
       value but sizes. Each kind of layer is on both sides of the middle.
@@ -288,8 +287,7 @@ def _check_layers(config: PretrainedConfig) -> None:
         if shape != shapes[0]:
             raise Incompatible(f"layer {number} has other parameters than layer 0")
     count = sum(p.numel() for p in layers[0].parameters())
-    cost = model_cost(config, batch_tokens=1, cached_tokens=0, weight_bytes=1, trained_bytes=0)
-    planned = int(cost.layers[0].memory)
+    planned = Shape.of_config(config.to_dict()).layer_parameters
     if abs(count - planned) > COUNT_TOLERANCE * planned:
         raise Incompatible(f"a layer has {count:,} parameters, and the plan counts {planned:,}")
     if len(layers) == 1:
@@ -408,11 +406,11 @@ def _decoding(
     want = whole(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     x = None
     for stage in chain:
-        x = stage.prefill(b"", b"", Prompts(batch.prompt_ids, batch.prompt_mask, 1), x)
+        x = stage.prefill(0, Prompts(batch.prompt_ids, batch.prompt_mask, 1), x)
     for column, token in enumerate(tokens.T, batch.prompt_ids.shape[1]):
         x = token
         for stage in chain:
-            x = stage.decode(b"", b"", list(range(len(tokens))), x)
+            x = stage.decode(0, list(range(len(tokens))), x)
         yield "logits from caches", x, want[:, column]
 
 
@@ -504,7 +502,7 @@ class StageRuntime:
         self.dtype = dtype
         self.device = next(model.parameters()).device
         self.hidden_size = int(model.config.hidden_size)
-        self.sessions = Sessions()
+        self.caches = WaveCaches()
         self.work_count = 0
         """Number that grows with each forward, backward and decoding step, and each call of
         `count_work`."""
@@ -643,14 +641,11 @@ class StageRuntime:
         return self.logprobs(batch, x, temperature)
 
     @torch.no_grad()
-    def prefill(
-        self, session: bytes, fingerprint: bytes, prompts: Prompts, x: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Open a session, and run its prompts.
+    def prefill(self, wave: int, prompts: Prompts, x: torch.Tensor | None) -> torch.Tensor:
+        """Run the prompts of a wave, and store their cache.
 
         Args:
-            session: Name of the session.
-            fingerprint: Fingerprint of the policy.
+            wave: Number of the wave.
             x: Hidden states (prompt tokens, H); None on stage 0.
 
         Returns:
@@ -667,14 +662,12 @@ class StageRuntime:
             else x.new_zeros(*prompts.mask.shape, x.shape[1]).index_put(where, x)
         )
         out = self.run(padded, prompts.mask, positions, cache, keep=1)
-        self.sessions.open(session, fingerprint, cache, prompts)
+        self.caches.open(wave, cache, prompts)
         return out[:, -1] if self.spec.has_head else out[where].float()
 
     @torch.no_grad()
-    def decode(
-        self, session: bytes, fingerprint: bytes, rows: list[int], x: torch.Tensor
-    ) -> torch.Tensor:
-        """Run one more token of each of `rows`. Other rows are removed from the session.
+    def decode(self, wave: int, rows: list[int], x: torch.Tensor) -> torch.Tensor:
+        """Run one more token of each of `rows`. Other rows are removed from the cache.
 
         Args:
             x: Token ids (n,) on stage 0, else hidden states (n, H).
@@ -683,11 +676,11 @@ class StageRuntime:
             Hidden states (n, H), or logits (n, V) on the last stage.
 
         Raises:
-            BadMessage: The session is unknown, or the fingerprint or the rows are wrong.
+            BadMessage: The rows are wrong.
         """
         self.work_count += 1
         self.tokens += len(rows)
-        kept = self.sessions.step(session, fingerprint, rows)
+        kept = self.caches.step(wave, rows)
         out = self.run(x[:, None], kept.mask, kept.position, kept.cache, keep=1)
         return out[:, -1] if self.spec.has_head else out[:, 0].float()
 
@@ -985,7 +978,7 @@ def make_prompts(description: WaveDescription, device: torch.device) -> Prompts:
     width = max(description.lengths)
     ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
-    return Prompts(ids, mask, description.num_generations, description.names)
+    return Prompts(ids, mask, description.num_generations)
 
 
 def compute_loss(
@@ -1093,8 +1086,7 @@ def make_packing(batch: Batch) -> Packing:
     return Packing(prompts, completions, (questions, width, count, longest))
 
 
-# Caches of generation. A session belongs to one version of the policy. A dropped session is
-# restarted from token ids.
+# Caches of generation. All are dropped when the weights change.
 
 
 @dataclass(frozen=True)
@@ -1106,15 +1098,12 @@ class Prompts:
     mask: torch.Tensor
     """(Q, P) 1 on tokens."""
     num_generations: int
-    names: tuple[int, ...] = ()
-    """(Q · num_generations,) numbers of the completions; empty for 0, 1, 2, …"""
 
 
 @dataclass
-class Session:
+class WaveCache:
     """Cache of one wave of completions."""
 
-    fingerprint: bytes
     cache: DynamicCache
     rows: list[int]
     """(n,) unfinished completions, ascending."""
@@ -1124,38 +1113,30 @@ class Session:
     """(n, 1) of the latest token."""
 
 
-class Sessions:
-    """Open sessions by name."""
+class WaveCaches:
+    """Caches of the open waves by number."""
 
     def __init__(self) -> None:
-        self._sessions: dict[bytes, Session] = {}
+        self._caches: dict[int, WaveCache] = {}
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return len(self._caches)
 
-    def open(
-        self, session: bytes, fingerprint: bytes, cache: DynamicCache, prompts: Prompts
-    ) -> None:
-        """Store a prefilled cache of Q prompts, repeated for their completions. It replaces a
-        session with this name."""
+    def open(self, wave: int, cache: DynamicCache, prompts: Prompts) -> None:
+        """Store a prefilled cache of Q prompts, repeated for their completions."""
         cache.batch_repeat_interleave(prompts.num_generations)
         mask = prompts.mask.repeat_interleave(prompts.num_generations, 0)
         position = mask.sum(1, keepdim=True) - 1
-        self._sessions[session] = Session(
-            fingerprint, cache, list(prompts.names or range(len(mask))), mask, position
-        )
+        self._caches[wave] = WaveCache(cache, list(range(len(mask))), mask, position)
 
-    def step(self, session: bytes, fingerprint: bytes, rows: list[int]) -> Session:
-        """Return the session with room for one more token of each of `rows`, without other rows.
+    def step(self, wave: int, rows: list[int]) -> WaveCache:
+        """Return the cache with room for one more token of each of `rows`, without other rows.
 
         Raises:
-            BadMessage: session (not open), fingerprint (another policy), rows.
+            BadMessage: `rows` are not remaining completions of the wave in ascending order.
+            KeyError: The wave is not open.
         """
-        kept = self._sessions.get(session)
-        if kept is None:
-            raise BadMessage("session", "not open here")
-        if kept.fingerprint != fingerprint:
-            raise BadMessage("fingerprint", "the session belongs to another policy")
+        kept = self._caches[wave]
         if rows != kept.rows:
             where = {row: i for i, row in enumerate(kept.rows)}
             if not rows or sorted(set(rows)) != rows or not where.keys() >= set(rows):
@@ -1167,12 +1148,12 @@ class Sessions:
         kept.position = kept.position + 1
         return kept
 
-    def drop(self, session: bytes) -> None:
-        self._sessions.pop(session, None)
+    def drop(self, wave: int) -> None:
+        self._caches.pop(wave, None)
 
     def clear(self) -> None:
-        """Drop all sessions: the weights change, or a new crew starts."""
-        self._sessions.clear()
+        """Drop all caches: the weights change, or a new crew starts."""
+        self._caches.clear()
 
 
 # Activations and gradients as bytes: float32, bfloat16, or int8 with a scale per 64 values. A crew

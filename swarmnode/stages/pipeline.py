@@ -10,8 +10,8 @@ crew of one stage runs the same code without a stream.
 
 Each failure has one of three outcomes:
 
-    refusal      a stage's device cannot compute a piece of work: the head aborts the step, or
-                 restarts the wave, and the crew continues
+    refusal      a stage's device cannot compute a piece of work: the head aborts the call, its
+                 caller repeats it with smaller pieces, and the crew continues
     fault        a stage sends garbage or refuses three times in a row, or a deadline expires: the
                  crew ends. A step without a commit leaves the weights as they were
     stream end   the crew ends
@@ -99,11 +99,6 @@ async def run_in_thread(work: Callable[[], T]) -> T:
     return await trio.to_thread.run_sync(work)
 
 
-async def run_inline(work: Callable[[], T]) -> T:
-    """Run `work` in the event loop. This is deterministic, for tests with a crew in one process."""
-    return work()
-
-
 # The worker of one stage.
 
 
@@ -111,8 +106,6 @@ async def run_inline(work: Callable[[], T]) -> T:
 class WorkerSettings:
     """Settings that all members of a crew share, and this node's bound on the learning rate."""
 
-    base: bytes
-    """32 bytes: fingerprint of the base model."""
     codec: ActivationCodec = "bfloat16"
     swapped: bool = False
     """True for CheckFree+: half of the micro-batches of a step visit the first two stages, and the
@@ -140,10 +133,6 @@ class Observer:
             about: Encoded `MicroBatch`.
             body: Activations in the crew's codec; empty at the first hop.
         """
-
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        """Handle the log-probabilities (tokens,) of a micro-batch before the step. Called at the
-        last stage only."""
 
     def committed(self, worker: StageWorker) -> None:
         """Handle a step that was taken; `worker.participant.step` counts it. A device error that is
@@ -202,11 +191,6 @@ class StageWorker:
         """Place of the frames that this stage sends now."""
         p = self.fence.place
         return Place(p.crew, p.stage, self.participant.step)
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Fingerprint, 32 bytes, of the policy that the crew holds at this step."""
-        return wire.policy_fingerprint(self.settings.base, self.place, self.settings.codec)
 
     @property
     def dropped(self) -> Counter[str]:
@@ -274,7 +258,7 @@ class StageWorker:
             self.handle_stream_end(arrival.sender, arrival.reason)
         elif not self._is_deferrable(frame) or not (self._held or self.links.full(self.index + 1)):
             await self._handle(arrival)
-        elif len(self._held) < self.links.limits.sessions:
+        elif len(self._held) < self.links.limits.waves:
             self._held.append(arrival)
         else:
             self._garbage(arrival.sender, BadMessage("bounds", "more scores and waves than open"))
@@ -308,12 +292,8 @@ class StageWorker:
         although the frame is correct. Other errors are raised."""
         try:
             yield
-        except BadMessage as error:
-            if error.reason != "session":
-                raise
-            reason: RefusalReason = "session"
         except ValueError:  # `encode`: this stage's own result is not finite
-            reason = "not_finite"
+            reason: RefusalReason = "not_finite"
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
                 raise
@@ -329,8 +309,8 @@ class StageWorker:
 
     def _refuse(self, frame: Frame, reason: RefusalReason) -> None:
         if isinstance(frame, (wire.PrefillFrame, wire.DecodeFrame)):
-            self.waves.forget(frame.session)
-            self.links.send(0, wire.LostFrame(self.place, frame.session, reason))
+            self.waves.forget(frame.wave)
+            self.links.send(0, wire.FailedFrame(self.place, frame.wave, reason))
         elif isinstance(frame, (wire.ForwardFrame, wire.BackwardFrame)):
             self.links.send(0, wire.FailedFrame(self.place, frame.micro_batch, reason))
         else:
@@ -362,7 +342,7 @@ class StageWorker:
             case wire.DecodeFrame():
                 await self.waves.decode(frame, body)
             case wire.DropFrame():
-                self.waves.forget(frame.session)
+                self.waves.forget(frame.wave)
             case wire.EmbeddingFrame() if self.runtime.embedding() is not None:
                 if self.participant.proposed and frame.attempt == self.participant.attempt:
                     self.tied.take_part(frame, body)
@@ -478,7 +458,7 @@ def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes)
             return (sender, stage) == (last, 0)
         case wire.EmbeddingFrame():
             return {sender, stage} == {0, last}
-        case wire.LostFrame() | wire.FailedFrame() | wire.AcknowledgeFrame() | wire.DoneFrame():
+        case wire.FailedFrame() | wire.AcknowledgeFrame() | wire.DoneFrame():
             return stage == 0
         case _:
             return sender == 0
@@ -489,8 +469,7 @@ def may_send(frame: Frame, sender: int, stage: int, stages: int, routes: Routes)
 SCORES_PER_STAGE: Final = 2
 """Micro-batches per stage that are in flight in `score`: one is computed, one is in transit."""
 MAX_REFUSALS: Final = 3
-"""The crew ends when one stage refuses this many calls in a row, or when one wave is lost this many
-times."""
+"""The crew ends when one stage refuses this many calls in a row."""
 SILENCE_FACTOR: Final = 4
 """A call fails after this factor × the longest time between two arrivals, see `Head`."""
 
@@ -515,14 +494,14 @@ class StepResult:
 
 @dataclass
 class BatchState:
-    """Results of the micro-batches of the present `score` or `update`."""
+    """State of the present call: its micro-batches or waves, and their results."""
 
     tokens: dict[int, int] = field(default_factory=dict)
-    """Micro-batch → number of completion tokens."""
+    """Micro-batch → number of completion tokens; empty in `generate`."""
     divisible: bool = False
-    """True if smaller micro-batches are possible."""
+    """True if smaller micro-batches or waves are possible."""
     attempt: int = 0
-    """Number of the update's attempt; 0 for scores."""
+    """Number of the update's attempt; 0 in other calls."""
     scores: dict[int, tuple[list[float], list[float]]] = field(default_factory=dict)
     """Micro-batch → (log-probabilities, entropies)."""
     learnt: dict[int, wire.LearntFrame] = field(default_factory=dict)
@@ -535,16 +514,16 @@ class BatchState:
     """Reason of a stage that refused; None while no stage has."""
 
 
-class CannotScore(PeerError):
-    """Raised when a stage refuses to score.
+class WorkRefused(PeerError):
+    """Raised when a stage refuses a micro-batch or wave.
 
     Attributes:
-        device: True if the stage's device cannot compute the micro-batch.
-        divisible: True if smaller micro-batches may help.
+        device: True if the stage's device cannot compute it.
+        divisible: True if smaller pieces may help.
     """
 
     def __init__(self, reason: RefusalReason, divisible: bool) -> None:
-        super().__init__(f"the crew cannot score: {reason}")
+        super().__init__(f"a stage refused: {reason}")
         self.device = reason == DEVICE_REASON
         self.divisible = self.device and divisible
 
@@ -555,7 +534,6 @@ class Head(StageWorker):
     Args:
         seconds: A call fails if nothing arrives for `max(seconds, SILENCE_FACTOR × the longest time
             between two arrivals)`.
-        step_seconds: A call fails if it takes longer.
     """
 
     def __init__(
@@ -568,15 +546,14 @@ class Head(StageWorker):
         optimizer: StageOptimizer | None = None,
         *,
         seconds: float = 120.0,
-        step_seconds: float = math.inf,
     ) -> None:
         super().__init__(runtime, links, fence, settings, compute, optimizer)
-        self.open_waves: dict[bytes, Wave] = {}
-        self._seconds, self._call_seconds = seconds, step_seconds
+        self.open_waves: dict[int, Wave] = {}
+        self._seconds = seconds
         self._longest = 0.0
         """Longest time between two arrivals in a call."""
-        self._began = self._last = -math.inf
-        """Start of the call, and time of its last arrival; -inf between two calls."""
+        self._last = -math.inf
+        """Time of the call's last arrival, or of its start; -inf between two calls."""
         self._end_reason: str | None = None
         """Reason for which the crew has ended; None while it works."""
         self._changed = trio.Event()
@@ -602,6 +579,7 @@ class Head(StageWorker):
         top_p: float,
         ends: frozenset[int],
         rng: random.Random,
+        tokens: int | None = None,
     ) -> list[Wave]:
         """Sample `num_generations` completions for each prompt.
 
@@ -609,19 +587,28 @@ class Head(StageWorker):
             prompts: Token ids.
             ends: Token ids that end a completion.
             rng: Source of the waves' seeds.
+            tokens: Most padded tokens of a wave; by default the crew's limit.
 
         Returns:
             Waves that together have the prompts in their order. If the completions of a prompt
             exceed one wave, consecutive waves have it.
 
         Raises:
+            WorkRefused: a stage refused.
             PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
             ValueError: one completion exceeds a wave.
         """
-        self._batch = BatchState()
+        most = self.links.limits.tokens
         pieces = cut_waves(
-            prompts, num_generations, max_tokens, self.stages, self.links.limits.tokens
+            prompts,
+            num_generations,
+            max_tokens,
+            self.stages,
+            most if tokens is None else min(tokens, most),
+        )
+        batch = self._batch = BatchState(
+            divisible=any(len(piece) * each > 1 for piece, each in pieces)
         )
         draw = rng.getrandbits
         waves = [
@@ -631,54 +618,45 @@ class Head(StageWorker):
         later, open_now = list(reversed(waves)), self.open_waves
         try:
             with self._call():
-                while later or open_now:
+                while (later or open_now) and batch.failed is None:
                     while later and len(open_now) < self.stages:
                         self._begin(later.pop())
                     before = len(open_now)
                     await self._wait_until(lambda before=before: len(open_now) < before)  # type: ignore[misc]
         finally:
-            for session in list(open_now):
-                self._end_wave(session)
+            for number in list(open_now):
+                self._end_wave(number)
+        if batch.failed is not None:
+            raise WorkRefused(batch.failed, batch.divisible)
         return waves
 
     def _begin(self, wave: Wave) -> None:
-        """Start a wave, or restart it with the tokens that it has so far."""
-        description, codec = wave.description(), self.settings.codec
+        """Start a wave."""
+        description, number = wave.description(), self._next_number()
         about = strict.encode(description)
-        session = self._next_number().to_bytes(wire.SESSION_BYTES, "big")
-        self.open_waves[session] = wave
-        rows = sum(description.lengths)
-        frame = wire.PrefillFrame(self.place, session, self.fingerprint, codec, rows, len(about))
+        self.open_waves[number] = wave
+        rows, codec = sum(description.lengths), self.settings.codec
+        frame = wire.PrefillFrame(self.place, number, codec, rows, len(about))
         self.links.send(0, frame, about)
 
     def _take_tokens(self, frame: wire.TokensFrame, body: bytes) -> None:
         """Append the next token of each completion, and request the token after it."""
-        wave = self.open_waves.get(frame.session)
+        wave = self.open_waves.get(frame.wave)
         if wave is None:
             return
         if frame.rows != len(wave.live):
             raise BadMessage("shape", "not a token for each completion that is left")
         wave.append_tokens(*read_tokens(body, frame.rows, self.links.limits))
         if not wave.live:
-            self._end_wave(frame.session)
+            self._end_wave(frame.wave)
             return
         codec, rows = self.settings.codec, len(wave.live)
-        step = wire.DecodeFrame(self.place, frame.session, self.fingerprint, codec, rows)
+        step = wire.DecodeFrame(self.place, frame.wave, codec, rows)
         self.links.send(0, step, pack_ids(wave.live) + pack_ids(wave.last_tokens()))
 
-    def _lost_wave(self, stage: int, frame: wire.LostFrame) -> None:
-        wave = self.open_waves.get(frame.session)
-        if wave is None:
-            return
-        self._end_wave(frame.session)
-        wave.lost += 1
-        if wave.lost >= MAX_REFUSALS:
-            self.set_fault(stage, f"lost a wave {MAX_REFUSALS} times: {frame.reason}")
-        self._begin(wave)
-
-    def _end_wave(self, session: bytes) -> None:
-        self.open_waves.pop(session, None)
-        self._broadcast(wire.DropFrame(self.place, session))
+    def _end_wave(self, number: int) -> None:
+        self.open_waves.pop(number, None)
+        self._broadcast(wire.DropFrame(self.place, number))
 
     def _next_number(self) -> int:
         self._number += 1
@@ -699,7 +677,7 @@ class Head(StageWorker):
             (log-probabilities, entropies) for each row.
 
         Raises:
-            CannotScore: a stage refused.
+            WorkRefused: a stage refused.
             PeerError: the crew has ended.
             PeerTimeout: a deadline expired.
         """
@@ -722,7 +700,7 @@ class Head(StageWorker):
                 self._submit(number, "score", describe([rows[i] for i in piece], temperature))
             await self._wait_until(lambda: len(batch.scores) == len(pieces))
         if batch.failed is not None:
-            raise CannotScore(batch.failed, batch.divisible)
+            raise WorkRefused(batch.failed, batch.divisible)
         out: list[tuple[list[float], list[float]]] = [([], [])] * len(rows)
         for number, piece in pieces.items():
             (logprobs, entropies), at = batch.scores[number], 0
@@ -785,7 +763,7 @@ class Head(StageWorker):
             norm = math.sqrt(sum(batch.norms.values()))
             clip = min(1.0, MAX_GRAD_NORM / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
             rate = float(learning_rate * factor)
-            self._broadcast(wire.CommitFrame(self.place, batch.attempt, norm, clip, rate))
+            self._broadcast(wire.CommitFrame(self.place, batch.attempt, clip, rate))
             await self._wait_until(lambda: len(batch.done) == self.stages)
         self._refusals.clear()
         return StepResult(
@@ -817,7 +795,7 @@ class Head(StageWorker):
     @contextlib.contextmanager
     def _call(self) -> Iterator[None]:
         """Run one call of the training loop. An expired deadline ends the crew."""
-        self._began = self._last = trio.current_time()
+        self._last = trio.current_time()
         try:
             yield
         except PeerTimeout as error:
@@ -839,15 +817,12 @@ class Head(StageWorker):
             if self._end_reason is not None:
                 raise PeerError(self._end_reason)
             silence = max(self._seconds, SILENCE_FACTOR * self._longest)
-            call_ends = self._began + self._call_seconds
             self._changed = trio.Event()
-            with trio.move_on_at(min(self._last + silence, call_ends)) as scope:
+            with trio.move_on_at(self._last + silence) as scope:
                 await self._changed.wait()
             if not scope.cancelled_caught:
                 continue
             now = trio.current_time()
-            if now >= call_ends:
-                raise PeerTimeout(f"a call took longer than {self._call_seconds:.0f} s")
             self._last = max(self._last, min(self.links.inbox.idle_since, now))
             if now >= self._last + silence:
                 raise PeerTimeout(f"nothing arrived for {silence:.0f} s")
@@ -860,10 +835,12 @@ class Head(StageWorker):
         match frame:
             case wire.TokensFrame():
                 self._take_tokens(frame, body)
-            case wire.LostFrame():
-                self._lost_wave(sender, frame)
-            case wire.LearntFrame() | wire.ScoresFrame() | wire.FailedFrame() if (
-                frame.micro_batch not in batch.tokens
+            case wire.PrefillFrame() | wire.DecodeFrame() if frame.wave not in self.open_waves:
+                return  # of a call that has ended
+            case wire.LearntFrame() | wire.ScoresFrame() if frame.micro_batch not in batch.tokens:
+                return  # of a call that has ended
+            case wire.FailedFrame() if (
+                frame.number not in batch.tokens and frame.number not in self.open_waves
             ):
                 return  # of a call that has ended
             case wire.LearntFrame():
@@ -928,8 +905,7 @@ def _halve(
     )
 
 
-# The head's record of generation: the token ids of each wave. A wave restarts from them when a
-# stage has lost its cache.
+# The head's record of generation.
 
 
 @dataclass
@@ -945,8 +921,6 @@ class Wave:
     seed: int
     ends: frozenset[int]
     """Token ids that end a completion."""
-    lost: int = 0
-    """Number of times that this wave was lost and restarted."""
 
     def __post_init__(self) -> None:
         total = len(self.prompts) * self.num_generations
@@ -975,18 +949,11 @@ class Wave:
         return [self.ids[name][-1] for name in self.live]
 
     def description(self) -> WaveDescription:
-        """Return the description that starts the wave. In a restart, each prompt is a question with
-        one completion so far."""
-        position = len(self.ids[self.live[0]])
-        so_far = [self.prompts[name // self.num_generations] + self.ids[name] for name in self.live]
-        prompts = so_far if position else self.prompts
+        """Return the description that starts the wave."""
         return WaveDescription(
-            lengths=tuple(map(len, prompts)),
-            ids=pack_ids([i for prompt in prompts for i in prompt]),
-            num_generations=1 if position else self.num_generations,
-            names=tuple(self.live),
-            total=len(self.ids),
-            position=position,
+            lengths=tuple(map(len, self.prompts)),
+            ids=pack_ids([i for prompt in self.prompts for i in prompt]),
+            num_generations=self.num_generations,
             max_tokens=self.max_tokens,
             temperature=float(self.temperature),
             top_p=float(self.top_p),
@@ -1160,7 +1127,9 @@ class MicroBatchRunner:
 
     def __init__(self, worker: StageWorker) -> None:
         if worker.settings.swapped and hasattr(worker.runtime.model, "peft_config"):
-            raise Refused("swapped stages cannot train an adapter: set stages.recovery to copies")
+            raise Refused(
+                "swapped stages cannot train an adapter: set stages.recovery to checkpoints"
+            )
         self.schedule = Schedule(worker.index, worker.stages)
         self.pending: dict[tuple[int, int], PendingMicroBatch] = {}
         self._early: list[ReceivedFrame] = []
@@ -1259,7 +1228,7 @@ class MicroBatchRunner:
                 return
             if kind == "learn":
                 sums: list[float] = []
-                gradient = await worker.compute(lambda: self._learn(micro_batch, pending, sums))
+                gradient = await worker.compute(lambda: self._learn(pending, sums))
             else:
                 entering = pending.gradient
                 assert entering is not None, "see `Schedule`"
@@ -1279,18 +1248,12 @@ class MicroBatchRunner:
                 frame = wire.BackwardFrame(worker.place, micro_batch, codec, pending.work.rows)
                 worker.links.send(pending.route[hop - 1].stage, frame, encode(gradient, codec))
 
-    def _learn(
-        self, micro_batch: int, pending: PendingMicroBatch, sums: list[float]
-    ) -> torch.Tensor | None:
+    def _learn(self, pending: PendingMicroBatch, sums: list[float]) -> torch.Tensor | None:
         worker = self._worker
 
         def loss(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             value, parts = compute_loss(pending.work, pending.batch, logprobs, entropy)
             sums.extend(parts)
-            for observer in worker.observers:
-                observer.learnt(
-                    micro_batch, logprobs.detach()[pending.batch.completion_mask].float().cpu()
-                )
             return value
 
         return worker.runtime.learn(
@@ -1340,9 +1303,9 @@ class WaveDecoder:
 
     def __init__(self, worker: StageWorker) -> None:
         self._worker = worker
-        self._waves: dict[bytes, WaveDescription] = {}
-        self._drawn: dict[bytes, int] = {}
-        """Session → number of tokens that each completion has."""
+        self._waves: dict[int, WaveDescription] = {}
+        self._drawn: dict[int, int] = {}
+        """Wave → number of tokens that each completion has."""
 
     async def prefill(self, frame: wire.PrefillFrame, body: bytes) -> None:
         """Open a wave, and run its prompts.
@@ -1354,9 +1317,7 @@ class WaveDecoder:
         worker, runtime = self._worker, self._worker.runtime
         about = body[: frame.about]
         description = read_wave(about, frame.rows, worker.links.limits)
-        if frame.fingerprint != worker.fingerprint:
-            raise BadMessage("fingerprint", "a wave of another policy")
-        if frame.session not in self._waves and len(self._waves) >= worker.links.limits.sessions:
+        if len(self._waves) >= worker.links.limits.waves:
             raise BadMessage("bounds", "more waves than are open at a time")
         x = (
             None
@@ -1364,25 +1325,14 @@ class WaveDecoder:
             else worker.activations(body[frame.about :], frame.rows, frame.codec)
         )
         prompts = make_prompts(description, runtime.device)
-        self._waves[frame.session] = description
-        self._drawn[frame.session] = description.position
-        y = await worker.compute(
-            lambda: runtime.prefill(frame.session, frame.fingerprint, prompts, x)
-        )
+        self._waves[frame.wave], self._drawn[frame.wave] = description, 0
+        y = await worker.compute(lambda: runtime.prefill(frame.wave, prompts, x))
         if runtime.spec.has_head:
-            self._draw(
-                frame.session,
-                list(description.names),
-                y.repeat_interleave(description.num_generations, 0),
-            )
+            each = y.repeat_interleave(description.num_generations, 0)
+            self._draw(frame.wave, list(range(description.total)), each)
             return
         passed = wire.PrefillFrame(
-            worker.place,
-            frame.session,
-            frame.fingerprint,
-            worker.settings.codec,
-            frame.rows,
-            frame.about,
+            worker.place, frame.wave, worker.settings.codec, frame.rows, frame.about
         )
         worker.links.send(worker.index + 1, passed, about + encode(y, worker.settings.codec))
 
@@ -1390,40 +1340,39 @@ class WaveDecoder:
         """Run one more token of each completion that the frame names.
 
         Raises:
-            BadMessage: the frame is invalid; session, if the wave is not open here.
+            BadMessage: the frame is invalid.
             ValueError: this stage's own result is not finite.
         """
         worker, runtime = self._worker, self._worker.runtime
         names = unpack_ids(body[: 4 * frame.rows]).tolist()
         rest = body[4 * frame.rows :]
-        wave = self._waves.get(frame.session)
+        wave = self._waves.get(frame.wave)
         if wave is None:
-            raise BadMessage("session", "not open here")
-        if self._drawn[frame.session] + 1 >= wave.max_tokens:
+            return  # the head has dropped it
+        if self._drawn[frame.wave] + 1 >= wave.max_tokens:
             raise BadMessage("rows", "the wave has all its tokens")
         ids = lambda: torch.tensor(unpack_ids(rest), device=runtime.device).long()
         x = ids() if worker.index == 0 else worker.activations(rest, frame.rows, frame.codec)
-        y = await worker.compute(lambda: runtime.decode(frame.session, frame.fingerprint, names, x))
-        self._drawn[frame.session] += 1
+        y = await worker.compute(lambda: runtime.decode(frame.wave, names, x))
+        self._drawn[frame.wave] += 1
         if runtime.spec.has_head:
-            self._draw(frame.session, names, y)
+            self._draw(frame.wave, names, y)
             return
-        passed = wire.DecodeFrame(
-            worker.place, frame.session, frame.fingerprint, worker.settings.codec, frame.rows
-        )
+        passed = wire.DecodeFrame(worker.place, frame.wave, worker.settings.codec, frame.rows)
         worker.links.send(
             worker.index + 1, passed, body[: 4 * frame.rows] + encode(y, worker.settings.codec)
         )
 
-    def _draw(self, session: bytes, names: list[int], logits: torch.Tensor) -> None:
+    def _draw(self, number: int, names: list[int], logits: torch.Tensor) -> None:
         """Draw a token for each of the n completions `names`, and send the tokens to the head.
 
         The draw of a completion at a position does not depend on the other completions.
 
         Args:
+            number: Number of the wave.
             logits: (n, V).
         """
-        wave, position = self._waves[session], self._drawn[session]
+        wave, position = self._waves[number], self._drawn[number]
         key = hashlib.blake2b(
             wave.seed.to_bytes(8, "big") + position.to_bytes(8, "big"), digest_size=8
         ).digest()
@@ -1432,18 +1381,18 @@ class WaveDecoder:
         every[names] = logits
         token, logprob = sample(every, wave.temperature, wave.top_p, generator)
         body = pack_ids(token[names].tolist()) + pack_logprobs(logprob[names].cpu().numpy())
-        self._worker.links.send(0, wire.TokensFrame(self._worker.place, session, len(names)), body)
+        self._worker.links.send(0, wire.TokensFrame(self._worker.place, number, len(names)), body)
 
-    def forget(self, session: bytes) -> None:
+    def forget(self, wave: int) -> None:
         """Close a wave, and free its cache."""
-        self._waves.pop(session, None)
-        self._drawn.pop(session, None)
-        self._worker.runtime.sessions.drop(session)
+        self._waves.pop(wave, None)
+        self._drawn.pop(wave, None)
+        self._worker.runtime.caches.drop(wave)
 
     def clear(self) -> None:
         self._waves.clear()
         self._drawn.clear()
-        self._worker.runtime.sessions.clear()
+        self._worker.runtime.caches.clear()
 
 
 class TiedEmbedding:
@@ -1578,19 +1527,13 @@ class Inbox:
         self._arrivals: deque[ReceivedFrame] = deque()
         self._frames = self._bytes = 0
         """Numbers of waiting frames, and of bytes in them, from other stages."""
-        self._paused = False
         self._woken = trio.Event()
-        self._max_in_flight = trio.Event()
-
-    def pause(self, paused: bool) -> None:
-        """Read no frames from the streams while `paused`."""
-        self._paused = paused
-        self._wake_readers()
+        self._has_room = trio.Event()
 
     async def wait_for_room(self) -> None:
         """Wait until another frame may be read."""
-        while self._paused or self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
-            await self._max_in_flight.wait()
+        while self._frames >= MAX_INBOX_FRAMES or self._bytes >= MAX_INBOX_BYTES:
+            await self._has_room.wait()
 
     def put(self, arrival: ReceivedFrame) -> None:
         """Append a frame."""
@@ -1621,8 +1564,8 @@ class Inbox:
         self._woken = trio.Event()
 
     def _wake_readers(self) -> None:
-        self._max_in_flight.set()
-        self._max_in_flight = trio.Event()
+        self._has_room.set()
+        self._has_room = trio.Event()
 
     def _count(self, arrival: ReceivedFrame, sign: int) -> None:
         if arrival.sender != self._own:

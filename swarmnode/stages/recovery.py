@@ -1,8 +1,8 @@
 """Checkpoints of stages, and how a stage is restored from them. Torch.
 
 The holders of the stages before and after a stage (its neighbours, on a ring) store a checkpoint of
-it every `checkpoint_every` steps. Sources of a restored stage, in order; the first that passes the
-gate is taken:
+it every `checkpoint_every` steps. A stage is restored from the first of these sources that can be
+read and has finite values:
 
     current own checkpoint    of the crew's step or the one before
     any checkpoint            on this node or another member, the nearest in step first
@@ -11,16 +11,13 @@ gate is taken:
 With `checkfree` and `checkfree+` the average of both neighbouring stages takes the place of any
 checkpoint that is not current.
 
-The gate runs the last committed micro-batches again through all stages. It bounds the KL divergence
-of the restored policy from the policy that trained on them.
-
 Three terms have a fixed meaning here. A *checkpoint* is a stage on a disk. A *held block* is a
 block of layers that a node offers to crews. The *policy copy* is the int8 model that a node samples
 from.
 
-The file reads from the top: `restore` tries the sources, `judge` is the gate, `synthesise` is
-CheckFree, and the trainer calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints
-on disk, the recorder that makes them, and the exchange between trainers (`StatePeer`).
+The file reads from the top: `restore` tries the sources, `synthesise` is CheckFree, and the trainer
+calls `StageRecovery`. Then follow a stage's state as bytes, checkpoints on disk, the recorder that
+makes them, and the exchange between trainers (`StatePeer`).
 """
 
 from __future__ import annotations
@@ -48,7 +45,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
-import numpy as np
 import structlog
 import torch
 import trio
@@ -92,14 +88,12 @@ from swarmnode.stages.policy_copy import (
     encode_copy,
 )
 from swarmnode.stages.wire import (
-    ABOUT_ITEM_BYTES,
     CHUNK_BYTES,
     ActivationCodec,
     Fence,
     FrameLimits,
-    GateProbe,
     HaveMessage,
-    HoldsMessage,
+    InventoryMessage,
     MicroBatch,
     Place,
     Routes,
@@ -109,13 +103,12 @@ from swarmnode.stages.wire import (
     close_streams,
     hash_body,
     is_device_error,
-    read_f32,
     read_micro_batch,
     state_bytes,
 )
 from swarmnode.weights.layout import Layout, elements, make_layout
 from swarmnode.wire import strict
-from swarmnode.wire.tensors import pack_logprobs, unpack_logprobs
+from swarmnode.wire.tensors import pack_logprobs
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -126,8 +119,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger("swarmnode.crew")
 
 Tensors = Mapping[str, torch.Tensor]
-RecoveryMode = Literal["copies", "checkfree", "checkfree+"]
-"""Values of `stages.recovery`. `copies`: stages are restored from checkpoints."""
+RecoveryMode = Literal["checkpoints", "checkfree", "checkfree+"]
+"""Values of `stages.recovery`. `checkpoints`: stages are restored from checkpoints."""
 SourceName = Literal["checkpoint", "neighbour", "base", "checkfree", "checkfree+"]
 """Names in `wire.SOURCES` from which a stage can be restored."""
 ReportSource = Callable[[Literal["loading"], str], None]
@@ -142,24 +135,18 @@ class RecoverySettings:
     """Interval between checkpoints on the neighbours' disks, in committed steps."""
     keep_policy: bool = False
     """True if this node stores checkpoints of all stages, not only of its ring neighbours."""
-    mode: RecoveryMode = "copies"
+    mode: RecoveryMode = "checkpoints"
     """`checkfree` rebuilds inner stages from their neighbours, and restores the two ends from
     checkpoints. `checkfree+` rebuilds all stages and trains in swapped order."""
-    probes: int = 8
-    """Number of committed micro-batches that are stored for the gate."""
-    gate_kl: float = 0.02
-    """Bound of KL(before ‖ restored), in nats per token."""
-    gate_nll: float = 0.05
-    """Bound of the rise of the negative log-likelihood, in nats per token."""
-    checkpoint_factor: float = 10.0
-    """Factor of both bounds for an older checkpoint, which differs because it lacks some steps."""
     warmup_steps: int = 10
     """Steps over which the learning rate of a stage with a fresh optimizer rises."""
     exact_bytes: int = 256 * 1024 * 1024
     """A checkpoint up to this size is sent to neighbours in float32 with AdamW's moments. A larger
     one is sent in bfloat16 without moments."""
+    inputs: int = 4
+    """Number of committed micro-batches that are stored for the probe of an average."""
     input_bytes: int = 256 * 1024 * 1024
-    """Most bytes of received activations that are stored for the probe of an average."""
+    """Most bytes of received activations in these micro-batches."""
     seconds: float = 120.0
     """A transfer fails after this time without a byte."""
     neighbour_seconds: float = 3600.0
@@ -169,19 +156,9 @@ class RecoverySettings:
     def uses_checkpoints(self, spec: StageSpec) -> bool:
         """Return True if this stage is restored from checkpoints. Otherwise it is rebuilt from its
         neighbours."""
-        return self.mode == "copies" or (
+        return self.mode == "checkpoints" or (
             self.mode == "checkfree" and (spec.has_embedding or spec.has_head)
         )
-
-
-@dataclass(frozen=True)
-class TrainingKind:
-    """Facts about a training that decide whether stages may be rebuilt from their neighbours."""
-
-    pretrained: bool = False
-    """True if training started from a published base model."""
-    adapter: bool = False
-    """True if only a LoRA adapter is trained."""
 
 
 def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
@@ -191,40 +168,32 @@ def recovery_settings(cfg: StagesConfig) -> RecoverySettings:
     )
 
 
-def check_paper(mode: RecoveryMode, stages: int, training: TrainingKind) -> None:
-    """Check that a crew may rebuild stages as the papers do. Warn if training started from a
-    published base model.
+def check_paper(mode: RecoveryMode, stages: int, adapter: bool) -> None:
+    """Check that a crew may rebuild stages as the papers do.
 
     Args:
         stages: Configured number of stages; 0 for any number.
+        adapter: True if only a LoRA adapter is trained.
 
     Raises:
         Refused: An adapter is trained, or there are too few stages.
     """
-    if mode == "copies":
+    if mode == "checkpoints":
         return
-    if training.adapter:
+    if adapter:
         raise Refused(
             f"{mode} averages whole weights, and only an adapter is trained here: set"
-            " stages.recovery to copies"
+            " stages.recovery to checkpoints"
         )
     least = 3 if mode == "checkfree" else 4
     if stages < least:
         raise Refused(
             f"{mode} needs {least} or more stages, and stages.stages is {stages}: raise it, or set"
-            " stages.recovery to copies"
-        )
-    if training.pretrained:
-        log.warning(
-            "a published base's own stage is usually closer than its neighbours' average",
-            recovery=mode,
-            remedy="set stages.recovery to copies",
+            " stages.recovery to checkpoints"
         )
 
 
-# Restore one stage: load each source in turn and judge it, until one passes. The loaded source is
-# the candidate. Stages that are restored at the same time run each other's micro-batches with their
-# candidates, so a verdict waits until each of these stages has a candidate.
+# Restore one stage: load the first source that can be loaded.
 
 ASK_SECONDS: Final = 10.0
 """Deadline of the query for other members' checkpoints of this stage."""
@@ -244,14 +213,12 @@ class RestoreSource:
     holder: int | None = None
     """Stage whose holder has the checkpoint; None for this node."""
     current: bool = False
-    """True for an own checkpoint of the crew's step or the one before. The gate then checks only
-    that numbers are finite: the probes are older than the last step, so even the exact stage
-    differs from them."""
+    """True for an own checkpoint of the crew's step or the one before."""
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """State of a stage that was loaded from a source."""
+class LoadedStage:
+    """State of a stage that was loaded from a source, and of what belongs to it."""
 
     state: StageState
     lr_scale: LrScale
@@ -265,22 +232,18 @@ class RestoredStage:
     """Outcome of `restore`."""
 
     source: RestoreSource
-    verdict: Verdict | None
-    """Verdict of the gate; None if no member had a probe."""
-    passed: bool
-    """False if no source passed the gate and this one was used anyway."""
     tried: tuple[tuple[SourceName, str], ...]
-    """Sources that were refused before, with reasons."""
-    candidate: Candidate
+    """Sources that failed before, with reasons."""
+    loaded: LoadedStage
 
     def install(self, worker: StageWorker) -> None:
         """Load moments, norm, learning rate and random generator into the worker. The runtime has
         the weights already."""
-        load_moments(worker, self.candidate.state)
-        worker.optimizer.squared_norm = self.candidate.state.squared_norm
-        worker.optimizer.lr_scale = replace(self.candidate.lr_scale)
-        if self.candidate.rng is not None:
-            torch.set_rng_state(self.candidate.rng)
+        load_moments(worker, self.loaded.state)
+        worker.optimizer.squared_norm = self.loaded.state.squared_norm
+        worker.optimizer.lr_scale = replace(self.loaded.lr_scale)
+        if self.loaded.rng is not None:
+            torch.set_rng_state(self.loaded.rng)
 
 
 async def restore(
@@ -292,33 +255,22 @@ async def restore(
 ) -> RestoredStage:
     """Restore `peer.stage.runtime` for a crew that has committed `step` steps.
 
-    If no source passes the gate, the first one with finite results is used.
-
     Args:
         base: Reader of the base model's weights; None if the base must not be a source.
         notify: Called with the name of each source before it is tried.
 
     Raises:
         Refused: No source can be used; the message has each source's reason.
-        PeerError: A stage that the gate needs is gone.
     """
     stage = peer.stage
     stage.phase, stage.restored = "restoring", None
-    holds = await peer.fetch.ask()
-    probes = await _newest_probes(peer, holds, step)
+    inventories = await peer.fetch.ask()
     tried: list[tuple[SourceName, str]] = []
-    fallback: tuple[RestoreSource, Candidate, Verdict] | None = None
-    for source in _sources(stage, holds, step, base is not None):
+    for source in _sources(stage, inventories, step, base is not None):
         notify(source.name)
-        candidate: Candidate | None = None
         try:
-            candidate = await _load_candidate(peer, source, holds, base)
-            verdict = await judge(peer, probes) if probes else None
-        except PeerError as error:
-            if candidate is not None:
-                raise  # a stage that the gate needs is gone, so the crew has ended
-            reason = str(error)
-        except (StateError, Unavailable, Refused, OSError) as error:
+            loaded = await _load(peer, source, inventories, base)
+        except (PeerError, StateError, Unavailable, Refused, OSError) as error:
             reason = str(error)
         except (RuntimeError, MemoryError) as error:
             if not is_device_error(error):
@@ -326,34 +278,20 @@ async def restore(
             reason = "out of memory" if is_oom(error) else f"device: {error}"
             free_memory()
         else:
-            if passes_gate(source, verdict, stage.settings):
-                stage.phase = "ready"
-                return RestoredStage(source, verdict, True, tuple(tried), candidate)
-            assert verdict is not None
-            reason = f"KL {verdict.kl:.3g}, NLL {verdict.nll_rise:+.3g} nats per token"
-            if fallback is None and verdict.finite:
-                fallback = source, candidate, verdict
+            stage.phase, stage.restored = "ready", loaded.state
+            return RestoredStage(source, tuple(tried), loaded)
         tried.append((source.name, reason))
-        stage.phase, stage.restored = "restoring", None
     reasons = "; ".join(f"{name}: {why}" for name, why in tried) or "no member has a checkpoint"
-    if fallback is None:
-        raise Refused(f"no source is left for this stage: {reasons}")
-    source, candidate, verdict = fallback
-    log.warning(
-        "no source passed the gate, using the first finite one", taken=source.name, reason=reasons
-    )
-    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
-    stage.phase, stage.restored = "ready", candidate.state
-    return RestoredStage(source, verdict, False, tuple(tried), candidate)
+    raise Refused(f"no source is left for this stage: {reasons}")
 
 
 def _sources(
-    stage: LocalStage, holds: Mapping[int, HoldsMessage], step: int, has_base: bool
+    stage: LocalStage, inventories: Mapping[int, InventoryMessage], step: int, has_base: bool
 ) -> list[RestoreSource]:
     """Return the sources of this stage, the best first."""
     checkpoints = [
         RestoreSource("neighbour", held.checkpoint, holder)
-        for holder, held in holds.items()
+        for holder, held in inventories.items()
         if held.checkpoint is not None
     ]
     if (own := stage.stored(stage.spec.index)) is not None:
@@ -370,7 +308,7 @@ def _sources(
         )
     )
     mode = stage.settings.mode
-    if mode != "copies" and not stage.settings.uses_checkpoints(stage.spec):
+    if mode != "checkpoints" and not stage.settings.uses_checkpoints(stage.spec):
         checkpoints = [
             *(checkpoint for checkpoint in checkpoints if checkpoint.current),
             RestoreSource(mode),
@@ -378,13 +316,13 @@ def _sources(
     return [*checkpoints, RestoreSource("base")] if has_base else checkpoints
 
 
-async def _load_candidate(
+async def _load(
     peer: StatePeer,
     source: RestoreSource,
-    holds: Mapping[int, HoldsMessage],
+    inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
-) -> Candidate:
-    """Load the stage from `source`, as the candidate.
+) -> LoadedStage:
+    """Load the stage from `source` into the runtime.
 
     Raises:
         PeerError: Another member is gone or sent an invalid body.
@@ -392,20 +330,19 @@ async def _load_candidate(
         Refused: A neighbour that is needed is lost too.
     """
     stage = peer.stage
-    candidate = await _read_candidate(peer, source, holds, base)
-    await peer.channel.compute(partial(load_weights, stage.runtime, candidate.state.weights))
-    stage.phase, stage.restored = "candidate", candidate.state
+    loaded = await _read(peer, source, inventories, base)
     if stage.runtime.embedding() is not None:
-        candidate = await _take_tied_embedding(peer, candidate, holds)
-    return candidate
+        loaded = await _take_tied_embedding(peer, loaded, inventories)
+    await peer.channel.compute(partial(load_weights, stage.runtime, loaded.state.weights))
+    return loaded
 
 
-async def _read_candidate(
+async def _read(
     peer: StatePeer,
     source: RestoreSource,
-    holds: Mapping[int, HoldsMessage],
+    inventories: Mapping[int, InventoryMessage],
     base: BaseWeights | None,
-) -> Candidate:
+) -> LoadedStage:
     stage, spec = peer.stage, peer.stage.spec
     if source.name in ("checkpoint", "neighbour"):
         if source.holder is None:
@@ -414,12 +351,12 @@ async def _read_candidate(
     if source.name == "base":
         assert base is not None
         return stage.warming_up(StageState(0, await peer.channel.compute(base)))
-    made = await _synthesise(peer, holds)
-    return Candidate(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
+    made = await _synthesise(peer, inventories)
+    return LoadedStage(StageState(0, made), LrScale(LEARNING_RATE_FACTOR))
 
 
 async def _synthesise(
-    peer: StatePeer, holds: Mapping[int, HoldsMessage]
+    peer: StatePeer, inventories: Mapping[int, InventoryMessage]
 ) -> dict[str, torch.Tensor]:
     """Return weights that are rebuilt from the neighbours.
 
@@ -429,11 +366,13 @@ async def _synthesise(
     """
     spec = peer.stage.spec
     for near in (spec.index - 1, spec.index + 1):
-        if 0 <= near < spec.stages and (near not in holds or holds[near].phase != "ready"):
+        if 0 <= near < spec.stages and (
+            near not in inventories or inventories[near].phase != "ready"
+        ):
             raise Refused(f"neighbour stage {near} is lost too")
     ends = None
     if end_names(spec):
-        holders = [(held.ends, near) for near, held in holds.items() if held.ends is not None]
+        holders = [(held.ends, near) for near, held in inventories.items() if held.ends is not None]
         if not holders:
             raise Refused("no member has stored this end's embedding or head")
         ends = (await peer.fetch.state(max(holders)[1], "ends", spec.index)).weights
@@ -448,17 +387,17 @@ async def _synthesise(
 
 
 async def _take_tied_embedding(
-    peer: StatePeer, candidate: Candidate, holds: Mapping[int, HoldsMessage]
-) -> Candidate:
-    """Return the candidate with the tied embedding and its moments of the other end.
+    peer: StatePeer, loaded: LoadedStage, inventories: Mapping[int, InventoryMessage]
+) -> LoadedStage:
+    """Return the loaded stage with the tied embedding and its moments of the other end.
 
     Both ends must have the same tied embedding. If both ends are lost, they use that of stage 0.
     """
-    stage, spec = peer.stage, peer.stage.spec
+    spec = peer.stage.spec
     other = spec.stages - 1 if spec.has_embedding else 0
-    if spec.has_embedding and (other not in holds or holds[other].phase != "ready"):
-        return candidate
-    theirs, state = await peer.fetch.state(other, "tied", other), candidate.state
+    if spec.has_embedding and (other not in inventories or inventories[other].phase != "ready"):
+        return loaded
+    theirs, state = await peer.fetch.state(other, "tied", other), loaded.state
     (name,) = theirs.weights
     merge = lambda mine, new: {**{n: t for n, t in mine.items() if n != name}, **new}
     state = replace(
@@ -468,28 +407,7 @@ async def _take_tied_embedding(
         second=merge(state.second, theirs.second),
         counts=merge(state.counts, theirs.counts),
     )
-    await peer.channel.compute(partial(load_weights, stage.runtime, state.weights))
-    stage.restored = state
-    return replace(candidate, state=state)
-
-
-async def _newest_probes(
-    peer: StatePeer, holds: Mapping[int, HoldsMessage], step: int
-) -> list[GateProbe]:
-    """Return the probes of the newest committed step: of the last stage if it has them, else of any
-    member."""
-    own, tail = peer.stage.spec.index, peer.stage.spec.stages - 1
-    found = {own: peer.stage.recorder.probes}
-    for holder, there in holds.items():
-        if there.probes is not None:
-            with contextlib.suppress(PeerError):
-                found[holder] = await peer.fetch.probes(holder)
-    committed = [
-        (max(probe.step for probe in known), holder == tail, -holder, known)
-        for holder, probes in found.items()
-        if (known := [probe for probe in probes if probe.step < step])
-    ]
-    return max(committed)[3] if committed else []
+    return replace(loaded, state=state)
 
 
 def base_stage_reader(directory: Path, spec: StageSpec) -> BaseWeights:
@@ -504,109 +422,7 @@ def base_adapter_reader(runtime: StageRuntime) -> BaseWeights:
     return lambda: untrained
 
 
-# The gate: the last committed micro-batches run again through all stages.
-#
-#     r = log π_new(token) − log π_old(token)     over tokens that were trained on
-#     KL(old ‖ new) ≈ mean(eʳ − 1 − r) ≥ 0        rise of the negative log-likelihood = − mean r
-#
-# π_old is the last stage's output before the step that trained on the micro-batch. Only
-# micro-batches of the newest step count, because training after an older one would look like
-# damage. The gate is needed because a damaged policy earns equal rewards for all answers, so
-# training cannot repair it.
-
-MIN_PROBES, MIN_PROBE_ROWS = 2, 2048
-"""The gate uses at least this many probes and rows, if they exist. r of a restored stage has a
-standard deviation of a few hundredths, so 2,048 rows estimate its mean square to about 10 %. More
-rows would take minutes over a home connection at 7 B."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of the gate, in nats per token. It is not finite if a log-probability was not."""
-
-    kl: float
-    """KL(before ‖ restored)."""
-    nll_rise: float
-    """Rise of the negative log-likelihood."""
-    tokens: int
-    """Number of tokens that were compared."""
-
-    @property
-    def finite(self) -> bool:
-        """True if both numbers are finite."""
-        return math.isfinite(self.kl) and math.isfinite(self.nll_rise)
-
-
-def passes_gate(source: RestoreSource, verdict: Verdict | None, settings: RecoverySettings) -> bool:
-    """Return True if the gate lets a stage from `source` train.
-
-    Without a probe every source passes. In the CheckFree modes, and for a current own checkpoint,
-    finite numbers are enough. Otherwise both bounds apply. They are multiplied by
-    `checkpoint_factor` for a checkpoint.
-    """
-    if verdict is None:
-        return True
-    if source.current or settings.mode != "copies":
-        return verdict.finite
-    room = settings.checkpoint_factor if source.name in ("checkpoint", "neighbour") else 1.0
-    return verdict.kl < room * settings.gate_kl and verdict.nll_rise < room * settings.gate_nll
-
-
-async def judge(peer: StatePeer, probes: Sequence[GateProbe]) -> Verdict:
-    """Run the newest probes through all stages and return the verdict.
-
-    Args:
-        probes: At least one probe.
-
-    Raises:
-        PeerError: A stage is gone, or is not restored in time.
-        RuntimeError, MemoryError: This node's device failed (`is_device_error`).
-    """
-    shifts = []
-    for probe in choose_probes(probes):
-        try:
-            shifts.append(await _shift(peer, probe))
-        except (Incompatible, ValueError):  # a log-probability or activation is not finite
-            return Verdict(math.inf, math.inf, 0)
-    return make_verdict(np.concatenate(shifts))
-
-
-def choose_probes(probes: Sequence[GateProbe]) -> list[GateProbe]:
-    """Return the last probes of the newest step, as many as the gate needs."""
-    newest, rows, chosen = max(probe.step for probe in probes), 0, list[GateProbe]()
-    for probe in reversed([probe for probe in probes if probe.step == newest]):
-        if len(chosen) < MIN_PROBES or rows < MIN_PROBE_ROWS:
-            chosen.append(probe)
-            rows += probe.rows
-    return chosen
-
-
-def make_verdict(shift: np.ndarray) -> Verdict:
-    """Return the verdict for `shift`, the (tokens,) values of r = log π_new − log π_old."""
-    shift = shift.astype(np.float64)
-    return Verdict(float(np.mean(np.expm1(shift) - shift)), float(-shift.mean()), len(shift))
-
-
-async def _shift(peer: StatePeer, probe: GateProbe) -> np.ndarray:
-    """Return the (tokens,) values of r = log π_new − log π_old for one probe.
-
-    Raises:
-        ValueError, Incompatible: A number of some stage is not finite.
-        PeerError: A stage is gone, or is not restored in time.
-    """
-    work, old = read_work(probe, peer.stage.limits), unpack_logprobs(probe.logprobs)
-    x = b""
-    for stage in range(peer.stage.spec.stages):
-        if stage == peer.stage.spec.index:
-            x = await peer.channel.compute(
-                partial(run_one, peer.stage.runtime, work, x, peer.stage.codec)
-            )
-        else:
-            x = await peer.fetch.run_at(stage, probe, len(old), x)
-    new = unpack_logprobs(x)
-    if not np.isfinite(new).all():
-        raise ValueError("a log-probability is not finite")
-    return new - old
+# A micro-batch through one stage, for the probe of an average (`trainer.AverageProbe`).
 
 
 def run_one(runtime: StageRuntime, work: MicroBatch, x: bytes, codec: ActivationCodec) -> bytes:
@@ -787,7 +603,6 @@ class StageRecovery:
         self._layouts: tuple[Layout, ...] = ()
         self._partial_bodies: dict[int, PartialBody] = {}
         self._recorder: Recorder | None = None
-        self._taken_anyway = 0
 
     def held_blocks(self) -> tuple[wire.HeldBlock, ...]:
         """Return the newest checkpoints on this node's disk, for its offer. Call it in a thread."""
@@ -803,8 +618,8 @@ class StageRecovery:
         return tuple(
             wire.HeldBlock(
                 lineage=bytes.fromhex(metadata.identity.lineage),
-                first=metadata.identity.block(metadata.stage)[0],
-                last=metadata.identity.block(metadata.stage)[1],
+                layers=metadata.identity.layers,
+                stage=metadata.stage,
                 step=metadata.step,
                 where="disk" if metadata.own else "neighbour",
             )
@@ -878,15 +693,14 @@ class StageRecovery:
 
     async def restore(
         self, stage: Stage, assignment: wire.StageAssignment, notify: ReportSource
-    ) -> tuple[str, float | None]:
-        """Restore `stage` and return (source, KL of the gate or None).
+    ) -> str:
+        """Restore `stage` and return the name of its source.
 
         Args:
             notify: Called with "loading" and the source that is tried next.
 
         Raises:
             Refused: No source can be used.
-            PeerError: A member that the gate needs is gone.
         """
         assert self.peer is not None
         restored = await restore(
@@ -897,17 +711,16 @@ class StageRecovery:
         )
         self._partial_bodies.pop(assignment.stage, None)
         restored.install(stage.worker)
-        self.outer = restored.candidate.outer
-        self._taken_anyway += not restored.passed
+        self.outer = restored.loaded.outer
         for source, why in restored.tried:
-            log.info("source refused", source=source, reason=why)
+            log.info("source failed", source=source, reason=why)
         log.info(
             "weights restored",
             source=restored.source.name,
             step=assignment.step,
             source_step=restored.source.step,
         )
-        return restored.source.name, None if restored.verdict is None else restored.verdict.kl
+        return restored.source.name
 
     def _base(self, stage: Stage) -> BaseWeights:
         """Return a reader of the base model's weights. Call it before the stage is restored."""
@@ -940,10 +753,7 @@ class StageRecovery:
 
     def refused(self) -> dict[str, int]:
         """Return counts of `wire.STATE_REFUSALS`."""
-        counts = Counter(self.peer.channel.refused if self.peer is not None else {})
-        if self._taken_anyway:
-            counts["gate"] = self._taken_anyway
-        return dict(counts)
+        return dict(self.peer.channel.refused) if self.peer is not None else {}
 
     def fault(self) -> tuple[int, str] | None:
         """Return the stage that sent garbage on a state stream, and the reason."""
@@ -1466,17 +1276,14 @@ def _opened(path: Path) -> Iterator[tuple[CheckpointMetadata, safe_open]]:
         raise StateError(f"{path} is damaged: {error}") from None
 
 
-# The recorder observes one worker. It stores the last committed micro-batches: as probes for the
-# gate, and as stage inputs for the probe of an average. Between two steps it makes checkpoints.
+# The recorder observes one worker. It stores the last committed micro-batches for the probe of an
+# average. Between two steps it makes checkpoints.
 
 
 @dataclass(frozen=True)
 class StageInput:
     """A committed micro-batch with the activations that this stage received."""
 
-    micro_batch: int
-    step: int
-    """Committed steps when it was computed."""
     rows: int
     about: bytes
     """Encoded `MicroBatch`."""
@@ -1515,10 +1322,7 @@ class Recorder(Observer):
     ) -> None:
         self.spec = spec
         self.settings = settings
-        self.probes: list[GateProbe] = []
-        """Probes of the last steps, oldest first. The last stage records them, and its ring
-        neighbours fetch them."""
-        self.inputs: deque[StageInput] = deque(maxlen=settings.probes)
+        self.inputs: deque[StageInput] = deque(maxlen=settings.inputs)
         self.ends: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
         """With `checkfree+`: end stage → (step, its embedding, or norm and head)."""
         self.shared: SharedCheckpoint | None = None
@@ -1533,35 +1337,24 @@ class Recorder(Observer):
         self._outer = outer
         self._every = checkpoint_interval(layouts)
         self._announced = 0
-        self._pending: dict[int, tuple[bytes, bytes]] = {}
-        """Description and body of the last micro-batches of the present step."""
-        self._logprobs: dict[int, bytes] = {}
+        self._pending: deque[StageInput] = deque(maxlen=settings.inputs)
+        """Last micro-batches of the present step."""
         self._routes = Routes(spec.stages, settings.mode == "checkfree+")
 
     def received(self, micro_batch: int, about: bytes, body: bytes) -> None:
         if self._routes.route(micro_batch) != self._routes.route(0):
             return
-        self._pending[micro_batch] = about, body
-        # a step may have a thousand micro-batches; only the last ones are stored
-        size = lambda: sum(len(body) for _, body in self._pending.values())
-        while len(self._pending) > self.settings.probes or (
-            len(self._pending) > 1 and size() > self.settings.input_bytes
-        ):
-            oldest = next(iter(self._pending))
-            del self._pending[oldest]
-            self._logprobs.pop(oldest, None)
-
-    def learnt(self, micro_batch: int, logprobs: torch.Tensor) -> None:
-        if micro_batch in self._pending:
-            self._logprobs[micro_batch] = pack_logprobs(logprobs.numpy())
+        rows = strict.decode(about, MicroBatch).rows
+        self._append(self._pending, StageInput(rows, about, body))
 
     def dropped(self) -> None:
         self._pending.clear()
-        self._logprobs.clear()
 
     def committed(self, worker: StageWorker) -> None:
         self.policy_copy = None
-        self._remember(worker.participant.step - 1)
+        for new in self._pending:
+            self._append(self.inputs, new)
+        self.dropped()
         if self._store is not None:
             self._checkpoint(worker, self._store)
         if self.settings.mode == "checkfree+" and (self.spec.has_embedding or self.spec.has_head):
@@ -1577,19 +1370,11 @@ class Recorder(Observer):
             self.sharing.announce("checkpoint", self.shared.step)
         if self.spec.index in self.ends:
             self.sharing.announce("ends", self.ends[self.spec.index][0])
-        if self.spec.has_head and self.probes:
-            self.sharing.announce("probes", self.probes[-1].step)
 
-    def _remember(self, step: int) -> None:
-        for number, (about, body) in sorted(self._pending.items()):
-            rows = strict.decode(about, MicroBatch).rows
-            if number in self._logprobs:
-                self.probes.append(GateProbe(number, step, rows, about, self._logprobs[number]))
-            self.inputs.append(StageInput(number, step, rows, about, body))
-        self.dropped()
-        del self.probes[: -self.settings.probes]
-        while sum(len(edge.body) for edge in self.inputs) > self.settings.input_bytes:
-            self.inputs.popleft()
+    def _append(self, inputs: deque[StageInput], new: StageInput) -> None:
+        inputs.append(new)
+        while sum(len(one.body) for one in inputs) > self.settings.input_bytes:
+            inputs.popleft()
 
     def _checkpoint(self, worker: StageWorker, store: CheckpointStore) -> None:
         """Make a checkpoint if the stage is to be written or shared after this step."""
@@ -1637,8 +1422,8 @@ class Recorder(Observer):
                 self._write(worker, metadata, self._store)
 
 
-def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
-    """Decode and check the micro-batch of a probe or stage input.
+def read_work(item: StageInput, limits: FrameLimits) -> MicroBatch:
+    """Decode and check the micro-batch of a stage input.
 
     Raises:
         BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
@@ -1648,7 +1433,7 @@ def read_work(item: GateProbe | StageInput, limits: FrameLimits) -> MicroBatch:
 
 # The local stage, for the exchange below.
 
-StatePart = Literal["checkpoint", "layers", "ends", "tied"]
+StateBody = Literal["checkpoint", "layers", "ends", "tied"]
 """Bodies that are the state of a stage or of a part of it. checkpoint: all trained tensors. layers:
 the layers. ends: the embedding, or norm and head. tied: the tied embedding with its moments."""
 
@@ -1708,7 +1493,7 @@ class LocalStage:
         one."""
         return None if self.store is None else self.store.metadata(stage)
 
-    def read_checkpoint(self) -> Candidate:
+    def read_checkpoint(self) -> LoadedStage:
         """Read the checkpoint of the own stage.
 
         Raises:
@@ -1730,17 +1515,17 @@ class LocalStage:
         }
         if not all(bool(torch.isfinite(tensor).all()) for tensor in outer.values()):
             raise StateError("the state of averaging in the own checkpoint is not finite")
-        return Candidate(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
+        return LoadedStage(state, metadata.lr_scale, outer, found.extra_tensors.get("rng"))
 
-    def warming_up(self, state: StageState) -> Candidate:
-        """Return a candidate. Its learning rate warms up if its optimizer is new."""
-        return Candidate(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
+    def warming_up(self, state: StageState) -> LoadedStage:
+        """Return a loaded stage. Its learning rate warms up if its optimizer is new."""
+        return LoadedStage(state, LrScale(warmup=0 if state.counts else self.settings.warmup_steps))
 
     def spec_of(self, stage: int) -> StageSpec:
         """Return a spec that shows which end `stage` is. It has no layers."""
         return StageSpec(stage, self.spec.stages, 0, 0, self.spec.tied)
 
-    def shape(self, what: StatePart, of: int) -> tuple[Layout, StateForm]:
+    def shape(self, what: StateBody, of: int) -> tuple[Layout, StateForm]:
         """Return the tensors and the form of a body of stage `of`.
 
         A tied embedding has the name that it has at this end, also if the other end sent it.
@@ -1762,37 +1547,18 @@ class LocalStage:
         Raises:
             BadMessage: The reason is `size` or `schema`.
         """
-        least = 0
         match have.what:
-            case "probes":
-                tokens = self.limits.tokens
-                each = ABOUT_ITEM_BYTES * (tokens + 16) + 4 * tokens + 256
-                most = self.settings.probes * each + 16
             case "copy":
                 layout = copied_layout(self.spec_of(of), self.layouts[of])
                 most = copy_bytes(layout, adapter=self.base is None)
                 least = most if self.base is None else 0
+                if not least <= have.size <= most:
+                    raise BadMessage("size", f"{have.size} bytes of a copy, at most {most}")
+                return have.size
             case "output":
                 raise BadMessage("schema", "an output that is part of a stage")
             case what:
                 return state_bytes(*self.shape(what, of))
-        if not least <= have.size <= most:
-            raise BadMessage("size", f"{have.size} bytes of {have.what}, at most {most}")
-        return have.size
-
-    def read_probes(self, body: bytearray) -> list[GateProbe]:
-        """Decode and check probes.
-
-        Raises:
-            BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
-        """
-        probes: list[GateProbe] = strict.decode(bytes(body), list[GateProbe])
-        if not 1 <= len(probes) <= self.settings.probes:
-            raise BadMessage("bounds", f"{len(probes)} probes")
-        for probe in probes:
-            tokens = sum(read_work(probe, self.limits).completion_lengths)
-            read_f32("logprobs", probe.logprobs, tokens)
-        return probes
 
     async def policy_copy(self, compute: WorkRunner) -> tuple[int, bytes]:
         """Return (step, weights encoded for a policy copy). They are encoded once per step.
@@ -1829,9 +1595,6 @@ class LocalStage:
 
 SERVED_AT_ONCE: Final = 5
 """Most requests of one peer that are served at a time."""
-SERVED_PER_STEP: Final = 64
-"""Most bodies of one kind that are sent to one peer between two steps. A stage that is restored
-needs a few."""
 MAX_BAD_MESSAGES: Final = 16
 BACKGROUND_PAUSE: Final = (7.0, 30.0)
 """(factor, seconds): after each chunk of a checkpoint for a neighbour's disk, the sender pauses for
@@ -1886,9 +1649,9 @@ class StatePeer:
 
     def _received(self, stage: int, message: wire.AnyStateMessage, body: bytes) -> None:
         match message:
-            case wire.MadeMessage():
-                self.sharing.handle_made(stage, message)
-            case wire.KeptMessage():
+            case wire.AnnounceMessage():
+                self.sharing.handle_announcement(stage, message)
+            case wire.StoredMessage():
                 self.sharing.stored_steps[stage] = message.step
             case wire.AskMessage() | wire.WantMessage() | wire.RunMessage():
                 self._server.serve(stage, message, body)
@@ -1902,14 +1665,14 @@ class StateFetcher:
         self._channel = channel
         self._stage = stage
 
-    async def ask(self) -> dict[int, HoldsMessage]:
+    async def ask(self) -> dict[int, InventoryMessage]:
         """Return the answer of each other stage: which bodies of this stage it has stored. Stages
         that do not answer are missing.
 
         The query is repeated, for at most ASK_SECONDS, while a stage does not know yet whether it
         must be restored.
         """
-        found: dict[int, HoldsMessage] = {}
+        found: dict[int, InventoryMessage] = {}
 
         async def one(stage: int) -> None:
             with contextlib.suppress(PeerError):  # it counts as a stage that has stored nothing
@@ -1945,7 +1708,7 @@ class StateFetcher:
             partial_bodies.pop(of, None)
         return found
 
-    async def state(self, holder: int, what: StatePart, of: int) -> StageState:
+    async def state(self, holder: int, what: StateBody, of: int) -> StageState:
         """Return stage `of`, or a part of it, from the holder of stage `holder`. Wait while that
         stage is being restored."""
         have, body = await self._retry_while_loading(holder, lambda: self.body(holder, what, of))
@@ -1953,12 +1716,6 @@ class StateFetcher:
         decode = lambda: decode_state(as_tensor(body), layout, form, have.step, have.squared_norm)
         with self._channel.counting_bad_messages(holder):
             return await self._channel.compute(decode)
-
-    async def probes(self, holder: int) -> list[GateProbe]:
-        """Return the probes that `holder` has, oldest first."""
-        _, body = await self.body(holder, "probes", holder)
-        with self._channel.counting_bad_messages(holder):
-            return self._stage.read_probes(body)
 
     async def policy_copy(self, spec: StageSpec) -> tuple[int, int, CopyTensors]:
         """Return (bytes received, step, weights) of a stage, for a policy copy.
@@ -1980,9 +1737,7 @@ class StateFetcher:
             parts = await self._channel.compute(lambda: decode_copy(spec, body, layout, base))
         return came, step, parts
 
-    async def run_at(
-        self, stage: int, edge: GateProbe | StageInput, tokens: int, x: bytes
-    ) -> bytes:
+    async def run_at(self, stage: int, edge: StageInput, tokens: int, x: bytes) -> bytes:
         """Run one micro-batch through another stage, as `run_one` does. Wait while that stage is
         being restored.
 
@@ -2039,9 +1794,6 @@ class StateServer:
         self._channel = channel
         self._stage = stage
         self._serving: Counter[int] = Counter()
-        self._served: Counter[tuple[int, str]] = Counter()
-        """(stage, kind) → number of bodies sent since the last step."""
-        self._served_step = -1
 
     def serve(
         self, stage: int, message: wire.AskMessage | wire.WantMessage | wire.RunMessage, body: bytes
@@ -2064,7 +1816,7 @@ class StateServer:
         try:
             with self._channel.counting_failures(), self._channel.counting_bad_messages(stage):
                 if isinstance(message, wire.AskMessage):
-                    await self._channel.send(stage, self._holds(stage, message.request))
+                    await self._channel.send(stage, self._inventory(stage, message.request))
                     lack = None
                 else:
                     lack = await self._send_requested(stage, message, body)
@@ -2077,16 +1829,15 @@ class StateServer:
         if lack is not None:
             self._channel.post(stage, wire.LackMessage(self._channel.place, message.request, lack))
 
-    def _holds(self, stage: int, request: int) -> HoldsMessage:
+    def _inventory(self, stage: int, request: int) -> InventoryMessage:
         checkpoint, recorder = self._stage.stored(stage), self._stage.recorder
-        ends, probes = recorder.ends.get(stage), recorder.probes
-        return HoldsMessage(
+        ends = recorder.ends.get(stage)
+        return InventoryMessage(
             self._channel.place,
             request,
             self._stage.phase,
             checkpoint.step if checkpoint is not None else None,
             ends[0] if ends is not None else None,
-            probes[-1].step if probes else None,
         )
 
     async def _send_requested(
@@ -2101,14 +1852,11 @@ class StateServer:
         want = asked if isinstance(asked, wire.WantMessage) else None
         what: wire.BodyKind = "output" if want is None else want.what
         phase, own, channel = self._stage.phase, self._stage.spec.index, self._channel
-        runs = phase in ("candidate", "ready")
-        if (what in ("layers", "tied", "copy") and phase != "ready") or (want is None and not runs):
+        if what in ("layers", "tied", "copy", "output") and phase != "ready":
             return "loading"
         found = await self._find_body(stage, asked, body)
         if found is None:
             return "none"
-        if self._exceeds_quota(stage, what):
-            return "refused"
         data = memoryview(await channel.compute(found.read))
         root = await channel.compute(lambda: hash_body(data))
         have = HaveMessage(
@@ -2120,15 +1868,6 @@ class StateServer:
         to_keep = want is not None and (want.what, want.of) == ("checkpoint", own)
         await channel.send_body(stage, have, data, at, background=to_keep)
         return None
-
-    def _exceeds_quota(self, stage: int, what: str) -> bool:
-        if self._served_step != self._channel.step:
-            self._served.clear()
-            self._served_step = self._channel.step
-        self._served[stage, what] += 1
-        repeated = self._served[stage, what] > SERVED_PER_STEP
-        self._channel.refused["repeated"] += repeated
-        return repeated
 
     async def _find_body(
         self, stage: int, asked: wire.WantMessage | wire.RunMessage, body: bytes
@@ -2161,13 +1900,10 @@ class StateServer:
                 ends_step, tensors = recorder.ends[of]
                 state = StageState(ends_step, tensors)
                 return ServedBody(ends_step, lambda: encode_state(state, *local.shape("ends", of)))
-            case "probes" if recorder.probes:
-                probes = list(recorder.probes)
-                return ServedBody(probes[-1].step, lambda: strict.encode(probes))
             case "copy":
                 copy_step, copy = await local.policy_copy(self._channel.compute)
                 return ServedBody(copy_step, lambda: copy)
-            case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "copies":
+            case "layers" if abs(stage - spec.index) == 1 and local.settings.mode != "checkpoints":
                 norm = 0.0 if worker is None else worker.optimizer.squared_norm
                 return ServedBody(step, lambda: self._encode_now("layers"), norm)
             case "tied" if stage in (0, spec.stages - 1) and spec.shares_embedding:
@@ -2175,7 +1911,7 @@ class StateServer:
                     return ServedBody(step, lambda: self._encode_now("tied"))
         return None
 
-    def _encode_now(self, what: StatePart) -> bytearray:
+    def _encode_now(self, what: StateBody) -> bytearray:
         """Encode a part of this stage's present weights."""
         local = self._stage
         if local.worker is not None:
@@ -2187,7 +1923,7 @@ class StateServer:
 
 
 class CheckpointSharing:
-    """Exchange of checkpoints, ends and probes between members that store them for each other.
+    """Exchange of checkpoints and ends between members that store them for each other.
 
     A stage announces each new body. The members that store it fetch one body of each stage and kind
     at a time, and skip a body that is superseded meanwhile.
@@ -2199,7 +1935,7 @@ class CheckpointSharing:
         self._channel = channel
         self._stage = stage
         self._fetch = fetch
-        self._newest: dict[tuple[int, wire.SharedBody], wire.MadeMessage] = {}
+        self._newest: dict[tuple[int, wire.SharedBody], wire.AnnounceMessage] = {}
         """(stage, kind) of a running fetch → newest announcement."""
         self._memory_lock = trio.Lock()
         """Held while a checkpoint is fetched: memory may hold only one at a time."""
@@ -2207,7 +1943,7 @@ class CheckpointSharing:
     def announce(self, what: wire.SharedBody, step: int) -> None:
         """Announce a new body to all members."""
         for stage in self._channel.streams:
-            self._channel.post(stage, wire.MadeMessage(self._channel.place, 0, what, step))
+            self._channel.post(stage, wire.AnnounceMessage(self._channel.place, 0, what, step))
 
     def offer_checkpoint(self, step: int) -> None:
         """Announce this stage's checkpoint to a new crew. Make one if it is not recent enough."""
@@ -2229,33 +1965,31 @@ class CheckpointSharing:
             assert recorder.shared is not None
             self.announce("checkpoint", recorder.shared.step)
 
-    def handle_made(self, stage: int, made: wire.MadeMessage) -> None:
+    def handle_announcement(self, stage: int, new: wire.AnnounceMessage) -> None:
         """Start to fetch a new body of another member, if this member stores it."""
         own, stages = self._stage.spec.index, self._stage.spec.stages
-        if made.what == "checkpoint":
+        if new.what == "checkpoint":
             kept = stored_stages(own, stages, self._stage.settings)
             is_kept = self._stage.store is not None and stage in kept
-        elif made.what == "ends":
-            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
         else:
-            is_kept = stage == stages - 1 and stage in ring(own, stages)
+            is_kept = (stage, own) in ((0, 1), (stages - 1, stages - 2))
         if not is_kept:
             return
-        is_fetching = (stage, made.what) in self._newest
-        self._newest[stage, made.what] = made
+        is_fetching = (stage, new.what) in self._newest
+        self._newest[stage, new.what] = new
         if not is_fetching:
-            self._channel.spawn(partial(self._fetch_announced, stage, made.what))
+            self._channel.spawn(partial(self._fetch_announced, stage, new.what))
 
     async def _fetch_announced(self, stage: int, what: wire.SharedBody) -> None:
         """Fetch and store bodies of one kind until the newest announced one is stored."""
-        tried: wire.MadeMessage | None = None
-        while (made := self._newest[stage, what]) is not tried:
-            tried = made
+        tried: wire.AnnounceMessage | None = None
+        while (new := self._newest[stage, what]) is not tried:
+            tried = new
             try:
                 async with self._memory_lock if what == "checkpoint" else contextlib.nullcontext():
-                    step = await self._store_newest(stage, made)
+                    step = await self._store_newest(stage, new)
                 if what == "checkpoint":
-                    self._channel.post(stage, wire.KeptMessage(self._channel.place, 0, step))
+                    self._channel.post(stage, wire.StoredMessage(self._channel.place, 0, step))
             except PeerError:
                 pass  # the next body is announced again
             except OSError as error:
@@ -2263,12 +1997,12 @@ class CheckpointSharing:
                 self._channel.refused["failed"] += 1
         del self._newest[stage, what]
 
-    async def _store_newest(self, stage: int, made: wire.MadeMessage) -> int:
+    async def _store_newest(self, stage: int, new: wire.AnnounceMessage) -> int:
         """Fetch and store the announced body, or a newer one. Return its step."""
-        stored = self._stage.stored(stage) if made.what == "checkpoint" else None
-        if stored is not None and not stored.own and stored.step == made.step:
-            return made.step
-        have, body = await self._fetch.body(stage, made.what, stage)
+        stored = self._stage.stored(stage) if new.what == "checkpoint" else None
+        if stored is not None and not stored.own and stored.step == new.step:
+            return new.step
+        have, body = await self._fetch.body(stage, new.what, stage)
         with self._channel.counting_bad_messages(stage):
             await self._channel.compute(lambda: self._store(stage, have, body))
         return have.step
@@ -2281,9 +2015,7 @@ class CheckpointSharing:
             OSError: It cannot be written.
         """
         local, recorder = self._stage, self._stage.recorder
-        if have.what == "probes":
-            recorder.probes[:] = local.read_probes(body)
-        elif have.what == "ends":
+        if have.what == "ends":
             state = decode_state(as_tensor(body), *local.shape("ends", stage), have.step, 0.0)
             recorder.ends[stage] = have.step, dict(state.weights)
         else:
@@ -2375,7 +2107,7 @@ class StateChannel:
         self._nursery.start_soon(work)
         return True
 
-    async def ask(self, stage: int, seconds: float) -> HoldsMessage:
+    async def ask(self, stage: int, seconds: float) -> InventoryMessage:
         """Return the answer of `stage`: which bodies of this stage it has stored.
 
         Raises:
@@ -2384,7 +2116,7 @@ class StateChannel:
         with self.counting_bad_messages(stage), self._request(stage) as (number, answers):
             await self.send(stage, wire.AskMessage(self.place, number))
             answer, _ = await self._receive(stage, answers, seconds)
-            if not isinstance(answer, HoldsMessage):
+            if not isinstance(answer, InventoryMessage):
                 raise BadMessage("schema", f"{type(answer).__name__} as answer to AskMessage")
             return answer
 

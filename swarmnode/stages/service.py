@@ -5,19 +5,17 @@
     stream proxy   lost streams ───────────────────▶ │
     clock          ticks ──────────────────────────▶ ┘
 
-    ─▶ requests and answers to peers; assignment, pause, resume and end to the trainer; log notes
+    ─▶ requests and answers to peers; assignment, start and end to the trainer; log notes
 
-`StageService` is the entry point, `HangDetector` watches the trainer, and `StreamProxy` joins the
-trainers of a crew byte by byte. A malformed message lowers the sender's score and ends no task
-here.
+`StageService` is the entry point. `StreamProxy` joins the trainers of a crew byte by byte. A
+malformed message lowers the sender's score and ends no task here.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -67,17 +65,13 @@ RECOVERY_BOUNDS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0)
 """Upper bounds of `StagesStatistics.recoveries`, in seconds."""
 NOTE_WORDS: Final = {
     "struck": "peer struck",
-    "behind": "former member left behind",
-    "suspected": "member suspected",
-    "refuted": "member is no longer suspected",
     "broken": "crew ended",
     "refused": "no crew formed",
 }
 
 MESSAGE_WORDS: Final = {
     wire.StageAssignment: "assignment of a stage",
-    wire.CrewPause: "pause of its crew",
-    wire.CrewResume: "resumption of its crew",
+    wire.CrewStart: "start of its crew",
     wire.CrewEnd: "end of its crew",
 }
 
@@ -116,17 +110,11 @@ class StagesStatistics(msgspec.Struct, frozen=True):
     events: dict[str, int] = {}
     """Events of this node's crews, by `wire.NOTES`."""
     recoveries: Histogram | None = None
-    """Seconds from the pause or end of a crew to a running one."""
+    """Seconds from the end of a crew to a running one."""
     sources: dict[str, int] = {}
     """Restorations of this node's stages, by `wire.SOURCES`."""
     last_reason: str = ""
     """Reason for which the last crew ended or this node's stage failed."""
-    heartbeat_seconds: float | None = None
-    """Round trip of the last answered heartbeat."""
-    unanswered: dict[str, int] = {}
-    """Requests of this node without a valid answer in time, by message type."""
-    trainer_restarts: int = 0
-    """Number of restarts of this node's trainer because it had work and made no progress."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +123,6 @@ class NodeCallbacks:
 
     send_to_trainer: Callable[[wire.ToTrainer], bool]
     """Send a message to the trainer. Returns False if no trainer is connected."""
-    restart_trainer: Callable[[str], None]
-    """End the trainer's process for this reason. The supervisor starts it again."""
     paused: Callable[[], str] = lambda: ""
     """Return the reason why this node must not take part now (quiet hours, a month's bytes), or
     ""."""
@@ -184,7 +170,6 @@ class StageService:
             self.settings,
             rng or random.SystemRandom(),
             self._trusts,
-            lambda: self.proxy.line.bytes_per_second,
         )
         self._state = State(network.peer_id)
         self._nursery: trio.Nursery | None = None
@@ -198,15 +183,11 @@ class StageService:
         self._trainer_offer: wire.TrainerOffer | None = None
         self._status: wire.StageStatus | None = None
         self._restored_crew = b""
-        self._progress = HangDetector()
         # counts
         self._notes = Counter(dict.fromkeys(wire.NOTES, 0))
         self._recoveries = HistogramCounter(RECOVERY_BOUNDS)
         self._sources = Counter(dict.fromkeys(filter(None, wire.SOURCES), 0))
-        self._unanswered = Counter[str]()
         self._last_reason = ""
-        self._heartbeat_seconds: float | None = None
-        self._restarts = 0
 
     # ---- for the node ----------------------------------------------------------------------------
 
@@ -236,8 +217,7 @@ class StageService:
 
     @property
     def may_average(self) -> bool:
-        """True if this node's stage may be averaged with other crews: not while a member is
-        suspected. True without a crew."""
+        """True if this node's stage may be averaged with other crews, or if it has no crew."""
         return self._state.phase in (Phase.FREE, Phase.RUNNING)
 
     async def leave(self, reason: str) -> None:
@@ -266,9 +246,6 @@ class StageService:
             recoveries=self._recoveries.statistics(),
             sources=dict(self._sources),
             last_reason=self._last_reason,
-            heartbeat_seconds=self._heartbeat_seconds,
-            unanswered=dict(self._unanswered),
-            trainer_restarts=self._restarts,
         )
 
     def _trusts(self, peer: str) -> bool:
@@ -306,8 +283,6 @@ class StageService:
                     self._restored_crew = message.crew
                     known = message.source in wire.SOURCES
                     self._sources[message.source if known else "other"] += 1
-                if self._state.phase == Phase.RUNNING:
-                    self._progress.report(message.step, message.progress, message.load, _now())
         self._handle(message)
 
     def trainer_left(self) -> None:
@@ -353,9 +328,6 @@ class StageService:
             case wire.CrewEnd():
                 self.proxy.release()
                 self._status = None
-                self._progress.restart()
-            case wire.CrewPause():
-                self._progress.restart()
         if not self._node.send_to_trainer(message):
             log.warning(
                 "the trainer is not connected and did not get the %s; when it reconnects, it sends"
@@ -364,7 +336,7 @@ class StageService:
             )
 
     def _note(self, what: str, detail: str) -> None:
-        level = logging.WARNING if what in ("struck", "behind") else logging.INFO
+        level = logging.WARNING if what == "struck" else logging.INFO
         words = NOTE_WORDS.get(what, f"crew {what}")
         log.log(level, "%s%s", words, f": {detail}" if detail else "")
         self._notes[what] += 1
@@ -378,11 +350,6 @@ class StageService:
             self._pause_or_resume()
             heard = {peer: self._network.last_received(peer) for peer in self._kept_connections}
             self._handle(wire.ClockTick({peer: at for peer, at in heard.items() if at is not None}))
-            if self._state.phase == Phase.RUNNING and self._progress.stalled(_now()):
-                log.error("trainer has work and does none, restarting")
-                self._restarts += 1
-                self._progress.restart()
-                self._node.restart_trainer("work pending, no progress")
             await trio.sleep(self.settings.tick_seconds)
 
     def _pause_or_resume(self) -> None:
@@ -431,12 +398,7 @@ class StageService:
             log.info("invalid answer of %s: %s", peer, error)
         except PeerError as error:
             log.debug("%s: %s", peer, error)
-        seconds = _now() - began
-        if answer is None:
-            self._unanswered[str(message.__struct_config__.tag)] += 1
-        elif isinstance(message, wire.Heartbeat):
-            self._heartbeat_seconds = seconds
-        self._handle(wire.RequestFinished(peer, message, answer, seconds))
+        self._handle(wire.RequestFinished(peer, message, answer, _now() - began))
 
     async def _serve(self, peer: str, data: bytes) -> bytes:
         """Return the answer to a peer's request.
@@ -466,49 +428,10 @@ def _now() -> float:
         return 0.0
 
 
-# ---- a hanging trainer, and peers that are known from former crews -------------------------------
+# ---- peers that are known from former crews ------------------------------------------------------
 
-MAX_STEP_DURATIONS: Final = 100
-"""Most recent steps whose durations count."""
-MIN_STEP_DURATIONS: Final = 5
-"""Fewer steps do not show how fast a trainer is."""
-HANG_FACTOR: Final = 4.0
-"""A trainer with pending work hangs if it makes no progress for this multiple of its longest recent
-step."""
-HANG_SECONDS: Final = 15.0
-"""Shortest time without progress that counts as a hang, because a device or disk may stall."""
 MAX_PARTNERS: Final = 256
 """Most peers in `partners.json`."""
-
-
-class HangDetector:
-    """Detects a trainer that has pending work and makes no progress."""
-
-    def __init__(self) -> None:
-        self._durations: deque[float] = deque(maxlen=MAX_STEP_DURATIONS)
-        self._step: tuple[int, float] | None = None
-        self._progress: tuple[int, float] | None = None
-
-    def restart(self) -> None:
-        """Ignore the time until now: the trainer was paused or had no crew."""
-        self._step = self._progress = None
-
-    def report(self, step: int, progress: int, load: int, now: float) -> None:
-        """Record a status of the trainer: see `wire.StageStatus`."""
-        if self._step is None or step < self._step[0]:
-            self._step = (step, now)
-        elif step > self._step[0]:
-            self._durations.append((now - self._step[1]) / (step - self._step[0]))
-            self._step = (step, now)
-        if self._progress is None or progress != self._progress[0] or load == 0:
-            self._progress = (progress, now)
-
-    def stalled(self, now: float) -> bool:
-        """Return True if the trainer hangs."""
-        if self._progress is None or len(self._durations) < MIN_STEP_DURATIONS:
-            return False
-        longest = HANG_FACTOR * max(self._durations)
-        return now - self._progress[1] > max(HANG_SECONDS, longest)
 
 
 class _PartnerFile:
@@ -603,7 +526,6 @@ class StreamProxy:
         rejected: Callable[[str, str], None] = lambda peer, reason: None,
     ) -> None:
         self.path = socket_file(data_dir)
-        self.line = Uplink()
         self._streams, self._report, self._allows, self._rejected = streams, lost, allows, rejected
         self._crew: StreamPeers | None = None
         self._pipes: dict[PipeKey, _Pipe] = {}
@@ -809,10 +731,8 @@ class StreamProxy:
             try:
                 while data := await unix.receive_some(READ_BYTES):
                     await self._wait_for_budget("serve")
-                    began = trio.current_time()
                     await stream.send(data)
                     self._sent[kind] += len(data)
-                    self.line.sent(len(data), trio.current_time() - began, trio.current_time())
                 ends.append("trainer")
             except PeerError:
                 ends.append("peer")
@@ -849,39 +769,3 @@ class StreamProxy:
         while not self._allows(choice):
             await trio.sleep(BUDGET_SECONDS)
             self._throttled_seconds += BUDGET_SECONDS
-
-
-WINDOW_SECONDS: Final = 1.0
-BUSY_SHARE: Final = 0.5
-"""A window counts if sends waited for at least this share of it: only then was the uplink full."""
-MAX_WINDOWS: Final = 32
-MIN_BYTES_PER_SECOND: Final = 64 * 1024.0
-"""Lowest estimate of an uplink's speed."""
-
-
-class Uplink:
-    """Measured speed of this node's uplink: the upper quartile of the last windows in which the
-    uplink was full. The quartile ignores windows in which a buffer filled or a member read
-    slowly."""
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=MAX_WINDOWS)
-        self._since: float | None = None
-        self._bytes, self._waited = 0, 0.0
-
-    @property
-    def bytes_per_second(self) -> float:
-        """Estimated bytes per second; infinite if the uplink was never full."""
-        rates = sorted(self._rates)
-        return max(MIN_BYTES_PER_SECOND, rates[len(rates) * 3 // 4]) if rates else math.inf
-
-    def sent(self, count: int, seconds: float, now: float) -> None:
-        """Record that sending `count` bytes took `seconds` and ended at `now`."""
-        if self._since is None:
-            self._since = now - seconds
-        self._bytes, self._waited = self._bytes + count, self._waited + seconds
-        elapsed = now - self._since
-        if elapsed >= WINDOW_SECONDS:
-            if self._waited >= BUSY_SHARE * elapsed:
-                self._rates.append(self._bytes / elapsed)
-            self._since, self._bytes, self._waited = None, 0, 0.0

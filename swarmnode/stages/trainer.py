@@ -34,7 +34,6 @@ import msgspec
 import structlog
 import torch
 import trio
-from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 
 from swarmnode.averaging.averaged import AveragedTensors
@@ -58,7 +57,6 @@ from swarmnode.errors import (
     PeerTimeout,
     Refused,
     SwarmNodeError,
-    Unavailable,
 )
 from swarmnode.files import socket_address
 from swarmnode.link.client import Link
@@ -78,7 +76,7 @@ from swarmnode.policy.device import (
 )
 from swarmnode.policy.engine.lockstep import Lockstep
 from swarmnode.policy.engine.protocol import Generation
-from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash, weight_files
+from swarmnode.policy.fingerprint import fingerprint, tokenizer_hash
 from swarmnode.policy.footprint import (
     ITEM_BYTES,
     LOGITS_COPIES,
@@ -115,14 +113,13 @@ from swarmnode.stages.model import (
     load_stage,
 )
 from swarmnode.stages.pipeline import (
-    CannotScore,
     Head,
     Links,
     Observer,
     StageWorker,
     Wave,
     WorkerSettings,
-    gradient_codec,
+    WorkRefused,
 )
 from swarmnode.stages.policy_copy import MemberSampler, PolicyCopy
 from swarmnode.stages.recovery import (
@@ -130,7 +127,6 @@ from swarmnode.stages.recovery import (
     StageInput,
     StageRecovery,
     StatePeer,
-    TrainingKind,
     check_paper,
     read_work,
     recovery_settings,
@@ -146,6 +142,7 @@ from swarmnode.stages.wire import (
     FrameLimits,
     HeldBlock,
     ModelCost,
+    PartCost,
     Place,
     SocketOpen,
     StageAssignment,
@@ -153,10 +150,8 @@ from swarmnode.stages.wire import (
     StageStatus,
     StreamKind,
     TrainerOffer,
-    activation_bytes,
     close_streams,
     is_device_error,
-    model_cost,
     stage_memory,
     stage_specs,
 )
@@ -462,7 +457,7 @@ class CrewTrainer:
         if averaging is None:
             return
         starts = isinstance(message, local.TakeSnapshot | local.WriteState)
-        # a paused stage starts no exchange, but finishes one that has started
+        # a stage of a crew that does not run yet starts no exchange
         if isinstance(message, local.AdoptState) or (
             self._runner.active and (self._runner.may_average or not starts)
         ):
@@ -528,8 +523,7 @@ async def connect_all(assignment: StageAssignment, kind: StreamKind) -> dict[int
 # This node's stage in one crew after another: a trio program in a thread of its own.
 #
 #     StageAssignment   the previous session ends, and `run_stage` starts
-#     CrewResume        all stages are active: the head may start
-#     CrewPause         no work starts, and received frames wait
+#     CrewStart         all stages are active: the head may start
 #     CrewEnd           the session ends; weights and optimizer stay in memory
 #
 # Other threads read its state through `wait`, and run the head's calls through `call_head`.
@@ -549,14 +543,10 @@ class StageSession:
     """Cause of the stage's failure."""
     faulted: bool = False
     """True after a fault was reported: the crew ends soon."""
-    resumed: bool = False
-    """True if all stages are active and the crew is not paused."""
-    suspended: bool = False
-    """True while the crew is paused."""
+    started: bool = False
+    """True if all stages are active."""
     source_seconds: float | None = None
     """Seconds from the assignment until the stage had its weights."""
-    gate_kl: float | None = None
-    """KL divergence that the gate measured, in nats per token."""
     since: float = field(default_factory=time.monotonic)
     """Start of the session."""
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
@@ -656,7 +646,7 @@ class StageRunner:
                 session.source = "memory" if assignment.step else ""
             else:
                 if assignment.step:
-                    session.source, session.gate_kl = await self._recovery.restore(
+                    session.source = await self._recovery.restore(
                         stage, assignment, partial(self._update, session)
                     )
                 self._on_ready(stage)
@@ -673,7 +663,6 @@ class StageRunner:
             try:
                 # work
                 worker = stage.begin(assignment, streams)
-                worker.links.inbox.pause(session.suspended)
                 self._recovery.attach(assignment, worker)
                 self._update(session, "active", session.source)
                 await worker.run()
@@ -809,9 +798,9 @@ class StageRunner:
 
     @property
     def may_average(self) -> bool:
-        """True if this stage is active and its crew is not paused."""
+        """True if all stages of this node's crew are active."""
         session = self._session
-        return session is not None and session.active and session.resumed
+        return session is not None and session.active and session.started
 
     def status(self) -> StageStatus | None:
         """Return the status of the stage; None without a crew."""
@@ -827,7 +816,6 @@ class StageRunner:
             progress=self._recovery.progress(),
             source=session.source,
             source_seconds=session.source_seconds,
-            gate_kl=session.gate_kl,
             reason=session.reason,
             load=int(session.phase == "loading"),
             state_refused=self._recovery.refused(),
@@ -875,25 +863,17 @@ class StageRunner:
                 )
                 self._session = StageSession(message)
                 nursery.start_soon(self.run_stage, self._session)
-            case wire.CrewPause() if session is not None:
-                log.info("suspended", reason=message.reason)
-                self._suspend(session, True)
-            case wire.CrewResume() if (
+            case wire.CrewStart() if (
                 session is not None and message.crew == session.assignment.crew
             ):
-                log.info("resumed")
-                self._suspend(session, False)
+                log.info("all stages are active")
+                session.started = True
             case wire.CrewEnd():
                 log.info("released", reason=message.reason)
                 await self._end_session()
                 self._session = None
                 await trio.to_thread.run_sync(self._offer, self.stage)
         self._send_status()
-
-    def _suspend(self, session: StageSession, suspended: bool) -> None:
-        session.resumed, session.suspended = not suspended, suspended
-        if self.stage is not None and session.active:
-            self.stage.worker.links.inbox.pause(suspended)
 
     async def _end_session(self) -> None:
         """End all tasks of the present session. Weights and optimizer stay."""
@@ -904,7 +884,7 @@ class StageRunner:
     async def _report_status(self) -> None:
         """Send a status each second. Report to the supervisor if the stage made progress or has no
         work."""
-        shown = -1
+        shown = steps = -1
         while True:
             await trio.sleep(STATUS_SECONDS)
             self._send_status()
@@ -915,6 +895,9 @@ class StageRunner:
                 self._progress("waiting for a crew")
             elif status.phase == "loading":
                 self._progress("loading a stage")
+            elif status.step != steps and self.stage is not None:
+                steps = status.step
+                self._progress(f"stage {status.stage}", self.stage.meter.step_seconds or None)
             elif status.load == 0 or status.progress != shown:
                 self._progress(f"stage {status.stage}")
             shown = status.progress if status is not None else -1
@@ -1027,6 +1010,8 @@ class CrewPolicy:
         self._recommended = False
         self._members: tuple[str, ...] = ()
         self._batcher = self._new_batcher()
+        self._wave_tokens: int | None = None
+        """Most padded tokens of a wave with the present members; None for the crew's limit."""
         self._owner = f"{model.text.fingerprint.hex()}/lora{model.policy.lora.r}/head"
 
     @property
@@ -1044,6 +1029,7 @@ class CrewPolicy:
         members = self._runner.members()
         if members and members != self._members:
             self._members, self._batcher = members, self._new_batcher()
+            self._wave_tokens = None
         return self._batcher
 
     def statistics(self) -> EngineStatistics:
@@ -1066,7 +1052,7 @@ class CrewPolicy:
         """Sample from the policy copy if it is recent enough, else through the stages.
 
         Raises:
-            DeviceError: a question and its answer exceed a wave.
+            DeviceError: a question and its answer exceed a wave, or a stage's device.
             EngineGone, PeerTimeout: there is no crew, see `_head`.
         """
         policy_copy, stage = self._policy_copy, self._runner.stage
@@ -1104,9 +1090,26 @@ class CrewPolicy:
         while waves is None:
             draw = random.Random(seed)  # a repeated call draws the same tokens
             work = lambda head, draw=draw: head.generate(
-                encoded, s.num_generations, s.max_tokens, s.temperature, s.top_p, ends, draw
+                encoded,
+                s.num_generations,
+                s.max_tokens,
+                s.temperature,
+                s.top_p,
+                ends,
+                draw,
+                self._wave_tokens,
             )
-            waves = self._call(self._head(), work)
+            try:
+                waves = self._call(self._head(), work)
+            except WorkRefused as error:
+                if not error.divisible:
+                    raise DeviceError(
+                        f"an answer of {s.max_tokens} tokens is too large for a stage's device, set"
+                        f" training.max_completion_length lower: {error}"
+                    ) from None
+                most = self._wave_tokens or self._model.limits().tokens
+                self._wave_tokens = max(longest + s.max_tokens, most // 2)
+                log.warning("a stage refused a wave, halving waves", tokens=self._wave_tokens)
         tokens = max(len(ids) for wave in waves for ids in wave.ids)
         self._recommend_copy((time.monotonic() - began) / tokens)
         size, samples = s.num_generations, [c for wave in waves for c in self._completions(wave)]
@@ -1155,7 +1158,7 @@ class CrewPolicy:
             work = lambda head, tokens=tokens: head.score(pairs, temperature, tokens)
             try:
                 scored = self._call(head, work, largest)
-            except CannotScore as error:
+            except WorkRefused as error:
                 if not error.divisible:
                     raise DeviceError(
                         f"a row of {max(lengths)} tokens is too large for a stage's device, set"
@@ -1269,14 +1272,14 @@ class CrewPolicy:
             largest: Padded tokens of the largest micro-batch. After a timeout they are reduced.
 
         Raises:
-            CannotScore: a stage's device cannot compute the micro-batch.
+            WorkRefused: a stage's device cannot compute a micro-batch or wave.
             EngineGone: the crew's thread has ended.
         """
         try:
             return self._runner.call_head(head, work)
         except PeerError as error:
             log.warning("call to the crew failed", error=str(error))
-            if isinstance(error, CannotScore) and error.device:
+            if isinstance(error, WorkRefused) and error.device:
                 raise
             if isinstance(error, PeerTimeout) and largest:
                 self._memory.shrink(largest)
@@ -1409,6 +1412,8 @@ class StageMeter(Observer):
         """Share of the last step's time without a computation."""
         self.tokens_per_second: float | None = None
         """Tokens that were run forward in the last step ÷ its time."""
+        self.step_seconds = 0.0
+        """Duration of the last step."""
         self._busy = 0.0
         self._since = time.monotonic()
         self._tokens = 0
@@ -1424,7 +1429,7 @@ class StageMeter(Observer):
 
     def committed(self, worker: StageWorker) -> None:
         now, tokens = time.monotonic(), worker.runtime.tokens
-        elapsed = max(now - self._since, 1e-9)
+        elapsed = self.step_seconds = max(now - self._since, 1e-9)
         self.waited_share = max(0.0, 1.0 - self._busy / elapsed)
         self.tokens_per_second = (tokens - self._tokens) / elapsed
         self._busy, self._since, self._tokens = 0.0, now, tokens
@@ -1499,10 +1504,8 @@ class Stage:
         if self.step == 0 or self.source is None:
             return None
         own = self.source in ("", "memory", "checkpoint") or self.step > self._first_step
-        spec = self.runtime.spec
-        return HeldBlock(
-            self.lineage, spec.first, spec.last, self.step, "memory" if own else "neighbour"
-        )
+        where: wire.BlockLocation = "memory" if own else "neighbour"
+        return HeldBlock(self.lineage, self.layers, self.index, self.step, where)
 
     def begin(
         self, assignment: StageAssignment, streams: dict[int, trio.abc.Stream]
@@ -1512,7 +1515,7 @@ class Stage:
         self.worker = self._make_worker(assignment, streams)
         for parameter in self.runtime.parameters():
             parameter.grad = None
-        self.runtime.sessions.clear()
+        self.runtime.caches.clear()
         return self.worker
 
     def _make_worker(
@@ -1522,11 +1525,7 @@ class Stage:
         links = Links(self.index, streams, self._limits)
         fence = Fence(place, len(assignment.layers))
         common = (self.runtime, links, fence, self._settings, self.meter, self.optimizer)
-        worker = (
-            Head(*common, seconds=HEAD_SECONDS, step_seconds=assignment.step_seconds)
-            if self.index == 0
-            else StageWorker(*common)
-        )
+        worker = Head(*common, seconds=HEAD_SECONDS) if self.index == 0 else StageWorker(*common)
         worker.observers = self.observers
         return worker
 
@@ -1625,7 +1624,7 @@ class StageAveraging(Replica, Observer):
         now = time.monotonic()
         seconds, self._since = now - self._since, now
         self._parts.counters.step, self.probe.step_seconds = worker.participant.step, seconds
-        if self._may_average():  # not after the last step before a pause
+        if self._may_average():
             self.between_steps(self._connected(), seconds, stepped=True)
             self.keep()  # only the head sees rewards
 
@@ -1671,8 +1670,6 @@ def averaged_parameters(stage: Stage) -> dict[str, torch.nn.Parameter]:
 # The stage works with its own weights until the verdict arrives. Without a verdict the average is
 # rejected.
 
-PROBE_MICRO_BATCHES = 4
-"""A probe has at most this many micro-batches, the newest ones."""
 VERDICT_SECONDS = (120.0, 3.0)
 """(a, b): the deadline of a verdict is a + b × the duration of a step, in seconds. A partner waits
 for six minutes and eight steps (`weights/exchange.py`)."""
@@ -1711,7 +1708,7 @@ class AverageProbe:
         peer, token = self._peer, self._token
         if peer is None or token is None:
             return False
-        known = _newest_inputs(peer)
+        known = list(peer.stage.recorder.inputs)
         rewarded = sum(len(_completions(peer, edge, better=True)) for edge in known) >= LEAST_PROBE
         judged, count = list[tuple[StageInput, list[int]]](), 0
         for edge in reversed(known):
@@ -1772,11 +1769,6 @@ async def _judge(
         log.info("probe of an average failed, rejecting the average", error=str(error))
     finally:
         answer(losses)
-
-
-def _newest_inputs(peer: StatePeer) -> list[StageInput]:
-    """Return the newest committed micro-batches with their activations at this stage."""
-    return list(peer.stage.recorder.inputs)[-PROBE_MICRO_BATCHES:]
 
 
 def _completions(peer: StatePeer, edge: StageInput, better: bool) -> list[int]:
@@ -1846,8 +1838,6 @@ ASSUMED_WAVES = 4
 """Assumed number of waves in flight, which is at most the number of stages."""
 PROMPT_TOKENS = 64
 """Assumed length of a question, for the size of the caches."""
-CROSSINGS_OF_AN_UPDATE = 4
-"""Crossings of all stages in an update: there and back, for scores and for gradients."""
 SPEED_MATRIX_SIZE = 512
 """Side of the matrices that measure a machine's speed."""
 SPEED_SECONDS = 0.1
@@ -1863,7 +1853,7 @@ class CrewTerms:
     other terms form no crew."""
 
     codec: ActivationCodec
-    recovery: Literal["copies", "checkfree", "checkfree+"]
+    recovery: Literal["checkpoints", "checkfree", "checkfree+"]
     lora: LoraSettings
     frozen_a: bool
     """True if all adapters have the same frozen A, see `averaging.lora.shares_a`."""
@@ -1909,9 +1899,6 @@ class CrewModel:
     text: PolicyText
     placement: Placement
     trainer_offer: TrainerOffer
-    pretrained: bool
-    """True if the base model was trained. A stage of an untrained base model is of no use to a crew
-    that has taken steps."""
     policy: PolicyConfig
     terms: CrewTerms
 
@@ -1931,9 +1918,8 @@ class CrewModel:
     def settings(self) -> WorkerSettings:
         """Return the settings of a stage's worker."""
         terms = self.terms
-        factor = 1.0 if terms.recovery == "copies" else LEARNING_RATE_FACTOR
+        factor = 1.0 if terms.recovery == "checkpoints" else LEARNING_RATE_FACTOR
         return WorkerSettings(
-            base=self.text.fingerprint,
             codec=terms.codec,
             swapped=terms.recovery == "checkfree+",
             learning_rate=terms.learning_rate * factor,
@@ -1987,9 +1973,7 @@ def open_model(
     with local_directory(cfg, fits=False) as directory:
         hf = offline(cfg, lambda: AutoConfig.from_pretrained(directory, trust_remote_code=False))
         check_split(hf)
-        pretrained = not is_untrained(directory)
-        run = TrainingKind(pretrained=pretrained, adapter=terms.lora.r > 0)
-        check_paper(terms.recovery, config.stages.stages, run)
+        check_paper(terms.recovery, config.stages.stages, adapter=terms.lora.r > 0)
         tokenizer = offline(
             cfg, lambda: AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         )
@@ -2023,24 +2007,7 @@ def open_model(
             f"{cfg.model} in stages: at most {trainer_offer.capacity.memory / 2**30:.2f} GiB here;"
             f" {placement.reason}"
         )
-        yield CrewModel(directory, hf, text, placement, trainer_offer, pretrained, cfg, terms)
-
-
-def is_untrained(directory: Path) -> bool:
-    """Return True if the weights are as initialised: every norm's scale is exactly one.
-
-    Raises:
-        Unavailable: a file is damaged.
-    """
-    try:
-        for file in weight_files(directory):
-            with safe_open(file, framework="pt") as tensors:
-                norms = [name for name in tensors.keys() if name.endswith("norm.weight")]  # noqa: SIM118
-                if not all(bool((tensors.get_tensor(name) == 1).all()) for name in norms):
-                    return False
-    except SafetensorError as error:
-        raise Unavailable(f"{directory} is damaged: {error}") from None
-    return True
+        yield CrewModel(directory, hf, text, placement, trainer_offer, cfg, terms)
 
 
 def check_trainable(
@@ -2187,10 +2154,8 @@ def host_bytes_per_weight(weights: WeightsConfig) -> int:
 def copy_memory(config: Config, hf: PretrainedConfig) -> float:
     """Return the bytes of an int8 policy copy, with its adapter and caches."""
     parameters, edges = count_parameters(hf)
-    tokens = cached_tokens(config.training)
-    caches = model_cost(hf, batch_tokens=1, cached_tokens=tokens, weight_bytes=0, trained_bytes=0)
-    adapter = 4.0 * config.policy.lora.r * edges
-    return parameters + adapter + sum(layer.memory for layer in caches.layers)
+    caches = Shape.of_config(hf.to_dict()).cache_bytes * cached_tokens(config.training)
+    return parameters + 4.0 * config.policy.lora.r * edges + caches
 
 
 def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) -> ModelCost:
@@ -2198,40 +2163,32 @@ def estimate_cost(config: Config, hf: PretrainedConfig, placement: Placement) ->
 
     Activations are those of the smallest micro-batch, the longest row alone, because the head
     halves larger ones that do not fit. A layer stores its input and is recomputed in the backward
-    pass, see `StageRuntime`. The bytes between two stages are those of a full micro-batch.
+    pass, see `StageRuntime`.
     """
     cfg, rank, kind = config.training, config.policy.lora.r, placement.device.type
-    shape, tokens = Shape.of_config(hf.to_dict()), min(cfg.per_device_train_tokens, MAX_TOKENS)
+    shape = Shape.of_config(hf.to_dict())
     beside = host_bytes_per_weight(config.weights) if kind == "cpu" else 0
-    cost = model_cost(
-        hf,
-        batch_tokens=tokens,
-        cached_tokens=cached_tokens(cfg),
-        weight_bytes=placement.dtype.itemsize if rank else 4,
-        trained_bytes=0 if rank else TRAINED_BYTES - 4 + beside,
-    )
+    per_weight = placement.dtype.itemsize if rank else TRAINED_BYTES + beside
     method = Method(kind, str(placement.dtype).removeprefix("torch."), rank, checkpointing=True)
     longest = PROMPT_TOKENS + cfg.max_completion_length
     state = 4.0 * shape.hidden * longest  # hidden states from one stage to the next
     gradients = ITEM_BYTES[method.dtype] * (2 * shape.hidden + 3 * shape.intermediate)
-    layer = (layer_bytes(shape, method) + gradients) * longest
+    compute = (layer_bytes(shape, method) + gradients) * longest
+    cache = shape.cache_bytes / shape.layers * cached_tokens(cfg)
+    table = shape.vocabulary * shape.hidden
     # the gradient of a trained embedding or head exists twice while it is added
-    table = 0.0 if rank else 4.0 * shape.vocabulary * shape.hidden
+    copy = 0.0 if rank else 4.0 * table
     at_once = min(longest, logits_tokens(shape.vocabulary, kind))
-    head = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once + table
+    logits = 4.0 * shape.vocabulary * LOGITS_COPIES * at_once
+    layer = PartCost(
+        shape.layer_parameters * per_weight + cache + state, float(shape.layer_parameters)
+    )
     # embedding and head are not computed at the same time as a layer
-    more = lambda part, size: replace(part, memory=part.memory + max(0.0, size))
-    batches = max(1.0, sampled_tokens(cfg) / tokens)
-    codecs = (config.stages.codec, gradient_codec(config.stages.codec))
-    return replace(
-        cost,
-        stage=layer + ASSUMED_WAVES * state,
-        embedding=more(cost.embedding, table - layer),
-        layers=tuple(more(part, state) for part in cost.layers),
-        head=more(cost.head, head - layer),
-        batch_bytes=float(sum(activation_bytes(codec, tokens, shape.hidden) for codec in codecs)),
-        batches=batches,
-        crossings=(cfg.max_completion_length + CROSSINGS_OF_AN_UPDATE) / batches,
+    return ModelCost(
+        embedding=PartCost(table * per_weight + max(0.0, copy - compute), 0.0),
+        layers=(layer,) * shape.layers,
+        head=PartCost(table * per_weight + max(0.0, logits + copy - compute), float(table)),
+        stage=compute + ASSUMED_WAVES * state,
     )
 
 
@@ -2240,15 +2197,10 @@ def smallest_stage(cost: ModelCost) -> float:
     return HEADROOM * (cost.stage + cost.layers[0].memory)
 
 
-def sampled_tokens(cfg: TrainingConfig) -> int:
-    """Return the assumed number of tokens in a step's samples."""
-    rows = cfg.groups_per_step * cfg.num_generations
-    return rows * (PROMPT_TOKENS + cfg.max_completion_length)
-
-
 def cached_tokens(cfg: TrainingConfig) -> int:
     """Return the number of tokens in the caches of a step's samples."""
-    return min(sampled_tokens(cfg), ASSUMED_WAVES * MAX_TOKENS)
+    rows = cfg.groups_per_step * cfg.num_generations
+    return min(rows * (PROMPT_TOKENS + cfg.max_completion_length), ASSUMED_WAVES * MAX_TOKENS)
 
 
 def measure_speed(placement: Placement) -> float:

@@ -79,8 +79,6 @@ HEADER_BYTES: Final = caps.STAGE_HEADER_BYTES
 CHUNK_BYTES: Final = 1024 * 1024
 """Most bytes that are written to a stream at a time."""
 CREW_BYTES: Final = caps.CREW_PREFIX_BYTES
-SESSION_BYTES: Final = caps.WAVE_BYTES
-FINGERPRINT_BYTES: Final = caps.FINGERPRINT_BYTES
 MAX_MICRO_BATCHES: Final = caps.MICRO_BATCHES
 MAX_STAGES: Final = caps.STAGES
 ABOUT_ITEM_BYTES: Final = caps.STAGE_ABOUT_ITEM_BYTES
@@ -88,10 +86,10 @@ INT8_BLOCK: Final = caps.STAGE_ACTIVATION_BLOCK
 
 ActivationCodec = Literal["float32", "bfloat16", "int8"]
 Purpose = Literal["learn", "score"]
-RefusalReason = Literal["device", "not_finite", "session"]
+RefusalReason = Literal["device", "not_finite"]
 """Reason of a stage that refuses a piece of work that its neighbour sent correctly. `device`: its
 own device cannot compute it, for example because memory runs out. `not_finite`: its own result is
-not finite. `session`: it does not have the wave's cache."""
+not finite."""
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -158,8 +156,8 @@ class ScoresFrame(FrameHeader, frozen=True, tag="scores"):
 class PrefillFrame(FrameHeader, frozen=True, tag="prefill"):
     """Stage i → i + 1: start a wave. Body: `WaveDescription` ‖ activations."""
 
-    session: bytes
-    fingerprint: bytes
+    wave: int
+    """Number that the head assigned, as for micro-batches."""
     codec: ActivationCodec
     rows: int
     about: int
@@ -169,8 +167,7 @@ class DecodeFrame(FrameHeader, frozen=True, tag="decode"):
     """Stage i → i + 1: run one more token of each completion. Body: numbers of the completions in
     the wave, u32 each ‖ activations."""
 
-    session: bytes
-    fingerprint: bytes
+    wave: int
     codec: ActivationCodec
     rows: int
 
@@ -179,27 +176,21 @@ class TokensFrame(FrameHeader, frozen=True, tag="tokens"):
     """Last stage → head. Body: a token id for each unfinished completion, u32 ‖ their
     log-probabilities, float32."""
 
-    session: bytes
+    wave: int
     rows: int
 
 
 class DropFrame(FrameHeader, frozen=True, tag="drop"):
     """Head → all: a wave has ended, its caches can be dropped."""
 
-    session: bytes
-
-
-class LostFrame(FrameHeader, frozen=True, tag="lost"):
-    """Any stage → head: it refuses this wave. The head restarts the wave from token ids."""
-
-    session: bytes
-    reason: RefusalReason
+    wave: int
 
 
 class FailedFrame(FrameHeader, frozen=True, tag="failed"):
-    """Any stage → head: it refuses this micro-batch."""
+    """Any stage → head: it refuses this micro-batch or wave."""
 
-    micro_batch: int
+    number: int
+    """Number of the micro-batch or wave."""
     reason: RefusalReason
 
 
@@ -234,8 +225,6 @@ class CommitFrame(FrameHeader, frozen=True, tag="commit"):
     """Head → all, once every stage has acknowledged: take the step."""
 
     attempt: int
-    norm: float
-    """Norm of the whole policy's gradient before clipping."""
     clip: float
     """Factor for all gradients, at most 1."""
     learning_rate: float
@@ -262,7 +251,6 @@ ComputeFrame = (
     | DecodeFrame
     | TokensFrame
     | DropFrame
-    | LostFrame
     | FailedFrame
 )
 ControlFrame = (
@@ -280,7 +268,7 @@ class FrameLimits(msgspec.Struct, frozen=True):
     """Number of token ids."""
     tokens: int
     """Most padded tokens of a micro-batch or of a wave's prompts."""
-    sessions: int = caps.STAGE_WAITING
+    waves: int = caps.STAGE_WAITING
     """Most waves in flight."""
 
 
@@ -324,16 +312,6 @@ def body_bytes(frame: Frame, limits: FrameLimits) -> int:
             return 0
 
 
-def policy_fingerprint(base: bytes, place: Place, codec: ActivationCodec) -> bytes:
-    """Return the fingerprint, 32 bytes, of the policy that a crew holds at a step.
-
-    Args:
-        base: Fingerprint of the base model, 32 bytes.
-    """
-    parts = base + place.crew + place.step.to_bytes(8, "big") + codec.encode()
-    return hashlib.blake2b(parts, digest_size=FINGERPRINT_BYTES).digest()
-
-
 async def read_frame(stream: headed.Reader, limits: FrameLimits) -> tuple[Frame, bytes] | None:
     """Return the next frame and its body; None at the end of the stream.
 
@@ -361,12 +339,11 @@ async def _read_message(
     return message, await headed.read_exactly(stream, length(message)) or b""
 
 
-_HEADER_LENGTHS: Final = {"session": SESSION_BYTES, "fingerprint": FINGERPRINT_BYTES}
 _ANY: Final = (-math.inf, math.inf)
 _NOT_NEGATIVE: Final = (0.0, math.inf)
 _HEADER_RANGES: Final = {
-    **dict.fromkeys(("micro_batch", "attempt"), ANY_COUNTER),
-    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends", "probes"), ANY_COUNTER),
+    **dict.fromkeys(("micro_batch", "wave", "number", "attempt"), ANY_COUNTER),
+    **dict.fromkeys(("request", "step", "size", "at", "checkpoint", "ends"), ANY_COUNTER),
     "length": (1, CHUNK_BYTES),
     "of": (0, MAX_STAGES - 1),
     "loss": _ANY,
@@ -376,7 +353,6 @@ _HEADER_RANGES: Final = {
     "weights": _NOT_NEGATIVE,
     "squares": _NOT_NEGATIVE,
     "squared_norm": _NOT_NEGATIVE,
-    "norm": _NOT_NEGATIVE,
     "clip": (0.0, 1.0),
     "learning_rate": _NOT_NEGATIVE,
 }
@@ -394,7 +370,7 @@ def _check_header(header: Frame | AnyStateMessage, limits: FrameLimits) -> None:
     check_counter("step", header.place.step)
     about = ABOUT_ITEM_BYTES * (limits.tokens + 16)
     ranges = {"rows": (1, limits.tokens), "about": (1, about), **_HEADER_RANGES}
-    check_fields(header, _HEADER_LENGTHS, ranges)
+    check_fields(header, {}, ranges)
 
 
 # Step commit. Every message arrives once and in order: streams are reliable, and a lost stream ends
@@ -587,15 +563,10 @@ def backward_hop(route: Route, sender: int, stage: int) -> int | None:
 # The layers, embedding, norm and head of each stage, and their tensor names in the whole model.
 
 
-class ModelShape(Protocol):
+class ModelConfig(Protocol):
     """Fields that are read from a model's transformers configuration."""
 
     num_hidden_layers: int
-    hidden_size: int
-    intermediate_size: int
-    vocab_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
     tie_word_embeddings: bool
 
 
@@ -672,7 +643,7 @@ class StageSpec:
         return name
 
 
-def stage_specs(config: ModelShape, layers: Sequence[int]) -> tuple[StageSpec, ...]:
+def stage_specs(config: ModelConfig, layers: Sequence[int]) -> tuple[StageSpec, ...]:
     """Return the stages of a model; stage i has `layers[i]` layers.
 
     `model.check_split` checks that the model can be split.
@@ -747,30 +718,26 @@ class MicroBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WaveDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Description of a wave of completions.
-
-    It has Q prompts, each with `num_generations` completions. When the head restarts a wave, a
-    prompt is a question with one completion so far, and `num_generations` is 1.
-    """
+    """Description of a wave: Q prompts, each with `num_generations` completions. Completion i
+    belongs to prompt i // num_generations."""
 
     lengths: tuple[int, ...]
     """(Q,) lengths of the prompts in tokens."""
     ids: bytes
     """u32 token ids, prompt after prompt."""
     num_generations: int
-    names: tuple[int, ...]
-    """(Q · num_generations,) rising numbers of the completions in the wave."""
-    total: int
-    """Number of completions at the first start of the wave."""
-    position: int
-    """Tokens that each completion already has."""
     max_tokens: int
     """Most tokens of a completion."""
     temperature: float
     """0 is greedy."""
     top_p: float
     seed: int
-    """A token is drawn by (seed, position, completion), so a restarted wave draws the same."""
+    """A token is drawn by (seed, position, completion)."""
+
+    @property
+    def total(self) -> int:
+        """Number of completions."""
+        return len(self.lengths) * self.num_generations
 
 
 def read_micro_batch(data: bytes, rows: int, limits: FrameLimits, purpose: str) -> MicroBatch:
@@ -818,30 +785,23 @@ def read_wave(data: bytes, rows: int, limits: FrameLimits) -> WaveDescription:
     Raises:
         BadMessage: The reason is `malformed`, `schema`, `bounds`, `shape` or `not_finite`.
     """
-    q: WaveDescription = strict.decode(data, WaveDescription)
-    _check_lengths(q.lengths, limits)
-    count = len(q.lengths) * q.num_generations
+    wave: WaveDescription = strict.decode(data, WaveDescription)
+    _check_lengths(wave.lengths, limits)
     if (
-        not 1 <= q.num_generations <= limits.tokens
-        or not 0 <= q.position < q.max_tokens <= limits.tokens
-        or not 0 <= q.seed <= COUNTER
+        not 1 <= wave.num_generations <= limits.tokens
+        or not 1 <= wave.max_tokens <= limits.tokens
+        or not 0 <= wave.seed <= COUNTER
     ):
         raise BadMessage("bounds", "a wave's numbers")
-    if (
-        not count <= q.total <= limits.tokens
-        or q.total * (max(q.lengths) + q.max_tokens - q.position) > limits.tokens
-    ):
+    if wave.total * (max(wave.lengths) + wave.max_tokens) > limits.tokens:
         raise BadMessage("bounds", "a wave's tokens")
-    check_rising("names", q.names, count, count)
-    if q.names[0] < 0 or q.names[-1] >= q.total:
-        raise BadMessage("bounds", "names")
-    if sum(q.lengths) != rows:
-        raise BadMessage("shape", f"{rows} rows for {sum(q.lengths)} tokens")
-    _check_ids(q.ids, rows, limits)
-    if q.temperature != 0:
-        check_positive("temperature", q.temperature)
-    check_positive("top_p", q.top_p, 1)
-    return q
+    if sum(wave.lengths) != rows:
+        raise BadMessage("shape", f"{rows} rows for {sum(wave.lengths)} tokens")
+    _check_ids(wave.ids, rows, limits)
+    if wave.temperature != 0:
+        check_positive("temperature", wave.temperature)
+    check_positive("top_p", wave.top_p, 1)
+    return wave
 
 
 def read_tokens(body: bytes, rows: int, limits: FrameLimits) -> tuple[list[int], list[float]]:
@@ -998,7 +958,7 @@ class PartCost:
     memory: float
     """Bytes of weights, gradients, optimizer, activations, and the cache of the waves in flight."""
     work: float
-    """Work of a micro-batch, forward and backward, in the unit of `Capacity.speed` × seconds."""
+    """Number of weights that each token is multiplied with."""
 
 
 @dataclass(frozen=True)
@@ -1009,15 +969,8 @@ class ModelCost:
     layers: tuple[PartCost, ...]
     head: PartCost
     """Norm and head; with tied embeddings it holds the embedding a second time."""
-    batch_bytes: float = 0.0
-    """Bytes of activations and gradients that a stage sends for one micro-batch."""
     stage: float = 0.0
     """Further bytes that every stage needs, for the layer that is being computed."""
-    batches: float = 1.0
-    """Number of micro-batches of a step."""
-    crossings: float = 0.0
-    """Number of round trips through all stages for which the stages wait, per micro-batch: one for
-    each sampled token, and those that fill and drain the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -1027,9 +980,7 @@ class Capacity:
     memory: float
     """Bytes for a stage."""
     speed: float
-    """Work per second, > 0."""
-    hop_seconds: float = 0.0
-    """Seconds to send one micro-batch's activations, measured by the network process."""
+    """Floating-point operations per second, > 0. Only ratios count."""
 
 
 def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
@@ -1038,65 +989,17 @@ def stage_memory(model: ModelCost, layers: Sequence[int], stage: int) -> float:
     Args:
         layers: Number of layers of each stage.
     """
-    return model.stage + sum(part.memory for part in stage_parts(model, layers, stage))
-
-
-def stage_parts(model: ModelCost, layers: Sequence[int], stage: int) -> list[PartCost]:
-    """Return the costs of the parts of the model in `stage`.
-
-    Args:
-        layers: Number of layers of each stage.
-    """
     start = sum(layers[:stage])
     ends = [model.embedding] * (stage == 0) + [model.head] * (stage == len(layers) - 1)
-    return [*model.layers[start : start + layers[stage]], *ends]
-
-
-def model_cost(
-    config: ModelShape,
-    *,
-    batch_tokens: int,
-    cached_tokens: int,
-    weight_bytes: int = 4,
-    trained_bytes: int = 12,
-) -> ModelCost:
-    """Estimate the costs of a model from its configuration. Work is in floating-point operations.
-
-    Forward, recomputed forward and backward are 8 operations per weight and token.
-
-    Args:
-        batch_tokens: Tokens of a micro-batch.
-        cached_tokens: Tokens in the caches of all waves together, with 2 bytes per key and value.
-        weight_bytes: Bytes of a weight.
-        trained_bytes: Bytes of gradient and optimizer per weight; 0 for a frozen base.
-    """
-    width, head = (
-        config.hidden_size,
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-    )
-    keys = config.num_key_value_heads * head
-    layer = (
-        2 * width * config.num_attention_heads * head
-        + 2 * width * keys
-        + 3 * width * config.intermediate_size
-        + 2 * width
-    )
-    vocabulary = config.vocab_size * width
-    each = weight_bytes + trained_bytes
-    layers = PartCost(layer * each + 2 * 2 * keys * cached_tokens, 8.0 * layer * batch_tokens)
-    return ModelCost(
-        embedding=PartCost(vocabulary * each, 0.0),
-        layers=(layers,) * config.num_hidden_layers,
-        head=PartCost(vocabulary * each, 8.0 * vocabulary * batch_tokens),
-    )
+    parts = [*model.layers[start : start + layers[stage]], *ends]
+    return model.stage + sum(part.memory for part in parts)
 
 
 # The crew record: immutable. Its hash is the crew's id.
 #
 #     lineage      32 random bytes, drawn when training leaves the base; later crews keep them
 #     step         (lineage, number): steps that were committed since the base
-#     held block   layers first … last − 1 of (lineage, step), in a node's memory or on its disk;
-#                  protocol/04 calls it a copy
+#     held block   the layers of one stage of (lineage, step), in a node's memory or on its disk
 
 HASH_BYTES: Final = 32
 NONCE_BYTES: Final = 8
@@ -1138,19 +1041,14 @@ class CrewRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HeldBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A block of layers, at one step of a lineage, that a node has in memory or on disk."""
+    """A stage's block of layers, at one step of a lineage, that a node has in memory or on disk."""
 
     lineage: bytes
-    first: int
-    last: int
-    """Layer after the block's last one."""
+    layers: tuple[int, ...]
+    """Number of layers of each stage of the crew that trained it."""
+    stage: int
     step: int
     where: BlockLocation
-
-    @property
-    def layers(self) -> tuple[int, int]:
-        """(first, last)."""
-        return self.first, self.last
 
 
 def crew_id(record: CrewRecord) -> bytes:
@@ -1169,8 +1067,7 @@ def member_peers(record: CrewRecord) -> tuple[str, ...]:
 #     TrainerOffer   free memory and blocks held     ─▶ offered to peers
 #                    build and restore the stage     ◀─ StageAssignment  a crew has formed
 #     StageStatus    loading, active, failed         ─▶ heartbeats
-#                    drop work in progress, wait     ◀─ CrewPause        a member is suspected
-#                    start or continue               ◀─ CrewResume       all stages are active
+#                    start work                      ◀─ CrewStart        all stages are active
 #     StageFault     this crew cannot continue       ─▶ the crew ends; strike for the stage's holder
 #                    stop; weights stay in memory    ◀─ CrewEnd          the crew has ended
 #
@@ -1222,8 +1119,6 @@ class StageStatus(msgspec.Struct, frozen=True, tag="stages_status"):
     """Steps by which the policy copy that this node samples from is behind its crew."""
     copy_bytes: int | None = None
     """Bytes received for the last refresh of the policy copy."""
-    gate_kl: float | None = None
-    """KL divergence that the gate measured after the last recovery, in nats per token."""
     bubble_share: float | None = None
     """Share of the last step in which this stage waited."""
     tokens_per_second: float | None = None
@@ -1262,18 +1157,10 @@ class StageAssignment(msgspec.Struct, frozen=True, tag="stages_assigned"):
     """Number of committed steps that the crew continues from; 0 is the base model."""
     socket: str
     """Path of the Unix socket for streams to the other stages."""
-    step_seconds: float = 300.0
-    """Deadline of a step."""
 
 
-class CrewPause(msgspec.Struct, frozen=True, tag="stages_suspended"):
-    """Order to start no new work. Weights, optimizer and streams stay."""
-
-    reason: str
-
-
-class CrewResume(msgspec.Struct, frozen=True, tag="stages_resumed"):
-    """Order to start or to continue: all stages are active."""
+class CrewStart(msgspec.Struct, frozen=True, tag="stages_started"):
+    """Order to start work: all stages are active."""
 
     crew: bytes
 
@@ -1285,7 +1172,7 @@ class CrewEnd(msgspec.Struct, frozen=True, tag="stages_released"):
 
 
 FromTrainer = TrainerOffer | StageStatus | StageFault
-ToTrainer = StageAssignment | CrewPause | CrewResume | CrewEnd
+ToTrainer = StageAssignment | CrewStart | CrewEnd
 
 
 # Crew messages between network processes:
@@ -1337,10 +1224,8 @@ class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="offer"
     memory: float
     """Bytes for a stage. 0 withdraws the offer: the sender is in a crew, or has no trainer."""
     speed: float
-    """Work per second, as in `Capacity`."""
-    hop_seconds: float
-    """Seconds to send one micro-batch's activations to another node."""
-    held_blocks: tuple[HeldBlock, ...] = msgspec.field(default=(), name="copies")
+    """As in `Capacity`."""
+    held_blocks: tuple[HeldBlock, ...] = ()
 
 
 class ProposeRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="propose"):
@@ -1425,9 +1310,7 @@ _MESSAGE_LENGTHS: Final = {
 }
 _MESSAGE_RANGES: Final = {
     **dict.fromkeys(("step", "progress", "load"), ANY_COUNTER),
-    **dict.fromkeys(("memory", "speed", "hop_seconds"), (0.0, MAX_AMOUNT)),
-    "first": (0, MAX_LAYERS - 1),
-    "last": (1, MAX_LAYERS),
+    **dict.fromkeys(("memory", "speed"), (0.0, MAX_AMOUNT)),
 }
 
 
@@ -1440,11 +1323,13 @@ def check_message(message: CrewMessage) -> None:
     check_fields(message, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
     match message:
         case Offer():
-            check_between("copies", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
+            check_between("held_blocks", len(message.held_blocks), 0, MAX_HELD_BLOCKS)
             for held in message.held_blocks:
                 check_fields(held, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
-                if held.first >= held.last:
-                    raise BadMessage("bounds", "a block of no layers")
+                check_between("layers", len(held.layers), 1, MAX_MEMBERS)
+                check_between("stage", held.stage, 0, len(held.layers) - 1)
+                for count in held.layers:
+                    check_between("layers", count, 1, MAX_LAYERS)
         case ProposeRequest():
             record = message.record
             check_fields(record, _MESSAGE_LENGTHS, _MESSAGE_RANGES)
@@ -1473,7 +1358,8 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     """A node that has taken steps starts from the base after this time without a crew
     (`stages.wait_seconds`)."""
     stages: int = 0
-    """Number of stages of a crew that starts from the base; 0 for the fastest plan."""
+    """Number of stages of a crew that starts from the base; 0 for the fewest that hold the
+    model."""
     tick_seconds: float = 0.5
     """Interval between ClockTick events."""
     heartbeat_seconds: float = 1.0
@@ -1481,8 +1367,8 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     offer_seconds: float = 10.0
     """Interval between equal offers to a peer. An offer expires after three times this."""
     gather_seconds: float = 3.0
-    """A crew that starts from the base is proposed this time after the last new offer, and at most
-    three times this after it became possible."""
+    """A crew that starts from the base is proposed this time after it became possible, because
+    more nodes may be starting."""
     turn_seconds: float = 3.0
     """The member of rank r proposes after r times this."""
     exact_seconds: float = 12.0
@@ -1490,16 +1376,13 @@ class MembershipSettings(msgspec.Struct, frozen=True):
     may be restarting."""
     join_seconds: float = 6.0
     """Deadline for the first heartbeat of every member of a crew that forms."""
-    suspect_seconds: float = 6.0
-    """The crew pauses when a member is silent for this time."""
     gone_seconds: float = 13.0
     """The crew ends when a member is silent for this time."""
-    prepare_seconds: float = 300.0
-    """A stage that is being restored must make progress within this time."""
-    restore_bytes_per_second: float = 1e6
-    """The whole restoration of a stage may take `prepare_seconds` + its memory ÷ this rate."""
-    step_seconds: float = 120.0
-    """Shortest deadline of a step."""
+    progress_seconds: float = 300.0
+    """The crew ends when a member that restores its stage or has pending work makes no progress for
+    this time."""
+    step_seconds: float = 7200.0
+    """The crew ends when it has taken no step for this time, restoration included."""
     strike_seconds: float = 10.0
     """Plans exclude a peer with n strikes for this time × 2^n, at most an hour."""
     most_peers: int = 64
@@ -1603,16 +1486,11 @@ NOTES = (
     "proposed",
     "formed",
     "running",
-    "paused",
-    "suspected",
-    "refuted",
     "broken",
     "refused",
     "struck",
-    "behind",
 )
-"""`refuted`: a false suspicion. `broken`: the end of a crew. `refused`: a proposal failed.
-`struck`: a peer got a strike. `behind`: a former member is not in the next crew."""
+"""`broken`: the end of a crew. `refused`: a proposal failed. `struck`: a peer got a strike."""
 
 Action = SendAnswer | SendRequest | ToTrainer | Note
 """Stage streams belong to the crew of the last StageAssignment, and end with CrewEnd. The service
@@ -1735,11 +1613,11 @@ async def read_open(unix: trio.SocketStream) -> SocketOpen | None:
 #
 #     u32be header length ‖ header (canonical msgpack, tagged by `type`) ‖ body of a Chunk or a Run
 #
-#     Ask ──▶ Holds                    what the receiver has for the sender's stage
+#     Ask ──▶ Inventory                bodies that the receiver has for the sender's stage
 #     Want ──▶ Have, Chunk … | Lack    a body of a stage, from a given byte on
 #     Run ──▶ Have, Chunk … | Lack     activations in, activations or log-probabilities out
-#     Made ──▶                         the sender has a new checkpoint. A member that stores it
-#                                      answers with Want, and sends Kept when it is on disk
+#     Announce ──▶                     the sender has a new checkpoint. A member that stores it
+#                                      answers with Want, and sends Stored when it is on disk
 #
 # A body arrives only on request. Its length follows from the model or has a cap, and a different
 # `size` is refused before allocation. A chunk has at most 1 MiB. A body is used only after its hash
@@ -1757,22 +1635,20 @@ STATE_REASONS: Final = (
     "truncated",
 )
 """Every reason with which a state stream's messages and bodies raise BadMessage."""
-STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed", "repeated", "gate")
-"""STATE_REASONS, and four more. `busy`: a member sent too many requests at a time. `failed`: this
-node's disk or device failed at a request. `repeated`: a member requested one body too often.
-`gate`: this node's stage was restored from a source that failed the gate, because no source
-passed."""
+STATE_REFUSALS: Final = (*STATE_REASONS, "busy", "failed")
+"""STATE_REASONS, and two more. `busy`: a member sent too many requests at a time. `failed`: this
+node's disk or device failed at a request."""
 ROOT_BYTES: Final = 32
 StateForm = Literal["exact", "small", "plain"]
 """exact: float32 weights with AdamW's moments and counts. small: bfloat16 weights. plain: float32
 weights."""
-StatePhase = Literal["starting", "restoring", "candidate", "ready"]
-"""starting: it is not known yet whether the stage has weights. restoring: it has none. candidate:
-the gate judges its weights, and it runs micro-batches with them. ready: it has its weights."""
-BodyKind = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy", "output"]
-SharedBody = Literal["checkpoint", "ends", "probes"]
+StatePhase = Literal["starting", "restoring", "ready"]
+"""starting: it is not known yet whether the stage has weights. restoring: it has none. ready: it
+has its weights."""
+BodyKind = Literal["checkpoint", "layers", "tied", "ends", "copy", "output"]
+SharedBody = Literal["checkpoint", "ends"]
 """Bodies of a stage that other members store."""
-RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "probes", "copy"]
+RequestedBody = Literal["checkpoint", "layers", "tied", "ends", "copy"]
 LackReason = Literal["none", "loading", "refused", "busy", "failed"]
 
 
@@ -1781,14 +1657,14 @@ class StateMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
 
     place: Place
     request: int
-    """Number that the requester chose; answers repeat it. 0 in MadeMessage and KeptMessage."""
+    """Number that the requester chose; answers repeat it. 0 in messages without an answer."""
 
 
 class AskMessage(StateMessage, frozen=True, tag="ask"):
     """Query for the bodies that the receiver has for the sender's stage."""
 
 
-class HoldsMessage(StateMessage, frozen=True, tag="holds"):
+class InventoryMessage(StateMessage, frozen=True, tag="inventory"):
     """Answer to AskMessage. A field is None if the sender has no such body."""
 
     phase: StatePhase
@@ -1797,8 +1673,6 @@ class HoldsMessage(StateMessage, frozen=True, tag="holds"):
     """Committed steps in the stored checkpoint of the asking stage."""
     ends: int | None
     """Committed steps in the stored embedding, or norm and head, of the asking stage."""
-    probes: int | None
-    """Committed steps when the newest probe was computed."""
 
 
 class WantMessage(StateMessage, frozen=True, tag="want"):
@@ -1852,7 +1726,7 @@ class LackMessage(StateMessage, frozen=True, tag="lack"):
     reason: LackReason
 
 
-class MadeMessage(StateMessage, frozen=True, tag="made"):
+class AnnounceMessage(StateMessage, frozen=True, tag="announce"):
     """Announcement of a new body that other members store."""
 
     what: SharedBody
@@ -1860,27 +1734,16 @@ class MadeMessage(StateMessage, frozen=True, tag="made"):
     """Committed steps in the body."""
 
 
-class KeptMessage(StateMessage, frozen=True, tag="kept"):
+class StoredMessage(StateMessage, frozen=True, tag="stored"):
     """Report that the receiver's checkpoint of this step is on the sender's disk."""
 
     step: int
 
 
-StateAnswer = HoldsMessage | HaveMessage | ChunkMessage | LackMessage
-AnyStateMessage = AskMessage | WantMessage | RunMessage | MadeMessage | KeptMessage | StateAnswer
-
-
-class GateProbe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A micro-batch that was trained on, and the policy's log-probabilities before that step."""
-
-    micro_batch: int
-    step: int
-    """Committed steps when `logprobs` were computed."""
-    rows: int
-    about: bytes
-    """Encoded `MicroBatch`."""
-    logprobs: bytes
-    """f32 for each completion token."""
+StateAnswer = InventoryMessage | HaveMessage | ChunkMessage | LackMessage
+AnyStateMessage = (
+    AskMessage | WantMessage | RunMessage | AnnounceMessage | StoredMessage | StateAnswer
+)
 
 
 def hash_body(body: bytes | bytearray | memoryview) -> bytes:

@@ -75,8 +75,6 @@ STAGE_ACTIVATION_BLOCK = 64
 """Maximum number of values of one token that share a scale under `int8`."""
 CREW_PREFIX_BYTES = 16
 """Each frame carries the first half of its crew's id."""
-WAVE_BYTES = 16
-"""Size of a wave id."""
 STAGES = 64
 """Maximum number of stages of a crew."""
 MICRO_BATCHES = 1024

@@ -145,7 +145,6 @@ def test_caps_match_the_registry():
         "crew_prefix": limits.CREW_PREFIX_BYTES,
         "record_hash": wire.HASH_BYTES,
         "crew_nonce": wire.NONCE_BYTES,
-        "wave": limits.WAVE_BYTES,
     }
     assert REGISTRY["counts"] == {
         "min_completions": limits.MIN_COMPLETIONS,
@@ -174,7 +173,7 @@ def test_caps_match_the_registry():
         "retry_seconds": weights_messages.RETRY_SECONDS,
         "stages": limits.STAGES,
         "crew_members": MAX_MEMBERS,
-        "copies": wire.MAX_HELD_BLOCKS,
+        "held_blocks": wire.MAX_HELD_BLOCKS,
         "layers": wire.MAX_LAYERS,
         "micro_batches": limits.MICRO_BATCHES,
         "stage_waiting": limits.STAGE_WAITING,
@@ -264,7 +263,7 @@ def test_blameless_reasons_are_ignored():
 def test_stage_frame_verdicts_match_the_registry():
     assert {name: set(reasons) for name, reasons in REGISTRY["stage_verdicts"].items()} == {
         "reject": {*wire.FRAME_REASONS, *STATE_REASONS},
-        "ignore": {*FENCE_REASONS, *wire.STREAM_REFUSALS, "repeated"} - {"malformed"},
+        "ignore": {*FENCE_REASONS, *wire.STREAM_REFUSALS} - {"malformed"},
     }
 
 

@@ -40,7 +40,6 @@ from swarmnode.stages.wire import (
     Routes,
     crew_id,
     hash_body,
-    policy_fingerprint,
     state_bytes,
 )
 from swarmnode.tasks.frames import Episode
@@ -386,11 +385,6 @@ def test_derivations_match_the_vectors(vector):
         "weights_fingerprint": lambda: weights_fingerprint(given),
         "weights_int4": lambda: weights_int4(given),
         "weights_fragments": lambda: weights_fragments(given),
-        "stage_fingerprint": (
-            lambda: policy_fingerprint(
-                bytes.fromhex(given["base"]), place_of(given["place"]), given["codec"]
-            ).hex()
-        ),
         "stage_route": lambda: [list(dataclasses.astuple(hop)) for hop in route(given)],
         "state_bytes": lambda: state_bytes(
             make_layout((str(n), s, "float32") for n, s in enumerate(given["shapes"])),

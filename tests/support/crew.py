@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import trio
 from trio.testing import memory_stream_pair
 
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Head, Links, StageWorker, WorkerSettings
 from swarmnode.stages.wire import Fence, FrameLimits, Place
+
+T = TypeVar("T")
+
+
+async def run_inline(work: Callable[[], T]) -> T:
+    """Run `work` in the event loop, which is deterministic."""
+    return work()
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,6 @@ async def open_crew(
     crew: bytes = b"\0" * wire.CREW_BYTES,
     compute: Any = run_inline,
     seconds: float = 600.0,
-    step_seconds: float = math.inf,
     step: int = 0,
     far: Callable[[trio.abc.Stream], trio.abc.Stream] = lambda stream: stream,
 ) -> AsyncIterator[Crew]:
@@ -59,7 +64,7 @@ async def open_crew(
         links = Links(i, {j: streams[i, j] for j in range(count) if j != i}, limits)
         fence = Fence(Place(crew, i, step), count)
         if i == 0:
-            deadlines = {"seconds": seconds, "step_seconds": step_seconds}
+            deadlines = {"seconds": seconds}
             members.append(Head(runtime, links, fence, settings, compute, **deadlines))
         else:
             members.append(StageWorker(runtime, links, fence, settings, compute))

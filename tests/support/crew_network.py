@@ -27,7 +27,7 @@ from swarmnode.link.server import LinkServer
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (
     CrewEnd,
-    CrewResume,
+    CrewStart,
     SocketOpen,
     StageAssignment,
     StageFault,
@@ -106,7 +106,7 @@ class CrewNetwork:
         self.step = 0
         """Highest step that all stages report as committed."""
         self.running = False
-        self.resumed_at: list[tuple[float, int]] = []
+        self.started_at: list[tuple[float, int]] = []
         """(time, step) of each start of a crew."""
         self._parked: dict[tuple[bytes, int, int, str], trio.SocketStream] = {}
         self._sockets: set[trio.SocketStream] = set()
@@ -151,14 +151,13 @@ class CrewNetwork:
             )
 
     def _newest(self) -> int:
-        starts = [sum(self.layers[: node.stage]) for node in self.nodes]
         own = [
             [
                 c
                 for c in node.offering.held_blocks
-                if c.lineage == self.lineage and c.first == start and c.where != "neighbour"
+                if c.lineage == self.lineage and c.stage == node.stage and c.where != "neighbour"
             ]
-            for node, start in zip(self.nodes, starts, strict=True)
+            for node in self.nodes
             if node.offering is not None
         ]
         steps = {c.step for copies in own for c in copies}
@@ -184,8 +183,8 @@ class CrewNetwork:
         self.step = max(self.step, min(s.step for s in statuses if s is not None))
         if not self.running:
             self.running = True
-            self.resumed_at.append((trio.current_time(), self.step))
-            self._broadcast(CrewResume(self.crew))
+            self.started_at.append((trio.current_time(), self.step))
+            self._broadcast(CrewStart(self.crew))
 
     def _broadcast(self, message: Any) -> None:
         for node in self.nodes:

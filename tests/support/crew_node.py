@@ -45,7 +45,6 @@ QUICK = MembershipSettings(
     turn_seconds=2.0,
     exact_seconds=5.0,
     join_seconds=4.0,
-    suspect_seconds=4.0,
     gone_seconds=8.0,
     lost_seconds=25.0,
     strike_seconds=2.0,
@@ -59,21 +58,19 @@ _pids = itertools.count(1000)
 
 
 class FakeTrainer:
-    """A trainer process for a model of `layers` layers that can hold one layer. frozen: it sends
-    nothing more, like a hung process."""
+    """A trainer process for a model of `layers` layers that can hold one layer."""
 
     def __init__(self, service: StageService, layers: int) -> None:
         self.pid = next(_pids)
         self.step = 0
         self.assigned: wire.StageAssignment | None = None
         self.running = False
-        self.frozen = False
         self.keeps: list[tuple[int, int]] = []
-        """(layer, step) of its copies of other stages."""
+        """(stage, step) of its copies of other stages."""
         self._service = service
         self._trainer_offer = wire.TrainerOffer(
             MODEL,
-            Capacity(1.3 * LAYER, 1e9, 0.001),
+            Capacity(1.3 * LAYER, 1e9),
             ModelCost(
                 PartCost(0.1 * LAYER, 0),
                 (PartCost(LAYER, 1e6),) * layers,
@@ -81,7 +78,7 @@ class FakeTrainer:
             ),
         )
         self._phase: wire.StagePhase = "loading"
-        self._lineage, self._layers_held = b"", (0, 0)
+        self._lineage, self._stage, self._layers = b"", 0, (1,) * layers
         self._progress = 0
         self._source = ""
         self._scope = trio.CancelScope()
@@ -94,10 +91,12 @@ class FakeTrainer:
     def _offer(self) -> None:
         """Offer the layer in memory, as of the last step that all stages have taken."""
         own = (
-            [HeldBlock(self._lineage, *self._layers_held, self.step, "memory")] if self.step else []
+            [HeldBlock(self._lineage, self._layers, self._stage, self.step, "memory")]
+            if self.step
+            else []
         )
         stored = [
-            HeldBlock(self._lineage, i, i + 1, step, "neighbour")
+            HeldBlock(self._lineage, self._layers, i, step, "neighbour")
             for i, step in self.keeps
             if self._lineage
         ]
@@ -109,7 +108,7 @@ class FakeTrainer:
 
     def take_over(self, other: FakeTrainer) -> None:
         """Take over the memory of another trainer process."""
-        self.step, self._lineage, self._layers_held = other.step, other._lineage, other._layers_held
+        self.step, self._lineage, self._stage = other.step, other._lineage, other._stage
         self._offer()
 
     def tell(self, message: wire.ToTrainer) -> bool:
@@ -125,18 +124,12 @@ class FakeTrainer:
                         self._scope.cancel()
                         self._scope = trio.CancelScope()
                         self.assigned, self.running = message, False
-                        start = sum(message.layers[: message.stage])
                         self._source = "base" if message.step == 0 else "memory"
-                        self._lineage, self._layers_held = (
-                            message.lineage,
-                            (start, start + message.layers[message.stage]),
-                        )
+                        self._lineage, self._stage = message.lineage, message.stage
                         self.step, self._phase = message.step, "active"
                         nursery.start_soon(self._serve, message, self._scope)
-                    case wire.CrewResume():
+                    case wire.CrewStart():
                         self.running = True
-                    case wire.CrewPause():
-                        self.running = False
                     case wire.CrewEnd():
                         self._scope.cancel()
                         self.assigned, self.running = None, False
@@ -144,7 +137,7 @@ class FakeTrainer:
                 self._status()
 
     def _status(self) -> None:
-        if self.assigned is not None and not self.frozen:
+        if self.assigned is not None:
             a = self.assigned
             self._service.receive(
                 wire.StageStatus(
@@ -177,7 +170,7 @@ class FakeTrainer:
     async def _lead(self, streams: list[Any]) -> None:
         while True:
             await trio.sleep(STEP_SECONDS)
-            if not self.running or self.frozen:
+            if not self.running:
                 continue
             for stream in streams:
                 await stream.send_all(_STEP.pack(self.step + 1))
@@ -188,7 +181,7 @@ class FakeTrainer:
 
     async def _follow(self, stream: Any) -> None:
         while (step := await _exactly(stream)) is not None:
-            while not self.running or self.frozen:  # the gate of a real one  # noqa: ASYNC110
+            while not self.running:  # noqa: ASYNC110
                 await trio.sleep(STEP_SECONDS)
             self.step = step
             self._progress += 1
@@ -196,8 +189,7 @@ class FakeTrainer:
 
 
 class CrewNode:
-    """The network and the stage service of one node. restarts: reasons given for trainer
-    restarts."""
+    """The network and the stage service of one node."""
 
     def __init__(
         self,
@@ -208,7 +200,6 @@ class CrewNode:
         layers: int,
     ) -> None:
         self.network = network
-        self.restarts: list[str] = []
         self.paused = ""
         self._layers = layers
         self._gone = trio.Event()
@@ -217,7 +208,7 @@ class CrewNode:
             network,
             cfg,
             directory,
-            NodeCallbacks(self._send_to_trainer, self.restarts.append, lambda: self.paused),
+            NodeCallbacks(self._send_to_trainer, lambda: self.paused),
             settings=settings,
         )
         self.trainer = FakeTrainer(self.service, layers)

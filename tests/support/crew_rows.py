@@ -17,7 +17,7 @@ from tests.support.crew import Crew, open_crew
 from tests.support.split_models import split_model
 
 BASE = b"b" * 32
-EXACT = WorkerSettings(BASE, "float32")
+EXACT = WorkerSettings("float32")
 ENDS = frozenset({1})
 HEADS = [[5, 6, 7, 8, 9, 10], [2, 4], [11, 12, 13], [14, 3], [7, 7, 7, 7], [9]]
 

@@ -25,7 +25,7 @@ from swarmnode.policy.load import load_policy
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.stages import recovery
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
 from swarmnode.stages.recovery import (
     CheckpointIdentity,
     CheckpointStore,
@@ -36,6 +36,7 @@ from swarmnode.stages.recovery import (
 from swarmnode.stages.wire import Fence, FrameLimits, Place
 from swarmnode.trainer.batch import TrainingGroup, assemble
 from swarmnode.trainer.update import Updater
+from tests.support.crew import run_inline
 from tests.support.split_models import split_model
 
 
@@ -81,9 +82,7 @@ def copies_peak(case: dict[str, Any]) -> float:
         Links(1, {}, FrameLimits(hidden=512, vocab=64, tokens=64)),
         Fence(Place(b"c" * 16, 1, 0), 3),
     )
-    worker = StageWorker(
-        StageRuntime(spec, model), links, fence, WorkerSettings(b"b" * 32), run_inline
-    )
+    worker = StageWorker(StageRuntime(spec, model), links, fence, WorkerSettings(), run_inline)
     for parameter in worker.runtime.parameters():
         parameter.grad = torch.ones_like(parameter)
     worker.optimizer.step(1.0, 1e-3)

@@ -222,7 +222,6 @@ def example_at(t: float) -> NodeSnapshot:
             checkpoint_age_steps=steps % 20,
             copy_age_steps=1,
             copy_bytes=5_800_000,
-            gate_kl=0.0007,
             bubble_share=0.18 + 0.03 * _wobble(t, 0.5),
             tokens_per_second=540.0,
             dropped={"crew": 14, "step": 3},
@@ -239,16 +238,11 @@ def example_at(t: float) -> NodeSnapshot:
         events={
             "formed": 1,
             "running": 2,
-            "paused": 1,
-            "suspected": 2,
-            "refuted": 1,
             "broken": 1,
             "proposed": 1,
         },
         recoveries=recoveries.statistics(),
         sources={"neighbour": 1},
-        heartbeat_seconds=0.02,
-        unanswered={"heartbeat": 12, "propose": 1},
     )
     return NodeSnapshot(
         at=STARTED_AT + t,

@@ -89,7 +89,7 @@ def snapshot(node: DemoNode) -> dict[str, Any] | None:
 def stage_view(node_snapshot: Mapping[str, Any]) -> dict[str, Any]:
     """Return the node's view of its crew and of its own stage from a snapshot."""
     stages = node_snapshot["stages"]
-    own = stages["own"] or {"phase": "", "step": 0, "source": "", "gate_kl": None}
+    own = stages["own"] or {"phase": "", "step": 0, "source": ""}
     return {
         **own,
         **stages["crew"],

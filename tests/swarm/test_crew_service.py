@@ -107,10 +107,7 @@ async def test_three_nodes_found_a_crew_and_take_steps(tmp_path):
             node.network.peer_id for node in nodes
         ]
         assert statistics.streams.open == {"frames": 2, "state": 0}
-        assert statistics.heartbeat_seconds is not None
-        assert 0 < statistics.crew.peer_seconds < statistics.heartbeat_seconds + 5, (
-            "its offer for its lineage"
-        )
+        assert 0 < statistics.crew.peer_seconds < 5
         assert all(notes(node)["broken"] == 0 for node in nodes)
 
 
@@ -181,12 +178,12 @@ async def test_strangers_do_not_affect_a_running_crew(tmp_path):
         record = CrewRecord(
             b"l" * 32, MODEL, 10**12, tuple(CrewMember(peer, 1) for peer in peers), bytes(8)
         )
-        copies = tuple(HeldBlock(b"l" * 32, i, i + 1, 10**12, "memory") for i in range(3))
+        copies = tuple(HeldBlock(b"l" * 32, (1, 1, 1), i, 10**12, "memory") for i in range(3))
         for message in (
             wire.LeaveRequest(crew_id, "it is over"),
             wire.Heartbeat(crew_id, wire.MemberStatus("failed")),
             wire.ProposeRequest(record),
-            wire.Offer(MODEL, 1e30, 1e30, 0.0, copies),
+            wire.Offer(MODEL, 1e30, 1e30, copies),
             b"no message",
         ):
             data = message if isinstance(message, bytes) else wire.encode_message(message)

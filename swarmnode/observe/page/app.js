@@ -461,9 +461,8 @@ function questions(s) {
   byId("questions-card").hidden = !buckets.length;
 }
 
-const SLOT_LOOKS = { active: "good", loading: "warn", suspect: "warn", failed: "bad" };
-const SLOT_WORDS = { suspect: "suspected" };
-const CREW_WORDS = { none: "In no crew", forming: "Forming", preparing: "Preparing", running: "Running", paused: "Paused" };
+const SLOT_LOOKS = { active: "good", loading: "warn", failed: "bad" };
+const CREW_WORDS = { none: "In no crew", forming: "Forming", preparing: "Preparing", running: "Running" };
 const SOURCE_WORDS = { memory: "memory", checkpoint: "its own checkpoint", neighbour: "a neighbour's checkpoint", base: "the base model",
   checkfree: "an average of its neighbours (CheckFree)", "checkfree+": "a copy of its neighbour (CheckFree+)" };
 
@@ -484,14 +483,14 @@ function crew(s) {
     const role = last === 0 ? "" : slot.stage === 0 ? " · head" : slot.stage === last ? " · last" : "";
     return node("li", { class: SLOT_LOOKS[slot.state] || "", "data-stage": slot.stage },
       node("p", { class: "label" }, `Stage ${slot.stage}${role}`), node("p", { class: "holder" }, ...who),
-      node("p", { class: "slot" }, SLOT_WORDS[slot.state] || slot.state),
+      node("p", { class: "slot" }, slot.state),
       node("p", { class: "note" }, [known(slot.layers) ? `${slot.layers} ${slot.layers === 1 ? "layer" : "layers"}` : "", `step ${count(slot.step)}`].filter(Boolean).join(", ")));
   }));
   const events = (...kinds) => kinds.map((kind) => [kind, stages.events[kind] || 0]).filter(([, n]) => n).map(([kind, n]) => `${kind} ${count(n)}`).join(", ");
   facts("crew-facts", !c.slots.length ? [] : [
     ["crew", c.id ? `${c.id.slice(0, 16)}…` : ""],
     ["last recovery", known(c.recovery_seconds) ? `${c.recovery_seconds.toFixed(1)} s` : "none yet"],
-    ["members", events("suspected", "refuted", "broken", "struck", "behind") || "none suspected"],
+    ["ended and struck", events("broken", "struck") || "never"],
     ["between stages", byProtocol(streams).map(([kind, received, sent]) => `${kind} ${bytes(received)} in, ${bytes(sent)} out`).join("; ")],
     ["dropped", Object.entries(own ? own.dropped : {}).filter(([, n]) => n).map(([reason, n]) => `${reason.replaceAll("_", " ")} ${count(n)}`).join(", ")],
   ]);
@@ -501,7 +500,6 @@ function crew(s) {
       ["restored from", own.source ? `${SOURCE_WORDS[own.source] || own.source}${known(own.source_seconds) ? `, in ${own.source_seconds.toFixed(1)} s` : ""}` : ""],
       ["newest checkpoint at a neighbour", known(own.checkpoint_step) ? `of step ${count(own.checkpoint_step)}, ${count(own.checkpoint_age_steps)} steps old` : c.slots.length > 1 ? "none yet" : ""],
       ["samples from", known(own.copy_age_steps) ? `a policy copy, ${count(own.copy_age_steps)} steps old${known(own.copy_bytes) ? `, last refresh ${bytes(own.copy_bytes)}` : ""}` : ""],
-      ["recovery", known(own.gate_kl) ? `KL ${own.gate_kl.toPrecision(2)} nats per token between before and after` : ""],
       ["speed", [known(own.tokens_per_second) ? `${count(own.tokens_per_second)} tokens/s` : "", waits(own)].filter(Boolean).join(", ")],
       ["failed", own.phase === "failed" ? own.reason : ""],
     ] : []),

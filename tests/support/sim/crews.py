@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import trio
+from msgspec.structs import replace
 
 from swarmnode.config import StagesConfig
 from swarmnode.p2p.addresses import Address
@@ -28,6 +29,7 @@ from tests.support.sim.wires import History, Timeline, Way, Wires
 
 STEP_SECONDS = 0.5
 CHECKPOINT_EVERY = 5
+LAYERS = (1, 1, 1, 1)
 CALL_SECONDS = 20.0
 """The head abandons a step after this time."""
 
@@ -58,10 +60,8 @@ class Trainer:
                             self._forget()
                             self.assigned = message
                             nursery.start_soon(self._work, message, self.scope)
-                        case wire.CrewResume():
+                        case wire.CrewStart():
                             self.running = True
-                        case wire.CrewPause():
-                            self.running = False
                         case wire.CrewEnd():
                             self._forget()
                             await trio.sleep(self.rng.uniform(0.0, 0.5))
@@ -79,7 +79,7 @@ class Trainer:
         copies = (*memory, *self.node.disk.values())
         if self.node.liar:
             lineage = copies[0].lineage if copies else b"x" * 32
-            claims = (HeldBlock(lineage, number, number + 1, 10**12, "disk") for number in range(4))
+            claims = (HeldBlock(lineage, LAYERS, number, 10**12, "disk") for number in range(4))
             copies = (*copies, *claims)
         cost = self.node.world.cost
         self.node.service.receive(wire.TrainerOffer(bytes(32), Capacity(1.0, 1.0), cost, copies))
@@ -109,17 +109,15 @@ class Trainer:
     def _restore(self, assigned: StageAssignment) -> None:
         """Restore from memory or disk at n or n − 1. Otherwise use an older state, which is
         counted."""
-        first = sum(assigned.layers[: assigned.stage])
-        block = first, first + assigned.layers[assigned.stage]
         own = [self.memory, *(copy for copy in self.node.disk.values() if copy.where == "disk")]
         exact = assigned.step == 0 or any(
             copy is not None
-            and (copy.lineage, copy.layers) == (assigned.lineage, block)
+            and (copy.lineage, copy.stage) == (assigned.lineage, assigned.stage)
             and assigned.step - 1 <= copy.step <= assigned.step
             for copy in own
         )
         self.node.world.restored(self.node, assigned, exact)
-        self.memory = HeldBlock(assigned.lineage, *block, assigned.step, "memory")
+        self.memory = HeldBlock(assigned.lineage, LAYERS, assigned.stage, assigned.step, "memory")
 
     async def _lead(self, assigned: StageAssignment) -> None:
         """Propose and commit steps, member by member."""
@@ -161,8 +159,8 @@ class Trainer:
     def take(self) -> None:
         assert self.memory is not None
         step = self.memory.step + 1
-        self.memory = HeldBlock(self.memory.lineage, *self.memory.layers, step, "memory")
-        self.node.disk["own"] = HeldBlock(self.memory.lineage, *self.memory.layers, step, "disk")
+        self.memory = replace(self.memory, step=step)
+        self.node.disk["own"] = replace(self.memory, where="disk")
         self.progress += 1
         self.report()
         self.node.world.took_step(self.node, self.memory)
@@ -215,7 +213,7 @@ class CrewNode:
                     network,
                     StagesConfig(trust="anyone"),
                     directory,
-                    NodeCallbacks(self._send_to_trainer, lambda reason: None),
+                    NodeCallbacks(self._send_to_trainer),
                     settings=world.settings,
                     rng=random.Random(self.rng.getrandbits(64)),
                 )
@@ -276,14 +274,14 @@ class CrewWorld:
 
     def took_step(self, node: CrewNode, copy: HeldBlock) -> None:
         self.newest[copy.lineage] = max(copy.step, self.newest.get(copy.lineage, 0))
-        if copy.first == 0:
+        if copy.stage == 0:
             self.steps_at.append(trio.current_time())
         if copy.step % CHECKPOINT_EVERY == 0:
             assigned = node.trainer.assigned if node.trainer is not None else None
             if assigned is not None:
                 peers = assigned.members
                 keeper = self.by_peer[peers[(assigned.stage + 1) % len(peers)]]
-                kept = HeldBlock(copy.lineage, *copy.layers, copy.step, "neighbour")
+                kept = replace(copy, where="neighbour")
                 keeper.disk[f"of {assigned.stage}"] = kept
 
     async def boot(self, *nodes: CrewNode) -> None:

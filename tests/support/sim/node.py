@@ -153,7 +153,7 @@ class Node:
             network,
             StagesConfig(mode="off"),
             self._directory,
-            NodeCallbacks(lambda message: False, lambda reason: None),
+            NodeCallbacks(lambda message: False),
             rng=own(),
         )
         weights = WeightService(

@@ -1,10 +1,6 @@
-"""The crew that is planned from offers: the newest step that copies cover, each stage where it
-is."""
+"""Plans of crews from offers."""
 
 import time
-
-import pytest
-from msgspec.structs import replace
 
 from swarmnode.stages.crew import newest_own_block, plan_crew
 from swarmnode.stages.wire import (
@@ -21,12 +17,12 @@ COST = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.
 WAITS = MembershipSettings(stages=4, exact_seconds=10.0, lost_seconds=100.0)
 
 
-def copy(stage, step, where="memory", *, lineage=LINEAGE) -> HeldBlock:
-    return HeldBlock(lineage, stage, stage + 1, step, where)
+def copy(stage, step, where="memory", *, lineage=LINEAGE, layers=(1, 1, 1, 1)) -> HeldBlock:
+    return HeldBlock(lineage, layers, stage, step, where)
 
 
 def offer(*copies, memory=1.0, speed=1.0) -> Offer:
-    return Offer(MODEL, memory, speed, 0.0, copies)
+    return Offer(MODEL, memory, speed, copies)
 
 
 def plan(offers, waited=0.0, me="a", **more):
@@ -79,7 +75,7 @@ def test_lost_block_goes_to_the_spare_after_waiting():
     found = plan(offers, 10.0)
     assert (found.record.step, found.lost, members(found)) == (
         9,
-        ((3, 4),),
+        (3,),
         ("a", "b", "c", "spare"),
     )
     assert plan(without(offers, "spare"), 99.0) is None, "no room"
@@ -88,7 +84,7 @@ def test_lost_block_goes_to_the_spare_after_waiting():
 def test_member_with_an_old_disk_keeps_its_stage():
     offers = without(four(9, 9, 9, 9), "d", d=offer(copy(3, 5, "disk")), e=offer(speed=9.0))
     found = plan(offers, 10.0)
-    assert (found.record.step, found.lost, members(found)) == (9, ((3, 4),), tuple("abcd"))
+    assert (found.record.step, found.lost, members(found)) == (9, (3,), tuple("abcd"))
 
 
 def test_neighbours_checkpoints_serve_lost_blocks_only():
@@ -101,7 +97,7 @@ def test_neighbours_checkpoints_serve_lost_blocks_only():
         f=offer(copy(3, 9, "neighbour")),
     )
     found = plan(offers, 10.0)
-    assert (found.lost, members(found)) == (((3, 4),), ("a", "b", "c", "f"))
+    assert (found.lost, members(found)) == ((3,), ("a", "b", "c", "f"))
 
 
 def test_any_two_of_four_continue_with_spares():
@@ -114,7 +110,7 @@ def test_any_two_of_four_continue_with_spares():
         assert all(members(found)[stage] == name for stage, name in kept.items())
 
 
-def test_more_than_half_of_the_disks_may_be_lost_if_neighbours_have_copies():
+def test_half_of_the_disks_may_be_lost_if_neighbours_have_checkpoints():
     untrained = {"b": offer(), "c": offer(), "d": offer()}
     assert plan({"a": offer(copy(0, 9)), **untrained}, 99.0) is None
     kept = offer(copy(0, 9), *(copy(stage, 5, "neighbour") for stage in (1, 3)))
@@ -130,17 +126,14 @@ def test_crew_cut_off_for_long_brings_everything_back():
 
 
 def test_base_comes_last():
-    offers = {name: offer(copy(0, 9), memory=9.0) for name in "ab"}
-    cost, waits = replace_layers(1), MembershipSettings(stages=1, lost_seconds=100.0)
+    offers = {name: offer(copy(0, 9, layers=(1,)), memory=9.0) for name in "ab"}
+    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),), PartCost(0.0, 0.0))
+    waits = MembershipSettings(stages=1, lost_seconds=100.0)
     found = plan_crew("a", offers, cost, waits, 0.0)
     assert (found.record.step, members(found)) == (9, ("a",))
     lone = {"a": offer(copy(0, 9))}
     assert plan(lone, 99.0) is None
     assert plan({name: offer(copy(0, 9)) for name in "abcd"}, 101.0).record.step == 0
-
-
-def replace_layers(count):
-    return ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * count, PartCost(0.0, 0.0))
 
 
 def test_untrained_nodes_wait_for_a_crew_that_can_continue():
@@ -183,25 +176,20 @@ def test_many_claims_cost_little_to_plan():
     assert time.process_time() - began < 2.0
 
 
-def test_peer_that_would_hold_all_layers_alone_is_not_waited_for():
-    big = offer(memory=1e30, speed=1e30)
-    cost = ModelCost(
-        PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 4, PartCost(0.0, 0.0), crossings=9.0
-    )
-    far = dict.fromkeys("bcdx", 0.5)
-    offers = {name: offer() for name in "abcd"} | {"x": big}
-    found = plan_crew("a", offers, cost, MembershipSettings(lost_seconds=120.0), 0.0, far)
+def test_plan_does_not_wait_for_a_peer_that_claims_all_memory():
+    offers = {name: offer() for name in "abcd"} | {"x": offer(memory=1e30, speed=1e30)}
+    found = plan_crew("a", offers, COST, MembershipSettings(lost_seconds=120.0), 0.0)
     assert "a" in members(found)
 
 
-def test_block_stays_where_it_is_and_memory_goes_before_disk():
+def test_holder_keeps_its_block_and_memory_precedes_disk():
     offers = {**four(9, 9, 9, 9, where="disk"), "e": offer(copy(3, 9))}
     assert members(plan(offers)) == ("a", "b", "c", "e")
     offers["e"] = offer(copy(3, 9), memory=0.5)
     assert members(plan(offers)) == tuple("abcd"), "it has no room"
 
 
-def test_of_two_spares_the_near_one_is_taken_then_the_larger():
+def test_nearest_spare_is_taken_then_the_largest():
     offers = without(four(9, 9, 9, 9), "d", e=offer(speed=9.0), f=offer(), g=offer(speed=2.0))
     assert members(plan(offers, 10.0))[3] == "e"
     assert members(plan(offers, 10.0, distances={"e": 0.5, "g": 0.004}))[3] == "f"
@@ -210,51 +198,3 @@ def test_of_two_spares_the_near_one_is_taken_then_the_larger():
 def test_newest_copy_is_of_the_node_itself():
     assert newest_own_block([copy(0, 3, "disk"), copy(0, 4), copy(1, 9, "neighbour")]).step == 4
     assert newest_own_block([copy(1, 9, "neighbour")]) is None
-
-
-# ---- a crew that begins with the base ------------------------------------------------------------
-
-
-def begins(distances, *, names="abcdefgh", crossings=100.0, hops=(), me="a"):
-    cost = ModelCost(
-        PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0), crossings=crossings
-    )
-    offers = {name: Offer(MODEL, 4.0, 1.0, dict(hops).get(name, 0.0)) for name in names}
-    return members(
-        plan_crew(me, offers, cost, MembershipSettings(lost_seconds=120.0), 0.0, distances)
-    )
-
-
-def test_crew_has_no_more_far_members_than_make_it_faster():
-    assert len(begins({})) == 8
-    far = dict.fromkeys("bcdefgh", 0.05)
-    assert len(begins(far)) == 2
-    assert set(begins(far | {"f": 0.002})) == {"a", "f"}
-
-
-def test_near_members_are_next_to_each_other():
-    order = begins({"b": 0.064, "c": 0.001, "d": 0.064}, names="abcd", crossings=1.0)
-    assert abs(order.index("a") - order.index("c")) == 1
-    assert abs(order.index("b") - order.index("d")) == 1
-
-
-def test_slow_line_gets_a_smaller_block():
-    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
-    offers = {name: Offer(MODEL, 8.0, 1.0, 0.01) for name in "abc"}
-    offers["b"] = replace(offers["b"], hop_seconds=2.0)
-    found = plan_crew(
-        "a", offers, cost, MembershipSettings(stages=3, lost_seconds=120.0), 0.0
-    ).record
-    layers = {member.peer: member.layers for member in found.members}
-    assert layers["b"] < layers["a"] or found.members[-1].peer == "b"
-
-
-@pytest.mark.parametrize("noise", [0.8, 1.0, 1.25])
-def test_crews_with_similar_speeds_are_cut_alike(noise):
-    cost = ModelCost(PartCost(0.0, 0.0), (PartCost(1.0, 1.0),) * 8, PartCost(0.0, 0.0))
-    offers = {name: Offer(MODEL, 8.0, 1.0, 0.0) for name in "abc"}
-    offers["b"] = replace(offers["b"], speed=noise)
-    found = plan_crew(
-        "a", offers, cost, MembershipSettings(stages=3, lost_seconds=120.0), 0.0
-    ).record
-    assert sorted(member.layers for member in found.members) == [2, 3, 3]

@@ -17,7 +17,7 @@ from swarmnode.stages.wire import (
 )
 
 RECORD = CrewRecord(b"l" * 32, b"m" * 32, 7, (CrewMember("a", 2), CrewMember("b", 3)), bytes(8))
-COPY = HeldBlock(b"l" * 32, 0, 2, 7, "memory")
+BLOCK = HeldBlock(b"l" * 32, (2, 2), 0, 7, "memory")
 REASONS = (None, "oversize", "malformed", "schema", "bounds", "not_finite")
 
 
@@ -31,7 +31,7 @@ def reason_of(decode, data):
 
 
 REQUESTS = [
-    wire.Offer(b"m" * 32, 1e9, 1e12, 0.01, (COPY,)),
+    wire.Offer(b"m" * 32, 1e9, 1e12, (BLOCK,)),
     wire.ProposeRequest(RECORD),
     wire.Heartbeat(b"c" * 32, wire.MemberStatus("active", 7, 9, 1)),
     wire.LeaveRequest(b"c" * 32, "drained"),
@@ -69,10 +69,10 @@ def test_largest_messages_fit_their_bound():
     record = msgspec.structs.replace(
         RECORD, step=2**62, members=tuple(CrewMember(name, 1024) for name in names)
     )
-    copy = HeldBlock(b"l" * 32, 1000, 1024, 2**62, "neighbour")
+    block = HeldBlock(b"l" * 32, (1024,) * 8, 7, 2**62, "neighbour")
     for message in (
         wire.ProposeRequest(record),
-        wire.Offer(b"m" * 32, 1e30, 1e30, 1e30, (copy,) * MAX_HELD_BLOCKS),
+        wire.Offer(b"m" * 32, 1e30, 1e30, (block,) * MAX_HELD_BLOCKS),
         wire.LeaveRequest(b"c" * 32, "r" * wire.REASON_BYTES),
     ):
         assert len(wire.encode_message(message)) < wire.MESSAGE_BYTES / 4
@@ -100,12 +100,21 @@ def test_bad_record_is_refused(changes):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"first": 2}, {"first": -1}, {"last": 1025}, {"step": -1}, {"lineage": b""}]
+    "changes",
+    [
+        {"stage": 2},
+        {"stage": -1},
+        {"layers": ()},
+        {"layers": (1,) * 9},
+        {"layers": (1, 1025)},
+        {"step": -1},
+        {"lineage": b""},
+    ],
 )
-def test_bad_copy_is_refused(changes):
-    copy = msgspec.structs.replace(COPY, **changes)
+def test_bad_block_is_refused(changes):
+    block = msgspec.structs.replace(BLOCK, **changes)
     with pytest.raises(BadMessage):
-        wire.check_message(wire.Offer(b"m" * 32, 1.0, 1.0, 0.0, (copy,)))
+        wire.check_message(wire.Offer(b"m" * 32, 1.0, 1.0, (block,)))
 
 
 def test_id_of_a_crew_covers_its_whole_record():

@@ -1,5 +1,4 @@
-"""Whose stage streams are welcome, and first messages that come in pieces, too long, or not at
-all."""
+"""Acceptance of stage streams, and their first message in pieces, too long or missing."""
 
 import msgspec
 import pytest
@@ -23,7 +22,7 @@ PEERS = StreamPeers(CREW, 2, ("a", "b", "me", "d"))
 OPEN = StreamOpen(CREW, 1, 2, "frames")
 
 
-def test_a_holder_of_a_lower_stage_of_this_crew_is_welcome():
+def test_holder_of_a_lower_stage_is_accepted():
     assert stream_refusal(PEERS, "b", OPEN) == ""
     assert stream_refusal(PEERS, "a", StreamOpen(CREW, 0, 2, "state")) == ""
 
@@ -40,12 +39,12 @@ def test_a_holder_of_a_lower_stage_of_this_crew_is_welcome():
         ({"from_stage": 0}, "peer"),
     ],
 )
-def test_every_other_stream_is_refused_for_its_reason(changes, reason):
+def test_other_streams_are_refused_with_a_reason(changes, reason):
     assert stream_refusal(PEERS, "b", msgspec.structs.replace(OPEN, **changes)) == reason
     assert reason in STREAM_REFUSALS
 
 
-def test_nobody_is_welcome_outside_a_crew():
+def test_streams_are_refused_without_a_crew():
     assert stream_refusal(None, "b", OPEN) == "crew"
 
 
@@ -71,13 +70,13 @@ class Pieces:
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 1000])
-async def test_what_follows_the_first_message_stays_on_the_stream(size):
+async def test_bytes_after_the_first_message_stay_on_the_stream(size):
     stream = Pieces(headed.pack(OPEN) + b"and more", size)
     assert await read_first(stream, StreamOpen) == OPEN
     assert stream.left + b"".join(stream.pieces) == b"and more"
 
 
-async def test_of_the_trainers_socket_no_byte_is_read_beyond_the_first_message():
+async def test_socket_is_not_read_beyond_the_first_message():
     opened = SocketOpen(CREW, 1, "state")
     stream = Pieces(headed.pack(opened) + b"and more", 1000)
     assert await read_open(stream) == opened
@@ -88,14 +87,14 @@ async def test_of_the_trainers_socket_no_byte_is_read_beyond_the_first_message()
 
 
 @pytest.mark.parametrize("length", [0, OPEN_BYTES + 1, 2**32 - 1])
-async def test_a_length_that_no_first_message_has_is_refused_before_more_is_read(length):
+async def test_impossible_length_is_refused_before_more_is_read(length):
     for read in (lambda stream: read_first(stream, StreamOpen), read_open):
         with pytest.raises(BadMessage) as caught:
             await read(Pieces(length.to_bytes(4, "big"), 4))
         assert caught.value.reason == "oversize"
 
 
-async def test_a_stream_that_ends_early_or_says_something_else():
+async def test_truncated_or_wrong_first_message_is_an_error():
     for data in (b"", headed.pack(OPEN)[:3], headed.pack(OPEN)[:-1]):
         with pytest.raises(PeerError):
             await read_first(Pieces(data, 1000), StreamOpen)

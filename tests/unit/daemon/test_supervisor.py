@@ -15,10 +15,8 @@ from swarmnode import cli
 from swarmnode.config import Config
 from swarmnode.daemon import supervisor as module
 from swarmnode.daemon.supervisor import Supervisor, describe_exit, parse_progress
-from swarmnode.daemon.trainer_port import kill_trainer
 from swarmnode.errors import Unavailable
 from swarmnode.files import lock_data_dir
-from swarmnode.observe.watch import TrainerWatch
 from tests.support.waiting import until
 
 CHILD = textwrap.dedent("""
@@ -344,21 +342,6 @@ async def test_a_process_that_hung_did_not_crash(node):
         nursery.start_soon(supervisor.run)
         await until(lambda: node.pids("trainer"))
         assert await down(node) == "no progress while training, killed"
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-async def test_process_killed_by_network_is_no_crash(node, tmp_path):
-    supervisor = node(trainer=FIRST_ONLY + FOREVER)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(supervisor.run)
-        await until(lambda: node.pids("trainer"))
-        watch = TrainerWatch()
-        watch.connected(node.pids("trainer")[0])
-        # another process does that, and what it writes to disk keeps nobody else waiting
-        await trio.to_thread.run_sync(
-            kill_trainer, watch, tmp_path / "data", "it has work and does none"
-        )
-        assert await down(node) == "killed by the network process: it has work and does none"
         os.kill(os.getpid(), signal.SIGTERM)
 
 

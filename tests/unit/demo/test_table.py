@@ -39,7 +39,6 @@ def node(directory: Path, name: str) -> DemoNode:
         source="neighbour",
         source_seconds=12.34,
         checkpoint_age=123,
-        gate_kl=0.125,
         tokens_per_second=12345.0,
         restarts=12,
     )
@@ -79,7 +78,7 @@ def test_a_row_of_a_crew_fits_one_line(tmp_path):
         crew_table([node(tmp_path, f"node{i}") for i in range(4)], 59.6, "stage 1 killed"), 80
     )
     (row,) = [line for line in shown if "node1" in line]
-    for expected in (f"…{PEER[-6:]}", "loading", "neighbour", "12.3", "0.1250", "12345"):
+    for expected in (f"…{PEER[-6:]}", "loading", "neighbour", "12.3", "12345"):
         assert expected in row
     assert len(shown) == 1 + 2 + 4 + 1
 

@@ -14,8 +14,7 @@ from swarmnode.link.server import LinkServer
 from swarmnode.stages.wire import (
     Capacity,
     CrewEnd,
-    CrewPause,
-    CrewResume,
+    CrewStart,
     ModelCost,
     PartCost,
     StageAssignment,
@@ -94,10 +93,10 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
     recorder, told = Recorder(), []
     offering = TrainerOffer(
         b"m" * 32,
-        Capacity(2e9, 1e12, 0.01),
+        Capacity(2e9, 1e12),
         ModelCost(PartCost(1, 0), (PartCost(2, 3),) * 4, PartCost(1, 1)),
     )
-    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, gate_kl=None)
+    status = StageStatus(b"c" * 32, 2, "active", step=3, progress=9, copy_bytes=None)
     server = LinkServer(data_dir, recorder)
     async with trio.open_nursery() as nursery:
         await nursery.start(server.run)
@@ -111,10 +110,10 @@ async def test_what_concerns_a_crew_goes_both_ways(data_dir):
             assigned = StageAssignment(
                 b"c" * 32, b"l" * 32, 2, (2, 1, 1), members, 0, "/run/stages.sock"
             )
-            for message in (assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")):
+            for message in (assigned, CrewStart(b"c" * 32), CrewEnd("over")):
                 assert server.send_to_trainer(message)
-            await until(lambda: len(told) == 4)
-            assert told == [assigned, CrewPause("why"), CrewResume(b"c" * 32), CrewEnd("over")]
+            await until(lambda: len(told) == 3)
+            assert told == [assigned, CrewStart(b"c" * 32), CrewEnd("over")]
         nursery.cancel_scope.cancel()
 
 

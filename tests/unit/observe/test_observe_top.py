@@ -68,7 +68,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     slots = list(s.stages.crew.slots)
     slots[2] = msgspec.structs.replace(slots[2], state="failed")
     crew = msgspec.structs.replace(
-        s.stages.crew, state="paused", slots=tuple(slots), stopped_seconds=42.0
+        s.stages.crew, state="preparing", slots=tuple(slots), stopped_seconds=42.0
     )
     with_crew = lambda crew: msgspec.structs.replace(
         s, stages=msgspec.structs.replace(s.stages, crew=crew)
@@ -76,7 +76,7 @@ def test_shows_the_crew_in_the_order_of_its_stages_and_what_peers_claim() -> Non
     shown = drawn(with_crew(crew), styles=False)
     unwrapped = " ".join(shown.replace("│", " ").split())
     for expected in (
-        "crew paused · no step for 42 s · recovered in 6.4 s · from neighbour",
+        "crew preparing · no step for 42 s · recovered in 6.4 s · from neighbour",
         "checkpoint 10 steps old",
     ):
         assert expected in unwrapped

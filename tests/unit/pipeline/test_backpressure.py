@@ -1,5 +1,4 @@
-"""What a slow neighbour costs: time, and no more memory than is said. Nothing is lost, and nobody
-waits in a circle."""
+"""A slow neighbour costs time and bounded memory, without loss or deadlock."""
 
 import copy
 import random
@@ -13,21 +12,14 @@ import trio.testing
 from swarmnode.config import TrainingConfig
 from swarmnode.stages import pipeline, wire
 from swarmnode.stages.model import LearnRow, StageRuntime, describe, describe_loss, encode
-from swarmnode.stages.pipeline import (
-    SCORES_PER_STAGE,
-    Links,
-    Schedule,
-    StageWorker,
-    WorkerSettings,
-    run_inline,
-)
+from swarmnode.stages.pipeline import SCORES_PER_STAGE, Links, Schedule, StageWorker, WorkerSettings
 from swarmnode.stages.wire import FrameLimits, Place
 from swarmnode.wire import headed, strict
-from tests.support.crew import open_crew
+from tests.support.crew import open_crew, run_inline
 from tests.support.lost_stages import quiet
 from tests.support.split_models import split_model, whole_state
 
-EXACT = WorkerSettings(b"b" * 32, "float32")
+EXACT = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 LIMITS = FrameLimits(hidden=32, vocab=61, tokens=24)
 PLACE = Place(b"c" * 16, 0, 0)
@@ -107,9 +99,7 @@ async def everything(crew):
         ([1, 1, 1, 1], "llama-tied", True),
     ],
 )
-async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little(
-    models, narrow, layers, kind, swapped
-):
+async def test_full_links_change_no_result_and_bound_memory(models, narrow, layers, kind, swapped):
     settings = replace(EXACT, swapped=swapped)
     async with crew_of(models[kind], layers, settings) as crew:
         expected = await everything(crew)
@@ -132,7 +122,7 @@ async def test_a_crew_whose_links_are_always_full_does_the_same_and_keeps_little
         assert (scores, tokens) == expected[1:]
     assert slow.held > 0
     assert slow.embedding <= FRAME
-    # gradients of what was let through before are sent, room or not
+    # gradients of micro-batches that were sent before are always queued
     assert slow.most <= (1 + 2 * len(layers)) * FRAME
 
 
@@ -157,7 +147,7 @@ async def taken(links):
     return arrival
 
 
-async def test_what_nobody_reads_fills_a_link_and_all_of_it_arrives(monkeypatch):
+async def test_unread_frames_fill_a_link_and_arrive_later(monkeypatch):
     monkeypatch.setattr(pipeline, "FULL_LINK_BYTES", 3000)
     ours, theirs = trio.testing.lockstep_stream_pair()
     links = Links(0, {1: ours}, LIMITS)
@@ -237,7 +227,7 @@ def test_what_waits_for_others_is_no_work_in_hand():
     assert tail.next(lambda number: True) == ("learn", 0)
 
 
-async def test_a_stage_whose_link_is_full_is_not_taken_for_one_that_hangs(models, monkeypatch):
+async def test_stage_with_a_full_link_has_no_pending_work(models, monkeypatch):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
@@ -282,7 +272,7 @@ async def test_few_micro_batches_are_scored_at_a_time(models):
 
 
 @pytest.mark.parametrize("proposed_first", [True, False])
-async def test_a_neighbour_that_sends_more_than_is_ever_in_flight_is_named(
+async def test_too_many_micro_batches_are_a_fault_of_the_sender(
     models, monkeypatch, proposed_first
 ):
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
@@ -310,10 +300,10 @@ async def test_scores_wait_and_excess_scores_name_the_sender(models, monkeypatch
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member = crew.members[1]
         monkeypatch.setattr(member.links, "full", lambda stage: stage == 2)
-        for number in range(LIMITS.sessions):
+        for number in range(LIMITS.waves):
             crew.head.links.send(1, *forward(1000 + number, "score", crew.head.place))
         await quiet(2000)
-        assert len(member._held) == LIMITS.sessions
+        assert len(member._held) == LIMITS.waves
         assert member.fault is None
         crew.head.links.send(1, *forward(9999, "score", crew.head.place))
         await quiet()

@@ -19,10 +19,16 @@ from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.objectives import Objective
 from swarmnode.stages import wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Observer, WorkerSettings, cut_waves, run_in_thread
+from swarmnode.stages.pipeline import (
+    Observer,
+    WorkerSettings,
+    WorkRefused,
+    cut_waves,
+    run_in_thread,
+)
 from swarmnode.trainer.update import Updater
 from tests.support.crew import open_crew
-from tests.support.crew_rows import BASE, ENDS, EXACT, HEADS, crew_of, grpo, limits_of
+from tests.support.crew_rows import ENDS, EXACT, HEADS, crew_of, grpo, limits_of
 from tests.support.split_models import split_model, whole_state
 
 PROMPTS = ["What is 3 + 4?", "Calculate 10 + 8.", "12", "Find the LCM of 6, 9"]
@@ -115,7 +121,7 @@ async def test_both_ends_of_a_tied_embedding_stay_one_tensor(policy):
     whole = policy("qwen3")
     cfg = TrainingConfig(learning_rate=1e-2)
     _, rows = grpo(whole)
-    async with crew_of(whole.model, [1, 2, 1], WorkerSettings(BASE, "int8")) as crew:
+    async with crew_of(whole.model, [1, 2, 1], WorkerSettings("int8")) as crew:
         for _ in range(3):
             assert (await crew.head.update(rows, cfg, 10.0, 1e-2)).refused is None
         ends = [crew.members[i].runtime.embedding() for i in (0, 2)]
@@ -139,7 +145,7 @@ async def test_greedy_tokens_are_those_of_generate(embedded, layers):
             [x for g in expected for c in g.completions for x in c.logprobs], abs=1e-4
         )
         await quiet()
-        assert all(not member.runtime.sessions for member in crew.members)
+        assert all(not member.runtime.caches for member in crew.members)
 
 
 async def quiet():
@@ -154,7 +160,7 @@ async def sampled(model, layers, settings=EXACT, **keys):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mistral", "phi3", "smollm3"])
-async def test_a_sampled_token_does_not_depend_on_who_computes_beside(models, kind):
+async def test_sampled_token_does_not_depend_on_other_completions(models, kind):
     """The first of two stages draws what one of two other splits draws; waves of the same prompts
     have the same seeds."""
     assert texts(await sampled(models[kind], [2, 2])) == texts(await sampled(models[kind], [3, 1]))
@@ -178,30 +184,36 @@ async def test_as_many_waves_as_stages_are_in_flight(models):
     assert [p for wave in waves for p in wave.prompts] == HEADS
 
 
-async def test_a_wave_whose_caches_are_lost_goes_on_with_the_same_tokens(models):
+async def test_refused_wave_is_repeated_in_smaller_waves(models):
     undisturbed = texts(await sampled(models["llama-tied"], [1, 2, 1]))
     async with crew_of(models["llama-tied"], [1, 2, 1]) as crew:
         body = crew.members[1]
-        steps, original = 0, body.runtime.decode
+        original = body.runtime.prefill
 
-        def forgetful(session, fingerprint, rows, x):
-            nonlocal steps
-            steps += 1
-            if steps in (2, 7):
-                body.runtime.sessions.clear()
-            return original(session, fingerprint, rows, x)
+        def small(wave, prompts, x):
+            if prompts.ids.shape[0] * prompts.num_generations > 3:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return original(wave, prompts, x)
 
-        body.runtime.decode = forgetful
+        body.runtime.prefill = small
+        generate = lambda tokens: crew.head.generate(
+            HEADS[:2], 3, 6, 0.9, 0.95, ENDS, random.Random(5), tokens
+        )
+        with pytest.raises(WorkRefused) as caught:
+            await crew.head.generate(HEADS, 4, 6, 0.9, 0.95, ENDS, random.Random(5))
+        assert (caught.value.device, caught.value.divisible) == (True, True)
+        assert not crew.head.open_waves
+        assert [len(wave.ids) for wave in await generate(3 * (max(map(len, HEADS)) + 6))] == [3, 3]
+        body.runtime.prefill = original
         waves = await crew.head.generate(HEADS, 3, 6, 0.9, 0.95, ENDS, random.Random(5))
-        assert sum(wave.lost for wave in waves) >= 2
         assert texts(waves) == undisturbed
 
 
 @pytest.mark.parametrize(("codec", "far"), [("float32", 1e-4), ("bfloat16", 0.02), ("int8", 0.05)])
-async def test_recorded_logprobs_are_those_that_training_computes_again(models, policy, codec, far):
+async def test_recorded_logprobs_equal_those_of_training(models, policy, codec, far):
     """The importance ratio of a fresh rollout is 1, whatever the codec; against the unsplit policy
     it is off by the codec's rounding."""
-    settings = WorkerSettings(BASE, codec)
+    settings = WorkerSettings(codec)
     async with crew_of(models["llama"], [1, 1, 1, 1], settings) as crew:
         waves = await crew.head.generate(HEADS, 3, 6, 1.0, 1.0, ENDS, random.Random(5))
         rows = [(wave.prompts[i // 3], ids) for wave in waves for i, ids in enumerate(wave.ids)]
@@ -212,7 +224,7 @@ async def test_recorded_logprobs_are_those_that_training_computes_again(models, 
     whole = torch.tensor([x for row in score(policy("llama"), rows, 1.0) for x in row])
     assert float((recorded - scored).abs().max()) < 1e-3
     assert float((recorded - whole).abs().max()) < far
-    if codec != "float32":  # what a sampler with another codec than the trainer's would be off by
+    if codec != "float32":  # a sampler with another codec than the trainer's would differ by this
         assert float((recorded - whole).abs().max()) > 2e-3
 
 
@@ -225,7 +237,7 @@ async def all_dropped(crew):
     return all(p.grad is None for m in crew.members for p in m.runtime.parameters())
 
 
-async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, policy):
+async def test_non_finite_weights_drop_the_step_in_all_stages(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         with torch.no_grad():
@@ -244,9 +256,7 @@ async def test_a_stage_with_broken_weights_drops_the_step_everywhere(models, pol
     ],
 )
 @pytest.mark.parametrize(("stage", "method"), [(1, "forward"), (1, "backward"), (2, "learn")])
-async def test_a_stage_whose_device_fails_drops_the_step_everywhere_and_goes_on(
-    models, policy, stage, method, error
-):
+async def test_device_error_drops_the_step_in_all_stages(models, policy, stage, method, error):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         member, start = crew.members[stage], weights(crew)
@@ -286,7 +296,7 @@ async def test_unsent_embedding_gradient_refuses_the_step(models, policy):
         torch.AcceleratorError("lost"),
     ],
 )
-async def test_our_own_defects_and_a_lost_device_end_a_member(models, error):
+async def test_program_errors_and_a_lost_device_are_raised(models, error):
     with pytest.RaisesGroup(type(error), flatten_subgroups=True):
         async with crew_of(models["llama"], [2, 2]) as crew:
             with fails(crew.members[1].runtime, "score", error):
@@ -319,7 +329,7 @@ class Counts(Observer):
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("mat1 and mat2")],
 )
-async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
+async def test_step_is_taken_although_an_observer_runs_out_of_memory(
     models, policy, error, autojump_clock
 ):
     _, rows = grpo(policy("llama"))
@@ -337,7 +347,7 @@ async def test_a_step_is_taken_and_said_whatever_an_observer_has_no_room_for(
     assert torch.equal(*ends)
 
 
-async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
+async def test_learning_rate_is_bounded_by_the_own_node(models, policy):
     _, rows = grpo(policy("llama"))
     settings = replace(EXACT, learning_rate=1.1e-3)
     async with crew_of(models["llama"], [2, 2], settings) as crew:
@@ -352,7 +362,7 @@ async def test_no_stage_goes_faster_than_its_own_node_allows(models, policy):
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(models, policy, stage):
+async def test_lost_stage_ends_the_call_without_a_step(models, policy, stage):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         original = crew.members[stage].handle
@@ -373,15 +383,13 @@ async def test_a_stage_that_is_gone_ends_what_was_begun_and_no_step_is_taken(mod
         assert all(m.participant.step == 0 for m in crew.members)
 
 
-async def test_computing_beside_the_event_loop_gives_the_same(models):
+async def test_computing_in_a_thread_gives_the_same_result(models):
     assert texts(await sampled(models["llama"], [2, 2], compute=run_in_thread)) == texts(
         await sampled(models["llama"], [2, 2])
     )
 
 
-async def test_what_checkfree_weights_a_stage_by_is_its_layers_raw_gradient(
-    models, policy, monkeypatch
-):
+async def test_checkfree_weight_is_the_raw_gradient_of_the_layers(models, policy, monkeypatch):
     monkeypatch.setattr("swarmnode.stages.pipeline.MAX_GRAD_NORM", 1e-3)  # clips
     whole = policy("llama-tied")
     _, rows = grpo(whole)
@@ -415,7 +423,7 @@ async def test_prepared_stage_commits_without_its_neighbour(models, policy):
     assert torch.equal(*ends)
 
 
-async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy):
+async def test_failure_of_an_old_attempt_is_ignored(models, policy):
     _, rows = grpo(policy("llama"))
     async with crew_of(models["llama"], [1, 2, 1]) as crew:
         original = crew.head.handle
@@ -429,10 +437,10 @@ async def test_a_failure_of_an_attempt_that_is_over_costs_nothing(models, policy
         assert (await crew.head.update(rows, TrainingConfig(), 10.0, 1e-3)).refused is None
 
 
-async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
+async def test_each_position_and_completion_has_its_own_draw(policy):
     model = policy("llama").model
     with torch.no_grad():
-        # every token equally likely: whatever repeats is the generator's doing
+        # all tokens are equally likely, so a repetition comes from the generator
         model.lm_head.weight.zero_()
     async with crew_of(model, [2, 2]) as crew:
         waves = await crew.head.generate(
@@ -443,7 +451,7 @@ async def test_every_position_of_every_completion_is_a_draw_of_its_own(policy):
     assert all(len(set(ids)) > 4 for ids in drawn)
 
 
-def test_waves_are_as_many_as_stages_and_as_large_as_a_member_receives():
+def test_number_and_size_of_waves():
     short, long = [1] * 10, [1] * 200
     assert cut_waves([short] * 8, 4, 20, 4, 10_000) == [
         ([0, 1], 4),

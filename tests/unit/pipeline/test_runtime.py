@@ -100,7 +100,7 @@ def compare(embedded, model, layers):
 
 @pytest.fixture(params=["as it fits", "one by one", "in pieces"])
 def memory(request, monkeypatch):
-    """Nothing is short; layers' activations do not fit; logits do not fit."""
+    """Memory for everything; not for layers' activations; not for logits."""
     monkeypatch.setattr(
         "swarmnode.stages.model.needs_checkpointing",
         lambda *given: request.param == "one by one",
@@ -131,7 +131,7 @@ def test_gradients_of_a_lora_adapter_are_the_whole_models(models, embedded, kind
     assert all(stage.embedding() is None for stage in chain(model, [1, 2, 1]))
 
 
-def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
+def test_logits_of_a_long_answer_are_computed_in_pieces(models, monkeypatch):
     """4,000 tokens of a vocabulary of 152,000 are 2.4 GB, several times over: no member could hold
     the last stage."""
     monkeypatch.setattr("swarmnode.stages.model.logits_tokens", lambda *given: 40)
@@ -144,7 +144,7 @@ def test_logits_of_a_long_answer_are_never_there_at_once(models, monkeypatch):
     assert seen.rows == 40  # and the head's own gradient has 32
 
 
-def test_checkpoints_activations_only_when_memory_is_short(models, monkeypatch):
+def test_layers_are_checkpointed_only_when_memory_is_short(models, monkeypatch):
     stage = chain(models["llama"], [1, 3])[1]
     batch = collate([([5, 6, 7], [8 + i % 9 for i in range(100)])] * 2, 0)
     x = torch.randn(make_packing(batch).rows, 32, generator=torch.Generator().manual_seed(0))
@@ -179,58 +179,44 @@ def test_greedy_tokens_are_the_whole_models(models, kind):
         stages = chain(models[kind], layers)
         x = None
         for stage in stages:
-            x = stage.prefill(b"s", b"f", Prompts(ids, mask, 1), x)
+            x = stage.prefill(7, Prompts(ids, mask, 1), x)
         drawn = [x.argmax(-1)]
         while len(drawn) < 8:
             x = drawn[-1]
             for stage in stages:
-                x = stage.decode(b"s", b"f", [0, 1], x)
+                x = stage.decode(7, [0, 1], x)
             drawn.append(x.argmax(-1))
         assert torch.equal(torch.stack(drawn, 1), expected), layers
 
 
-def test_a_row_that_ended_leaves_the_others_as_they_are(models):
+def test_finished_row_does_not_change_other_rows(models):
     prompts = Prompts(torch.tensor([[5, 6, 7]]), torch.ones(1, 3, dtype=torch.long), 3)
     all_rows, some = chain(models["qwen3"], [4])[0], chain(models["qwen3"], [4])[0]
     for stage in (all_rows, some):
-        stage.prefill(b"s", b"f", prompts, None)
-        stage.decode(b"s", b"f", [0, 1, 2], torch.tensor([1, 2, 3]))
-    expected = all_rows.decode(b"s", b"f", [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
-    assert torch.allclose(
-        some.decode(b"s", b"f", [0, 2], torch.tensor([4, 6])), expected, atol=1e-5
-    )
+        stage.prefill(7, prompts, None)
+        stage.decode(7, [0, 1, 2], torch.tensor([1, 2, 3]))
+    expected = all_rows.decode(7, [0, 1, 2], torch.tensor([4, 5, 6]))[[0, 2]]
+    assert torch.allclose(some.decode(7, [0, 2], torch.tensor([4, 6])), expected, atol=1e-5)
     caches = [
-        stage.sessions.step(b"s", b"f", rows).cache
-        for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))
+        stage.caches.step(7, rows).cache for stage, rows in ((some, [0, 2]), (all_rows, [0, 1, 2]))
     ]
     assert [len(cache.layers[0].keys) for cache in caches] == [2, 3]
 
 
 @pytest.mark.parametrize(
-    ("session", "fingerprint", "rows", "reason"),
-    [
-        (b"t", b"f", [0], "session"),
-        (b"s", b"g", [0], "fingerprint"),
-        (b"s", b"f", [2], "rows"),
-        (b"s", b"f", [1, 0], "rows"),
-        (b"s", b"f", [], "rows"),
-        (b"s", b"f", [0, 0], "rows"),
-    ],
+    "rows",
+    [[2], [1, 0], [], [0, 0]],
 )
-def test_a_step_that_the_session_does_not_have_is_refused(
-    models, session, fingerprint, rows, reason
-):
+def test_step_of_an_unknown_row_is_refused(models, rows):
     stage = chain(models["llama"], [4])[0]
-    stage.prefill(
-        b"s", b"f", Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None
-    )
+    stage.prefill(7, Prompts(torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.long), 2), None)
     with pytest.raises(BadMessage) as caught:
-        stage.decode(session, fingerprint, rows, torch.zeros(len(rows), dtype=torch.long))
-    assert caught.value.reason == reason
+        stage.decode(7, rows, torch.zeros(len(rows), dtype=torch.long))
+    assert caught.value.reason == "rows"
 
 
 @pytest.mark.parametrize("layers", [[4], [2, 2], [1, 2, 1]])
-def test_every_stage_counts_each_token_that_went_through_it_once(models, layers):
+def test_each_stage_counts_each_token_once(models, layers):
     stages = chain(copy.deepcopy(models["llama"]), layers)
     batch = collate(ROWS, 0, torch.device("cpu"))
     # two prompts once, and each completion without its last token
@@ -240,14 +226,13 @@ def test_every_stage_counts_each_token_that_went_through_it_once(models, layers)
     x = None
     for stage in stages:
         x = stage.prefill(
-            b"s",
-            b"f",
+            7,
             Prompts(torch.tensor([[0, 2, 4], [5, 6, 7]]), torch.tensor([[0, 1, 1], [1, 1, 1]]), 1),
             x,
         )
     x = x.argmax(-1)
     for stage in stages:
-        x = stage.decode(b"s", b"f", [0, 1], x)
+        x = stage.decode(7, [0, 1], x)
     assert [stage.tokens for stage in stages] == [rows + 5 + 2] * len(stages)
 
 
@@ -281,7 +266,7 @@ def test_a_stage_reads_only_its_own_tensors(models, tmp_path):
         load_stage(tmp_path, alone)
 
 
-def test_the_stages_weights_together_are_the_whole_models(models):
+def test_stages_together_have_the_whole_models_weights(models):
     model = copy.deepcopy(models["llama-tied"])
     pieces = split_model(model, [1, 2, 1])
     with torch.no_grad():

@@ -73,7 +73,7 @@ def simulate(
 @pytest.mark.parametrize(
     ("stages", "micro_batches"), [(1, 3), (2, 1), (2, 5), (4, 4), (4, 16), (8, 8)]
 )
-def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches):
+def test_bubble_and_stored_inputs_are_those_of_1f1b(stages, micro_batches):
     seconds, peak, orders = simulate(stages, micro_batches)
     assert seconds == (micro_batches + stages - 1) * 3.0
     assert all(pending <= 2 * (stages - i) for i, pending in enumerate(peak))
@@ -85,7 +85,7 @@ def test_the_bubble_and_the_inputs_kept_are_those_of_1f1b(stages, micro_batches)
         ), "never two forwards in a row"
 
 
-def test_every_micro_batch_gets_through_whatever_the_stages_take():
+def test_every_micro_batch_completes_at_any_speed():
     for seed in range(50):
         rng = random.Random(seed)
         stages, count = rng.randint(1, 6), rng.randint(1, 12)
@@ -129,7 +129,7 @@ def prepared(attempt=1):
     return stage
 
 
-def test_a_step_is_complete_with_exactly_the_proposed_micro_batches():
+def test_step_is_complete_with_the_proposed_micro_batches():
     stage = Participant(5)
     assert not stage.may_accumulate(1), "nothing is proposed"
     stage.propose(1, [1, 2])
@@ -157,7 +157,7 @@ def test_only_the_prepared_attempt_is_committed_and_once(attempt):
     assert stage.step == 6
 
 
-def test_nothing_is_committed_before_it_is_acknowledged():
+def test_no_commit_before_the_acknowledgement():
     stage = Participant(5)
     stage.propose(1, [1])
     stage.accumulated(1)

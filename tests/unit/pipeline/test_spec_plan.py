@@ -34,7 +34,7 @@ def test_names_go_there_and_back(prefix):
     assert specs[1].local_name(names[2]) == f"{prefix}model.layers.1.mlp.up_proj.weight"
 
 
-def test_a_tied_embedding_is_at_both_ends_and_an_untied_one_is_not():
+def test_tied_embedding_belongs_to_both_ends():
     name = "model.embed_tokens.weight"
     specs = stage_specs(CONFIG, [1, 2, 1])
     assert holders(specs, name) == [0, 2]

@@ -1,5 +1,5 @@
-"""A model is split into stages if a trial says that they equal it, and is refused in one line
-otherwise."""
+"""The trial accepts models whose stages equal the whole model, and names the difference of
+others."""
 
 import copy
 
@@ -114,7 +114,7 @@ def test_a_model_whose_stages_equal_it_passes(kind):
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_any_other_model_is_refused_in_one_line_with_the_remedy(kind):
+def test_unsupported_model_is_refused_with_the_remedy(kind):
     config, why = REFUSED[kind]
     with pytest.raises(ConfigError, match=why) as refused:
         check_split(config)
@@ -124,7 +124,7 @@ def test_any_other_model_is_refused_in_one_line_with_the_remedy(kind):
     assert "\n" not in line
 
 
-def test_a_trial_is_made_once_and_leaves_the_random_state_alone(untried, monkeypatch):
+def test_trial_runs_once_and_keeps_the_random_state(untried, monkeypatch):
     tried = []
     compare = stages._compare
     monkeypatch.setattr(
@@ -172,7 +172,7 @@ def refusal(monkeypatch, config=None):
     return str(refused.value)
 
 
-def test_layers_that_stages_number_anew_are_seen_at_any_depth(monkeypatch):
+def test_dependence_on_a_layers_number_is_found_at_any_depth(monkeypatch):
     create = modeling_llama.LlamaDecoderLayer.__init__
 
     def deeper(self, config, layer_idx):
@@ -194,7 +194,7 @@ def test_a_list_by_layer_that_is_not_cut_is_seen(monkeypatch):
     assert "layer" in refusal(monkeypatch, Qwen2Config(**SHAPE, **WINDOW))
 
 
-def test_a_layer_that_asks_for_its_number_while_it_computes_is_seen(monkeypatch):
+def test_layer_that_computes_with_its_number_is_refused(monkeypatch):
     forward = modeling_llama.LlamaDecoderLayer.forward
 
     def every_other(self, hidden_states, **more):

@@ -19,7 +19,7 @@ from swarmnode.stages.wire import FrameLimits, Hop, Routes, backward_hop, forwar
 from tests.support.crew import open_crew
 from tests.support.split_models import split_model, whole_state
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32", swapped=True)
+SETTINGS = WorkerSettings("float32", swapped=True)
 CFG = TrainingConfig(per_device_train_tokens=64)
 
 
@@ -108,9 +108,7 @@ class Unsplit:
 @pytest.mark.parametrize(
     ("layers", "order"), [([1, 1, 1, 1], (1, 0, 3, 2)), ([1, 2, 1, 1, 1, 1], (1, 2, 0, 3, 4, 6, 5))]
 )  # the order of layers that `swapped_order` of stages makes
-async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(
-    models, layers, order
-):
+async def test_swapped_steps_equal_those_of_the_swapped_whole_model(models, layers, order):
     model = copy.deepcopy(models["llama"])
     if len(order) > 4:
         torch.manual_seed(5)
@@ -143,10 +141,10 @@ async def test_two_swapped_steps_are_those_of_the_whole_model_in_swapped_order(
         assert all(not m.micro_batches.schedule.in_flight for m in crew.members)
 
 
-async def test_what_is_generated_and_scored_is_the_plain_policy(models):
+async def test_generation_and_scores_use_the_plain_order(models):
     async with (
         crew_of(models["llama"], [1, 1, 1, 1]) as swapping,
-        crew_of(models["llama"], [4], WorkerSettings(b"b" * 32, "float32")) as one,
+        crew_of(models["llama"], [4], WorkerSettings("float32")) as one,
     ):
         prompts, ends = [[5, 6, 7], [8, 9]], frozenset()
         waves = [
@@ -165,7 +163,7 @@ async def test_what_is_generated_and_scored_is_the_plain_policy(models):
         )
 
 
-async def test_swapped_stages_are_refused_where_there_are_too_few(models):
+async def test_too_few_stages_cannot_be_swapped(models):
     with pytest.raises(Refused, match="four"):
         async with crew_of(models["llama"], [2, 1, 1]):
             pass
@@ -194,7 +192,7 @@ def test_every_hop_is_known_by_who_it_comes_from(stages):
     assert backward_hop(route, 0, stages - 1) is None
 
 
-def test_every_other_micro_batch_is_swapped_and_no_score():
+def test_half_of_the_micro_batches_and_no_score_is_swapped():
     routes = Routes(4, True)
     assert routes.route(2) == tuple(Hop(i, "all") for i in range(4))
     assert routes.route(3) == swapped_route(4)

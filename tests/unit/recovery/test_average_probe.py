@@ -1,5 +1,4 @@
-"""What an average with another crew's stage would do to the policy, asked of the stages behind it
-while the crew trains on."""
+"""The probe of an average with another crew's stage."""
 
 import copy
 
@@ -14,10 +13,10 @@ from swarmnode.stages import trainer
 from swarmnode.stages.model import LearnRow
 from swarmnode.stages.pipeline import WorkerSettings
 from swarmnode.stages.recovery import RecoverySettings, read_work, run_one, trained
-from swarmnode.stages.trainer import AverageProbe, _newest_inputs, _with_tensors
+from swarmnode.stages.trainer import AverageProbe, _with_tensors
 from tests.support.lost_stages import Fleet, quiet
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=1024)
 
 
@@ -59,8 +58,8 @@ async def learn(crew, seed, count=24, rate=1e-3):
 
 
 def tensors(station, noise=0.0):
-    """By their names in the whole model: the layers' own, and others `noise` (of their size)
-    away."""
+    """Return (own tensors of the layers, the same with relative `noise`), named as in the whole
+    model."""
     generator = torch.Generator().manual_seed(5)
     own = {n: p.detach().clone() for n, p in trained(station.runtime).items() if ".layers." in n}
     far = {
@@ -70,7 +69,7 @@ def tensors(station, noise=0.0):
 
 
 async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
-    """Losses (before, after), None where there is no verdict, False where nothing was asked."""
+    """Return the losses (before, after); None without a verdict, False if no probe started."""
     probe, told, done = AverageProbe(), [], trio.Event()
     probe.step_seconds = step_seconds
     probe.open(fleet.peers[stage])
@@ -83,7 +82,7 @@ async def verdict(fleet, stage, mine, mean, step_seconds=0.0):
 
 @torch.no_grad()
 def whole_loss(fleet, seed):
-    """Of the better completions, by the unsplit model with the weights of all stages."""
+    """Return the loss of the better completions, by the unsplit model with all stages' weights."""
     model = copy.deepcopy(fleet.model)
     model.load_state_dict(
         {
@@ -104,7 +103,7 @@ def whole_loss(fleet, seed):
     return total / count
 
 
-async def test_at_the_head_it_is_the_loss_of_the_whole_policy(fleet):
+async def test_verdict_at_the_head_is_the_loss_of_the_policy(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -137,12 +136,12 @@ async def test_every_stage_judges_averages_without_changes(fleet, stage):
         await learn(crew, 2)  # and it trains on
 
 
-async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
+async def test_no_probe_without_inputs_or_crew(fleet):
     one = fleet()
     async with one.up() as crew:
         mine, mean = tensors(one.stations[1])
         assert await verdict(one, 1, mine, mean) is False
-        # 4 of them better than their group, which are too few: all are asked about
+        # 4 completions are better than their group, which is too few, so all of them count
         await learn(crew, 1, 12)
         assert await verdict(one, 1, mine, mean)
         await learn(crew, 2, 12)
@@ -153,7 +152,7 @@ async def test_who_has_seen_nothing_or_has_no_crew_asks_nobody(fleet):
         assert not closed.measure(mine, mean, lambda losses: None)
 
 
-async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
+async def test_no_verdict_without_the_later_stages(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -162,12 +161,12 @@ async def test_without_the_stages_behind_it_there_is_no_verdict(fleet):
         assert await verdict(one, 1, mine, mean) is None
 
 
-async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monkeypatch):
-    # eight better completions in each
-    monkeypatch.setattr(trainer, "_newest_inputs", lambda peer: _newest_inputs(peer) * 4)
+async def test_verdict_uses_as_few_micro_batches_as_it_needs(fleet, monkeypatch):
     one, asked = fleet(), []
     async with one.up() as crew:
         await learn(crew, 1)
+        inputs = one.peers[1].stage.recorder.inputs
+        inputs.extend([inputs[-1]] * 4)  # eight better completions in each
         run_at = one.peers[1].fetch.run_at
 
         async def counted(stage, edge, tokens, x):
@@ -179,7 +178,7 @@ async def test_no_more_goes_through_the_stages_than_a_verdict_needs(fleet, monke
     assert asked == [2, 3] * 4  # two micro-batches, with either
 
 
-async def test_where_steps_are_long_a_verdict_may_take_long(fleet, monkeypatch):
+async def test_deadline_of_a_verdict_grows_with_the_steps(fleet, monkeypatch):
     """At 7 B the activations of four micro-batches cross home lines, which the crew's own fill, six
     times."""
     monkeypatch.setattr(trainer, "VERDICT_SECONDS", (0.2, 3.0))
@@ -213,7 +212,7 @@ async def test_out_of_memory_gives_no_verdict(fleet, monkeypatch):
         assert await verdict(one, 1, mine, mean)
 
 
-async def test_our_own_weights_that_are_not_finite_are_nobody_s_fault(fleet):
+async def test_non_finite_own_weights_give_no_verdict(fleet):
     one = fleet()
     async with one.up() as crew:
         await learn(crew, 1)
@@ -221,14 +220,14 @@ async def test_our_own_weights_that_are_not_finite_are_nobody_s_fault(fleet):
         assert await verdict(one, 3, {n: t * float("inf") for n, t in mine.items()}, mean) is None
 
 
-async def test_with_an_adapter_other_weights_are_other_outputs(fleet, models):
+async def test_replaced_adapter_weights_change_the_output(fleet, models):
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     one = fleet(get_peft_model(copy.deepcopy(models["llama"]), lora))
     async with one.up() as crew:
         await learn(crew, 1)
         station, peer = one.stations[1], one.peers[1]
-        edge = _newest_inputs(peer)[0]
+        edge = peer.stage.recorder.inputs[0]
         run = lambda runtime: run_one(
             runtime, read_work(edge, peer.stage.limits), edge.body, "float32"
         )

@@ -67,7 +67,7 @@ def same(mine, theirs):
     return mine.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) for n, t in mine.items())
 
 
-def test_an_exact_state_comes_back_to_the_bit_and_a_small_one_rounded():
+def test_exact_state_is_equal_and_small_state_is_rounded():
     state = state_of(4)
     body = encode_state(state, LAYOUT, "exact")
     assert len(body) == state_bytes(LAYOUT, "exact")
@@ -109,7 +109,7 @@ def test_bytes_that_are_no_state_are_refused(form):
             )
 
 
-def test_what_is_written_is_read_again_with_everything_beside_it(store, tmp_path):
+def test_checkpoint_is_read_with_its_metadata(store, tmp_path):
     rng, phi = torch.get_rng_state(), torch.randn(4)
     written = checkpoint(3, rng=rng, **{"outer.phi.a": phi})
     store.write(written)
@@ -125,7 +125,7 @@ def test_what_is_written_is_read_again_with_everything_beside_it(store, tmp_path
     again.close()
 
 
-def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store, tmp_path):
+def test_new_checkpoint_replaces_the_old_one(store, tmp_path):
     store.write(checkpoint(9, stage=0, own=False))
     store.write(checkpoint(4, stage=0, own=False))
     assert store.metadata(0).step == 4
@@ -133,7 +133,7 @@ def test_a_new_checkpoint_replaces_the_old_one_also_of_an_earlier_step(store, tm
 
 
 @pytest.mark.parametrize("damage", ["empty", "bit", "metadata", "name"])
-def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, tmp_path, damage):
+def test_damaged_file_is_deleted_when_it_is_read(store, tmp_path, damage):
     store.write(checkpoint(3))
     path = tmp_path / OURS.path(1)
     data, stage = bytearray(path.read_bytes()), 1
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_no_checkpoint_and_is_deleted_when_it_is_read(store, t
         read_checkpoint(tmp_path, OURS.path(2))
 
 
-def test_a_full_disk_leaves_the_old_checkpoint_and_says_why(store, tmp_path, monkeypatch):
+def test_full_disk_keeps_the_old_checkpoint_and_is_logged(store, tmp_path, monkeypatch):
     store.write(checkpoint(3))
     save = recovery.save_file
 
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_says_why(store, tmp_path, mon
     assert store.metadata(1).step == 6
 
 
-def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypatch):
+def test_busy_disk_skips_a_checkpoint(store, monkeypatch):
     save, go = recovery.save_file, threading.Event()
     monkeypatch.setattr(
         recovery, "save_file", lambda *args, **keys: (go.wait(10), save(*args, **keys))
@@ -194,7 +194,7 @@ def test_a_busy_disk_skips_a_checkpoint_and_says_what_is_coming(store, monkeypat
     assert store.metadata(1).step == 1
 
 
-def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_path):
+def test_files_of_older_crews_are_deleted(store, tmp_path):
     other = CheckpointStore(tmp_path)
     other.begin(THEIRS, (0, 1))
     other.write(checkpoint(5, THEIRS, 1))
@@ -202,7 +202,9 @@ def test_files_of_other_crews_go_once_this_crew_has_as_many_steps(store, tmp_pat
     other.close()
     (tmp_path / OURS.lineage).mkdir()
     (tmp_path / OURS.lineage / ".1-3.safetensors.tmp").write_bytes(b"half")
-    store.write(checkpoint(2, stage=0, own=False))  # a neighbour's says nothing about our steps
+    store.write(
+        checkpoint(2, stage=0, own=False)
+    )  # a neighbour's checkpoint does not count as own steps
     assert len(find_checkpoints(tmp_path)) == 3
     store.write(checkpoint(4))
     assert {(about.identity.lineage, about.step) for about in find_checkpoints(tmp_path)} == {

@@ -1,5 +1,4 @@
-"""A whole int8 copy of a policy in stages: what it costs in precision and bytes, and what a hostile
-stage can make of it."""
+"""The int8 copy of a policy in stages: precision, bytes, and invalid input."""
 
 import copy
 import zlib
@@ -103,7 +102,7 @@ def test_a_matrix_is_quantised_in_pieces_to_the_same_codes(monkeypatch, block):
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen2", "qwen3", "mistral"])
-def test_a_copy_follows_its_stages_and_says_nearly_what_they_say(models, kind):
+def test_copy_is_close_to_its_stages(models, kind):
     model = copy.deepcopy(models[kind])
     base, ours = base_of(model), quantised(model)
     size = sum(
@@ -136,7 +135,7 @@ def test_what_has_hardly_moved_costs_next_to_nothing(models):
     )
 
 
-def test_a_copy_of_an_adapter_is_the_adapter_on_a_rounded_base(models):
+def test_copy_of_an_adapter_has_a_rounded_base(models):
     model = copy.deepcopy(models["llama-tied"])
     ours = quantised(model, lambda bare: add_adapter(bare, LORA))
     whole = add_adapter(model, LORA)

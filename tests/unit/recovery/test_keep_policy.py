@@ -1,5 +1,4 @@
-"""A member that keeps the whole policy has a copy of every stage, and `swarmnode export` writes
-from those what the crew trained."""
+"""`swarmnode export` from a member that stores checkpoints of all stages."""
 
 import copy
 import shutil
@@ -22,7 +21,7 @@ from swarmnode.trainer.export import find_copies
 from tests.support.exporting import export
 from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 EMBEDDED = Path(swarmnode.policy.__file__).parent / "embedded"
 IDS = torch.tensor([[5, 9, 17, 3, 8]])
@@ -73,7 +72,7 @@ async def train(fleet, steps):
 
 
 def config_of(fleet, base, keeper, lora=0):
-    """As if `keeper`'s directory was a node's."""
+    """Return a configuration whose data directory has the files of stage `keeper`'s node."""
     trainer = fleet.stations[keeper].directory
     data = trainer.parent / f"data-{keeper}"
     if not data.exists():
@@ -105,7 +104,7 @@ def whole(fleet):
     return model.eval()
 
 
-async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, base, tmp_path):
+async def test_node_with_all_checkpoints_exports_the_policy(fleet, base, tmp_path):
     crew = fleet()
     await train(crew, 4)
     assert checkpoints_in(crew, 1) == dict.fromkeys(range(4), 4)
@@ -116,7 +115,7 @@ async def test_who_keeps_the_policy_exports_what_all_stages_have_learnt(fleet, b
     assert not torch.equal(logits(model), logits(AutoModelForCausalLM.from_pretrained(base).eval()))
 
 
-async def test_who_does_not_is_told_which_stages_it_lacks(fleet, base, tmp_path):
+async def test_export_names_the_missing_stages(fleet, base, tmp_path):
     crew = fleet()
     await train(crew, 4)
     assert sorted(checkpoints_in(crew, 0)) == [0, 1, 3]
@@ -171,5 +170,5 @@ async def test_copies_of_another_model_and_damaged_ones_are_refused(fleet, base,
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith((".out", "out"))] == []
 
 
-def test_without_a_crew_there_are_no_copies(tmp_path):
+def test_export_without_checkpoints_finds_none(tmp_path):
     assert find_copies(tmp_path) is None

@@ -1,4 +1,4 @@
-"""A member is killed and gets its stage back from every source; then the crew continues."""
+"""A killed member restores its stage from each source, and the crew continues."""
 
 import copy
 
@@ -20,7 +20,7 @@ from tests.support.lost_stages import Fleet, checkpoints_in, quiet, rows_of
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = WorkerSettings(b"b" * 32, "float32")
+SETTINGS = WorkerSettings("float32")
 CFG = TrainingConfig(per_device_train_tokens=64)
 SPLITS = {2: [2, 2], 3: [1, 2, 1], 4: [1, 1, 1, 1]}
 
@@ -121,7 +121,7 @@ def source(fleet, stage):
 @pytest.mark.parametrize(
     ("stages", "lost", "kind"), [(2, 0, "llama"), (3, 2, "llama-tied"), (4, 3, "qwen2")]
 )
-async def test_a_node_that_comes_back_with_its_disk_continues_exactly(fleet, stages, lost, kind):
+async def test_restarted_node_with_its_disk_continues_exactly(fleet, stages, lost, kind):
     expected = await unfailed(fleet, 5, stages=stages, kind=kind)
     mine = fleet(stages, kind)
     assert apart(await lose_and_continue(mine, [lost], disk=True), expected) == 0
@@ -145,13 +145,12 @@ async def test_own_checkpoint_is_current_only_within_one_step(fleet):
 
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
-async def test_a_stage_comes_back_exactly_from_a_neighbours_disk(fleet, lost):
+async def test_stage_is_restored_exactly_from_a_neighbour(fleet, lost):
     expected = await unfailed(fleet, 5)
     mine = fleet()
     assert apart(await lose_and_continue(mine, [lost]), expected) == 0
     assert source(mine, lost) == "neighbour"
     assert mine.restored[lost].source.step == 3
-    assert mine.restored[lost].passed
 
 
 @pytest.mark.parametrize("lost", [[0, 1], [0, 2], [0, 3], [1, 2], [1, 3], [2, 3]])
@@ -186,7 +185,7 @@ async def test_any_one_disk_may_be_lost(fleet):
         mine.close()
 
 
-async def test_a_small_copy_comes_back_rounded_and_its_rate_warms_up(fleet):
+async def test_small_checkpoint_is_rounded_and_its_rate_warms_up(fleet):
     mine = fleet(settings={"exact_bytes": 0})
     await train(mine, 3)
     before = {n: t for n, t in mine.weights().items() if n.startswith("1 ")}
@@ -194,9 +193,9 @@ async def test_a_small_copy_comes_back_rounded_and_its_rate_warms_up(fleet):
     async with mine.up():
         restored = mine.restored[1]
         assert restored.source.name == "neighbour"
-        assert not restored.candidate.state.counts
-        assert restored.candidate.lr_scale.warmup == 10
-        for name, tensor in restored.candidate.state.weights.items():
+        assert not restored.loaded.state.counts
+        assert restored.loaded.lr_scale.warmup == 10
+        for name, tensor in restored.loaded.state.weights.items():
             assert torch.equal(tensor, before[f"1 {name}"].bfloat16().float())
 
 
@@ -204,8 +203,6 @@ async def test_a_copy_that_is_some_steps_old_serves(fleet):
     mine = fleet(settings={"checkpoint_every": 2})
     await lose_and_continue(mine, [2])
     assert mine.restored[2].source.step == 2
-    assert mine.restored[2].verdict.kl > 0
-    assert mine.restored[2].passed
 
 
 async def test_a_damaged_file_costs_one_source(fleet):
@@ -238,7 +235,7 @@ async def test_with_no_copy_at_all_the_base_comes_back(fleet, models):
 
     await lose_and_continue(mine, [1], prepare=prepare)
     assert source(mine, 1) == "base"
-    assert all(torch.equal(t, base[n]) for n, t in mine.restored[1].candidate.state.weights.items())
+    assert all(torch.equal(t, base[n]) for n, t in mine.restored[1].loaded.state.weights.items())
     without = fleet(name="without", settings={"checkpoint_every": 1000})
     await train(without, 2)
     without.kill(1)
@@ -247,27 +244,22 @@ async def test_with_no_copy_at_all_the_base_comes_back(fleet, models):
     assert isinstance(without.failed[1], Refused)
 
 
-async def test_what_fails_the_gate_is_passed_over_and_taken_if_nothing_passes(fleet):
-    strict = {"gate_kl": 1e-12, "gate_nll": 1e-12, "checkpoint_every": 2}
-    mine = fleet(settings=strict)
-    base = {n: torch.zeros_like(p) for n, p in trained(mine.stations[2].runtime).items()}
+async def test_source_with_non_finite_weights_is_skipped(fleet):
+    mine = fleet(settings={"checkpoint_every": 1000})
+    broken = {n: p * float("nan") for n, p in trained(mine.stations[2].runtime).items()}
 
     def prepare(station):
-        station.base = lambda: base
+        station.base = lambda: broken
 
-    await lose_and_continue(mine, [2], prepare=prepare)
-    restored = mine.restored[2]
-    assert (restored.source.name, restored.source.step, restored.passed) == ("neighbour", 2, False)
-    assert [name for name, _ in restored.tried] == ["neighbour", "neighbour", "base"]
-    assert all("KL" in why for _, why in restored.tried)
-    assert [entry for entry in mine.restore_log if entry[0] == 2] == [
-        (2, "neighbour"),
-        (2, "neighbour"),
-        (2, "base"),
-    ]
+    await train(mine, 2)
+    prepare(mine.kill(2))
+    async with mine.up() as crew:
+        assert crew is None
+    assert isinstance(mine.failed[2], Refused)
+    assert "not finite" in str(mine.failed[2])
 
 
-async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(fleet, models):
+async def test_adapter_is_restored_from_a_neighbour_or_untrained(fleet, models):
     torch.manual_seed(1)
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
     adapted = lambda: get_peft_model(copy.deepcopy(models["llama"]), lora)
@@ -298,7 +290,7 @@ async def test_an_adapter_comes_back_from_a_neighbour_and_without_one_untrained(
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
+async def test_checkfree_averages_the_neighbours(fleet, lost):
     mine = fleet(settings={"mode": "checkfree"})
     await train(mine, 3)
     near = {i: mine.stations[i].member.optimizer.squared_norm for i in (lost - 1, lost + 1)}
@@ -311,16 +303,15 @@ async def test_checkfree_makes_an_inner_stage_of_its_neighbours(fleet, lost):
         assert crew is not None, mine.failed
         restored = mine.restored[lost]
         assert restored.source.name == "checkfree"
-        assert restored.candidate.lr_scale.factor == 1.1
-        assert restored.verdict.kl > 0  # reported, and no bound refuses it
+        assert restored.loaded.lr_scale.factor == 1.1
         share = near[lost - 1] / sum(near.values())
-        for name, tensor in restored.candidate.state.weights.items():
+        for name, tensor in restored.loaded.state.weights.items():
             mean = share * sides[lost - 1][name] + (1 - share) * sides[lost + 1][name]
             assert torch.allclose(tensor, mean, atol=1e-6)
         await learn(crew, 1, 3)
 
 
-async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
+async def test_checkfree_restores_an_end_from_a_checkpoint(fleet):
     expected = await unfailed(fleet, 5)
     mine = fleet(settings={"mode": "checkfree"})
     assert apart(await lose_and_continue(mine, [3]), expected) == 0
@@ -330,7 +321,7 @@ async def test_in_checkfree_an_end_comes_back_from_a_neighbours_disk(fleet):
 
 @pytest.mark.parametrize("lost", [0, 1, 3])
 async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
-    crew = WorkerSettings(b"b" * 32, "float32", swapped=True)
+    crew = WorkerSettings("float32", swapped=True)
     mine = fleet(settings={"mode": "checkfree+"}, crew=crew)
     await train(mine, 3)
     ends = mine.weights()
@@ -340,14 +331,14 @@ async def test_checkfree_plus_copies_a_neighbour_at_the_ends(fleet, lost):
         assert again is not None, mine.failed
         restored = mine.restored[lost]
         assert restored.source.name == "checkfree+"
-        for name, tensor in restored.candidate.state.weights.items():
+        for name, tensor in restored.loaded.state.weights.items():
             if near is not None:
                 whole = f"{near} {name}" if ".layers." in name else f"{lost} {name}"
                 assert torch.equal(tensor, ends[whole])
         await learn(again, 1, 3)
 
 
-async def test_two_adjacent_stages_are_not_made_of_each_other(fleet):
+async def test_adjacent_lost_stages_are_not_averaged(fleet):
     mine = fleet(settings={"mode": "checkfree"})
     base = {
         i: {n: host_copy(p) for n, p in trained(mine.stations[i].runtime).items()} for i in (1, 2)

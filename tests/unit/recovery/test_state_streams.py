@@ -1,5 +1,4 @@
-"""State streams: what honest members give each other, and that a member's garbage costs one source
-and in the end its stream, never more."""
+"""State streams between honest members, and with a member that sends garbage."""
 
 import copy
 from dataclasses import replace
@@ -9,10 +8,10 @@ import torch
 import trio
 from trio.testing import memory_stream_pair
 
-from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
+from swarmnode.errors import Incompatible, PeerError, PeerTimeout
 from swarmnode.stages import recovery, wire
 from swarmnode.stages.model import StageRuntime
-from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings, run_inline
+from swarmnode.stages.pipeline import Links, StageWorker, WorkerSettings
 from swarmnode.stages.policy_copy import copied_layout, decode_copy
 from swarmnode.stages.recovery import (
     CheckpointIdentity,
@@ -29,6 +28,7 @@ from swarmnode.stages.recovery import (
     trained,
 )
 from swarmnode.stages.wire import Fence, FrameLimits, Place, hash_body
+from tests.support.crew import run_inline
 from tests.support.split_models import split_model
 
 CREW = b"c" * 16
@@ -70,7 +70,7 @@ class Member:
     def work(self, step=9):
         """The stage has its weights."""
         links, fence = Links(1, {}, LIMITS), Fence(Place(CREW, 1, step), 3)
-        settings = WorkerSettings(bytes(32), "float32")
+        settings = WorkerSettings("float32")
         worker = StageWorker(self.runtimes[1], links, fence, settings, run_inline)
         self.peer.attach(worker, step)
         return worker
@@ -112,7 +112,7 @@ class Member:
         return wire.WantMessage(self.place(stage), request, what, of, at, root)
 
     async def give(self, stage, request, what, body, **more):
-        """Send a body from `at` on, or what is said to be one."""
+        """Send a body from `at` on, with a header that may be wrong."""
         at = more.pop("at", 0)
         fields = {"step": 9, "size": len(body), "root": hash_body(body), **more}
         await self.send(stage, wire.HaveMessage(self.place(stage), request, what, **fields))
@@ -123,8 +123,8 @@ class Member:
             )
 
     async def offer(self, stage, what="checkpoint", step=9):
-        """Announce a body; return what is wanted of it."""
-        await self.send(stage, wire.MadeMessage(self.place(stage), 0, what, step))
+        """Announce a body and return the request for it."""
+        await self.send(stage, wire.AnnounceMessage(self.place(stage), 0, what, step))
         return await self.answer(stage)
 
 
@@ -139,13 +139,13 @@ async def member(models, tmp_path):
     one.store.close()
 
 
-async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member):
+async def test_neighbours_checkpoint_is_stored_confirmed_and_served(member):
     body = member.body(0)
     want = await member.offer(0)
     assert (want.what, want.of, want.at, want.root) == ("checkpoint", 0, 0, b"")
     await member.give(0, want.request, "checkpoint", body)
     kept = await member.answer(0)
-    assert (type(kept), kept.step) == (wire.KeptMessage, 9)
+    assert (type(kept), kept.step) == (wire.StoredMessage, 9)
     assert member.store.metadata(0).step == 9
     await member.send(0, wire.AskMessage(member.place(0), 3))
     holds = await member.answer(0)
@@ -153,9 +153,9 @@ async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member
     await member.send(0, member.want(0, "checkpoint", 0))
     have, back = await member.whole(0)
     assert (back, have.root, have.step) == (bytes(body), hash_body(body), 9)
-    # what is here already is confirmed and not sent again
-    await member.send(0, wire.MadeMessage(member.place(0), 0, "checkpoint", 9))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    # a stored checkpoint is confirmed without a transfer
+    await member.send(0, wire.AnnounceMessage(member.place(0), 0, "checkpoint", 9))
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ async def test_a_neighbours_checkpoint_is_stored_confirmed_and_given_back(member
         (None, {"step": 11}, "bounds"),
     ],
 )
-async def test_a_liars_bytes_are_counted_and_not_stored(member, change, more, reason):
+async def test_invalid_checkpoint_is_counted_and_not_stored(member, change, more, reason):
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0, change=change), **more)
     assert member.peer.channel.refused == {reason: 1}
@@ -179,7 +179,7 @@ async def test_a_liars_bytes_are_counted_and_not_stored(member, change, more, re
     await quiet()
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
 async def test_a_negative_second_moment_is_refused(member):
@@ -207,26 +207,26 @@ async def test_a_chunk_out_of_place_ends_the_transfer(member):
 
 async def test_ignores_unsolicited_bodies_and_other_crews(member):
     await member.give(0, 99, "checkpoint", member.body(0))
-    await member.send(0, wire.MadeMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
-    await member.send(0, wire.MadeMessage(member.place(2), 0, "checkpoint", 9))
+    await member.send(0, wire.AnnounceMessage(member.place(0, crew=b"d" * 16), 0, "checkpoint", 9))
+    await member.send(0, wire.AnnounceMessage(member.place(2), 0, "checkpoint", 9))
     assert not member.peer.channel.refused
     assert not member.peer.channel.ended
     with trio.move_on_after(0):
         await member.ends[0].receive_some(1)
-        pytest.fail("something was asked for")
+        pytest.fail("a request was sent")
 
 
-async def test_a_request_that_was_cancelled_or_answered_blocks_no_other(member):
+async def test_cancelled_or_answered_request_blocks_no_other(member):
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(member.peer.fetch.probes, 0)
+        nursery.start_soon(member.peer.fetch.body, 0, "copy", 0)
         want = await member.answer(0)
         nursery.cancel_scope.cancel()
-    await member.give(0, want.request, "probes", b"\x90")
+    await member.give(0, want.request, "copy", b"\x90")
     body = member.body(0)
     for step in (9, 10):
         want = await member.offer(0, step=step)
         await member.give(0, want.request, "checkpoint", body, step=step)
-        assert isinstance(await member.answer(0), wire.KeptMessage)
+        assert isinstance(await member.answer(0), wire.StoredMessage)
         await member.give(0, want.request, "checkpoint", body)  # again, unasked
     assert not member.peer.channel.refused
     assert member.store.metadata(0).step == 10
@@ -239,23 +239,23 @@ async def test_small_messages_overtake_a_body(member):
     recorder.shared = replace(recorder.shared, body=bytearray(8 * wire.CHUNK_BYTES))
     await member.send(0, member.want(0, "checkpoint", 1))
     await member.answer(0)
-    member.peer.channel.post(0, wire.KeptMessage(member.place(1), 0, 2))
+    member.peer.channel.post(0, wire.StoredMessage(member.place(1), 0, 2))
     kinds = [type(await member.answer(0)) for _ in range(5)]
-    assert wire.KeptMessage in kinds, "before the eight chunks have been sent"
+    assert wire.StoredMessage in kinds, "before the eight chunks have been sent"
 
 
 @pytest.mark.parametrize("data", [b"\xff" * 8, bytes(4), b"\0\0\0\1\x80"])
-async def test_garbage_ends_that_stream_names_its_sender_and_harms_no_other(member, data):
+async def test_garbage_ends_only_the_stream_of_its_sender(member, data):
     await member.ends[2].send_all(data)
     await quiet()
     assert list(member.peer.channel.ended) == [2]
     assert member.peer.channel.fault[0] == 2
     want = await member.offer(0)
     await member.give(0, want.request, "checkpoint", member.body(0))
-    assert isinstance(await member.answer(0), wire.KeptMessage)
+    assert isinstance(await member.answer(0), wire.StoredMessage)
 
 
-async def test_a_member_that_goes_on_with_garbage_is_cut_off(member):
+async def test_repeated_garbage_ends_the_stream(member):
     for _ in range(recovery.MAX_BAD_MESSAGES):
         want = await member.offer(0)
         await member.give(0, want.request, "checkpoint", member.body(0), root=bytes(32))
@@ -291,14 +291,14 @@ async def test_transfer_resumes_in_the_next_crew(models, tmp_path):
                 elif crew == "second":
                     assert (want.at, want.root) == (half, hash_body(body))
                     await one.give(0, want.request, "checkpoint", body, at=half)
-                    assert isinstance(await one.answer(0), wire.KeptMessage)
+                    assert isinstance(await one.answer(0), wire.StoredMessage)
                     assert one.store.read(0).body.numpy().tobytes() == body
                     assert not partial_bodies
                     partial_bodies[0] = PartialBody(bytes(32), bytearray(len(body)), half)
                 else:
                     assert (want.at, want.root) == (half, bytes(32))
                     await one.give(0, want.request, "checkpoint", body)
-                    assert isinstance(await one.answer(0), wire.KeptMessage)
+                    assert isinstance(await one.answer(0), wire.StoredMessage)
                 nursery.cancel_scope.cancel()
         finally:
             recovery.CHUNK_BYTES, wire.CHUNK_BYTES = recovery_chunk, wire_chunk
@@ -319,25 +319,25 @@ async def test_sends_only_the_rest_of_an_equal_checkpoint(member):
     assert (await member.answer(0))[0].at == 0
 
 
-async def test_own_checkpoints_are_offered_when_a_crew_begins_and_paced(member, autojump_clock):
+async def test_own_checkpoint_is_announced_when_a_crew_starts(member, autojump_clock):
     member.work()
     await quiet()
     made = await member.answer(0)
-    assert (type(made), made.what, made.step) == (wire.MadeMessage, "checkpoint", 9)
+    assert (type(made), made.what, made.step) == (wire.AnnounceMessage, "checkpoint", 9)
     await member.send(0, member.want(0, "checkpoint", 1))
     have, body = await member.whole(0)
     assert hash_body(body) == have.root
-    await member.send(0, wire.KeptMessage(member.place(0), 0, 9))
+    await member.send(0, wire.StoredMessage(member.place(0), 0, 9))
     assert member.peer.sharing.stored_steps == {0: 9}
 
 
 @pytest.mark.parametrize("what", ["layers", "tied", "copy"])
-async def test_a_stage_without_its_weights_says_that_it_is_loading(member, what):
+async def test_stage_without_weights_answers_loading(member, what):
     await member.send(0, member.want(0, what, 1))
     assert (await member.answer(0)).reason == "loading"
 
 
-async def test_layers_are_given_to_neighbours_in_the_papers_modes_only(models, tmp_path, member):
+async def test_layers_are_served_only_in_checkfree_modes(models, tmp_path, member):
     member.work()
     await member.answer(0)
     await member.send(0, member.want(0, "layers", 1))
@@ -360,16 +360,9 @@ async def test_layers_are_given_to_neighbours_in_the_papers_modes_only(models, t
     one.store.close()
 
 
-async def test_a_member_gets_a_few_bodies_in_a_step_and_a_few_at_a_time(member, monkeypatch):
+async def test_requests_at_a_time_are_bounded(member, monkeypatch):
     member.work()
     await member.answer(0)
-    monkeypatch.setattr(recovery, "SERVED_PER_STEP", 2)
-    for _ in range(2):
-        await member.send(0, member.want(0, "checkpoint", 1))
-        await member.whole(0)
-    await member.send(0, member.want(0, "checkpoint", 1))
-    assert (await member.answer(0)).reason == "refused"
-    assert member.peer.channel.refused == {"repeated": 1}
     monkeypatch.setattr(recovery, "SERVED_AT_ONCE", 0)
     await member.send(0, wire.AskMessage(member.place(0), 8))
     assert (await member.answer(0)).reason == "busy"
@@ -403,20 +396,20 @@ async def test_a_copy_is_encoded_once_between_two_steps(member, monkeypatch):
 async def test_silence_ends_a_request_and_a_lost_stream_at_once(member, autojump_clock):
     began = trio.current_time()
     with pytest.raises(PeerTimeout):
-        await member.peer.fetch.probes(0)
+        await member.peer.fetch.body(0, "copy", 0)
     assert trio.current_time() - began == pytest.approx(5.0)
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
 
         async def ask():
             with pytest.raises(PeerError, match="gone"):
-                await member.peer.fetch.probes(2)
+                await member.peer.fetch.body(2, "copy", 2)
 
         nursery.start_soon(ask)
         await quiet()
         await member.ends[2].aclose()
     assert trio.current_time() == began
-    assert member.peer.channel.fault is None  # a closed stream is nobody's fault
+    assert member.peer.channel.fault is None  # a closed stream is no fault
 
 
 async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock):
@@ -426,7 +419,7 @@ async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock
             message = got[0] if isinstance(got, tuple) else got
             await member.send(0, wire.LackMessage(member.place(0), message.request, "loading"))
 
-    edge = wire.GateProbe(1, 8, 2, b"about", b"")
+    edge = recovery.StageInput(2, b"about", b"")
     async with trio.open_nursery() as nursery:
         nursery.start_soon(loading)
         began = trio.current_time()
@@ -439,7 +432,7 @@ async def test_waits_a_bounded_time_for_a_restoring_stage(member, autojump_clock
 @pytest.mark.parametrize(
     ("reason", "error"), [("failed", Incompatible), ("none", PeerError), ("busy", PeerError)]
 )
-async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reason, error):
+async def test_missing_body_is_an_error_of_that_source(member, reason, error):
     async with trio.open_nursery() as nursery:
 
         async def ask():
@@ -451,7 +444,7 @@ async def test_what_a_member_cannot_give_is_an_error_of_that_source(member, reas
         await member.send(0, wire.LackMessage(member.place(0), want.request, reason))
 
 
-async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(member, monkeypatch):
+async def test_invalid_run_is_refused_and_a_device_error_is_answered(member, monkeypatch):
     member.work()
     await member.answer(0)
     run = wire.RunMessage(member.place(0), 4, "float32", 2, 5)
@@ -470,7 +463,7 @@ async def test_a_run_that_is_none_is_refused_and_a_device_error_is_answered(memb
     assert not member.peer.channel.ended
 
 
-async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch):
+async def test_full_disk_is_counted(member, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 
@@ -480,14 +473,3 @@ async def test_a_full_disk_is_counted_and_the_member_goes_on(member, monkeypatch
     await quiet()
     assert member.peer.channel.refused == {"failed": 1}
     assert not member.peer.channel.ended
-
-
-async def test_probes_are_bounded_and_have_the_tokens_that_they_say(member):
-    for body in (b"\x90", b"\x91\x01", b"not msgpack"):
-        want = await member.offer(2, "probes")
-        await member.give(2, want.request, "probes", body)
-    await quiet()
-    assert sum(member.peer.channel.refused.values()) == 3
-    assert not member.recorder.probes
-    with pytest.raises(BadMessage):
-        member.stage.read_probes(bytearray(b"\x90"))

@@ -1,5 +1,4 @@
-"""Swapped runs, and stages that are made of their neighbours, where what travels is
-rounded at every hop."""
+"""Swapped runs and rebuilt stages with rounded activations."""
 
 import copy
 import math
@@ -25,7 +24,7 @@ steps, nats."""
 
 
 def settings_of(name):
-    return WorkerSettings(b"b" * 32, name, swapped=True)
+    return WorkerSettings(name, swapped=True)
 
 
 async def learn(crew, steps, first=0):
@@ -54,16 +53,15 @@ async def two_steps(models, settings):
 
 
 @pytest.mark.parametrize("name", ROUNDED)
-async def test_two_swapped_steps_are_those_of_float32_but_for_what_is_rounded(models, name):
+async def test_swapped_steps_with_rounded_activations_are_close_to_float32(models, name):
     before, after = await two_steps(models, settings_of(name))
-    _, expected = await two_steps(models, WorkerSettings(b"b" * 32, "float32", swapped=True))
+    _, expected = await two_steps(models, WorkerSettings("float32", swapped=True))
     assert 0 < float((after - expected).abs().max()) < ROUNDED[name]
     assert float((after - before).abs().max()) > 1e-3  # something was learnt
 
 
 async def drawn_and_computed_again(crew):
-    """Largest difference between what was recorded while sampling and what is computed from the
-    same tokens, nats."""
+    """Return the largest difference in nats between recorded and recomputed log-probabilities."""
     prompts = [row.prompt_ids[:6] for row in rows_of(7)[:4]]
     waves = await crew.head.generate(prompts, 2, 6, 1.0, 1.0, frozenset({1}), random.Random(0))
     rows, recorded = [], []
@@ -100,9 +98,8 @@ async def test_paper_mode_restores_each_stage_where_hops_are_rounded(models, tmp
             assert crew is not None, mine.failed
             got, after = mine.restored[lost], mine.weights()
             assert (got.source.name, got.tried) == ("checkfree+", ())
-            assert got.verdict.finite
             layer = "model.layers.0.mlp.up_proj.weight"
-            if lost != 1:  # weights travel as float32, whatever activations do
+            if lost != 1:  # weights are sent as float32
                 assert torch.equal(
                     after[f"{lost} {layer}"], before[f"{1 if lost == 0 else 2} {layer}"]
                 )

@@ -12,7 +12,7 @@ from swarmnode.config import LoraSettings, TrainingConfig
 from swarmnode.errors import DeviceError, EngineGone, PeerError, PeerTimeout
 from swarmnode.policy.ways import Row
 from swarmnode.stages import trainer
-from swarmnode.stages.pipeline import CannotScore, StepResult
+from swarmnode.stages.pipeline import StepResult, WorkRefused
 from swarmnode.stages.trainer import CrewPolicy
 from swarmnode.stages.wire import DEVICE_REASON
 from swarmnode.trainer.batch import TrainingGroup, assemble
@@ -123,14 +123,14 @@ def test_a_call_ends_when_another_node_leads():
 
 
 def test_a_refused_call_is_repeated_under_the_same_head():
-    crew = Crew((CannotScore("session", divisible=True), True))
+    crew = Crew((WorkRefused("not_finite", divisible=True), True))
     assert policy_of(crew).score(ROWS, 1.0) == ["scored"] * 6
     assert len(crew.calls) == 2
 
 
 def test_scores_in_halves_until_a_single_row_does_not_fit():
-    halved = (CannotScore(DEVICE_REASON, divisible=True), True)
-    crew = Crew(halved, halved, (CannotScore(DEVICE_REASON, divisible=False), True))
+    halved = (WorkRefused(DEVICE_REASON, divisible=True), True)
+    crew = Crew(halved, halved, (WorkRefused(DEVICE_REASON, divisible=False), True))
     policy = policy_of(crew)
     with pytest.raises(DeviceError, match="a row of 300 tokens"):
         policy.score(ROWS, 1.0)

@@ -13,7 +13,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.stages import recovery
 from swarmnode.stages.model import tensor_reader
-from swarmnode.stages.pipeline import Links, StageWorker, run_in_thread, run_inline
+from swarmnode.stages.pipeline import Links, StageWorker, run_in_thread
 from swarmnode.stages.policy_copy import MAX_AGE, PolicyCopy
 from swarmnode.stages.recovery import (
     LocalStage,
@@ -24,6 +24,7 @@ from swarmnode.stages.recovery import (
 )
 from swarmnode.stages.trainer import open_model
 from swarmnode.stages.wire import Fence, Place
+from tests.support.crew import run_inline
 from tests.support.waiting import until
 
 CREW = b"c" * 16

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 from peft import LoraConfig
-from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM, GraniteConfig, LlamaConfig
 
 from swarmnode.averaging.lora import A_MARK
@@ -14,7 +13,7 @@ from swarmnode.errors import ConfigError, DeviceError, Refused
 from swarmnode.policy import device
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import TRAINED_BYTES, Placement, probe
-from swarmnode.policy.load import local_directory
+from swarmnode.policy.footprint import Shape
 from swarmnode.policy.logprobs import collate
 from swarmnode.stages import trainer
 from swarmnode.stages.model import StageRuntime, add_adapter, load_stage, make_packing
@@ -26,14 +25,10 @@ from swarmnode.stages.trainer import (
     estimate_cost,
     fits_whole,
     host_bytes_per_weight,
-    is_untrained,
-    recovery_settings,
     within_host_memory,
 )
 from swarmnode.stages.wire import (
     StageAssignment,
-    StageSpec,
-    model_cost,
     stage_memory,
     stage_specs,
 )
@@ -109,31 +104,10 @@ def test_plan_of_a_whole_policy_agrees_with_loading(tmp_path, monkeypatch, quant
             device.fit(config.policy, shape, placement)
 
 
-def test_a_model_is_untrained_until_something_was_learnt(tmp_path):
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "fresh")
-    assert is_untrained(tmp_path / "fresh")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
-    optimizer.step()
-    model.save_pretrained(tmp_path / "trained")
-    assert not is_untrained(tmp_path / "trained")
-
-
 @pytest.mark.parametrize("mode", ["checkfree", "checkfree+"])
-def test_checkpoint_free_recovery_warns_with_a_published_base(tmp_path, mode):
-    with capture_logs() as logs, opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
-        assert model.pretrained
+def test_only_checkfree_plus_trains_in_swapped_order(tmp_path, mode):
+    with opened(config_of(tmp_path, recovery=mode, stages=4)) as model:
         assert model.settings().swapped == (mode == "checkfree+")
-    warnings = [line["remedy"] for line in logs if line["log_level"] == "warning"]
-    assert warnings == ["set stages.recovery to copies"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +116,7 @@ def test_checkpoint_free_recovery_warns_with_a_published_base(tmp_path, mode):
         ("checkfree", 2, 0, "needs 3 or more stages"),
         ("checkfree+", 3, 0, "needs 4 or more stages"),
         ("checkfree", 0, 0, "needs 3 or more stages, and stages.stages is 0"),
-        ("checkfree", 4, 8, "set stages.recovery to copies"),
+        ("checkfree", 4, 8, "set stages.recovery to checkpoints"),
     ],
 )
 def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, match):
@@ -150,41 +124,6 @@ def test_impossible_recovery_names_the_remedy(tmp_path, mode, stages, rank, matc
     adapted = config.policy.model_copy(update={"lora": LoraSettings(r=rank)})
     with pytest.raises(Refused, match=match), opened(config.model_copy(update={"policy": adapted})):
         pass
-
-
-def test_run_from_scratch_allows_paper_recoveries(tmp_path):
-    config = config_of(tmp_path, recovery="checkfree+", stages=4)
-    with local_directory(config.policy, fits=False) as directory:
-        _copy_untrained(directory, tmp_path / "scratch")
-    config = config.model_copy(
-        update={"policy": config.policy.model_copy(update={"model": str(tmp_path / "scratch")})}
-    )
-    with opened(config) as model:
-        assert not model.pretrained
-        assert model.settings().swapped
-        cost, training = model.trainer_offer.cost, config.training
-        assert cost.batch_bytes > 2 * training.per_device_train_tokens * model.config.hidden_size
-        assert cost.crossings > 0
-    stages = lambda **changed: config.model_copy(
-        update={"stages": config.stages.model_copy(update=changed)}
-    )
-    with pytest.raises(Refused, match="needs 4 or more"), opened(stages(stages=3)):
-        pass
-    with opened(stages(recovery="checkfree", stages=3)) as model:
-        settings = recovery_settings(stages(recovery="checkfree").stages)
-        assert not model.settings().swapped
-        assert [settings.uses_checkpoints(StageSpec(i, 3, i, i + 1, True)) for i in range(3)] == [
-            True,
-            False,
-            True,
-        ]
-
-
-def _copy_untrained(directory, target):
-    from transformers import AutoConfig, AutoTokenizer
-
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory)).save_pretrained(target)
-    AutoTokenizer.from_pretrained(directory).save_pretrained(target)
 
 
 def test_whole_policy_settings_name_the_remedy():
@@ -284,15 +223,11 @@ def test_the_plan_has_room_for_the_longest_row(tmp_path, monkeypatch, index, ran
     )
     placement, cut = probe(config.policy), (2, 2)
     cost = estimate_cost(config, shape, placement)
-    trained = 0 if rank else TRAINED_BYTES - 4 + host_bytes_per_weight(config.weights)
-    kept = model_cost(
-        shape,
-        batch_tokens=1,
-        cached_tokens=cached_tokens(config.training),
-        weight_bytes=4,
-        trained_bytes=trained,
-    )
-    planned = stage_memory(cost, cut, index) - stage_memory(kept, cut, index)
+    sizes = Shape.of_config(shape.to_dict())
+    per_weight = 4 if rank else TRAINED_BYTES + host_bytes_per_weight(config.weights)
+    weights = cut[index] * sizes.layer_parameters + shape.vocab_size * shape.hidden_size
+    caches = cut[index] * sizes.cache_bytes / sizes.layers * cached_tokens(config.training)
+    planned = stage_memory(cost, cut, index) - weights * per_weight - caches
     stage = load_stage(tmp_path, stage_specs(shape, cut)[index])
     adapter = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
     runtime = StageRuntime(

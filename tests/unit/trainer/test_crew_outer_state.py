@@ -84,7 +84,7 @@ class Node:
         found = self.checkpoint()
         load_weights(self.stage.runtime, found.state.weights)
         source = RestoreSource("checkpoint", found.state.step)
-        RestoredStage(source, None, True, (), found).install(self.stage.worker)
+        RestoredStage(source, (), found).install(self.stage.worker)
         self.stage.worker.participant.step = found.state.step
         self.begin(found.outer)
 

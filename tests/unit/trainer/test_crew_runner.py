@@ -15,8 +15,7 @@ from swarmnode.stages.trainer import REDUCED_OFFER, CrewTrainer, Stage, StageRun
 from swarmnode.stages.wire import (
     Capacity,
     CrewEnd,
-    CrewPause,
-    CrewResume,
+    CrewStart,
     HeldBlock,
     ModelCost,
     PartCost,
@@ -42,8 +41,7 @@ class Worker:
 
     def __init__(self, ends=trio.sleep_forever):
         self.ends = ends
-        self.paused = []
-        self.links = SimpleNamespace(inbox=SimpleNamespace(pause=self.paused.append))
+        self.links = SimpleNamespace()
 
     async def run(self):
         await self.ends()
@@ -55,7 +53,7 @@ class FakeStage:
         self.worker = Worker(ends)
         self.worker.participant = SimpleNamespace(step=assigned.step)
         self.index, self.layers, self.lineage = assigned.stage, assigned.layers, assigned.lineage
-        self.meter = SimpleNamespace(waited_share=0.25, tokens_per_second=10.0)
+        self.meter = SimpleNamespace(waited_share=0.25, tokens_per_second=10.0, step_seconds=1.0)
 
     def is_of(self, assigned):
         return assigned.stage == self.index
@@ -100,7 +98,7 @@ class Recovery:
         notify("loading", "neighbour")
         if self.error is not None:
             raise self.error
-        return "neighbour", 0.01
+        return "neighbour"
 
     def attach(self, assigned, worker):
         pass
@@ -132,7 +130,7 @@ class Node:
             build,
             self.recovery,
             self.sent.append,
-            lambda what: None,
+            lambda what, seconds=None: None,
             on_out_of_memory=self.lacked.append,
             offer=self.offered.append,
         )
@@ -176,7 +174,7 @@ def test_a_stage_is_built_restored_and_active(node):
     one = node()
     one.runner.receive(assigned_to(step=5))
     status = one.phase("active")
-    assert (status.source, status.gate_kl, status.step) == ("neighbour", 0.01, 5)
+    assert (status.source, status.step) == ("neighbour", 5)
     assert (status.progress, status.bubble_share, status.checkpoint_step) == (7, 0.25, 5)
     assert (status.dropped, status.state_refused) == ({"step": 1}, {"busy": 1})
     assert status.source_seconds >= 0
@@ -199,23 +197,19 @@ def test_stage_in_memory_serves_the_next_crew(node):
         assert len(built) == builds
 
 
-def test_stage_is_used_only_while_active_and_not_suspended(node):
+def test_stage_is_used_only_while_all_stages_are_active(node):
     one = node()
-    one.runner.receive(CrewResume(CREW))
-    one.runner.receive(CrewPause("nobody is there"))
+    one.runner.receive(CrewStart(CREW))
     one.runner.receive(assigned_to())
     one.phase("active")
     assert not one.runner.may_average, "a message from before this crew"
     for message, averages in (
-        (CrewResume(CREW), True),
-        (CrewPause("a member is suspected"), False),
-        (CrewResume(OTHER), False),
-        (CrewResume(CREW), True),
+        (CrewStart(CREW), True),
         (assigned_to(crew=OTHER), False),
-        (CrewResume(CREW), False),
-        (CrewResume(OTHER), True),
+        (CrewStart(CREW), False),
+        (CrewStart(OTHER), True),
         (CrewEnd("a member left"), False),
-        (CrewResume(OTHER), False),
+        (CrewStart(OTHER), False),
     ):
         one.runner.receive(message)
         done = threading.Event()
@@ -223,7 +217,6 @@ def test_stage_is_used_only_while_active_and_not_suspended(node):
         one.runner.run_soon(done.set)
         assert done.wait(10)
         assert one.runner.may_average == averages
-    assert one.runner.stage.worker.paused[:3] == [False, False, True], "nothing is read meanwhile"
 
 
 def test_stage_without_weights_is_rebuilt(node):
@@ -251,7 +244,7 @@ def test_a_resumed_message_before_the_stage_is_active_counts(node):
     go = threading.Event()
     one = node(lambda assigned: go.wait(10) and FakeStage(assigned))
     one.runner.receive(assigned_to())
-    one.runner.receive(CrewResume(CREW))
+    one.runner.receive(CrewStart(CREW))
     one.phase("loading")
     assert not one.runner.may_average
     go.set()
@@ -390,7 +383,7 @@ def test_a_call_of_the_head_ends_with_its_crew(node, monkeypatch):
     monkeypatch.setattr(trainer, "Head", Worker)
     one = node()
     one.runner.receive(assigned_to())
-    one.runner.receive(CrewResume(CREW))
+    one.runner.receive(CrewStart(CREW))
     head = one.runner.wait(one.runner.head, 10)
 
     async def answer(head):
@@ -435,7 +428,7 @@ def test_member_stays_until_the_crew_ends(node):
     assert not one.runner.finished(4), "the next crew takes it"
 
 
-COPY = HeldBlock(LINEAGE, 0, 9, 5, "disk")
+COPY = HeldBlock(LINEAGE, (9, 9), 0, 5, "disk")
 
 
 def test_offers_less_after_a_stage_that_did_not_fit():
@@ -463,7 +456,7 @@ def test_offers_less_after_a_stage_that_did_not_fit():
     assert [copy.where for copy in sent[1].held_blocks] == ["memory", "disk"]
 
 
-def test_a_suspended_stage_gives_nothing_away():
+def test_stage_of_a_crew_that_does_not_run_starts_no_exchange():
     got, refused = [], []
     averaging = SimpleNamespace(receive=got.append, refuse=refused.append)
     node = SimpleNamespace(

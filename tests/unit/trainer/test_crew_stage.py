@@ -14,18 +14,13 @@ from swarmnode.errors import DeviceError, PeerError
 from swarmnode.policy.build_deep import write_deep_model
 from swarmnode.policy.device import Placement
 from swarmnode.stages import trainer
-from swarmnode.stages.pipeline import Links
 from swarmnode.stages.trainer import Stage, StageRunner, connect
 from swarmnode.stages.wire import (
     CrewEnd,
-    CrewResume,
-    DoneFrame,
-    FrameLimits,
-    Place,
+    CrewStart,
     StageAssignment,
     TrainerOffer,
 )
-from swarmnode.wire import headed
 from tests.support.crew_models import opened, recovery_of
 from tests.support.lost_stages import rows_of
 
@@ -110,7 +105,7 @@ def test_another_stage_or_lineage_is_not_continued(stage):
 
 def offer_of(stage):
     held = stage.held_block()
-    return held and (held.lineage, held.layers, held.step, held.where)
+    return held and (held.lineage, held.stage, held.step, held.where)
 
 
 async def test_restored_weights_are_offered_and_own_after_a_step(model):
@@ -125,10 +120,10 @@ async def test_restored_weights_are_offered_and_own_after_a_step(model):
         assert offer_of(stage) is None
         assert not stage.continue_at(assigned(b"d" * 32, step=7)), "it still has the base's weights"
         stage.source = source
-        assert offer_of(stage) == (LINEAGE, (1, 2), 7, where)
+        assert offer_of(stage) == (LINEAGE, 1, 7, where)
         assert stage.continue_at(assigned(b"d" * 32, step=7))
         await take_step(stage)
-        assert offer_of(stage) == (LINEAGE, (1, 2), 8, "memory")
+        assert offer_of(stage) == (LINEAGE, 1, 8, "memory")
 
 
 async def test_new_crew_drops_old_gradients_only(stage):
@@ -204,7 +199,7 @@ def test_stage_with_a_failed_device_is_not_reused(model, tmp_path, error):
     runner.start()
     try:
         runner.receive(alone)
-        runner.receive(CrewResume(CREW))
+        runner.receive(CrewStart(CREW))
         head = runner.wait(runner.head, 30)
         learn = lambda head: head.update(rows_of(1), config.training, 12.0, 0.01)
         assert runner.call_head(head, learn).refused is None
@@ -237,21 +232,6 @@ def test_stage_uses_the_device_setup_of_a_whole_policy(model, kind, monkeypatch)
     with opened(config) as crew:
         assert switched == ([False] if kind == "cuda" else [])
         assert isinstance(crew.trainer_offer, TrainerOffer)
-
-
-async def test_no_frame_is_read_while_the_crew_is_suspended(autojump_clock):
-    ours, theirs = trio.testing.memory_stream_pair()
-    links = Links(0, {1: ours}, FrameLimits(hidden=32, vocab=61, tokens=24))
-    links.inbox.pause(True)
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(links.run)
-        await theirs.send_all(headed.pack(DoneFrame(Place(b"c" * 16, 1, 0), 1)))
-        await trio.sleep(5)
-        assert links.frames_received == 0
-        links.inbox.pause(False)
-        await trio.sleep(5)
-        assert links.inbox.take().frame.attempt == 1
-        nursery.cancel_scope.cancel()
 
 
 async def test_missing_network_process_is_a_bounded_error(tmp_path, autojump_clock, monkeypatch):

@@ -161,7 +161,7 @@ async def test_crew_learns_publishes_and_resumes(tmp_path, model):
             seconds=60,
         )
         assert [node.sources for node in network.nodes] == [["checkpoint"]] * 3
-        assert network.resumed_at[0][1] == last.policy_version, (
+        assert network.started_at[0][1] == last.policy_version, (
             "steps with nothing to learn are none of the crew's"
         )
         assert network.nodes[0].reports[0].step == 24
