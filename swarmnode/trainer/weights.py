@@ -219,7 +219,11 @@ class Replica:
                 left = fragments.blocks_of(self._parts.schedule.left(due))
                 self._send(
                     local.OuterStepDue(
-                        due, self._parts.counters.outer_clocks[due], step_seconds, left
+                        due,
+                        self._parts.counters.outer_clocks[due],
+                        self._parts.counters.step,
+                        step_seconds,
+                        left,
                     )
                 )
             else:

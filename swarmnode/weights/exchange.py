@@ -28,7 +28,8 @@ import logging
 import math
 import random
 import secrets
-from collections import Counter, OrderedDict
+import statistics
+from collections import Counter, OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -104,11 +105,13 @@ PEER_SHARE: Final = 0.4
 """A proposal of one of n equally good candidates is accepted at most once in `PEER_SHARE * n` gaps.
 An honest peer proposes to each of n candidates once in n gaps. With 0.6, two nodes would refuse
 every second proposal of each other."""
-TURN_GAPS: Final = 4.0
+TURN_GAPS: Final = 1.5
 """A peer is asked after the others if its last swap with this node began less than this many gaps
 ago. Otherwise two of three nodes could rank each other first and swap only with each other, and the
-third node would not be averaged. A gap is computed from the duration of a training step and may be
-half of the real time between two outer steps, so it takes several."""
+third node would not be averaged."""
+PACES: Final = 5
+"""Times between two own outer steps whose median is the pace of training. A median ignores a pause
+of the training."""
 SHORT_SECONDS: Final = 5.0
 """Least duration of a failed swap in the backoff formula, or one gap if that is less."""
 FAILURE_FACTOR: Final = 4.0
@@ -296,6 +299,10 @@ class Exchange:
         self._best = 0
         """Number of candidates that equal the first."""
         self._step_seconds = 0.0
+        """Time from one training step to the next, with everything between them."""
+        self._paces: deque[float] = deque(maxlen=PACES)
+        self._last_due: tuple[float, int] | None = None
+        """Time and training step of the last `outer_step_due`."""
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer and propose swaps until cancelled."""
@@ -324,10 +331,20 @@ class Exchange:
     def outer_step_due(self, due: local.OuterStepDue) -> None:
         """Start to look for a partner for an own outer step, unless a search for the fragment is
         under way."""
-        self._step_seconds = max(0.0, due.step_seconds)
+        self._measure_pace(due)
         if due.fragment not in self._searches:
             self._searches[due.fragment] = due
             self.start(self._take_outer_step, due)
+
+    def _measure_pace(self, due: local.OuterStepDue) -> None:
+        """Measure the time from one training step to the next. Until there is a measurement, use
+        the duration of the last step, which is as little as half of it."""
+        now = trio.current_time()
+        if self._last_due is not None and due.step > self._last_due[1]:
+            at, step = self._last_due
+            self._paces.append((now - at) / (due.step - step))
+        self._last_due = now, due.step
+        self._step_seconds = statistics.median(self._paces or [due.step_seconds])
 
     async def _take_outer_step(self, due: local.OuterStepDue) -> None:
         """Swap the fragment with the first candidate that accepts. Request a solo step from the
@@ -728,6 +745,7 @@ class Exchange:
         """Cancel all swaps and searches: the trainer has disconnected."""
         for swap in self._swaps.values():
             swap.scope.cancel()
+        self._last_due = None
         self._searches.clear()
         self._swaps.clear()
         self._copies.clear()

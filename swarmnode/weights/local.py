@@ -84,8 +84,11 @@ class OuterStepDue(msgspec.Struct, frozen=True, tag="weights_due"):
     fragment: int
     outer_step: int
     """Outer steps that this fragment has taken."""
+    step: int
+    """Training steps that this node has taken. The network process measures their pace by it."""
     step_seconds: float
-    """Duration of a training step on this node. Time limits of a swap depend on it."""
+    """Duration of the last training step, for the time limits of a swap until the pace is
+    measured."""
     blocks: bytes = b""
     """The due blocks of the fragment, packed; empty for all of them."""
 

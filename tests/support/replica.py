@@ -140,7 +140,12 @@ class Node:
 
     def due(self, fragment: int = 0, step_seconds: float = 0.01) -> None:
         self.service.receive(
-            local.OuterStepDue(fragment, self.counters.outer_clocks[fragment], step_seconds)
+            local.OuterStepDue(
+                fragment,
+                self.counters.outer_clocks[fragment],
+                self.counters.step,
+                step_seconds,
+            )
         )
 
     def fingerprint(self) -> bytes:

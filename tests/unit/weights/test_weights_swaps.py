@@ -127,7 +127,7 @@ async def test_three_busy_peers_make_a_solo_step(autojump_clock):
 async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 1.0))[0]
+        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
         parties[first].may_accept = False
         me.due()
         await settled(me)
@@ -139,11 +139,11 @@ async def test_after_a_busy_peer_the_next_is_asked(autojump_clock):
 async def test_a_peer_that_does_not_answer_is_skipped(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me = parties["me"]
-        first = me.exchange._order(local.OuterStepDue(0, 20, 1.0))[0]
+        first = me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0))[0]
         me._hub.handlers[first] = silent
         me.due()
         await trio.sleep(exchange.PROPOSE_SECONDS + 2 * DELAY)
-        assert first not in me.exchange._order(local.OuterStepDue(0, 20, 1.0)), "in backoff"
+        assert first not in me.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)), "in backoff"
         await settled(me)
         assert me.outcome("unreachable") == 1
         assert sum(me.applied.values()) == 1
@@ -274,7 +274,7 @@ async def test_a_useless_partner_costs_one_try(way, cause, autojump_clock):
         assert a.failures == {cause: 1}
         assert (a.outcome("failed"), a.outcome("applied"), solo_steps(a)) == (1, 0, 1)
         assert a.to_trainer[1] == local.DropExchange(a.to_trainer[0].session)
-        assert a.exchange._order(local.OuterStepDue(0, 20, 1.0)) == [], "it is left alone"
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == [], "it is left alone"
         assert not a.rejected, "an honest partner can crash"
 
 
@@ -487,7 +487,7 @@ async def test_a_reverted_partner_is_left_alone(autojump_clock):
         await settled(a)
         a.exchange.reverted("b")
         assert a.exchange.statistics.judged["reverted"] == 1
-        assert a.exchange._order(local.OuterStepDue(0, 20, 1.0)) == []
+        assert a.exchange._order(local.OuterStepDue(0, 20, 0, 1.0)) == []
 
 
 async def test_one_fragment_accepts_one_swap_per_quarter_interval(autojump_clock):
@@ -518,7 +518,7 @@ async def test_one_peer_is_accepted_once_in_its_share(autojump_clock):
 
 async def test_a_peer_that_said_for_how_long_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 1.0)
+        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         first, second = me.exchange._order(due)
         me.exchange._partner(first).busy_until = trio.current_time() + 60.0
         assert me.exchange._order(due) == [second, first]
@@ -526,7 +526,7 @@ async def test_a_peer_that_said_for_how_long_is_asked_last(autojump_clock):
 
 async def test_the_partner_of_the_last_swap_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}, every=EVERY) as parties:
-        me, due = parties["me"], local.OuterStepDue(0, 20, 1.0)
+        me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         me.exchange._step_seconds = 1.0
         first, second = me.exchange._order(due)
         me.exchange._partner(first).swapped_at = trio.current_time()
@@ -658,7 +658,7 @@ async def test_of_three_nodes_in_step_none_is_left_out(seed, step_seconds, autoj
             party.encodes_in = party.judges_in = party.sends_in = 0.1
         for _ in range(rounds):
             for party in parties.values():
-                party.due(step_seconds=step_seconds)
+                party.due(step_seconds=step_seconds, steps=seconds)
             await trio.sleep(seconds)
         for party in parties.values():
             await settled(party)
