@@ -28,9 +28,9 @@ from benchmarks import report
 from swarmnode.config import SharingConfig, TaskConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, MODEL, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
+from swarmnode.rollouts.admission import QUEUE_PEER_GROUPS
 from swarmnode.rollouts.exchange import RolloutExchange
 from swarmnode.rollouts.groups import Candidate, Draw, GroupRules, Judged
-from swarmnode.rollouts.scoring import QUEUE_PEER_GROUPS
 from swarmnode.tasks.client import AsyncScorer
 from swarmnode.wire.envelope import Credentials
 from tests.support.fakes.network import MemorySwarm

@@ -37,9 +37,8 @@ from swarmnode.policy.logprobs import score
 from swarmnode.policy.micro import MicroBatcher
 from swarmnode.rl.split import AdaptiveSplit
 from swarmnode.rollouts.groups import ExternalGroup, is_useful
-from swarmnode.rollouts.pool import Pool
+from swarmnode.rollouts.pool import PeerTrust, Pool
 from swarmnode.rollouts.sampling import most_per_peer
-from swarmnode.rollouts.trust import PeerTrust
 from swarmnode.tasks.client import Scorer
 from swarmnode.tasks.frames import Scored
 from swarmnode.tasks.registry import task_version

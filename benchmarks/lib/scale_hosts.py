@@ -19,8 +19,8 @@ from benchmarks.lib.pull_hosts import SETTLE_SECONDS, SWARM, Meter, connected_ho
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author
 from swarmnode.rollouts.admission import Admission
+from swarmnode.rollouts.exchange import Hooks, Server
 from swarmnode.rollouts.groups import Candidate
-from swarmnode.rollouts.pull_gossip import Hooks, Server
 from swarmnode.rollouts.sampling import spread
 from swarmnode.rollouts.shelf import Shelf
 from swarmnode.wire import codec, envelope, ids, limits

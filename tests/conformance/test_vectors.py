@@ -30,7 +30,7 @@ from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import episode
 from swarmnode.errors import BadMessage
 from swarmnode.rollouts.admission import Admission, Rejected, _ends_alike
-from swarmnode.rollouts.claims import PROVEN, contradiction
+from swarmnode.rollouts.puller import PROVEN, contradiction
 from swarmnode.rollouts.shelf import Shelf
 from swarmnode.stages import wire
 from swarmnode.stages.wire import (

@@ -25,7 +25,7 @@ from swarmnode.observe.history import History
 from swarmnode.observe.http import HttpRoutes, LoopMonitor, Request, Response
 from swarmnode.p2p import addresses
 from swarmnode.p2p.mdns import parse_service
-from swarmnode.rollouts import groups, offers, shelf
+from swarmnode.rollouts import groups, puller, shelf
 from swarmnode.rollouts.admission import Admission
 from swarmnode.stages import wire
 from swarmnode.stages.wire import FrameLimits, decode_answer, decode_request, read_frame, read_state
@@ -170,7 +170,7 @@ def fetched() -> Feed:
 
 def offered() -> Feed:
     """Feed listings of several peers, which are stored and selected from."""
-    kept, rng = offers.Offers(b"", lambda key: key.hex()), random.Random(0)
+    kept, rng = puller.Offers(b"", lambda key: key.hex()), random.Random(0)
 
     def feed(data: bytes) -> None:
         listing = codec.decode(data, listings.ListingResponse, limits.LISTING_RESPONSE_BYTES)

@@ -34,11 +34,10 @@ from swarmnode.p2p.summaries import ClaimStatistics, SummaryStatistics
 from swarmnode.p2p.traffic import TrafficStatistics
 from swarmnode.policy.engine.servers import ServerStatistics
 from swarmnode.rollouts.admission import AdmissionStatistics
-from swarmnode.rollouts.claims import BeliefStatistics
-from swarmnode.rollouts.exchange import ExchangeStatistics
+from swarmnode.rollouts.exchange import ExchangeStatistics, PullStatistics
 from swarmnode.rollouts.pool import PoolStatistics
-from swarmnode.rollouts.pull_gossip import PullStatistics, ServingStatistics
-from swarmnode.rollouts.shelf import ShelfStatistics
+from swarmnode.rollouts.puller import BeliefStatistics
+from swarmnode.rollouts.shelf import ServingStatistics, ShelfStatistics
 from swarmnode.stages.crew import CrewStatistics, SlotStatistics
 from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 from swarmnode.rollouts import admission
-from swarmnode.rollouts.pace import Throughput
+from swarmnode.rollouts.exchange import Throughput
 from swarmnode.weights.exchange import Exchange
 
 BREAKS: dict[str, tuple[Any, str, Any]] = {

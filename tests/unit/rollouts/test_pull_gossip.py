@@ -12,8 +12,9 @@ import trio
 from swarmnode.demo.liar.author import Author
 from swarmnode.demo.liar.frames import hostile_frames
 from swarmnode.errors import PeerError
-from swarmnode.rollouts.pull_gossip import ANSWER_SECONDS, POLLS_SERVED
+from swarmnode.rollouts.exchange import ANSWER_SECONDS
 from swarmnode.rollouts.puller import FAILED_SECONDS, FORWARD_SECONDS, REFUSED_SECONDS
+from swarmnode.rollouts.shelf import POLLS_SERVED
 from swarmnode.wire import codec, envelope, ids, limits
 from swarmnode.wire.listings import (
     GroupsRequest,
@@ -374,7 +375,7 @@ async def test_fetches_are_busy_where_the_budget_is_used_up_after_the_listing(pa
     pair.budgets[0].refused = set()
     await trio.sleep(7)
     assert pair.pulling(1).pulled == {"busy": 4, "ok": 4}
-    assert pair.pulling(1).claims.lies == {}, "busy is no lie"
+    assert pair.pulling(1).claims.faults == {}, "busy is no lie"
 
 
 # -- what can go wrong with a listing or a fetch
@@ -396,8 +397,8 @@ async def test_false_listing_costs_its_holder_only(lone, autojump_clock, claims,
         await liar.add(sequence, **claims)
         await honest.add(sequence)
     await trio.sleep(300)
-    assert lone.pulling(0).claims.lies == {lie: 4}
-    assert lone.pulling(0).claims.kept == 4
+    assert lone.pulling(0).claims.faults == {lie: 4}
+    assert lone.pulling(0).claims.confirmed == 4
     assert lone.admitted_of(0, honest.author) == lone.admitted_of(0, liar.author) == 4
     assert (lone.networks[0].score(liar.peer) < -25) is costs
     assert lone.networks[0].score(honest.peer) >= 0
@@ -426,7 +427,7 @@ async def test_a_group_that_one_holder_cannot_give_is_fetched_from_another(
         await honest.add_frame(author.frame(author.group(sequence, EPOCH)))
     await trio.sleep(60)
     assert lone.pulling(0).pulled == {outcome: 4, "ok": 4}
-    assert lone.pulling(0).claims.lies == {lie: 4}
+    assert lone.pulling(0).claims.faults == {lie: 4}
     assert lone.admitted_of(0, author) == 4
     assert (lone.networks[0].score(liar.peer) < 0) is (lie == "content")
     assert lone.networks[0].score(honest.peer) >= 0
@@ -468,7 +469,7 @@ async def test_a_fetch_without_an_answer_is_repeated_at_another_holder(
     assert swarm.admitted_of(0, author) == 4
     outcome = "malformed" if silent == "short" else silent
     assert swarm.pulling(0).pulled == {outcome: 4, "ok": 8}
-    assert swarm.pulling(0).claims.lies == {"slow": 1}
+    assert swarm.pulling(0).claims.faults == {"slow": 1}
     assert (swarm.networks[0].score(liar.peer) < 0) is (silent in ("malformed", "short"))
     assert swarm.networks[0].score(honest.peer) >= 0
 
@@ -578,7 +579,7 @@ async def test_a_silent_holder_costs_others_no_time(nursery, autojump_clock):
     await trio.sleep(PATIENCE + ANSWER_SECONDS)
     assert swarm.pulling(1).listings["timeout"] == 1
     assert swarm.pulling(1).pulled["timeout"] == 1
-    assert swarm.pulling(1).claims.lies == {"slow": 2}
+    assert swarm.pulling(1).claims.faults == {"slow": 2}
     await trio.sleep(FAILED_SECONDS + PATIENCE + ANSWER_SECONDS)
     assert swarm.pulling(1).listings["timeout"] == 2, "polled again after a minute"
 
@@ -595,7 +596,7 @@ async def test_a_holder_that_trickles_within_its_deadline_is_believed_less(lone,
         await slow.add(sequence)
     await trio.sleep(20)
     assert lone.pulling(0).pulled == {"ok": 3}
-    assert lone.pulling(0).claims.lies == {"slow": 1}
+    assert lone.pulling(0).claims.faults == {"slow": 1}
 
 
 @pytest.mark.parametrize("name", hostile_frames(Author(SWARM), EPOCH))
@@ -627,7 +628,7 @@ async def test_a_forged_group_costs_its_author_and_the_peer_that_listed_it(lone,
     assert lone.outcomes(0) == {"seed": 1}
     assert lone.networks[0].score(forger.peer) < 0
     assert lone.networks[0].score(holder.peer) < 0
-    assert lone.pulling(0).claims.lies == {"content": 1}
+    assert lone.pulling(0).claims.faults == {"content": 1}
 
 
 async def test_a_group_that_is_stale_here_costs_nobody(nursery, autojump_clock):
@@ -687,7 +688,7 @@ async def test_listings_without_end_or_with_a_cursor_that_goes_back_are_counted(
     counts = swarm.pulling(1)
     assert counts.listings["malformed"] >= 1
     assert swarm.networks[1].score(endless.peer) < 0
-    assert counts.claims.lies["cursor"] >= 10
+    assert counts.claims.faults["cursor"] >= 10
     assert swarm.admitted_of(1, back.author) == 1, "the first answer was honest"
     assert swarm.networks[1].score(back.peer) >= 0, "a peer may have lost its shelf"
     assert swarm.admitted_of(1, 0) == 4
@@ -708,7 +709,7 @@ async def test_a_peer_that_restarted_lists_again(nursery, autojump_clock):
         await again.add(sequence)
     await trio.sleep(5)
     assert swarm.admitted_of(0, holder.author) == 7
-    assert swarm.pulling(0).claims.lies.keys() <= {"slow"}
+    assert swarm.pulling(0).claims.faults.keys() <= {"slow"}
 
 
 async def test_a_peer_that_does_not_list_is_polled_ever_more_rarely(pair, autojump_clock):
@@ -716,7 +717,7 @@ async def test_a_peer_that_does_not_list_is_polled_ever_more_rarely(pair, autoju
     await pair.publish(0, *range(2))
     await trio.sleep(2000)
     assert 8 <= pair.pulling(1).listings["unsupported"] <= 13
-    assert pair.pulling(1).claims.lies == {}
+    assert pair.pulling(1).claims.faults == {}
     await trio.sleep(10 * REFUSED_SECONDS)
     assert pair.pulling(1).listings["unsupported"] <= 24
     assert pair.pulling(1).pulled["ok"] == 2

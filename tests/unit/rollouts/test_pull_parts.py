@@ -5,10 +5,8 @@ import random
 import msgspec
 import pytest
 
-from swarmnode.rollouts import claims, offers, puller, shelf
-from swarmnode.rollouts.claims import Claims
-from swarmnode.rollouts.offers import Offers
-from swarmnode.rollouts.puller import Puller, PullTimer
+from swarmnode.rollouts import puller, shelf
+from swarmnode.rollouts.puller import Claims, Offers, Puller, PullTimer
 from swarmnode.rollouts.shelf import Allowances, Shelf, ShelfStatistics
 from swarmnode.wire import limits
 from swarmnode.wire.listings import GroupsRequest, ListedGroup, ListingRequest, ListingResponse
@@ -172,26 +170,26 @@ def test_a_peer_that_only_takes_gets_a_quarter_of_the_allowance():
 
 def test_lies_cost_belief_and_kept_claims_give_it_back():
     believed = Claims()
-    assert believed.belief("new") == claims.NEWCOMER
-    for _ in range(claims.PROVING_GROUPS):
-        believed.keep("good")
+    assert believed.belief("new") == puller.NEW_HOLDER_BELIEF
+    for _ in range(puller.PROVING_GROUPS):
+        believed.confirm("good")
     assert believed.belief("good") == 1.0
-    believed.lie("good", "spread")
+    believed.fault("good", "spread")
     assert believed.belief("good") == 0.5
     for _ in range(8):
-        believed.keep("good")
+        believed.confirm("good")
     assert believed.belief("good") == 1.0
     for _ in range(1000):
-        believed.lie("liar", "content")
-    assert believed.credit("liar") == 0.5**claims.DEEPEST > 0
-    assert believed.statistics().lies == {"content": 1000, "spread": 1}
+        believed.fault("liar", "content")
+    assert believed.credit("liar") == 0.5**puller.MAX_HALVINGS > 0
+    assert believed.statistics().faults == {"content": 1000, "spread": 1}
 
 
 def test_holders_that_are_remembered_are_bounded():
     believed = Claims()
-    for number in range(2 * claims.MOST_HOLDERS):
-        believed.lie(str(number), "absent")
-    assert believed.statistics().holders == claims.MOST_HOLDERS
+    for number in range(2 * puller.MOST_HOLDERS):
+        believed.fault(str(number), "absent")
+    assert believed.statistics().holders == puller.MOST_HOLDERS
 
 
 # -- offers
@@ -247,7 +245,7 @@ def test_requests_are_bounded_in_groups_bytes_and_share():
     pulls = choose(
         heard(one=small, other=small[:4]),
         8,
-        belief=lambda peer: {"one": 1.0, "other": offers.BELIEVED}[peer],
+        belief=lambda peer: {"one": 1.0, "other": puller.NEW_HOLDER_BELIEF}[peer],
     )
     assert max(len(pull.groups) for pull in pulls) <= 4
 
@@ -259,9 +257,9 @@ def test_relaxed_fetches_use_few_holders():
     }
     belief = lambda peer: 0.25 if peer in ("h0", "h1") else 1.0
     for seed in range(20):
-        assert len(choose(heard(**offered), 12, seed, belief=belief)) > offers.FEW_HOLDERS
+        assert len(choose(heard(**offered), 12, seed, belief=belief)) > puller.FEW_HOLDERS
         few = choose(heard(**offered), 12, seed, belief=belief, few=True)
-        assert len(few) == offers.FEW_HOLDERS
+        assert len(few) == puller.FEW_HOLDERS
         assert sum(len(pull.groups) for pull in few) == 12  # and as many groups
     old = {
         holder: [listed(8 * n + each, author="a", age=600.0) for each in range(8)]
@@ -482,10 +480,10 @@ def pulled_among_liars(share, lie, seed, steps=100):
             for _ in pull.groups:
                 asked += step >= steps // 2
                 if pull.holder in liars:
-                    believed.lie(pull.holder, lie)
+                    believed.fault(pull.holder, lie)
                     hostile += step >= steps // 2
                 else:
-                    believed.keep(pull.holder)
+                    believed.confirm(pull.holder)
                     got += 1
         honest.append(min(1.0, got / 6))
     return hostile / asked, sum(honest[steps // 2 :]) / (steps - steps // 2)
@@ -540,10 +538,10 @@ def test_offers_are_bounded_and_end_with_the_connection():
         heard_.take(
             "h", listing(*(listed(64 * turn + n) for n in range(64)), position=64 * turn + 64), NOW
         )
-    assert len(heard_) == offers.MOST_OFFERED
+    assert len(heard_) == puller.MOST_OFFERED
     for number in range(200):
         heard_.take(str(number), listing(listed(number)), NOW)
-    assert len(heard_) == offers.MOST_HOLDERS
+    assert len(heard_) == puller.MOST_OFFERING
     heard_.keep(["199"])
     assert len(heard_) == 1
     assert heard_.cursor("198") == (b"", 0), "another connection begins with all groups"
@@ -707,7 +705,7 @@ def test_no_further_peer_is_polled_where_there_is_plenty_on_offer():
 def test_peers_whose_listings_were_true_are_polled_most():
     world = World([str(n) for n in range(40)])
     for _ in range(8):
-        world.puller.claims.keep("7")
+        world.puller.claims.confirm("7")
     chosen = 0
     for _ in range(200):
         polled = world.polls()
@@ -731,7 +729,7 @@ def test_a_peer_without_a_listing_is_polled_again_later(answer, seconds):
     assert world.polls() == ["h"]
     given = answer and ListingResponse(answer, LIFE, 0, [])
     assert world.puller.polled("h", given, world.now, NOW)
-    assert world.puller.claims.statistics().lies == ({} if answer else {"slow": 1})
+    assert world.puller.claims.statistics().faults == ({} if answer else {"slow": 1})
     world.now += seconds - 0.1
     assert world.polls() == []
     assert world.puller.next_time(world.now) == pytest.approx(world.now + 0.1)
@@ -748,7 +746,7 @@ def test_a_peer_that_refuses_polls_is_polled_after_waits_that_double():
         waits.append(world.now - began)
         world.puller.refused("h", world.now)
     assert waits == [0, *(2**n for n in range(10)), 600]
-    assert world.puller.claims.statistics().lies == {}
+    assert world.puller.claims.statistics().faults == {}
     world.now += 600.0
     world.polls()
     world.list("h")
@@ -764,7 +762,7 @@ def test_a_dishonest_cursor_costs_belief():
     world.polls()
     back = listing(position=0)
     assert not world.puller.polled("h", back, world.now, NOW)
-    assert world.puller.claims.statistics().lies == {"cursor": 1}
+    assert world.puller.claims.statistics().faults == {"cursor": 1}
 
 
 def test_a_busy_holder_keeps_its_offers_and_rests():

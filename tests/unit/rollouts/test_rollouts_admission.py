@@ -101,7 +101,7 @@ def test_a_sequence_number_is_taken_once_even_in_another_frame():
 
 
 def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 8)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
     assert isinstance(checks.check(frame(), NOW), Candidate)
@@ -115,8 +115,8 @@ def test_what_is_ignored_pushes_no_candidate_out_of_memory(monkeypatch):
 
 
 def test_what_was_a_candidate_is_none_again_however_many_came_after_it(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 4)
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 1)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 4)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 1)
     checks, frames = (
         admission(),
         [frame(0, Author(SWARM, seed=n), created=NOW + 60 * n) for n in range(20)],
@@ -270,8 +270,8 @@ def test_rewards_that_no_scorer_gives_are_our_own_failure(rewards):
 
 
 def test_memory_is_bounded_in_authors_and_frames(monkeypatch):
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_SIGNERS", 8)
-    monkeypatch.setattr("swarmnode.rollouts.signers.MOST_CANDIDATES", 16)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_SIGNERS", 8)
+    monkeypatch.setattr("swarmnode.rollouts.admission.MOST_CANDIDATES", 16)
     monkeypatch.setattr("swarmnode.rollouts.admission.SEEN_FRAMES", 32)
     checks = admission()
     for n in range(64):

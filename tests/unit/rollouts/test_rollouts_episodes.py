@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from swarmnode.demo.liar.author import BUILTIN_TASKS, Author, completion, episode, swarm_of
 from swarmnode.demo.liar.episodes import forged_episodes
 from swarmnode.rollouts import groups
+from swarmnode.rollouts.admission import SCORER_ACTIONS, CandidateQueue
 from swarmnode.rollouts.groups import GroupRules, OwnGroup
 from swarmnode.rollouts.reasons import REASONS, Verdict
-from swarmnode.rollouts.scoring import SCORER_ACTIONS, CandidateQueue
 from swarmnode.wire import envelope, limits
 from swarmnode.wire.messages import Turn
 from tests.support.fakes.scorer import InProcessScorer
@@ -104,7 +104,7 @@ async def test_an_episode_travels_as_its_actions(swarm, autojump_clock):
     assert [len(texts) for texts in group.observations] == [2, 3, TURNS, 1]
     assert group.observations[0][-1] == "right"
     assert group.observations[1][-1] == "you give up"
-    assert swarm.pulling(1).claims.kept == 1
+    assert swarm.pulling(1).claims.confirmed == 1
 
 
 async def test_a_cut_action_is_not_given_to_the_environment(swarm, autojump_clock):
@@ -159,7 +159,7 @@ async def test_rewards_and_observations_are_those_of_the_replay(swarm, autojump_
     await settle()
     (group,) = swarm.draw(0)
     assert group.rewards == [1.0, 0.25, 0.0, 1.0]
-    assert swarm.pulling(0).claims.lies == {"spread": 1}
+    assert swarm.pulling(0).claims.faults == {"spread": 1}
 
 
 async def test_a_shouting_environment_is_bounded(swarm, autojump_clock):
@@ -188,7 +188,7 @@ async def test_the_log_names_task_and_versions_once(swarm, autojump_clock, caplo
     (line,) = [r.getMessage() for r in caplog.records if "its_version=0.9.9" in r.getMessage()]
     assert f"task={swarm.authors[0].tasks[0]}" in line
     assert swarm.outcomes(0)["trajectory"] == 2
-    assert swarm.pulling(0).claims.lies == {"trajectory": 2}
+    assert swarm.pulling(0).claims.faults == {"trajectory": 2}
 
 
 @pytest.mark.parametrize("texts", [None, [["1"], ["2"]]])

@@ -128,7 +128,7 @@ async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(
     assert swarm.serving(0).shelf.bytes > 8 * 470_000
     assert swarm.outcomes(1)["admitted"] == 8
     assert swarm.pulling(1).pulled["ok"] == 8
-    assert swarm.pulling(1).claims.lies == {}
+    assert swarm.pulling(1).claims.faults == {}
     assert 0 < swarm.serving(0).served["busy"] < 64
 
 

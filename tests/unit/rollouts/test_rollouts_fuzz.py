@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from swarmnode.config import SharingConfig
 from swarmnode.demo.liar.author import BUILTIN_TASKS, TOKENIZER, Author, swarm_of
 from swarmnode.demo.liar.frames import hostile_frames
-from swarmnode.rollouts.admission import SEEN_FRAMES, Admission, Rejected
+from swarmnode.rollouts.admission import MOST_CANDIDATES, SEEN_FRAMES, Admission, Rejected
 from swarmnode.rollouts.groups import Candidate
-from swarmnode.rollouts.signers import MOST_CANDIDATES
 from swarmnode.wire import codec
 
 pytestmark = pytest.mark.slow

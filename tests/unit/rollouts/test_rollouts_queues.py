@@ -4,14 +4,7 @@ import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmnode.rollouts.groups import Candidate, memory_bytes
-from swarmnode.rollouts.pace import (
-    LEAST_BYTES_PER_SECOND,
-    LONGEST_SECONDS,
-    MOST_PEERS,
-    Throughput,
-)
-from swarmnode.rollouts.scoring import (
+from swarmnode.rollouts.admission import (
     STRIKE_PEERS,
     STRIKE_SECONDS,
     STRIKES,
@@ -19,6 +12,13 @@ from swarmnode.rollouts.scoring import (
     ScoringQueue,
     Strikes,
 )
+from swarmnode.rollouts.exchange import (
+    LEAST_BYTES_PER_SECOND,
+    LONGEST_SECONDS,
+    MOST_PEERS,
+    Throughput,
+)
+from swarmnode.rollouts.groups import Candidate, memory_bytes
 from swarmnode.tasks.frames import Scored, ScorerFailed
 from swarmnode.tasks.seeds import is_evaluation
 from tests.support.groups import external_group

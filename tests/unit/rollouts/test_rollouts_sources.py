@@ -3,8 +3,7 @@
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.sources import HISTORY_DRAWS, MOST_GAP, SourceShares
+from swarmnode.rollouts.pool import HISTORY_DRAWS, MOST_GAP, Pool, SourceShares
 from tests.support.groups import external_group
 
 

@@ -4,8 +4,7 @@ again."""
 import random
 from collections import Counter
 
-from swarmnode.rollouts.pool import Pool
-from swarmnode.rollouts.trust import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust
+from swarmnode.rollouts.pool import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, PeerTrust, Pool
 from tests.support.groups import external_group
 
 
