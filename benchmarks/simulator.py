@@ -27,9 +27,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.marks import MARKS, share
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, norm
+from swarmnode.averaging.gate import AveragingGate, GateDecision, Losses, LossProbe, norm
 from swarmnode.averaging.outer import OuterState, Tensors, prepare
-from swarmnode.averaging.probe import LossProbe
 from swarmnode.config import TaskConfig, TrainingConfig
 from swarmnode.policy.generate import GroupSample, Sampling, generate
 from swarmnode.policy.load import Policy, trainable

@@ -28,11 +28,17 @@ from pathlib import Path
 import torch
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.exchanges import Exchange, ExchangeTable
-from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, norm
-from swarmnode.averaging.outer import OuterState, SlowWeights, Tensors, host_copy, unmoved
+from swarmnode.averaging.gate import NORM_RATIO, AveragingGate, Examination, Losses, Probe, norm
+from swarmnode.averaging.outer import (
+    Exchange,
+    ExchangeTable,
+    OuterState,
+    SlowWeights,
+    Tensors,
+    host_copy,
+    unmoved,
+)
 from swarmnode.averaging.payload_files import PayloadFiles
-from swarmnode.averaging.probe import Probe
 from swarmnode.config import WeightsConfig
 from swarmnode.errors import StateError
 from swarmnode.link.messages import WeightsReport
@@ -50,8 +56,7 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.local import TAKEN
-from swarmnode.weights.manifest import writing_seconds
+from swarmnode.weights.local import TAKEN, writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 

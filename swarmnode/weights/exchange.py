@@ -42,7 +42,7 @@ from swarmnode.errors import BadMessage, LocalError, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.weights import local
 from swarmnode.weights.discovery import REQUEST_SECONDS, Discovery, ask
-from swarmnode.weights.local import OURS, PROOF, LocalReplica, SendToTrainer
+from swarmnode.weights.local import MOST_SWAPS, OURS, PROOF, LocalReplica, SendToTrainer
 from swarmnode.weights.messages import (
     ID_BYTES,
     MESSAGE_BYTES,
@@ -97,8 +97,6 @@ LINGER_SECONDS: Final = 30.0
 SLOWER: Final = 4.0
 """Longest transfer deadline of a partner with a low measured bandwidth, as a multiple of an
 unmeasured peer's deadline."""
-MOST_SWAPS: Final = 4
-"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
 ACCEPT_SHARE: Final = 0.25
 """A fragment accepts at most one swap in this share of its interval."""
 PEER_SHARE: Final = 0.4

@@ -27,13 +27,33 @@ from typing import Final
 import msgspec
 
 from swarmnode.p2p.reputation import COST
-from swarmnode.weights import fingerprint, fragments, manifest
+from swarmnode.weights import fingerprint, fragments
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.layout import Layout, payload_limit
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.layout import Codec, Layout, payload_limit
 
 DIRECTORY = "weights"
 """Folder below the data directory. Its files may be deleted while the node is stopped."""
+
+MOST_SWAPS: Final = 4
+"""Most swaps under way, each of another fragment. Each stores a copy of its fragment."""
+STATE_CODEC: Final[Codec] = "bfloat16"
+"""Codec of a state. Its error is about as large as the difference between replicas late in
+training. δ is not sent: a few outer steps restore it."""
+WRITTEN_PER_SECOND: Final = 1e8
+"""Least bytes per second that a trainer rounds, hashes and writes while it trains."""
+
+
+def writing_seconds(layout: Layout) -> float:
+    """Return the time that a neighbour needs to write a state of this layout, seconds."""
+    return payload_limit(layout, STATE_CODEC) / WRITTEN_PER_SECOND
+
+
+class TensorHash(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Name and hash of one tensor."""
+
+    name: str
+    phi: bytes
+    """32 bytes: SHA-256 of φ, bfloat16 little-endian."""
 
 
 class ReplicaFacts(msgspec.Struct, frozen=True):
@@ -292,8 +312,8 @@ class LocalReplica:
 
     @property
     def writing_seconds(self) -> float:
-        """`manifest.writing_seconds` of this replica; 0 without one."""
-        return manifest.writing_seconds(self.facts.layout) if self.facts is not None else 0.0
+        """`writing_seconds` of this replica; 0 without one."""
+        return writing_seconds(self.facts.layout) if self.facts is not None else 0.0
 
     def has(self, fragment: int) -> bool:
         """Return True if the replica has a fragment of this number."""

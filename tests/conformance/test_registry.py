@@ -20,7 +20,7 @@ from swarmnode.stages.wire import FENCE_REASONS, MAX_MEMBERS, STATE_REASONS
 from swarmnode.tasks import seeds
 from swarmnode.weights import discovery as weights_discovery
 from swarmnode.weights import messages as weights_messages
-from swarmnode.weights import state_server
+from swarmnode.weights import state
 from swarmnode.wire import envelope, ids, limits
 from swarmnode.wire.codec import DECODE_REASONS
 
@@ -206,7 +206,7 @@ def test_timeouts_match_the_registry():
         "session": sessions.DEADLINE,
         "summary": summaries.DEADLINE,
         "weights": weights_discovery.REQUEST_SECONDS,
-        "weights_state": state_server.ANSWER_SECONDS,
+        "weights_state": state.ANSWER_SECONDS,
         "crews": service.REQUEST_TIMEOUT,
         "stage_open": service.OPEN_SECONDS,
         "stage_stream": service.PARK_SECONDS,

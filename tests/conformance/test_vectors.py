@@ -55,7 +55,7 @@ from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerpr
 from swarmnode.weights.fragments import blocks_of, cut
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.state_seeker import open_state_manifest
+from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, limits, strict
 from swarmnode.wire.codec import DECODE_REASONS, decode
 from swarmnode.wire.envelope import content_id, peer_id, unseal

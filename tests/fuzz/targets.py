@@ -33,7 +33,7 @@ from swarmnode.swarm import invite
 from swarmnode.weights import payload
 from swarmnode.weights.layout import make_layout
 from swarmnode.weights.messages import decode_message, decode_state
-from swarmnode.weights.state_seeker import open_state_manifest
+from swarmnode.weights.state import open_state_manifest
 from swarmnode.wire import bulk, codec, envelope, ids, limits, listings, messages, strict
 from swarmnode.wire.manifest import open_manifest
 from swarmnode.wire.signed import open_session, open_summary

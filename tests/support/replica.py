@@ -25,9 +25,8 @@ import trio
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import Losses
+from swarmnode.averaging.gate import Answer, Losses, LossProbe
 from swarmnode.averaging.outer import Tensors
-from swarmnode.averaging.probe import Answer, LossProbe
 from swarmnode.config import WeightsConfig
 from swarmnode.p2p.network import Libp2pNetwork
 from swarmnode.policy.load import Policy

@@ -44,7 +44,7 @@ from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
 from swarmnode.tasks.tally import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
-from swarmnode.weights.state_seeker import CatchUpStatistics
+from swarmnode.weights.state import CatchUpStatistics
 
 STARTED_AT = 1_790_000_000.0
 OWN = "12D3KooWPzVVwhZ6NRtTQXGnCo6WhqPV1xuoHPSdWBCSKwGGLCoN"

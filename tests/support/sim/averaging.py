@@ -20,7 +20,7 @@ import trio
 from swarmnode.weights import local
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.local import TensorHash
 
 SKILLS = 8
 LAYOUT = make_layout([("skill", (SKILLS,), "float32")])

@@ -7,9 +7,17 @@ import random
 import pytest
 import torch
 
-from swarmnode.averaging.gate import EPSILON, FAR, FIRST, AveragingGate, Losses, norm, threshold
+from swarmnode.averaging.gate import (
+    EPSILON,
+    FAR,
+    FIRST,
+    AveragingGate,
+    Losses,
+    RevertMonitor,
+    norm,
+    threshold,
+)
 from swarmnode.weights.local import ADOPTIONS, OUTCOMES
-from swarmnode.weights.revert_monitor import RevertMonitor
 from tests.support.outer_rules import judge
 
 W = 0.5

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from swarmnode.averaging.averaged import AveragedTensors
-from swarmnode.averaging.gate import EPSILON, AveragingGate
-from swarmnode.averaging.probe import LEAST_PROBE, LossProbe, compare
+from swarmnode.averaging.gate import EPSILON, LEAST_PROBE, AveragingGate, LossProbe, compare
 from swarmnode.policy.micro import RowTooLarge
 from swarmnode.policy.ways import Row
 

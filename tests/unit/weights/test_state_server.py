@@ -6,10 +6,10 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from swarmnode.errors import PeerError
 from swarmnode.p2p.bulk import BulkSource, serving
-from swarmnode.weights import local, state_server
+from swarmnode.weights import local, state
 from swarmnode.weights.messages import StateRequest, decode_state, encode_message
 from swarmnode.weights.payload_store import LocalPayload, PayloadStore
-from swarmnode.weights.state_server import StateServer
+from swarmnode.weights.state import StateServer
 from swarmnode.wire.envelope import Credentials
 from swarmnode.wire.messages import BulkRequest
 
@@ -89,14 +89,14 @@ class Served:
 async def test_repeated_requests_use_bounded_disk_and_recent_states(
     tmp_path, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state_server, "offer_seconds", lambda size: 3600.0)
+    monkeypatch.setattr(state, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state, "offer_seconds", lambda size: 3600.0)
     served, born, oldest = Served(tmp_path), {}, 0.0
     for _ in range(24 * 60):
         number = await served.ask()
         oldest = max(oldest, trio.current_time() - born.setdefault(number, trio.current_time()))
         await trio.sleep(60)
-    assert served.most == state_server.MOST_STATES * SIZE
+    assert served.most == state.MOST_STATES * SIZE
     assert oldest < 2 * 3600
     assert served.written > 24, "and it does not stop at the first ones"
 
@@ -120,9 +120,9 @@ async def test_who_asks_a_thousand_times_is_told_of_one_offer(tmp_path, autojump
 async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(
     tmp_path, autojump_clock, monkeypatch
 ):
-    monkeypatch.setattr(state_server, "SMALL_BYTES", 0)
-    monkeypatch.setattr(state_server, "MOST_STATES", 1)
-    served, seconds = Served(tmp_path), state_server.offer_seconds(SIZE)
+    monkeypatch.setattr(state, "SMALL_BYTES", 0)
+    monkeypatch.setattr(state, "MOST_STATES", 1)
+    served, seconds = Served(tmp_path), state.offer_seconds(SIZE)
     for _ in range(5):
         assert await served.ask() == 1
         await trio.sleep(seconds - 1)
@@ -174,5 +174,5 @@ async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, au
         await trio.sleep(1.0)
         assert served.server.is_writing
         nursery.cancel_scope.cancel()
-    await trio.sleep(state_server.WRITE_SECONDS)
+    await trio.sleep(state.WRITE_SECONDS)
     assert not served.server.is_writing

@@ -28,7 +28,8 @@ from swarmnode.weights.fragments import (
     within,
 )
 from swarmnode.weights.layout import make_layout
-from swarmnode.weights.manifest import StateManifest, TensorHash, agreed_source, check_manifest
+from swarmnode.weights.local import TensorHash
+from swarmnode.weights.state import StateManifest, agreed_source, check_manifest
 
 LLAMA = [
     ("model.embed_tokens.weight", (1000, 64), "float32"),
@@ -328,8 +329,8 @@ def test_a_manifest_speaks_of_our_tensors_or_is_refused():
 
 def test_the_network_half_loads_no_torch():
     modules = (
-        "rule discovery exchange layout fragments fingerprint payload manifest messages"
-        " revert_monitor service"
+        "rule discovery exchange layout fragments fingerprint payload messages"
+        " schedule service state"
     )
     code = (
         f"import sys\nfor m in '{modules}'.split(): __import__('swarmnode.weights.' +"

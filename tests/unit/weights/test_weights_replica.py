@@ -19,7 +19,7 @@ from swarmnode.weights import local
 from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
-from swarmnode.weights.manifest import TensorHash
+from swarmnode.weights.local import TensorHash
 from swarmnode.weights.rule import LARGEST_OUTER_STEP
 from tests.support.replica import Judge, Tiny, identical, probe_of, settle, tensors_of
 

@@ -13,11 +13,11 @@ from swarmnode.weights.discovery import edge_rank, epoch_bucket, partner_order
 from swarmnode.weights.exchange import (
     LIE_SECONDS,
     LONGEST_BACKOFF_SECONDS,
-    MOST_SWAPS,
     PARTNERS,
     REMEMBERED_SWAPS,
     PeerBackoff,
 )
+from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.messages import (
     Accepted,
     Busy,
