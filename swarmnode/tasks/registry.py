@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from swarmnode.tasks import openenv
 
 ADAPTER_VERSION = "2"
-"""Part of every task version. Change it when the adapter (`gym`) or the extraction of the answer
+"""Part of every task version. Change it when the adapter (`scorer.GymTask`) or the extraction of the answer
 (`answers.find_answer`) changes."""
 
 

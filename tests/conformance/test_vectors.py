@@ -45,8 +45,8 @@ from swarmnode.stages.wire import (
     policy_fingerprint,
     state_bytes,
 )
+from swarmnode.tasks.client import prepare
 from swarmnode.tasks.frames import Episode
-from swarmnode.tasks.questions import prepare
 from swarmnode.tasks.registry import TASKS, task_version
 from swarmnode.tasks.scorer import judge as judge_answers
 from swarmnode.tasks.seeds import choose_task, evaluation_seed, task_seed

@@ -42,7 +42,7 @@ from swarmnode.stages.crew import CrewStatistics, SlotStatistics
 from swarmnode.stages.service import RECOVERY_BOUNDS as CREW_BOUNDS
 from swarmnode.stages.service import StagesStatistics, StreamProxyStatistics
 from swarmnode.stages.wire import StageStatus
-from swarmnode.tasks.tally import ScorerStatistics
+from swarmnode.tasks.child import ScorerStatistics
 from swarmnode.weights.service import WeightsStatistics
 from swarmnode.weights.state import CatchUpStatistics
 

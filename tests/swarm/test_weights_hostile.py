@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import trio
 
-from swarmnode.averaging import codecs
+from swarmnode.averaging import codecs, gate
 from swarmnode.demo.liar.weights import PAYLOAD_ATTACKS, PROTOCOL_ATTACKS, WeightLiar
 from swarmnode.p2p import identity
 from swarmnode.policy.ways import Row

@@ -148,10 +148,11 @@ def test_a_response_that_does_not_fit_is_not_believed(scorer, monkeypatch):
 def test_the_childs_last_words_are_kept_but_not_many(scorer):
     with scorer._lock:
         body = b"\xc1" * 10
-        os.write(scorer._child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
+        client = scorer._client
+        os.write(client.child._stdin.fileno(), len(body).to_bytes(4, "big") + body)
         with pytest.raises(ScorerDied):
-            scorer._converse(scorer._child._receive(), 10)
-        words = scorer._end()
+            child_module.converse(client._within(10, client.child._receive()))
+        words = client.end()
     assert words.startswith("exit status 1: Traceback")
     assert len(words) < child_module.STDERR_BYTES + 100
 
