@@ -66,8 +66,6 @@ class OuterStatistics:
     reverts: int
     momentum_norm: float
     """‖δ‖ over all tensors."""
-    revertible: bool
-    """True if `revert` has something to restore."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +323,6 @@ class OuterState:
             self._steps,
             self._reverts,
             sum(self._squares.values()) ** 0.5,
-            self._undo is not None,
         )
 
     def _replace(self, phi: Tensors, delta: Tensors) -> None:

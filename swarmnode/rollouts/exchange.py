@@ -12,9 +12,8 @@ this node and ends `run`.
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -66,6 +65,13 @@ from swarmnode.wire.messages import RolloutGroup
 EXPIRE_SECONDS = 30.0
 ANSWER_SECONDS = 5.0
 """A requester waits for the answer to a poll for its patience plus this time."""
+LEAST_SECONDS = 5.0
+"""Constant part of a fetch's deadline. A trainer may leave the network process little CPU: with 2 s
+and a tenth of a core, fetches timed out and were repeated, and half of the groups were missing."""
+LONGEST_SECONDS = 30.0
+"""Longest deadline of a fetch."""
+LEAST_BYTES_PER_SECOND = 64 * 2**10
+"""Least throughput that a fetch's deadline allows for."""
 BUDGET_SECONDS = 1.0
 """Time between two checks whether a paused node may fetch again."""
 LISTINGS = ("ok", "busy", "other_swarm", "unsupported", "timeout", "failed", "malformed")
@@ -470,7 +476,6 @@ class PullGossip:
         self._clock = clock
         self._rng = rng
         self._puller: Puller | None = None
-        self._pace = Throughput()
         self._changed = trio.Event()
         self._polls: Counter[str] = Counter()
         self._fetches: Counter[str] = Counter()
@@ -628,7 +633,7 @@ class PullGossip:
     async def _fetch(self, puller: Puller, pull: Pull) -> None:
         """Send one fetch request and hand the received groups to admission."""
         size = sum(listed.size for listed in pull.groups)
-        deadline, began = self._pace.deadline(size), trio.current_time()
+        deadline, began = fetch_deadline(size), trio.current_time()
         try:
             response = await self._ask(
                 pull.holder,
@@ -653,9 +658,7 @@ class PullGossip:
             ]
             puller.fetched(pull, outcomes, trio.current_time())
             self._fetches.update(outcomes)
-            took = trio.current_time() - began
-            self._pace.observe(pull.holder, sum(len(g.body) for g in response.groups), took)
-            if took > deadline / 2:
+            if trio.current_time() - began > deadline / 2:
                 puller.claims.fault(pull.holder, "slow")
         self._changed.set()
 
@@ -730,46 +733,6 @@ class _Unanswered(Exception):
         self.outcome = outcome
 
 
-DEFAULT_BYTES_PER_SECOND = 256 * 1024.0
-"""Assumed throughput of one more peer in the median, and of all peers before the first fetch."""
-LEAST_BYTES_PER_SECOND = 64 * 1024.0
-"""Lower bound of the estimate, so that a slow peer does not extend its own deadline."""
-MEASURABLE_BYTES = 16 * 2**10
-"""A shorter fetch measures the round trip and counts only if it raises the estimate."""
-MOST_PEERS = 16
-"""Peers with a moving average; the one measured least recently is dropped."""
-NEWEST_WEIGHT = 0.3
-"""Weight of the newest fetch in a peer's moving average."""
-LEAST_SECONDS = 5.0
-"""Constant part of a deadline. A trainer may leave the network process little CPU: with 2 s and a
-tenth of a core, fetches timed out and were repeated, and half of the groups were missing."""
-LONGEST_SECONDS = 30.0
-"""Longest deadline."""
-
-
-class Throughput:
-    """Median throughput of the MOST_PEERS latest holders, each a moving average. The median keeps
-    one slow holder from extending all deadlines."""
-
-    def __init__(self) -> None:
-        self._of: OrderedDict[str, float] = OrderedDict()
-
-    @property
-    def bytes_per_second(self) -> float:
-        """The estimate for any holder."""
-        rates = [DEFAULT_BYTES_PER_SECOND, *self._of.values()]
-        return max(LEAST_BYTES_PER_SECOND, statistics.median(rates))
-
-    def observe(self, peer: str, size: int, seconds: float) -> None:
-        """Record that `peer` sent `size` bytes in `seconds`."""
-        rate = size / max(seconds, 1e-3)
-        if size < MEASURABLE_BYTES and rate < self.bytes_per_second:
-            return
-        self._of[peer] = (1 - NEWEST_WEIGHT) * self._of.pop(peer, rate) + NEWEST_WEIGHT * rate
-        if len(self._of) > MOST_PEERS:
-            self._of.popitem(last=False)
-
-    def deadline(self, size: int) -> float:
-        """Return LEAST_SECONDS plus three times the estimated time of `size` bytes, at most
-        LONGEST_SECONDS."""
-        return min(LONGEST_SECONDS, LEAST_SECONDS + 3.0 * size / self.bytes_per_second)
+def fetch_deadline(size: int) -> float:
+    """Return the deadline of a fetch of `size` bytes, seconds."""
+    return min(LONGEST_SECONDS, LEAST_SECONDS + size / LEAST_BYTES_PER_SECOND)

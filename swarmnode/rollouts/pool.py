@@ -23,7 +23,7 @@ import msgspec
 from swarmnode.p2p.api import Network
 from swarmnode.p2p.reputation import GREYLIST
 from swarmnode.rollouts import sampling
-from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, is_useful, memory_bytes
+from swarmnode.rollouts.groups import ExternalGroup, Judged, Outcome, memory_bytes
 from swarmnode.rollouts.reasons import REASONS, Verdict
 from swarmnode.wire import limits
 
@@ -58,8 +58,6 @@ class PoolStatistics(msgspec.Struct, frozen=True):
     oldest_seconds: float | None = None
     """Age of the oldest group; None when empty."""
     added: int = 0
-    useful_added: int = 0
-    """Added groups whose rewards differ."""
     drawn: int = 0
     evicted_peer_share: int = 0
     evicted_full: int = 0
@@ -114,7 +112,6 @@ class Pool:
         self._counts = dict.fromkeys(
             (
                 "added",
-                "useful_added",
                 "drawn",
                 "evicted_peer_share",
                 "evicted_full",
@@ -127,11 +124,6 @@ class Pool:
 
     def __len__(self) -> int:
         return self._groups
-
-    @property
-    def useful_added(self) -> int:
-        """Number of groups added so far whose rewards differ."""
-        return self._counts["useful_added"]
 
     def waiting(self, belief: Callable[[str], float]) -> int:
         """Return the number of groups, each weighted by `belief`, its author's share of draws.
@@ -176,7 +168,6 @@ class Pool:
         self._groups += 1
         self._bytes += size
         self._counts["added"] += 1
-        self._counts["useful_added"] += is_useful(group.rewards)
         return True
 
     def expire(self, now: float, policy_version: int) -> None:

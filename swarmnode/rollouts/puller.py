@@ -19,7 +19,6 @@ it polls one peer per PLENTY_POLL_SECONDS.
 
 from __future__ import annotations
 
-import heapq
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -29,6 +28,7 @@ from typing import Literal, get_args
 import msgspec
 
 from swarmnode.rollouts import sampling
+from swarmnode.rollouts.admission import clock_reason
 from swarmnode.rollouts.groups import is_useful
 from swarmnode.wire import limits
 from swarmnode.wire.listings import ListedGroup, ListingResponse
@@ -596,7 +596,7 @@ class Offers:
             return False
         known.position = response.position
         for listed in response.groups:
-            if listed.author != self._own_key and is_timely(listed, now):
+            if listed.author != self._own_key and clock_reason(listed.created_at, now) is None:
                 known.groups[listed.content] = listed
         while len(known.groups) > MOST_OFFERED:
             known.groups.popitem(last=False)
@@ -711,7 +711,7 @@ class Offers:
             gone = [
                 content
                 for content, listed in known.groups.items()
-                if not is_timely(listed, now) or is_known(content)
+                if clock_reason(listed.created_at, now) is not None or is_known(content)
             ]
             self.forget(holder, gone)
             for content, listed in known.groups.items() if holder not in busy else ():
@@ -720,11 +720,6 @@ class Offers:
                         (holder, listed)
                     )
         return held
-
-
-def is_timely(listed: ListedGroup, now: float) -> bool:
-    """Return True if admission would accept a group of this age."""
-    return -limits.CLOCK_SKEW_SECONDS <= now - listed.created_at / 1000 <= limits.GROUP_AGE_SECONDS
 
 
 def freshness(listed: ListedGroup, now: float) -> float:
@@ -797,37 +792,33 @@ def _pack(
     """
     half = -(-count // 2)
     most = half if len({holder for *_, holders in ordered for holder, _ in holders}) > 1 else count
-    waiting: defaultdict[str, deque[int]] = defaultdict(deque)
-    for place, (_, _, name, _) in enumerate(ordered):
-        waiting[name].append(place)
-    turns = [(0, places.popleft()) for places in waiting.values()]
     asked: set[bytes] = set()
-    taken: Counter[str] = Counter()
-    requests: dict[str, list[ListedGroup]] = {}
-    room: dict[str, int] = {}
-    while turns and len(asked) < count:
-        turn, place = heapq.heappop(turns)
-        (content, *_), author, name, holders = ordered[place]
-        fits = (
-            []
-            if content in asked or taken[author] == half
-            else [
-                (holder, listed)
-                for holder, listed in holders
-                if len(requests.get(holder, ())) < min(most, limits.PULLED)
-                and listed.size <= room.get(holder, limits.GROUP_BYTES)
-            ]
-        )
+    of_author: Counter[str] = Counter()
+    of_name: Counter[str] = Counter()
+    requests: defaultdict[str, list[ListedGroup]] = defaultdict(list)
+    sizes: Counter[str] = Counter()
+    in_turn = sampling.spread_over_peers(
+        ordered, len(ordered), lambda claimed: claimed[2], len(ordered)
+    )
+    for (content, *_), author, name, holders in in_turn:
+        if len(asked) == count:
+            break
+        if content in asked or of_author[author] == half or of_name[name] == most:
+            continue
+        fits = [
+            (holder, listed)
+            for holder, listed in holders
+            if len(requests[holder]) < min(most, limits.PULLED)
+            and sizes[holder] + listed.size <= limits.GROUP_BYTES
+        ]
         if fits:
             holder, listed = _draw(fits, author, belief, rng)
-            requests.setdefault(holder, []).append(listed)
-            room[holder] = room.get(holder, limits.GROUP_BYTES) - listed.size
+            requests[holder].append(listed)
+            sizes[holder] += listed.size
             asked.add(content)
-            taken[author] += 1
-            turn += 1
-        if waiting[name] and turn < most:
-            heapq.heappush(turns, (turn, waiting[name].popleft()))
-    return [Pull(holder, tuple(groups)) for holder, groups in requests.items()]
+            of_author[author] += 1
+            of_name[name] += 1
+    return [Pull(holder, tuple(groups)) for holder, groups in requests.items() if groups]
 
 
 def _spread(holders: list[tuple[str, ListedGroup]], belief: Callable[[str], float]) -> float:

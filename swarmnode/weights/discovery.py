@@ -219,10 +219,6 @@ class Discovery:
         """Return the blocks that both `peer` (by its claim) and this node hold, packed."""
         return common(self._claims.blocks(peer, self._replica.fingerprint), self._replica.blocks)
 
-    def shares(self, peer: str, fragment: int) -> bool:
-        """Return True if both `peer` (by its claim) and this node hold a block of `fragment`."""
-        return bool(self._replica.within(self.shared(peer), fragment))
-
     def partners(
         self, fragment: int, outer_step: int, blocks: bytes = b""
     ) -> tuple[tuple[str, ...], int]:

@@ -329,7 +329,6 @@ def test_a_revert_brings_everything_back_once():
     weights, outer = host_copy(mine), {n: t.clone() for n, t in state.tensors().items()}
     outer_step(state, blend(weights, replica(2)))
     state.commit(mine, weights)
-    assert state.statistics().revertible
     assert state.revert(mine)
     assert all(torch.equal(mine[n], weights[n]) for n in mine)
     assert all(torch.equal(t, outer[n]) for n, t in state.tensors().items())

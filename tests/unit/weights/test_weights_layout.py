@@ -17,7 +17,6 @@ from swarmnode.errors import BadMessage
 from swarmnode.weights.fingerprint import LoraShape, fingerprint, state_fingerprint
 from swarmnode.weights.fragments import (
     block_of,
-    check_schedule,
     common,
     count,
     cut,
@@ -117,7 +116,6 @@ def test_number_of_fragments_is_between_one_and_the_layers():
 
 @pytest.mark.parametrize(("every", "count"), [(50, 1), (50, 4), (20, 7), (5, 5), (10, 3)])
 def test_each_fragment_is_due_once_per_interval_and_evenly_staggered(every, count):
-    check_schedule(every, count)
     for start in (0, every, 40 * every):
         steps = [
             (step, f)
@@ -128,11 +126,6 @@ def test_each_fragment_is_due_once_per_interval_and_evenly_staggered(every, coun
         assert steps[-1][0] == start + every
         gaps = [b - a for (a, _), (b, _) in itertools.pairwise(steps)]
         assert all(abs(g - every / count) < 1 for g in gaps)
-
-
-def test_two_fragments_in_one_step_are_refused():
-    with pytest.raises(ValueError, match="do not fit"):
-        check_schedule(4, 5)
 
 
 # ---- fingerprint ---------------------------------------------------------------------------------
