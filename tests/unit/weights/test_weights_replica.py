@@ -16,7 +16,6 @@ from swarmnode.trainer import state
 from swarmnode.trainer.state import Counters
 from swarmnode.trainer.weights import Replica
 from swarmnode.weights import local
-from swarmnode.weights.discovery import ASK_SECONDS, FRESH_SECONDS, MAX_PEERS, Claims
 from swarmnode.weights.fingerprint import LoraShape
 from swarmnode.weights.fragments import blocks_of
 from swarmnode.weights.local import TensorHash
@@ -714,33 +713,6 @@ def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
     assert a.replica.observe(0.1)
     assert identical(a.weights(), before)
     assert a.said[-1].outcome == "worse"
-
-
-def test_candidates_are_connected_alike_and_have_claimed_so_lately():
-    claims = Claims()
-    claims.received("a", b"f", 3, 0.0)
-    claims.received("b", b"g", 3, 0.0)
-    claims.received("c", b"f", 3, 0.0)
-    assert claims.candidates(["a", "b"], b"f", 1.0) == ["a"]
-    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == []
-    assert claims.to_ask(["a", "d"], ASK_SECONDS - 1) == ["d"]
-    assert claims.to_ask(["a", "d"], ASK_SECONDS) == ["a", "d"]
-    for peer in ("a", "d"):
-        claims.asked(peer, ASK_SECONDS)
-    assert claims.to_ask(["a", "d"], ASK_SECONDS + 1) == []
-    assert claims.candidates(["a", "d"], b"f", ASK_SECONDS + 1) == ["a"], (
-        "what it claimed stands until it answers"
-    )
-    assert claims.candidates(["a"], b"f", FRESH_SECONDS) == [], (
-        "and no longer for having been asked"
-    )
-
-
-def test_claims_are_bounded():
-    claims = Claims()
-    for number in range(2 * MAX_PEERS):
-        claims.received(str(number), b"f", 0, 0.0)
-    assert len(claims) == MAX_PEERS
 
 
 def test_files_do_not_pile_up_where_nobody_serves_them(made, monkeypatch):

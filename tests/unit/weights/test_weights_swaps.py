@@ -9,7 +9,14 @@ import trio
 
 from swarmnode.errors import BadMessage, LocalError, PeerError
 from swarmnode.weights import exchange, local
-from swarmnode.weights.discovery import edge_rank, epoch_bucket, partner_order
+from swarmnode.weights.discovery import (
+    ASK_SECONDS,
+    FRESH_SECONDS,
+    MAX_PEERS,
+    edge_rank,
+    epoch_bucket,
+    partner_order,
+)
 from swarmnode.weights.exchange import (
     LIE_SECONDS,
     LONGEST_BACKOFF_SECONDS,
@@ -21,6 +28,7 @@ from swarmnode.weights.local import MOST_SWAPS
 from swarmnode.weights.messages import (
     Accepted,
     Busy,
+    Here,
     Payload,
     Ready,
     Refused,
@@ -28,7 +36,17 @@ from swarmnode.weights.messages import (
     decode_message,
     encode_message,
 )
-from tests.support.swaps import BLOCKS, DELAY, EVERY, Hostile, Party, averaged, solo_steps, swarm
+from tests.support.swaps import (
+    BLOCKS,
+    DELAY,
+    EVERY,
+    Hostile,
+    Hub,
+    Party,
+    averaged,
+    solo_steps,
+    swarm,
+)
 
 
 def hostile(*ways, every=0.0):
@@ -585,6 +603,40 @@ async def test_garbage_costs_standing(data, autojump_clock):
         with pytest.raises(BadMessage):
             await a.exchange._serve("b", data)
         assert a.rejected == [("b", "weights_malformed")]
+
+
+@pytest.fixture
+def alone(autojump_clock):
+    """The discovery of a node that is connected to x and y, without their claims."""
+    parties = dict.fromkeys(("x", "y"))
+    return Party(Hub(), "a", parties, EVERY).discovery
+
+
+async def test_candidates_have_a_recent_claim_of_the_same_policy(alone):
+    claim = alone.claim()
+    alone.received("x", claim)
+    alone.received("y", Here(b"x" * 32, claim.outer_step, claim.blocks))
+    alone.received("stranger", claim)
+    assert alone.candidates() == ["x"]
+    await trio.sleep(FRESH_SECONDS)
+    assert alone.candidates() == []
+
+
+async def test_a_peer_is_asked_for_its_claim_once_in_a_while(alone):
+    alone.received("x", alone.claim())
+    assert alone._peers_to_ask() == ["y"]
+    assert alone._peers_to_ask() == []
+    await trio.sleep(ASK_SECONDS)
+    assert alone._peers_to_ask() == ["x", "y"]
+    assert alone.candidates() == ["x"], "a claim is valid until the peer answers"
+    alone.forget()
+    assert alone._peers_to_ask() == ["x", "y"]
+
+
+async def test_claims_are_bounded(alone):
+    for number in range(2 * MAX_PEERS):
+        alone.received(str(number), alone.claim())
+    assert len(alone._claims) == MAX_PEERS
 
 
 def test_an_edge_has_one_rank_at_both_ends():
