@@ -1,5 +1,5 @@
 """The gate: checks of a partner's tensors θ_j before a weight of this node's θ_i changes
-(`AveragingGate`, `LossProbe`), and the revert of swaps that did harm nevertheless (`RevertMonitor`).
+(`AveragingGate`, `LossProbe`), and the detection of swaps that did harm (`RevertMonitor`).
 
 The checks run in this order, and the first failure refuses the swap. d = θ_j − θ_i.
 
@@ -38,7 +38,7 @@ from swarmnode.policy.load import Policy
 from swarmnode.policy.logprobs import Row
 from swarmnode.policy.micro import MicroBatcher, RowTooLarge
 from swarmnode.weights.fragments import block_of
-from swarmnode.weights.local import OUTCOMES, TAKEN
+from swarmnode.weights.local import AVERAGED, OUTCOMES
 
 CLIP: Final = 2.0
 """τ in units of the median of accepted distances."""
@@ -259,7 +259,7 @@ class AveragingGate:
 
     def statistics(self) -> GateStatistics:
         with self._lock:
-            taken = sum(self._outcomes[o] for o in (*TAKEN, "probation"))
+            taken = sum(self._outcomes[o] for o in (*AVERAGED, "probation"))
             return GateStatistics(
                 outcomes=dict(self._outcomes),
                 clip_ratio=self._scales / taken if taken else 1.0,

@@ -1,9 +1,10 @@
 """Pool of admitted groups that wait for training: bounds (`Pool`), shares of sources
-(`SourceShares`) and trust in authors (`Authors`). Time, policy version and randomness are arguments.
+(`SourceShares`) and trust in authors (`Authors`). Time, policy version and randomness are
+arguments.
 
-A source is the connection that delivered a group; a step draws from several sources. The pool is bounded in groups and in bytes, and so is each peer's share of it. In a full
-share, a peer's newest group replaces its oldest. In a full pool, the oldest group of the most
-represented peer is evicted.
+A source is the connection that delivered a group; a step draws from several sources. The pool is
+bounded in groups and in bytes, and so is each peer's share of it. In a full share, a peer's newest
+group replaces its oldest. In a full pool, the oldest group of the most represented peer is evicted.
 
 A group is **drawn at most once**. A second pass over a group in a later step would be a second and
 more off-policy epoch, and a peer could affect any number of steps with a single good group. SAPO

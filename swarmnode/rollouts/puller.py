@@ -333,7 +333,7 @@ class Puller:
             self.offers.restore(pull.holder, listed)
 
     def contradicted(self, content: bytes) -> None:
-        """Forget the listing of a fetched group that contradicts it: the fault is counted already."""
+        """Forget the listing of a fetched group that contradicts it. The fault is counted."""
         self._asked.pop(content, None)
 
     def scored(self, content: bytes, rewards: list[float], now: float) -> None:

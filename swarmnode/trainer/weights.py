@@ -56,7 +56,7 @@ from swarmnode.trainer.weights_worker import (
 )
 from swarmnode.weights import fragments, local
 from swarmnode.weights.fingerprint import LoraShape
-from swarmnode.weights.local import TAKEN, writing_seconds
+from swarmnode.weights.local import AVERAGED, writing_seconds
 from swarmnode.weights.rule import LARGEST_OUTER_STEP, counter_excess, make_rule, next_outer_step
 from swarmnode.weights.schedule import OuterSchedule
 
@@ -338,12 +338,12 @@ class Replica:
         """Have the worker prepare the outer step.
 
         Args:
-            taken: Tensors that the outer step includes at least: averages if `outcome` is in TAKEN,
-                otherwise this node's weights.
+            taken: Tensors that the outer step includes at least: averages if `outcome` is in
+                AVERAGED, otherwise this node's weights.
         """
         exchange = dataclasses.replace(exchange, outcome=outcome)
         if self._parts.exchanges.update(exchange):
-            mean = taken if outcome in TAKEN else {}
+            mean = taken if outcome in AVERAGED else {}
             leaves = self._parts.schedule.leaves(exchange.fragment, taken)
             alone = {
                 name: theta
@@ -363,7 +363,7 @@ class Replica:
         counters = self._parts.counters
         if exchange.outcome == "probation":
             counters.probation = False
-        elif exchange.outcome in TAKEN:
+        elif exchange.outcome in AVERAGED:
             counters.revert = counters.revert.committed(exchange.peer)
         counters.exchanges_total += 1
         outer_step = counters.outer_clocks[exchange.fragment]
@@ -377,7 +377,7 @@ class Replica:
                 outer_step,
             )
         )
-        return exchange.outcome in TAKEN
+        return exchange.outcome in AVERAGED
 
     def _end(self, exchange: Exchange | None, session: bytes, outcome: str) -> None:
         """End an exchange without a commit.
@@ -422,7 +422,7 @@ class Replica:
         if len(prepared.phi) < len(held) and not parts.schedule.leaves(fragment, prepared.phi):
             return False
         rest = parts.schedule.is_rest(fragment, prepared.phi)
-        averaged = exchange.outcome in TAKEN
+        averaged = exchange.outcome in AVERAGED
         with parts.tensors.lock:
             if not parts.outer.take(prepared, rest=rest, alone=not averaged):
                 return False

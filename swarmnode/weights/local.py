@@ -255,10 +255,10 @@ OUTCOMES: Final[dict[str, float]] = {
 }
 """Every outcome of a swap at the trainer → its cost in the partner's reputation."""
 
-OURS: Final = frozenset(("own_not_finite", "local"))
+OWN_FAULTS: Final = frozenset(("own_not_finite", "local"))
 """Outcomes that are this node's fault. All others without a commit lengthen the partner's backoff
 (`exchange.PeerBackoff`)."""
-TAKEN: Final = frozenset(("accepted", "clipped"))
+AVERAGED: Final = frozenset(("accepted", "clipped"))
 """Outcomes with a partner's weights averaged into this node's."""
 
 ADOPTIONS: Final[dict[str, float]] = {

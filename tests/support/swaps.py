@@ -383,7 +383,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.flat:
-        product.Exchange._seconds_until_welcome = (  # type: ignore[method-assign]
+        product.Exchange._peer_wait = (  # type: ignore[method-assign]
             lambda self, peer, now: (
                 self._known(peer).swapped_at + product.PEER_SHARE * self._gap - now
             )
