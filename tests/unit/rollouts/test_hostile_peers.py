@@ -105,7 +105,7 @@ MIXED += [hasty] * 2 + [malformed] * 2
     [MIXED, [silent] * 30, [withholding] * 30, [useless] * 30],
     ids=["mixed", "silent", "withholding", "useless"],
 )
-async def test_a_node_among_thirty_hostile_peers_gets_the_groups_that_it_wants(
+async def test_node_among_thirty_hostile_peers_gets_its_groups(
     nursery, autojump_clock, seed, kinds
 ):
     swarm, rng = PullSwarm(1, seed=seed), random.Random(seed)

@@ -76,7 +76,7 @@ async def settle():
 
 
 @given(st.lists(st.text(CHARACTERS, max_size=6), min_size=1, max_size=limits.TURNS))
-def test_actions_tokens_and_logprobs_are_cut_where_they_were_joined(texts):
+def test_joined_turns_are_split_again(texts):
     made = episode(texts)
     assert groups.actions(made) == texts
     assert groups.turn_ids(made) == [[ord(c) for c in text] or [0] for text in texts]
@@ -202,7 +202,7 @@ async def test_own_groups_have_turns_where_their_task_has(game, nursery, texts, 
     assert swarm.exchanges[0].publish(own) == "invalid"
 
 
-def test_a_batch_for_the_scorer_has_a_bounded_number_of_actions():
+def test_scorer_batch_has_bounded_actions():
     turns, whole, queue = (
         [Turn(0, 1)] * (SCORER_ACTIONS // 8),
         external_group("a", 0).group,

@@ -115,9 +115,7 @@ def incompressible(author, sequence):
     return msgspec.structs.replace(own, completions=long, rewards=[1.0] + 15 * [0.0])
 
 
-async def test_a_step_of_long_groups_published_at_once_all_comes_to_a_newcomer(
-    nursery, autojump_clock
-):
+async def test_new_node_receives_a_step_of_long_groups(nursery, autojump_clock):
     """A request has 1 MiB, two of these groups. A newcomer may take that much at once, and a group
     in eight seconds; it is told `busy` in between."""
     swarm = await PullSwarm(2).start(nursery)
@@ -143,9 +141,7 @@ async def test_a_poisoned_group_costs_itself_only(swarm, autojump_clock):
     assert swarm.networks[1].score(swarm.peers[0]) == 0
 
 
-async def test_an_author_that_wears_the_scorer_out_is_not_scored_for_a_while(
-    nursery, autojump_clock
-):
+async def test_author_of_failing_groups_is_excluded(nursery, autojump_clock):
     swarm = await PullSwarm(1).start(nursery)
     holder, liar, honest = Holder(swarm.medium), Author(SWARM, seed=78), Author(SWARM, seed=79)
 
@@ -219,7 +215,7 @@ async def test_a_group_with_a_lone_surrogate_stays_here(swarm, autojump_clock):
     )
 
 
-async def test_a_group_too_long_for_a_frame_goes_without_token_ids_or_stays(swarm, autojump_clock):
+async def test_long_group_is_published_without_token_ids(swarm, autojump_clock):
     own = msgspec.structs.replace(
         swarm.authors[0].own_group(0, texts=["a" * 16_000] * 9), rewards=[0.0] * 8 + [1.0]
     )
@@ -258,7 +254,7 @@ async def test_with_sharing_off_nothing_goes_out_or_comes_in(nursery, autojump_c
     assert swarm.exchanges[1].draw(Draw(1, 4, 0, 2)).groups == []
 
 
-async def test_token_ids_are_dropped_for_a_trainer_with_another_tokenizer(swarm, autojump_clock):
+async def test_token_ids_of_another_tokenizer_are_dropped(swarm, autojump_clock):
     swarm.exchanges[1].set_policy(policy(tokenizer=b"o" * 32))
     swarm.exchanges[0].publish(swarm.authors[0].own_group(0))
     await settle()

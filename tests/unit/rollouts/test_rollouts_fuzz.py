@@ -99,7 +99,7 @@ def test_mutated_frames_never_get_past_an_answer():
     assert_serves_honest_peers(checks)
 
 
-def test_mutated_payloads_under_a_good_signature_never_get_past_an_answer():
+def test_mutated_signed_payloads_are_answered():
     rng = random.Random(21)
     seeds = [codec.encode(AUTHOR.group(n, NOW, size=2 + n % 3)) for n in range(10)]
     squeezed = [codec.compress(s) for s in seeds]

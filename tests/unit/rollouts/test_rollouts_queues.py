@@ -84,7 +84,7 @@ def test_large_fetches_have_longer_deadlines():
     assert fetch_deadline(2**30) == LONGEST_SECONDS
 
 
-def test_three_strikes_and_an_author_is_out_for_ten_minutes():
+def test_three_strikes_exclude_an_author_for_ten_minutes():
     strikes = Strikes()
     for n in range(STRIKES):
         assert not strikes.is_out("a", n)

@@ -14,7 +14,7 @@ def signer(rate=16.0):
     return Signer("peer", rate, 0.0)
 
 
-def test_a_signer_may_burst_for_four_seconds_and_then_keeps_its_rate():
+def test_author_may_burst_for_four_seconds():
     one, taken = signer(2.0), 0
     for tenth in range(1000):
         if one.has_token(2.0, tenth / 10):
@@ -39,7 +39,7 @@ def test_a_clock_that_steps_back_gives_no_tokens():
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(0, 3 * WINDOW), max_size=300), st.integers(0, 2**62))
-def test_the_window_takes_each_sequence_once_and_never_one_below_it(offsets, base):
+def test_window_accepts_each_sequence_once(offsets, base):
     one, seen, newest = signer(), set(), -1
     for offset in offsets:
         sequence = base + offset

@@ -8,7 +8,7 @@ from swarmnode.rollouts.pool import DISTRUSTED, MAX_PEERS, REFUSED_AT_MOST, Peer
 from tests.support.groups import external_group
 
 
-def test_belief_falls_with_each_refusal_down_to_a_floor_and_comes_back():
+def test_belief_falls_to_a_floor_and_recovers():
     trust = PeerTrust()
     seen = []
     for _ in range(REFUSED_AT_MOST + 3):
@@ -39,7 +39,7 @@ def test_alternating_lies_do_not_pay():
     assert trust.of("p", 1.0) == 0.25, "always on probation"
 
 
-def test_what_is_remembered_is_bounded():
+def test_memory_of_peers_and_swaps_is_bounded():
     trust = PeerTrust()
     for number in range(2 * MAX_PEERS):
         trust.judged(f"good{number}", "used")
@@ -49,7 +49,7 @@ def test_what_is_remembered_is_bounded():
     assert trust.belief(f"bad{2 * MAX_PEERS - 1}") == 0.25
 
 
-def test_a_peer_that_nobody_believes_takes_no_place_from_others():
+def test_distrusted_peer_takes_no_place_from_others():
     """Every peer has one group in a step before any has two; that must not be a liar's seat for
     ever."""
     trust, rng = PeerTrust(), random.Random(1)

@@ -139,7 +139,7 @@ def test_order_and_repetition_do_not_change_a_question(scorer):
     assert forward == backward[::-1]
 
 
-def test_reward_is_for_the_answer_and_not_for_text_that_contains_it(scorer):
+def test_reward_is_for_the_answer_alone(scorer):
     for task in GYM:
         assert scorer.score(
             ref(task, ADDRESSES[0]), ["0 1 2 3 4 5 6 7 8 9 10 11 1/2 2/3 a b c"]

@@ -216,7 +216,7 @@ def test_an_orphan_does_not_start():
     assert done.stdout == b""
 
 
-def test_the_child_reports_its_layers_and_gets_none_of_our_environment(monkeypatch):
+def test_child_reports_its_sandbox_layers(monkeypatch):
     environments = []
 
     class Popen(child.subprocess.Popen):

@@ -221,7 +221,7 @@ def test_verdicts_are_those_of_the_library_that_everybody_uses(schema, value):
         ("{", "Expecting"),
     ],
 )
-def test_a_schema_that_is_not_understood_is_refused_when_it_is_read(schema, says):
+def test_unknown_schema_keyword_is_refused(schema, says):
     with pytest.raises(ValueError, match=says):
         VERIFIERS["json_schema"].check(schema)
 

@@ -101,7 +101,7 @@ async def test_repeated_requests_use_bounded_disk_and_recent_states(
     assert served.written > 24, "and it does not stop at the first ones"
 
 
-async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path, autojump_clock):
+async def test_small_state_is_written_for_each_request(tmp_path, autojump_clock):
     served = Served(tmp_path)
     numbers = []
     for _ in range(20):
@@ -110,16 +110,14 @@ async def test_small_states_are_written_as_often_as_they_are_asked_for(tmp_path,
     assert numbers == list(range(1, 21))
 
 
-async def test_who_asks_a_thousand_times_is_told_of_one_offer(tmp_path, autojump_clock):
+async def test_thousand_requests_share_one_offer(tmp_path, autojump_clock):
     served = Served(tmp_path)
     for _ in range(1000):
         await served.ask()
     assert len(served.network.offered) == 1
 
 
-async def test_a_state_that_is_asked_for_again_can_be_fetched_for_as_long_again(
-    tmp_path, autojump_clock, monkeypatch
-):
+async def test_repeated_request_extends_the_offer(tmp_path, autojump_clock, monkeypatch):
     monkeypatch.setattr(state, "SMALL_BYTES", 0)
     monkeypatch.setattr(state, "MOST_STATES", 1)
     served, seconds = Served(tmp_path), state.offer_seconds(SIZE)
@@ -164,7 +162,7 @@ async def test_without_a_state_the_asker_is_told_so(tmp_path, autojump_clock):
         await served.ask()
 
 
-async def test_while_a_state_is_written_it_says_so_and_not_for_ever(tmp_path, autojump_clock):
+async def test_writing_a_state_has_a_time_limit(tmp_path, autojump_clock):
     served = Served(tmp_path, writes=False)
     assert not served.server.is_writing
     async with trio.open_nursery() as nursery:

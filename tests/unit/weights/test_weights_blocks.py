@@ -221,7 +221,7 @@ def test_leftover_blocks_belong_to_the_same_outer_step(parties):
     assert [party.counters.outer_clocks for party in (whole, tail)] == [[0, 2]] * 2
 
 
-def test_a_reward_that_falls_takes_back_both_parts_of_an_outer_step(parties):
+def test_fallen_reward_reverts_both_parts_of_a_step(parties):
     whole, _, tail = met_half(parties)
     (other,) = parties(WHOLE, sync_every=16)
     other.train(0.0)
@@ -289,7 +289,7 @@ def test_abandons_an_exchange_that_omits_newly_due_blocks(parties):
     assert whole.said[-1] == local.ExchangeEnded(b"t" * 16, 0, "", "local", False, 0)
 
 
-def test_whoever_holds_a_part_has_nothing_to_do_with_other_parts(parties):
+def test_stage_averages_only_its_own_blocks(parties):
     short, tail, whole = parties(SHORT, TAIL, WHOLE)
     assert blocks_shared(short, tail) == b""
     assert blocks_shared(whole, tail) == tail.facts.blocks()
@@ -373,7 +373,7 @@ def test_differently_cut_crews_and_a_whole_node_converge(
     assert spread(everybody) < 0.2 * apart
 
 
-def test_a_tensor_of_another_shape_or_of_another_base_is_refused(parties):
+def test_tensor_of_another_shape_or_base_is_refused(parties):
     (whole,) = parties(WHOLE)
     (other,) = parties(HEAD, shapes={**SHAPES, "model.layers.1.w": (4, 8)})
     before = whole.weights()

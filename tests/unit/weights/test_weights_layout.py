@@ -99,7 +99,7 @@ def test_the_cut_depends_on_names_and_shapes_only():
     assert cut(make_layout(LLAMA), 1) == (make_layout(LLAMA),)
 
 
-def test_layers_are_found_in_the_names_of_models_and_adapters():
+def test_layer_follows_from_the_parameter_name():
     assert layer_of("base_model.model.model.layers.11.self_attn.q_proj.lora_A.default.weight") == 11
     assert layer_of("transformer.h.0.attn.c_attn.weight") == 0
     assert layer_of("model.embed_tokens.weight") is None
@@ -115,7 +115,7 @@ def test_number_of_fragments_is_between_one_and_the_layers():
 
 
 @pytest.mark.parametrize(("every", "count"), [(50, 1), (50, 4), (20, 7), (5, 5), (10, 3)])
-def test_each_fragment_is_due_once_per_interval_and_evenly_staggered(every, count):
+def test_fragments_are_due_at_even_distances(every, count):
     for start in (0, every, 40 * every):
         steps = [
             (step, f)
@@ -247,7 +247,7 @@ def test_replicas_close_to_each_other_may_average_both_factors():
     assert close.allowed
 
 
-def test_an_adapter_that_is_still_zero_is_not_divided_by():
+def test_zero_adapter_causes_no_division_by_zero():
     zero = {n: torch.zeros_like(t) if ".lora_B." in n else t for n, t in adapter(1).items()}
     assert residual(zero, zero).ratio == 0.0
     other = {n: torch.zeros_like(t) if ".lora_B." in n else t for n, t in adapter(2).items()}
@@ -289,7 +289,7 @@ def manifest(step, fp=FP, names=("a", "b")):
     return StateManifest(fp, step, 0, [TensorHash(n, bytes(32)) for n in names])
 
 
-def test_a_lone_liar_cannot_say_how_far_the_swarm_is():
+def test_single_liar_does_not_set_the_outer_step():
     assert agreed_source({"liar": manifest(10**8), "p": manifest(40), "q": manifest(38)}, FP) == "p"
     assert agreed_source({"low": manifest(0), "p": manifest(40), "q": manifest(40)}, FP) == "p"
 

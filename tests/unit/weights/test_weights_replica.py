@@ -204,7 +204,7 @@ def test_a_kill_before_the_commit_loses_the_exchange_whole(when, made, tmp_path)
     assert identical(b.weights(), before)
 
 
-def test_a_state_from_before_averaging_starts_at_its_own_weights(made, tmp_path):
+def test_state_without_averaging_starts_at_its_weights(made, tmp_path):
     a, b = made("a"), made("b")
     a.step()
     (tmp_path / "s").mkdir()
@@ -295,7 +295,7 @@ def test_replica_without_a_probe_waits_for_the_verdict(made, losses, expected):
 
 
 @pytest.mark.parametrize("meanwhile", ["dropped", "overtaken"])
-def test_a_verdict_on_an_exchange_that_is_over_changes_nothing(made, meanwhile):
+def test_verdict_on_an_ended_exchange_is_ignored(made, meanwhile):
     a, partner = made("a", asking=True), made("c")
     a.step()
     partner.step(seed=2)
@@ -389,7 +389,7 @@ def test_what_comes_before_the_next_reward_covers_no_exchange(made, tmp_path, th
     assert blamed == (["peer"] if then in ("alone", "lagging") else ["peer", "second"])
 
 
-def test_where_no_reward_is_seen_nothing_is_remembered_for_it(made):
+def test_no_undo_state_without_rewards(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.exchange(partner)
@@ -399,7 +399,7 @@ def test_where_no_reward_is_seen_nothing_is_remembered_for_it(made):
     assert not any(name.startswith("undo.") for name in a.replica.tensors())
 
 
-def test_of_a_large_policy_the_last_exchange_is_taken_back(made, monkeypatch):
+def test_large_policy_reverts_the_last_exchange(made, monkeypatch):
     monkeypatch.setattr("swarmnode.averaging.outer.UNDO_WEIGHTS", 0)
     a, partner = made("a"), made("c")
     partner.step(seed=2)
@@ -434,7 +434,7 @@ def test_nothing_is_taken_that_could_not_be_judged(made):
     ]
 
 
-def test_a_few_that_claim_to_be_far_behind_do_not_move_our_outer_steps(made):
+def test_few_lagging_peers_do_not_change_the_counter(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.counters.outer_clocks = [500, 500]
@@ -465,7 +465,7 @@ def test_absurd_outer_step_is_corrected_by_partners(made):
     assert a.between()
 
 
-def test_without_a_network_process_the_outer_step_is_taken_alone(made):
+def test_outer_step_is_solo_without_a_network_process(made):
     a = made("a")
     a.step()
     assert a.counters.step == 2
@@ -477,7 +477,7 @@ def test_without_a_network_process_the_outer_step_is_taken_alone(made):
     assert a.counters.outer_clocks == [1, 0]
 
 
-def test_a_lone_node_trains_bit_by_bit_as_without_averaging(made):
+def test_lone_node_trains_as_without_averaging(made):
     a, off = made("a"), made("b")
     version = a.counters.policy_version
     for seed in range(20):
@@ -498,7 +498,7 @@ def test_a_lone_node_trains_bit_by_bit_as_without_averaging(made):
     assert identical(a.phi(), a.weights())
 
 
-def test_a_partner_far_behind_moves_no_weight_and_no_momentum(made):
+def test_lagging_partner_changes_nothing(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.exchange(partner)
@@ -535,7 +535,7 @@ def test_a_step_alone_that_an_exchange_overtakes_is_dropped(made):
     assert identical(a.replica.tensors(), b.replica.tensors())
 
 
-def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
+def test_exchange_after_a_solo_step_is_dropped(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.step()
@@ -548,7 +548,7 @@ def test_an_exchange_that_a_step_alone_overtakes_is_not_applied(made):
     assert msgspec.structs.replace(ENDED_LOCALLY, outer_step=1) in a.said
 
 
-def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
+def test_exchange_from_before_a_revert_is_dropped(made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     for reward in (0.5, 0.5, 0.5):
@@ -562,7 +562,7 @@ def test_nothing_is_corrected_against_weights_that_a_revert_has_undone(made):
     assert identical(a.weights(), before)
 
 
-def test_what_goes_wrong_in_the_worker_thread_is_not_lost(made, monkeypatch):
+def test_worker_error_reaches_the_trainer(made, monkeypatch):
     a = made("a")
     monkeypatch.setattr(codecs, "encode_smallest", lambda *args, **options: 1 / 0)
     a.replica.receive(local.TakeSnapshot(SESSION, 0, BLOCKS))
@@ -583,7 +583,7 @@ def test_each_fragment_is_due_once_in_sync_every_steps(made):
 
 
 @pytest.mark.parametrize(("ago", "due"), [(1, []), (2, [(4, 1)])])
-def test_a_step_that_a_partner_had_us_take_counts_for_the_one_that_is_due(ago, due, made):
+def test_accepted_swap_counts_as_the_due_step(ago, due, made):
     a, partner = made("a"), made("c")
     partner.step(seed=2)
     a.counters.step = 4 - ago - 1
@@ -620,7 +620,7 @@ def adopt(a, other, step=30, wrong="", trained=0):
     return a.said[-1].outcome
 
 
-def test_a_neighbours_slow_weights_are_taken_as_rounded_and_on_probation(made):
+def test_adopted_state_is_on_probation(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     other.solo(0)
@@ -647,7 +647,7 @@ def test_untrained_adapter_adopts_a_trained_state(made):
     assert adopt(a, other) == "adopted"
 
 
-def test_a_state_that_comes_when_something_was_learnt_here_is_not_taken(made):
+def test_trained_node_takes_no_state(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -667,7 +667,7 @@ def test_waits_longer_only_for_a_state_in_transit(made):
 
 
 @pytest.mark.parametrize("losses", [Losses(1.0, 7.5), Losses(1.0, float("nan")), None])
-def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
+def test_state_that_unlearns_own_completions_is_refused(made, losses):
     class Verdict:
         def measure(self, mine, mean, answer):
             if losses is not None:
@@ -681,7 +681,7 @@ def test_a_state_that_would_not_say_what_we_say_is_not_taken(made, losses):
     assert identical(a.weights(), before)
 
 
-def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
+def test_state_with_an_absurd_counter_is_refused(made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -692,7 +692,7 @@ def test_a_state_after_more_outer_steps_than_there_can_be_is_not_taken(made):
 @pytest.mark.parametrize(
     ("wrong", "outcome"), [("hash", "hash"), ("nan", "not_finite"), ("payload", "payload")]
 )
-def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, made):
+def test_state_with_wrong_hashes_is_refused(wrong, outcome, made):
     a, other = made("a"), made("b")
     other.step(seed=5)
     before = a.weights()
@@ -701,7 +701,7 @@ def test_a_state_that_is_not_what_was_signed_changes_nothing(wrong, outcome, mad
     assert a.counters.outer_clocks == [0, 0]
 
 
-def test_a_state_that_makes_the_policy_worse_is_given_up_again(made):
+def test_harmful_state_is_reverted(made):
     a, other = made("a"), made("b")
     a.counters.reward_held_out = 0.5
     other.step(seed=5)

@@ -216,7 +216,7 @@ async def test_a_payload_an_interval_old_is_refused(autojump_clock):
         assert await payload(a, "b", name) == Refused(name, "over")
 
 
-async def test_a_question_for_a_payload_waits_for_it(autojump_clock):
+async def test_payload_request_is_held_until_it_is_ready(autojump_clock):
     async with swarm({"a": Party, "b": hostile("silent")}) as parties:
         a = parties["a"]
         a.encodes_in = exchange.POLL_SECONDS + 0.5
@@ -284,7 +284,7 @@ async def test_an_offer_lasts_as_long_as_slow_partners_need(autojump_clock, monk
     ("way", "cause"),
     [("silent", "no_payload"), ("denies", "withdrawn"), ("trickles", "timeout")],
 )
-async def test_a_useless_partner_costs_one_try(way, cause, autojump_clock):
+async def test_failed_partner_costs_one_try(way, cause, autojump_clock):
     async with swarm({"a": Party, "z": hostile(way)}) as parties:
         a = parties["a"]
         a.due()
@@ -368,7 +368,7 @@ async def test_refused_weights_cost_the_right_peer(outcome, cause, lied, autojum
         ), "b may still be fetching"
 
 
-async def test_a_late_copy_of_ours_blames_nobody(autojump_clock):
+async def test_late_own_copy_blames_no_peer(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.encodes_in = 1e6
@@ -392,7 +392,7 @@ async def test_a_trainer_that_refuses_ends_the_swap(autojump_clock):
         assert a.failures == {"local": 1}
 
 
-async def test_a_trainer_that_never_judges_is_given_up(autojump_clock):
+async def test_trainer_without_a_verdict_times_out(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.judges_in = 1e6
@@ -423,7 +423,7 @@ async def test_a_trainer_that_leaves_ends_everything(after, autojump_clock):
         await settled(b)
 
 
-async def test_a_claim_that_is_answered_by_another_message_is_a_lie(autojump_clock):
+async def test_wrong_answer_to_a_claim_costs_reputation(autojump_clock):
     async def answer(peer, data):
         return encode_message(Refused(bytes(16), "over"))
 
@@ -498,7 +498,7 @@ async def test_a_partner_far_behind_gains_nothing(autojump_clock):
         assert not a.accepted
 
 
-async def test_a_reverted_partner_is_left_alone(autojump_clock):
+async def test_reverted_partner_is_in_backoff(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         a.due()
@@ -534,7 +534,7 @@ async def test_one_peer_is_accepted_once_in_its_share(autojump_clock):
         assert 0 < answer.retry_seconds <= 0.8 * EVERY
 
 
-async def test_a_peer_that_said_for_how_long_is_asked_last(autojump_clock):
+async def test_busy_peer_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}) as parties:
         me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         first, second = me.exchange._order(due)
@@ -542,7 +542,7 @@ async def test_a_peer_that_said_for_how_long_is_asked_last(autojump_clock):
         assert me.exchange._order(due) == [second, first]
 
 
-async def test_the_partner_of_the_last_swap_is_asked_last(autojump_clock):
+async def test_recent_partner_is_asked_last(autojump_clock):
     async with swarm({"me": Party, "x": Party, "y": Party}, every=EVERY) as parties:
         me, due = parties["me"], local.OuterStepDue(0, 20, 0, 1.0)
         me.exchange._step_seconds = 1.0
@@ -560,7 +560,7 @@ async def test_another_policy_is_refused_without_blame(autojump_clock):
         assert not a.rejected
 
 
-async def test_an_old_request_heard_again_opens_nothing(autojump_clock):
+async def test_repeated_request_is_refused(autojump_clock):
     async with swarm({"a": Party, "b": hostile("well")}) as parties:
         a = parties["a"]
         assert isinstance(a.exchange.answer("b", requested(a)), Accepted)
@@ -568,7 +568,7 @@ async def test_an_old_request_heard_again_opens_nothing(autojump_clock):
         assert a.exchange.answer("b", requested(a)) == Refused(requested(a).id, "over")
 
 
-async def test_what_is_remembered_is_bounded(autojump_clock):
+async def test_memory_of_peers_and_swaps_is_bounded(autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         for number in range(PARTNERS + 5):
@@ -597,7 +597,7 @@ async def test_swaps_under_way_are_bounded(autojump_clock):
 @pytest.mark.parametrize(
     "data", [b"", b"\xc1", bytes(256), encode_message(Accepted(bytes(16), 0, b"\1"))]
 )
-async def test_garbage_costs_standing(data, autojump_clock):
+async def test_malformed_message_costs_reputation(data, autojump_clock):
     async with swarm({"a": Party, "b": Party}) as parties:
         a = parties["a"]
         with pytest.raises(BadMessage):
@@ -622,7 +622,7 @@ async def test_candidates_have_a_recent_claim_of_the_same_policy(alone):
     assert alone.candidates() == []
 
 
-async def test_a_peer_is_asked_for_its_claim_once_in_a_while(alone):
+async def test_claims_are_requested_at_intervals(alone):
     alone.received("x", alone.claim())
     assert alone._peers_to_ask() == ["y"]
     assert alone._peers_to_ask() == []
