@@ -1,5 +1,5 @@
-"""Payloads: what survives the journey, what it costs, and that hostile bytes only ever raise
-BadMessage with a known reason."""
+"""Payloads: errors and sizes of the codecs. Hostile bytes only raise BadMessage with a known
+reason."""
 
 import math
 import random
@@ -87,8 +87,7 @@ def with_tensor(payload, index=0, **changes):
 
 
 def with_body(payload, index, body):
-    """The payload with another body, its header made to fit: what a liar who can compute would
-    send."""
+    """The payload with another body and a header that fits, as a skilled attacker sends it."""
     header = header_of(payload)
     start = 4 + int.from_bytes(payload[:4], "big")
     bodies = []
@@ -203,8 +202,8 @@ def test_bfloat16_error_is_relative_to_the_difference(codec, bits):
 
 
 def wandered(outer_steps, seed=0):
-    """Base weights, weights after so many outer steps that have little to do with each other, and
-    the norm of the last one."""
+    """Base weights, weights after `steps` nearly independent outer steps, and the norm of the last
+    one."""
     rng = torch.Generator().manual_seed(seed)
     base = {"w": torch.randn(64, 1024, generator=rng)}
     steps = 1e-3 * torch.randn(outer_steps, 64, 1024, generator=rng)

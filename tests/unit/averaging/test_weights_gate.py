@@ -1,5 +1,4 @@
-"""The gate: what is refused and why, and that nothing that passes moves a weight further than the
-bound."""
+"""The gate: refusals by reason, and the bound on the change by accepted weights."""
 
 import math
 import random
@@ -276,8 +275,8 @@ def broken(mine):
 
 
 def test_what_an_honest_node_can_cause_costs_no_standing():
-    """Weights that do not suit us can be honest ones: of a node with other questions, of one that
-    was cut off, of an unlucky evaluation."""
+    """Refused weights can be honest: of a node with other questions, of one that was disconnected,
+    or after an unlucky evaluation."""
     assert [
         OUTCOMES[outcome]
         for outcome in ("too_far", "probe", "reverted", "lagging", "lora_residual")

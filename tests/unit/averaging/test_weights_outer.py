@@ -1,5 +1,5 @@
-"""The outer rules against the paper's algebra, and the arithmetic of stability against what
-replicas do."""
+"""The outer rules against the paper's algebra, and the bound of stability against simulated
+replicas."""
 
 import math
 

@@ -37,7 +37,7 @@ def rows(*tokens, count=16):
 
 
 def drawn(seed=0):
-    """Completions of our own policy."""
+    """Completions of the own policy."""
     generator = torch.Generator().manual_seed(seed)
     return [
         Row([0], torch.multinomial(LOGITS.softmax(0), 50, True, generator=generator).tolist())
@@ -46,7 +46,7 @@ def drawn(seed=0):
 
 
 def judged(probe, averaged):
-    """Losses, and what the gate makes of them."""
+    """Losses, and the gate's decision on them."""
     answers, mine = [], {"w": LOGITS.clone()}
     assert probe.measure(mine, {"w": averaged}, answers.append)
     gate = AveragingGate()

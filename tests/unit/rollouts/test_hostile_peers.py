@@ -16,8 +16,8 @@ PUBLISHED, WANTED = 2, 8
 
 
 class Liar(Holder):
-    """Lists, in each answer, as much as fits: groups of the highest spread, just made, each by an
-    author of its own.
+    """Lists as much as fits in each answer: new groups of the highest spread, each by an author of
+    its own.
 
     rng: source of randomness. gives: content id → body for a fetched group, None for `unknown`.
     """
@@ -46,8 +46,8 @@ class Liar(Holder):
 
 
 class Equal(Holder):
-    """Makes groups that teach nothing, all of whose rewards are equal, and lists them as the most
-    useful ones."""
+    """Makes groups with equal rewards, which teach nothing, and lists them with the highest
+    spread."""
 
     sequence = 0
 

@@ -1,5 +1,5 @@
-"""Pull gossip on an in-memory network, in virtual time: what a node answers, what it fetches, and
-what a peer that lies, stays silent or takes too much can do to it."""
+"""Pull gossip on an in-memory network, in virtual time: answers, fetches, and peers that lie, stay
+silent or take too much."""
 
 import contextlib
 import itertools
@@ -274,7 +274,7 @@ async def test_short_trainer_gets_new_groups_within_a_second(pair, autojump_cloc
 
 
 async def test_idle_trainer_gets_one_group_in_ten_seconds(pair, autojump_clock):
-    """It fetches what two first steps need, and then forwards."""
+    """It fetches the groups of the first two steps, and then forwards."""
     for sequence in range(4):
         await pair.publish(0, *range(8 * sequence, 8 * sequence + 8))
         await trio.sleep(5)

@@ -294,7 +294,7 @@ def test_ranks_by_spread_freshness_trust_and_novelty():
 
 @pytest.mark.parametrize("few", [False, True])
 def test_who_lists_more_is_not_asked_for_before_others(few):
-    """Fourteen groups of one author, and one of each of thirteen others."""
+    """Fourteen groups of one author, and one of each of thirteen more authors."""
     offered = {"ha": [listed(n, author="a") for n in range(14)]}
     offered |= {
         f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")
@@ -309,8 +309,8 @@ def test_who_lists_more_is_not_asked_for_before_others(few):
 
 @pytest.mark.parametrize("few", [True, False])
 def test_many_identities_gain_no_requests(few):
-    """Nobody knows anybody: fourteen authors of one holder, and thirteen holders each with a group
-    of its own."""
+    """All are unknown: fourteen authors of one holder, and thirteen holders each with a group of
+    its own."""
     liar = {"liar": [listed(n, author=chr(ord("A") + n)) for n in range(14)]}
     single = {f"h{name}": [listed(100 + n, author=name)] for n, name in enumerate("bcdefghijklmn")}
     several = {
@@ -343,8 +343,8 @@ def test_own_groups_of_a_holder_count_as_its_own():
 
 
 def test_who_lists_what_everybody_has_takes_nobody_elses_place():
-    """Two liars: one lists all that four honest neighbours have, the other what it has made under
-    many names."""
+    """Two liars: one lists the groups of four honest neighbours, the other its own under many
+    names."""
     honest = {
         f"h{name}": [listed(10 * n + i, author=f"{name}") for i in range(6)]
         for n, name in enumerate("pqrs")

@@ -1,5 +1,5 @@
-"""Episodes between nodes, in virtual time: what travels, what a replay finds out, and what a forged
-one costs."""
+"""Episodes between nodes, in virtual time: their messages, their replay, and the cost of a forged
+one."""
 
 import logging
 
@@ -143,7 +143,7 @@ async def test_a_forged_episode_is_refused_for_its_reason(swarm, name, autojump_
 
 
 async def claim(holder, listed, frame):
-    """A true line of a listing for a frame that nobody can decode."""
+    """A true entry of a listing for a frame that cannot be decoded."""
     return msgspec.structs.replace(
         listed, content=envelope.content_id(frame), size=len(frame), created_at=int(clock() * 1000)
     )

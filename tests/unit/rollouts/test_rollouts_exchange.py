@@ -1,5 +1,4 @@
-"""The rollout service of a node, in virtual time: what it publishes, and what becomes of the groups
-that it fetches."""
+"""The rollout service of a node, in virtual time: publishing, and the outcome of fetched groups."""
 
 import random
 from collections import Counter
@@ -116,8 +115,8 @@ def incompressible(author, sequence):
 
 
 async def test_new_node_receives_a_step_of_long_groups(nursery, autojump_clock):
-    """A request has 1 MiB, two of these groups. A newcomer may take that much at once, and a group
-    in eight seconds; it is told `busy` in between."""
+    """A request has 1 MiB, two of these groups. A new node may take that much at once, and one
+    group in eight seconds; in between the answer is `busy`."""
     swarm = await PullSwarm(2).start(nursery)
     for sequence in range(8):
         own = incompressible(swarm.authors[0], sequence)
@@ -265,8 +264,8 @@ async def test_token_ids_of_another_tokenizer_are_dropped(swarm, autojump_clock)
 
 
 async def test_a_failed_spot_check_costs_trust_and_no_reputation(swarm, autojump_clock):
-    """Our own policy may be the one that moved: honest nodes must not end up greylisting each other
-    for learning."""
+    """This node's policy may be the one that moved: honest nodes must not greylist each other for
+    learning."""
     exchange, peer = swarm.exchanges[1], swarm.authors[0].peer
     for _ in range(16):
         exchange.authors.judged(Judged(peer, "used"))

@@ -150,8 +150,8 @@ def test_trusted_peers_are_drawn_more_often():
 
 
 def test_who_says_more_is_not_drawn_before_others():
-    """Drawn by the group, whoever publishes ten times as much would be eleven of twelve in every
-    step, until it is known."""
+    """If groups were drawn uniformly, an author with ten times the groups would fill eleven of
+    twelve places until it is known."""
     pool = filled("abcdefgh", 1)
     for number in range(100, 110):
         for peer in "stuvwxyz":
@@ -163,8 +163,8 @@ def test_who_says_more_is_not_drawn_before_others():
 
 
 def taught_by(newcomers, known, draws=200):
-    """Share of `known` and of `newcomers` in what is drawn, six groups at a time: all of them say
-    as much."""
+    """Share of `known` and of `newcomers` in the drawn groups, six at a time. All publish
+    equally."""
     counts = Counter()
     for seed in range(draws):
         pool = filled([*known, *newcomers], 2)

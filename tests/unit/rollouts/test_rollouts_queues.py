@@ -113,7 +113,7 @@ def test_strikes_expire_after_ten_minutes():
 
 
 class FailingScorer:
-    """Fails for every group; for this node's own questions as it is told."""
+    """Fails for every group, and for this node's own questions as configured."""
 
     def __init__(self, works):
         self.works, self.probes = works, 0

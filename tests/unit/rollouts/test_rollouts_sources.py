@@ -1,4 +1,5 @@
-"""No source gives more than its share, and whoever skips questions has a smaller one."""
+"""No source contributes more than its share, and an author that skips questions has a smaller
+one."""
 
 import random
 from collections import Counter

@@ -1,5 +1,5 @@
-"""Whoever sends what is refused is looked at less and less, and comes back when it is trained on
-again."""
+"""An author of refused groups takes part in fewer draws, and recovers when its groups are trained
+on."""
 
 import random
 from collections import Counter

@@ -1,5 +1,4 @@
-"""The trio client: many callers, cancelled callers, lost children. pytest
-tests/unit/tasks/test_async_scorer.py"""
+"""The trio client: many callers, cancelled callers, lost children."""
 
 import os
 import signal
@@ -24,7 +23,7 @@ def ref(index=0, task="builtin/sum", **changes):
 
 @pytest.fixture(scope="module")
 def expected():
-    """What the blocking client says, by (task, index)."""
+    """Results of the blocking client, by (task, index)."""
     keys = [(task, index) for task in ONE_TURN_TASKS for index in range(30)]
     with Scorer() as scorer:
         return dict(

@@ -1,5 +1,4 @@
-"""Rewards of several components: what a task's owner may return, what becomes of it, and by which
-weights."""
+"""Rewards of several components: allowed values, their checks and their weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Datasets as tasks: read and checked with one line for whatever is wrong, asked by seed, judged in
-the sandbox.
-
-pytest tests/unit/tasks/test_dataset.py
-"""
+"""Datasets as tasks: reading with one-line errors, questions by seed, judging in the sandbox."""
 
 import datetime
 import decimal

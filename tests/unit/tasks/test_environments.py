@@ -1,7 +1,5 @@
 """Environments by URL: a real server process as OpenEnv has them, and everything that one can do
 wrong.
-
-pytest tests/unit/tasks/test_environments.py
 """
 
 import contextlib
@@ -60,7 +58,7 @@ def certificate_for(address):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """The file of what the server process shows, issued by nobody that this machine trusts."""
+    """File of the server's certificate, whose issuer this machine does not trust."""
     directory = tmp_path_factory.mktemp("tls")
     shown, key = certificate_for("127.0.0.1")
     (directory / "cert.pem").write_bytes(shown)
@@ -111,7 +109,7 @@ def installed(tmp_path, url, name=NAME, **settings):
 
 @pytest.fixture
 def turned(tmp_path, server, monkeypatch):
-    """The task of /sums, whose server is another one since it was installed."""
+    """The task of /sums, whose server was replaced after the installation."""
     content = installed(tmp_path, f"{server}/sums").environment.content
 
     def turn(url):

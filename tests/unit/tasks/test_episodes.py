@@ -1,7 +1,5 @@
 """Episodes of an owner's function: played turn by turn, replayed from the start, bounded, and never
 more than one episode lost to an environment.
-
-pytest tests/unit/tasks/test_episodes.py
 """
 
 import json
@@ -139,7 +137,7 @@ def ref(task, index=0, seed=4 << 20):
 
 @pytest.fixture
 def echo(games):
-    """A scorer whose environment does what it is told. The determinism check is in its tests."""
+    """A scorer with an obedient environment. The determinism check has tests of its own."""
     installed("echo")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(determinism, "transcript_hash", lambda spec: "0" * 16)

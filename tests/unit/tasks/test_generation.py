@@ -1,5 +1,4 @@
-"""Questions are the same on every node, and what earns the reward is reasoning-gym's. pytest
-tests/unit/tasks/test_generation.py"""
+"""Questions are equal on all nodes, and the right answers are reasoning-gym's."""
 
 import hashlib
 import json
@@ -82,8 +81,8 @@ def test_questions_are_what_other_nodes_get(scorer, task):
 
 
 def test_questions_and_answers_are_reasoning_gyms(scorer):
-    """We load the datasets one by one and keep one object each; users make one dataset per seed.
-    Both must agree, up to 63-bit seeds."""
+    """The adapter loads each dataset alone and keeps one object. Users of the library make one
+    dataset per seed. Both must agree, up to 63-bit seeds."""
     texts = [
         None,
         "ANSWER",

@@ -1,7 +1,5 @@
-"""Tasks that a node's owner brings: found and hashed without being run, run in the sandbox only,
-one line for whatever is wrong.
-
-pytest tests/unit/tasks/test_own.py
+"""The owner's tasks: found and hashed without being run, run in the sandbox only, errors in one
+line.
 """
 
 import json

@@ -1,7 +1,5 @@
-"""What the scorer child cannot do, tried from inside. Each trial runs `sandbox.enter` in a process
+"""Attempts to leave the sandbox of the scorer child. Each trial runs `sandbox.enter` in a process
 of its own.
-
-pytest tests/unit/tasks/test_sandbox.py
 """
 
 import json

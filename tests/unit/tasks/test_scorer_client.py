@@ -1,5 +1,5 @@
-"""The blocking client: a child that fails is replaced, and only who did it goes without. pytest
-tests/unit/tasks/test_scorer_client.py"""
+"""The blocking client: a failed child is replaced, and only the question that caused the failure
+has no result."""
 
 import gc
 import os

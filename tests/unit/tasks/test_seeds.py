@@ -1,5 +1,4 @@
-"""Question addresses: who asks what, and that nobody asks anybody else's. pytest
-tests/unit/tasks/test_seeds.py"""
+"""Question addresses: each node has its own, and a peer cannot use another node's."""
 
 import itertools
 

@@ -1,5 +1,5 @@
-"""Our own tasks with other numbers and with the answer elsewhere: part of what the task is, tried
-in the scorer, told to members."""
+"""Built-in tasks with other numbers or another extraction: part of the version, tried in the
+scorer, in the manifest."""
 
 from __future__ import annotations
 

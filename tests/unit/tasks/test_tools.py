@@ -1,7 +1,5 @@
-"""Classes as TRL's `environment_factory` takes them: their public methods are tools, called by what
-a policy writes, in the scorer's sandbox.
-
-pytest tests/unit/tasks/test_tools.py
+"""Classes for TRL's `environment_factory`: a policy calls their public methods as tools, in the
+scorer's sandbox.
 """
 
 import inspect

@@ -1,8 +1,4 @@
-"""Verdicts on answers, and where an answer stands: what is right, what is not, and what a stranger
-may send.
-
-pytest tests/unit/tasks/test_verifiers.py
-"""
+"""Verdicts on right, wrong and hostile answers, and the extraction of an answer."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""A state for newcomers: how much disk those take that can be fetched, whoever asks."""
+"""The state for new nodes: disk that the offered files take under any requests."""
 
 import pytest
 import trio
@@ -26,7 +26,7 @@ class Replica:
 
 
 class Network:
-    """What the server uses of it: nobody fetches."""
+    """The part of bulk transfer that the server uses. No peer fetches."""
 
     def __init__(self):
         self.offered = {}
@@ -45,8 +45,7 @@ class Network:
 
 
 class Served:
-    """A state server with a trainer that writes a state of SIZE bytes whenever it is told to,
-    another one each time."""
+    """A state server with a trainer that writes a new state of SIZE bytes at each request."""
 
     def __init__(self, directory, writes=True):
         self.network = Network()

@@ -1,5 +1,5 @@
-"""What two parties that hold different layers of one policy do to each other: crews cut two ways,
-and nodes that hold all of it."""
+"""Averaging between parties that hold different layers of one policy: stages of crews with
+different splits, and whole nodes."""
 
 import random
 import threading
@@ -42,7 +42,7 @@ class StubNetwork:
 
 
 class Agreeable:
-    """A probe that finds any average as good as what it replaces."""
+    """A probe that finds every average as good as the own weights."""
 
     after = 1.0
 
@@ -53,7 +53,7 @@ class Agreeable:
 
 
 class Party:
-    """The trainer's half of somebody who holds `blocks`; steps are taken by the test."""
+    """The trainer's half of a party that holds `blocks`. The test takes its steps."""
 
     def __init__(self, directory, blocks, seed, shapes=SHAPES, sync_every=4):
         held = {name: shape for name, shape in shapes.items() if block_of(name) in blocks}
@@ -92,7 +92,7 @@ class Party:
         }
 
     def do(self, message):
-        """Hand it a message, and have everything done that follows. What it says."""
+        """Handle a message and its consequences. Return the sent messages."""
         self.said.clear()
         self.replica.receive(message)
         for _ in range(3):
@@ -106,8 +106,7 @@ def blocks_shared(one, other):
 
 
 def exchange(one, other, fragment, session):
-    """Both copy what both hold of the fragment, and each gets the other's. How it ended for
-    each."""
+    """Both copy their common blocks of the fragment and exchange them. Return both outcomes."""
     blocks, ended = blocks_shared(one, other), []
     copies = [party.do(local.TakeSnapshot(session, fragment, blocks))[0] for party in (one, other)]
     for party, theirs in ((one, copies[1]), (other, copies[0])):
@@ -166,7 +165,7 @@ LEFT = {"model.layers.3.w", "model.norm.weight", "lm_head.weight"}
 
 
 def moved(party, before):
-    """Names of what has taken an outer step since φ was `before`."""
+    """Names of the tensors that have taken an outer step since φ was `before`."""
     return {name for name, phi in party.phi().items() if phi is not before[name]}
 
 
@@ -322,7 +321,7 @@ def test_stage_averages_only_its_own_blocks(parties):
 
 
 def spread(parties):
-    """Standard deviation of each tensor among those who hold it, the largest of all tensors."""
+    """The largest standard deviation of a tensor among its holders."""
     held = {
         name: [party.weights()[name] for party in parties if name in party.parameters]
         for name in SHAPES

@@ -1,4 +1,4 @@
-"""Fetching a payload: what breaks off is taken up again, for as long as something new comes."""
+"""Fetching a payload: a broken transfer is resumed while it progresses."""
 
 import secrets
 import weakref
@@ -17,7 +17,7 @@ CHUNKS = 12
 
 
 class Breaking:
-    """Bulk transfers that break off after as many chunks as `moves` says, one after the other."""
+    """Bulk transfers that break off after the numbers of chunks in `moves`, in turn."""
 
     def __init__(self, moves, chunks=CHUNKS):
         self.source = BulkSource(secrets.token_bytes(CHUNK * chunks), chunk_bytes=CHUNK)

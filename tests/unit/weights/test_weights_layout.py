@@ -1,5 +1,4 @@
-"""Fragments, fingerprints, adapters and manifests: what nodes must derive alike without asking each
-other."""
+"""Fragments, fingerprints, adapters and manifests, which all nodes must derive alike."""
 
 import hashlib
 import itertools
@@ -213,7 +212,7 @@ def adapter(seed, r=4, spread=1.0):
 
 
 def mean_product(mine, theirs, a, b):
-    """½ (B₁A₁ + B₂A₂), (out, in): what averaging is meant to give."""
+    """½ (B₁A₁ + B₂A₂), (out, in): the wanted average."""
     return (mine[b] @ mine[a] + theirs[b] @ theirs[a]) / 2
 
 

@@ -1,5 +1,4 @@
-"""The trainer's half by itself: what a kill leaves behind, what is taken back, what a missing
-network process costs, who is asked."""
+"""The trainer's half by itself: kills, reverts, a missing network process, adopted states."""
 
 import hashlib
 import threading
@@ -29,7 +28,7 @@ CFG = WeightsConfig(rule="noloco", fragments=2, sync_every=4)
 
 
 class Asking:
-    """A probe that others answer."""
+    """A probe that the test answers."""
 
     def __init__(self):
         self.answer = None
@@ -99,7 +98,7 @@ class Made:
         settle(self.replica.receive, self.said)
 
     def between(self):
-        """Between two steps, and until the worker has done what follows."""
+        """Handle the messages between two steps until the worker is idle."""
         changed = self.replica.between_steps(True, 0.1, stepped=False)
         self.settle()
         return changed

@@ -1,4 +1,4 @@
-"""When which fragment is due, and what of it: training steps and names, nothing else."""
+"""The schedule of outer steps, in training steps and tensor names."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ EVERY = 16
 
 
 def took(schedule, fragment, names, step):
-    """A partner has `names`. What took its outer step."""
+    """Take an outer step with a partner that has `names`. Return the names that took it."""
     taken = schedule.takes(fragment, names)
     taken = taken if schedule.leaves(fragment, taken) else HELD[fragment]
     schedule.stepped(fragment, taken, HELD[fragment], step)

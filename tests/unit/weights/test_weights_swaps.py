@@ -116,7 +116,7 @@ async def test_crossing_proposals_become_one_swap(first, autojump_clock):
 
 
 async def test_an_accepted_swap_satisfies_the_pending_step(autojump_clock):
-    """The search of b has found everybody busy and pauses, when a peer proposes to it."""
+    """A peer proposes to b while its search pauses because all peers are busy."""
     async with swarm({"a": Party, "b": Party}, every=EVERY) as parties:
         a, b = parties["a"], parties["b"]
         a.may_accept = False
