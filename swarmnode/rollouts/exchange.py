@@ -1,7 +1,7 @@
 """The rollout service of a node: it publishes the node's own groups and fetches groups of peers
 (SAPO, arXiv 2509.08721). Read `admission` and `pool` next.
 
-    trainer ─ publish ─▶ Publisher: check, sign ─▶ shelf ─▶ peers that fetch it
+    trainer ─ publish: check, sign ─▶ shelf ─▶ peers that fetch it
     peers' shelves ─ PullGossip ─▶ admission ─▶ scorer ─▶ pool, shelf
     trainer ─ draw ─▶ pool ─▶ trainer ─ judged ─▶ pool.Authors (trust)
 
@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from swarmnode.config import SharingConfig
-from swarmnode.drops import DropCounts, DropTally
+from swarmnode.drops import DropTally
 from swarmnode.errors import BadMessage, Incompatible, PeerError, PeerTimeout
 from swarmnode.p2p.api import Network
 from swarmnode.rollouts import sampling
@@ -79,9 +79,9 @@ LISTINGS = ("ok", "busy", "other_swarm", "unsupported", "timeout", "failed", "ma
 PULLED = ("ok", "refused", "unknown", "busy", "timeout", "failed", "malformed", "mismatch")
 """Outcomes of fetched groups; `refused` by admission, which counts the reason."""
 PUBLISHED = "published"
-"""Outcome of `Publisher.publish` for a group that was put on the shelf."""
+"""Outcome of an own group that was put on the shelf."""
 UNPUBLISHED = ("zero_advantage", "budget", "rate", "oversize", "invalid", "no_policy")
-"""Outcomes of `Publisher.publish` for a group that was not put on the shelf."""
+"""Outcomes of an own group that was not put on the shelf."""
 EXPECTED = ("zero_advantage", "budget", "disabled")
 """Outcomes of normal operation, logged at level info."""
 
@@ -188,15 +188,12 @@ class RolloutExchange:
             clock=clock,
             rng=self._rng,
         )
-        self._publisher = Publisher(
-            network.peer_id,
-            credentials,
-            rules,
-            cfg.groups_per_second,
-            allows,
-            self._gossip,
-            clock,
-        )
+        self._credentials = credentials
+        self._meets_rules = rules.meets_rules
+        self._allows = allows
+        self._pace = Signer(network.peer_id, cfg.groups_per_second, clock())
+        """Rate of own groups. Peers ignore groups above it."""
+        self._own = DropTally("own group not published", quiet=EXPECTED, reasons=UNPUBLISHED)
         self._policy: PolicyFacts | None = None
         self._version = 0
 
@@ -216,7 +213,7 @@ class RolloutExchange:
 
     def statistics(self) -> ExchangeStatistics:
         """Return all counters of the rollout service."""
-        admission, own = self.admission.statistics(), self._publisher.statistics()
+        admission, own = self.admission.statistics(), self._own.statistics()
         decided = (
             admission.admitted + sum(admission.ignored.values()) + sum(admission.rejected.values())
         )
@@ -243,16 +240,62 @@ class RolloutExchange:
         self.admission.set_policy(policy.model, policy.tokenizer, policy.tokens_per_text_byte)
 
     def publish(self, own: OwnGroup) -> str:
-        """Sign an own group and put it on the shelf.
+        """Check an own group against the bounds that peers apply, sign it and put it on the shelf.
 
-        Never raises for a group that cannot be shared.
+        A group whose rewards are all equal is not published, because peers would drop it. Never
+        raises for a group that cannot be shared.
 
         Returns:
-            The outcome, which is also counted.
+            The outcome, which is also counted: PUBLISHED, or a reason of
+            `ExchangeStatistics.unpublished`.
         """
+        try:
+            outcome, error = self._publish(own), ""
+        except BadMessage as bad:
+            outcome, error = "invalid", str(bad)
+        if outcome == PUBLISHED:
+            self._own.keep()
+        else:
+            self._own.drop(outcome, error=error)
+        return outcome
+
+    def _publish(self, own: OwnGroup) -> str:
         if not self.cfg.enabled:
-            return self._publisher.note("disabled")
-        return self._publisher.publish(own, self._policy)
+            return "disabled"
+        if self._policy is None:
+            return "no_policy"
+        if not is_useful(own.rewards):
+            return "zero_advantage"
+        if not self._allows("publish"):
+            return "budget"
+        now = self._clock()
+        if not self._pace.has_token(self.cfg.groups_per_second, now):
+            return "rate"
+        group = RolloutGroup(
+            task=own.task,
+            model=self._policy.model,
+            tokenizer=self._policy.tokenizer,
+            policy_version=own.policy_version,
+            created_at=int(now * 1000),
+            sequence=own.sequence,
+            sampling=own.sampling,
+            completions=own.completions,
+        )
+        codec.check_group(group)
+        spec = TASKS.get(own.task.id)
+        if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
+            return "invalid"
+        if not self._meets_rules(group):  # sampled before the manifest changed
+            return "invalid"
+        if len(codec.encode(group)) > limits.GROUP_BYTES:
+            group = without_token_ids(group)
+            if len(codec.encode(group)) > limits.GROUP_BYTES:
+                return "oversize"
+        key, swarm = self._credentials.key, self._credentials.swarm
+        frame = envelope.seal(group, key, ids.DOMAIN_ROLLOUT, swarm)
+        self._pace.take_token()
+        self._gossip.put(group, self._network.peer_id, frame, own.rewards)
+        return PUBLISHED
 
     def draw(self, request: Draw) -> Drawn:
         """Remove up to `count` groups from the pool for the step at `policy_version`.
@@ -323,107 +366,6 @@ class RolloutExchange:
         while True:
             await trio.sleep(EXPIRE_SECONDS)
             self.pool.expire(self._clock(), self._version)
-
-
-# ---- own groups ----------------------------------------------------------------------------------
-
-
-class Publisher:
-    """Publishes own groups.
-
-    Args:
-        own_peer: This node's peer id.
-        credentials: The node's key and its swarm.
-        rules: The groups that the swarm's manifest allows.
-        rate: Most own groups per second.
-        allows: allows("publish") returns True while budget and pauses permit serving groups.
-        gossip: Puts groups on the shelf.
-        clock: Returns Unix seconds.
-    """
-
-    def __init__(
-        self,
-        own_peer: str,
-        credentials: Credentials,
-        rules: GroupRules,
-        rate: float,
-        allows: Callable[[str], bool],
-        gossip: PullGossip,
-        clock: Callable[[], float],
-    ) -> None:
-        self._own_peer = own_peer
-        self._credentials = credentials
-        self._meets_rules = rules.meets_rules
-        self._rate = rate
-        self._pace = Signer(own_peer, rate, clock())
-        self._allows = allows
-        self._gossip = gossip
-        self._clock = clock
-        self._tally = DropTally("own group not published", quiet=EXPECTED, reasons=UNPUBLISHED)
-
-    def statistics(self) -> DropCounts:
-        """Return the number of published groups, and of unpublished ones by outcome."""
-        return self._tally.statistics()
-
-    def publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        """Sign a group that `policy` sampled and put it on the shelf.
-
-        A group whose rewards are all equal is not published, because peers would drop it. Never
-        raises for a group that cannot be shared.
-
-        Returns:
-            The outcome, which is also counted.
-        """
-        try:
-            outcome = self._publish(own, policy)
-        except BadMessage as bad:
-            return self.note("invalid", str(bad))
-        return self.note(outcome)
-
-    def note(self, outcome: str, error: str = "") -> str:
-        """Count the outcome of an own group and return it."""
-        if outcome == PUBLISHED:
-            self._tally.keep()
-        else:
-            self._tally.drop(outcome, error=error)
-        return outcome
-
-    def _publish(self, own: OwnGroup, policy: PolicyFacts | None) -> str:
-        if policy is None:
-            return "no_policy"
-        if not is_useful(own.rewards):
-            return "zero_advantage"
-        if not self._allows("publish"):
-            return "budget"
-        now = self._clock()
-        if not self._pace.has_token(self._rate, now):
-            return "rate"  # peers ignore groups above this rate
-        group = RolloutGroup(
-            task=own.task,
-            model=policy.model,
-            tokenizer=policy.tokenizer,
-            policy_version=own.policy_version,
-            created_at=int(now * 1000),
-            sequence=own.sequence,
-            sampling=own.sampling,
-            completions=own.completions,
-        )
-        codec.check_group(group)
-        spec = TASKS.get(own.task.id)
-        if spec is None or not all(has_turns(c, spec.turns) for c in group.completions):
-            return "invalid"
-        if not self._meets_rules(group):  # sampled before the manifest changed
-            return "invalid"
-        if len(codec.encode(group)) > limits.GROUP_BYTES:
-            group = without_token_ids(group)
-            if len(codec.encode(group)) > limits.GROUP_BYTES:
-                return "oversize"
-        frame = envelope.seal(
-            group, self._credentials.key, ids.DOMAIN_ROLLOUT, self._credentials.swarm
-        )
-        self._pace.take_token()
-        self._gossip.put(group, self._own_peer, frame, own.rewards)
-        return PUBLISHED
 
 
 # ---- peers' groups -------------------------------------------------------------------------------
